@@ -14,10 +14,20 @@ import hydra
 from omegaconf import DictConfig
 
 from lightning_hetpipe.cli import measured_links
+from lightning_hetpipe.cli.cluster_plans import cluster_plans, remarks
 from lightning_hetpipe.cli.comparison import compared
 from lightning_hetpipe.cli.console_script import FAILED
 from lightning_hetpipe.cli.entry import enter, job
-from lightning_hetpipe.cli.plan_inputs import PROGRAM, check, check_types, cluster_of, of_strategy, profile_of, wanted
+from lightning_hetpipe.cli.plan_inputs import (
+    PROGRAM,
+    check,
+    check_types,
+    cluster_of,
+    cluster_settings,
+    of_strategy,
+    profile_of,
+    wanted,
+)
 from lightning_hetpipe.cli.side_by_side import compared_policies, side_by_side
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.planning.model.catalogue import known
@@ -83,6 +93,19 @@ def run(config: DictConfig) -> float | None:
     given = asked.pop("weights")
     policies = chosen if given is None else [given]
 
+    names = [layer.name for layer in profile.layers]
+    guessed = {device.name for device in devices if profile.name_of(device) in profile.estimated}
+    if (settings := cluster_settings(config, cluster)) is not None:
+        found = cluster_plans(settings, profile, cluster, optimizer, policies, {**asked, "spread": False})
+        plan = Plan.of_allocation(found.chosen, profile.model, names, cluster, guessed, nominal)
+        folder = _show(config, plan, [*remarks(found, cluster), *_estimates(profile)], measured)
+        if not found.chosen.fits:
+            _advise(found.chosen.choices[found.chosen.unfit[0]])
+            return None
+        plan.save(folder / "plan.json")
+        print(f"plan     {folder / 'plan.json'}\n{found.picture(plan, cluster, folder)}")
+        return found.chosen.rate
+
     @cache
     def plan_for(policy: WeightPolicy) -> Choice:
         return best_plan(profile, cluster, optimizer=optimizer, weights=policy, **asked)
@@ -91,44 +114,59 @@ def run(config: DictConfig) -> float | None:
         choice = plan_for(policy)
         if choice.fits:
             break
-    names = [layer.name for layer in profile.layers]
-    guessed = {device.name for device in devices if profile.name_of(device) in profile.estimated}
     stages_given = asked["stages"] is not None
     distance = of_strategy(config, "wsp.clock_distance", 0)
     plan = Plan.of(choice, profile.model, names, cluster, guessed, distance, nominal)
-    remarks = _remarks(choice, profile, cluster.assumed([stage.slot for stage in choice.stages]), stages_given)
-    if of_strategy(config, "compile", False):
-        remarks.append("- strategy.compile is not in these times: layers are measured without compilation")
-    print(plan, *remarks, "", sep="\n")
+    lines = _remarks(choice, cluster.assumed([stage.slot for stage in choice.stages]), stages_given)
+    rows: list[str] = []
     if len(devices) > 1 and asked["in_flight"] != 1:  # else all policies are the same
-        rows = compared_policies([*policies, *planned_policies(optimizer)])
-        print(*side_by_side(rows, plan_for, asked["in_flight"], asked["every"]), "", sep="\n")
-    folder = Path(config.output_dir)
-    folder.mkdir(parents=True, exist_ok=True)
-    if config.profile is None:
-        profile_file.save(measured, folder / "profile.json")
-        print(f"profile  {folder / 'profile.json'}")
+        several = compared_policies([*policies, *planned_policies(optimizer)])
+        rows = ["", *side_by_side(several, plan_for, asked["in_flight"], asked["every"])]
+    folder = _show(config, plan, ["", *lines, *_estimates(profile)], measured, rows)
     if not choice.fits:
-        ways = [f"- {way}" for way in ways_out(choice, cli=True)]
-        print(
-            "No plan was found that fits into memory; this one lacks the least.",
-            *(["It would fit with:"] if ways else []),
-            *ways,
-            sep="\n",
-        )
-        _unfit.append(choice)
+        _advise(choice)
         return None
     plan.save(folder / "plan.json")
     print(f"plan     {folder / 'plan.json'}\n{_picture(choice, folder)}")
     return choice.rate
 
 
-def _remarks(choice: Choice, profile: Profile, links: Sequence[str], stages_given: bool) -> list[str]:
-    """Remarks below the table: reasons, assumed links, unused devices, estimates."""
+def _show(config: DictConfig, plan: Plan, lines: Sequence[str], measured: Profile, rows: Sequence[str] = ()) -> Path:
+    """Print the plan, remarks and other plans, and make the run's folder, with the profile where one was measured."""
+    if of_strategy(config, "compile", False):
+        lines = [*lines, "- strategy.compile is not in these times: layers are measured without compilation"]
+    print(plan, *lines, *rows, "", sep="\n")
+    folder = Path(config.output_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    if config.profile is None:
+        profile_file.save(measured, folder / "profile.json")
+        print(f"profile  {folder / 'profile.json'}")
+    return folder
+
+
+def _advise(choice: Choice) -> None:
+    """Say what would make it fit."""
+    ways = [f"- {way}" for way in ways_out(choice, cli=True)]
+    print(
+        "No plan was found that fits into memory; this one lacks the least.",
+        *(["It would fit with:"] if ways else []),
+        *ways,
+        sep="\n",
+    )
+    _unfit.append(choice)
+
+
+def _remarks(choice: Choice, links: Sequence[str], stages_given: bool) -> list[str]:
+    """Remarks below the table: reasons, assumed links, unused devices."""
     lines = [f"- {reason}" for reason in (*choice.reasons, *links)]
     why = "no layer is left for it" if choice.spread else "no plan with it is faster"
     why = "strategy.stages leaves it out" if stages_given else why
-    lines += [f"- {_named(slot.device, slot.number)} is not used: {why}" for slot in choice.idle if choice.fits]
+    return lines + [f"- {_named(slot.device, slot.number)} is not used: {why}" for slot in choice.idle if choice.fits]
+
+
+def _estimates(profile: Profile) -> list[str]:
+    """Remarks on times that were not measured."""
+    lines = []
     for base in dict.fromkeys(profile.estimated.values()):
         names = ", ".join(name for name, other in profile.estimated.items() if other == base)
         line = f"- the times of {names} are estimated from those of {base}, by peak FLOP/s and memory bandwidth"
@@ -138,7 +176,7 @@ def _remarks(choice: Choice, profile: Profile, links: Sequence[str], stages_give
         elif known(base) is None:
             line += f"; {base} stands for the fastest of them: only ratios mean something, and links look too fast"
         lines.append(line)
-    return ["", *lines] if lines else []
+    return lines
 
 
 def _named(device: Device, number: int) -> str:

@@ -13,6 +13,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from lightning_hetpipe import HetPipeStrategy
 from lightning_hetpipe.cli import trainer_checks, trainer_errors
 from lightning_hetpipe.cli.building import built
+from lightning_hetpipe.cli.cluster_plans import ALLOCATIONS, COMPARE, ClusterSettings
 from lightning_hetpipe.cli.config_sections import written
 from lightning_hetpipe.cli.console_script import ConsoleScript
 from lightning_hetpipe.errors import SettingError, nearest, of_file
@@ -30,6 +31,7 @@ from lightning_hetpipe.strategy.checks import switch
 from lightning_hetpipe.strategy.profiling_strategy import Profiled, ProfilingStrategy
 from lightning_hetpipe.strategy.profiling_strategy import profile as profile_model
 from lightning_hetpipe.strategy.settings import count, weight_policy
+from lightning_hetpipe.workers.synchroniser import copies_kept
 
 PROGRAM = ConsoleScript(
     "hetpipe-plan",
@@ -93,11 +95,15 @@ def check(config: DictConfig) -> None:
         raise SettingError(f"devices={config.devices} is given together with a cluster; leave one of them out.")
     if (workers := of_strategy(config, "virtual_workers", 1)) != 1:
         raise SettingError(
-            f"strategy.virtual_workers={workers}: this release plans one virtual worker; leave it out, and plan each"
-            " with its own devices."
+            f"strategy.virtual_workers={workers}: how many there are follows from the allocation; give"
+            " strategy.allocation=np, ed, hd or auto, or strategy.virtual_workers=1 for one over all devices."
         )
+    allocation = of_strategy(config, "allocation", "auto")
+    if allocation not in ALLOCATIONS:
+        raise SettingError(f"strategy.allocation={written(allocation)} must be one of {', '.join(ALLOCATIONS)}.")
     if of_strategy(config, "_target_", None) == "lightning_hetpipe.HetPipeStrategy":
-        built(config, "strategy", HetPipeStrategy, cluster=None, plan=None)  # which refuses what makes no sense
+        # which refuses what makes no sense
+        built(config, "strategy", HetPipeStrategy, cluster=None, plan=None, allocation="auto")
     if _is_given("strategy.plan") and config.strategy.plan is not None:
         raise SettingError(
             f"strategy.plan={config.strategy.plan} is for hetpipe-train; leave it out, as hetpipe-plan makes a plan of"
@@ -170,6 +176,44 @@ def cluster_of(config: DictConfig, profile: Profile) -> tuple[Cluster, set[Devic
     filled = measured.with_memory(profile.memory)
     pairs = zip(measured.slots, filled.slots, strict=True)
     return filled, {other for one, other in pairs if one.device.memory != other.device.memory}
+
+
+def cluster_settings(config: DictConfig, cluster: Cluster) -> ClusterSettings | None:
+    """Settings of a plan of all virtual workers; None where it is of one.
+
+    An allocation asks for it; without one, a cluster of several nodes has its allocations compared, unless
+    ``strategy.virtual_workers=1`` or ``ordered=true`` mean one virtual worker.
+
+    Raises:
+        SettingError: for settings that do not go together.
+    """
+    single = [each for each in ("strategy.virtual_workers", "ordered", "synchronise") if _is_given(each)]
+    single = [each for each in single if each != "ordered" or config.ordered]
+    if not _is_given("strategy.allocation"):
+        if len(cluster.nodes) == 1 or single:
+            return None
+        allocation = COMPARE
+    elif single:
+        raise SettingError(
+            f"{single[0]}={written(OmegaConf.select(config, single[0]))} is for a plan of one virtual worker; leave it"
+            f" out, or strategy.allocation={config.strategy.allocation}."
+        )
+    else:
+        allocation = config.strategy.allocation
+    wave, shares = of_strategy(config, "wsp.wave", "auto"), of_strategy(config, "wsp.shares", None)
+    if shares not in (None, "equal", "auto"):
+        raise SettingError(
+            f"strategy.wsp.shares={written(shares)} is what a plan of several virtual workers decides; give equal, or"
+            " auto, or strategy.virtual_workers=1 for a plan of one."
+        )
+    return ClusterSettings(
+        allocation,
+        shares != "equal" if _is_given("strategy.wsp.shares") else None,
+        of_strategy(config, "wsp.placement", "size") if _is_given("strategy.wsp.placement") else None,
+        of_strategy(config, "wsp.clock_distance", 0),
+        None if wave == "auto" else wave,
+        copies_kept(of_strategy(config, "wsp.update_dtype", None)),
+    )
 
 
 def _strange(cluster: Cluster, profile: Profile) -> str | None:

@@ -72,7 +72,7 @@ def draw(timeline: Timeline, first: int | None = None, last: int | None = None) 
     Raises:
         SettingError: without matplotlib, or if nothing of these minibatches is in the timeline.
     """
-    figure_class = _matplotlib()
+    made = figure_class()
     if first is None and last is None:
         first, last = _readable(timeline)
     kept = timeline.minibatches
@@ -82,7 +82,7 @@ def draw(timeline: Timeline, first: int | None = None, last: int | None = None) 
         end = start + 1e-6
     rows = timeline.rows
     height = 0.42 * len(rows) + 2.9
-    figure: Figure = figure_class(figsize=(14, height), dpi=110, layout="constrained")
+    figure: Figure = made(figsize=(14, height), dpi=110, layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=[0.42 * len(rows), 1.8])
     _draw_rows(above, timeline, rows, start, end)
     _draw_curves(below, timeline, start, end)
@@ -107,12 +107,17 @@ def encoded(figure: Figure) -> bytes:
     return file.getvalue()
 
 
-def _matplotlib() -> type[Any]:
+def figure_class() -> type[Any]:
+    """Matplotlib's class of figures.
+
+    Raises:
+        SettingError: without matplotlib.
+    """
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise SettingError(
-            'drawing a timeline needs matplotlib, which is not installed; pip install "lightning-hetpipe[plot]"'
+            'drawing a picture needs matplotlib, which is not installed; pip install "lightning-hetpipe[plot]"'
         ) from error
     return Figure
 

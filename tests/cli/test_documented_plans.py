@@ -41,11 +41,15 @@ def prepared(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_there_are_these() -> None:
-    assert len(COMMANDS) == 10
+    assert len(COMMANDS) == 13
 
 
 @pytest.mark.parametrize(
-    "command", [pytest.param(each, marks=[pytest.mark.slow] * ("experiment=" in each)) for each in COMMANDS]
+    "command",
+    [
+        pytest.param(each, marks=[pytest.mark.slow] * ("experiment=" in each or each.endswith("cluster=paper")))
+        for each in COMMANDS
+    ],
 )
 def test_the_command(plan: Run, prepared: Path, command: str) -> None:
     arguments = shlex.split(command)

@@ -272,7 +272,7 @@ def test_without_matplotlib_there_is_a_plan_and_no_picture(
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     said, _ = plan("profile=p.json", "devices=[RTX-3090]", "hydra.run.dir=run")
-    assert "picture  none: drawing a timeline needs matplotlib" in said
+    assert "picture  none: drawing a picture needs matplotlib" in said
     assert (folder / "run" / "plan.json").exists()
 
 

@@ -75,9 +75,12 @@ def test_the_file_has_these_keys(tmp_path: Path) -> None:
         "spread",
         "weights",
         "accumulate_grad_batches",
+        "allocation",
+        "placement",
+        "network_bytes",
     ]
     (worker,) = value["virtual_workers"]
-    assert list(worker) == ["minibatches_per_second", "stages"]
+    assert list(worker) == ["minibatches_per_second", "stages", "wave"]
     assert worker["stages"][0] == {
         "node": "box",
         "device": "RTX-3090:0",
@@ -191,14 +194,47 @@ def test_several_virtual_workers() -> None:
     lines = str(replace(PLAN, virtual_workers=(worker, other))).splitlines()
     assert lines[0].startswith("m: 2 virtual workers, 3 minibatches in flight")
     assert [line for line in lines if line.startswith("virtual worker")] == [
-        "virtual worker 0: 2 minibatches per second",
-        "virtual worker 1: 2 minibatches per second",
+        "virtual worker 0: 2 minibatches per second, in waves of 3",
+        "virtual worker 1: 2 minibatches per second, in waves of 3",
     ]
+    assert (
+        "N = 2: the sum of their updates acts like 2 times the learning rate; s_global = 4 minibatches at D = 0;"
+        " 0 bytes cross the network per minibatch, with placement='size'"
+    ) in lines
     shared = replace(PLAN, virtual_workers=(worker, worker))
     with pytest.raises(
         SettingError, match=r"virtual_workers\[1\].stages\[0\].device is 'RTX-3090:0', which is virtual"
     ):
         shared.check()
+
+
+def test_virtual_workers_may_have_waves_of_their_own(tmp_path: Path) -> None:
+    (worker,) = PLAN.virtual_workers
+    other = replace(worker, stages=(replace(FIRST, device="RTX-3090:2"), replace(SECOND, device="T4:3")), wave=6)
+    plan = replace(PLAN, virtual_workers=(worker, other), allocation="np", placement="local", network_bytes=5 << 20)
+    assert plan.waves == (3, 6)
+    assert plan.global_staleness == 8, "of the faster one's, DESIGN, section 13"
+    said = str(plan)
+    assert said.startswith("m: 2 virtual workers by allocation='np', 3 minibatches in flight")
+    assert "in waves of 6" in said
+    assert "5.0 MiB cross the network per minibatch, with placement='local'" in said
+    plan.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json") == plan
+
+
+def test_files_of_earlier_releases_say_nothing_of_allocations(tmp_path: Path) -> None:
+    PLAN.save(tmp_path / "plan.json")
+    value = json.loads((tmp_path / "plan.json").read_text())
+    for key in ("allocation", "placement", "network_bytes"):
+        del value[key]
+    del value["virtual_workers"][0]["wave"]
+    (tmp_path / "plan.json").write_text(json.dumps(value))
+    assert Plan.load(tmp_path / "plan.json") == PLAN
+
+
+def test_an_unknown_placement_is_refused() -> None:
+    with pytest.raises(SettingError, match="placement is 'near' and must be one of size, round_robin, local"):
+        replace(PLAN, placement="near").check()
 
 
 @pytest.mark.parametrize(

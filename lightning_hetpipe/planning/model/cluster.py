@@ -204,10 +204,15 @@ class Cluster:
             DeviceSlot(n, d, device) for n, node in enumerate(self.nodes) for d, device in enumerate(node.devices)
         )
 
+    @property
+    def between(self) -> Link:
+        """Link between any two nodes, as declared or supposed."""
+        return self.link or ETHERNET
+
     def link_between(self, one: DeviceSlot, other: DeviceSlot) -> Link:
         """Link that a value takes from ``one`` to ``other``."""
         if one.node != other.node:
-            return self.link or ETHERNET
+            return self.between
         return NO_LINK if one.number == other.number else self.nodes[one.node].own_link
 
     def assumed(self, slots: Iterable[DeviceSlot]) -> list[str]:

@@ -139,13 +139,10 @@ def estimate(
     versions = versions or Versions(STASH, in_flight)
     times = stage_times_on(profile, cluster, slots, splits, recompute)
     ends = [*splits[1:], len(profile.layers)]
-    step = max(
-        sum(each.update for each in profile.times_on(slot.device)[first:after])
-        for slot, first, after in zip(slots, splits, ends, strict=True)
-    )
+    step = step_on(profile, slots, splits)
     period = versions.period
     waves = max(WAVES, -(-MINIBATCHES // period))
-    parts, visits = _visits(profile, slots, splits, times, recompute) if profile.calls else (times, None)
+    parts, visits = visits_on(profile, slots, splits, times, recompute)
     settings: dict[str, Any] = {"step": step, "synchronise": synchronise, "visits": visits, "versions": versions}
     run = simulate(parts, in_flight, waves * period, **settings)
     stages = []
@@ -191,10 +188,23 @@ def stage_times_on(
     return found
 
 
-def _visits(
+def step_on(profile: Profile, slots: Sequence[DeviceSlot], splits: Sequence[int]) -> float:
+    """Seconds of Lightning's step, as long as the updates of the stage on ``slots`` whose take longest."""
+    return max(
+        sum(each.update for each in profile.times_on(slot.device)[first:after])
+        for slot, first, after in zip(slots, splits, [*splits[1:], len(profile.layers)], strict=True)
+    )
+
+
+def visits_on(
     profile: Profile, slots: Sequence[DeviceSlot], splits: Sequence[int], stages: Sequence[StageTimes], recompute: bool
-) -> tuple[list[StageTimes], Visits]:
-    """Visits of a minibatch to ``stages``, and for each segment the times of one visit."""
+) -> tuple[Sequence[StageTimes], Visits | None]:
+    """Visits of a minibatch to ``stages``, and for each segment the times of one visit.
+
+    Without several calls these are the times of the stages, and None for the visits: one to each.
+    """
+    if not profile.calls:
+        return stages, None
     pieces = profile.pieces
     parts = segments([after - first for first, after in pieces], splits)
     found, changing = [], set[int]()

@@ -10,12 +10,13 @@ from hashlib import sha256
 from os import PathLike
 
 from lightning_hetpipe.errors import SettingError
-from lightning_hetpipe.planning.model.catalogue import canonical
+from lightning_hetpipe.planning.allocation.allocator import Allocation, most_stale
 from lightning_hetpipe.planning.model.cluster import Cluster, DeviceSlot
 from lightning_hetpipe.planning.model.estimate import Estimate
-from lightning_hetpipe.planning.model.units import in_bytes
+from lightning_hetpipe.planning.plan.faults import Problem, place_problems, shared_problems, stage_problems
 from lightning_hetpipe.planning.plan.json_file import Document, write
 from lightning_hetpipe.planning.plan.table import table
+from lightning_hetpipe.rules.parameter_placement import PLACEMENTS
 from lightning_hetpipe.rules.versions import POLICIES, STASH, Versions
 
 VERSION = 1
@@ -82,28 +83,22 @@ class PlannedStage:
 
 @dataclass(frozen=True)
 class PlannedWorker:
-    """A virtual worker: its ``stages``, in the order of the layers, and the simulated ``minibatches_per_second``."""
+    """A virtual worker.
+
+    Attributes:
+        minibatches_per_second: Its part of all, simulated.
+        stages: In the order of the layers.
+        wave: W_v, its own wave; None where it is the plan's.
+    """
 
     minibatches_per_second: float
     stages: tuple[PlannedStage, ...]
+    wave: int | None = None
 
     @property
     def nodes(self) -> tuple[str, ...]:
         """The machines that its stages lie on; more than one are planned, and run emulated only."""
         return tuple(dict.fromkeys(stage.node for stage in self.stages))
-
-
-@dataclass(frozen=True)
-class Problem:
-    """Fault of a plan.
-
-    Attributes:
-        place: The key in ``plan.json``, such as "virtual_workers[0].stages[2].memory_bytes".
-        said: Text of the fault.
-    """
-
-    place: str
-    said: str
 
 
 @dataclass(frozen=True)
@@ -113,7 +108,7 @@ class Plan:
     Attributes:
         model: Name of the model.
         in_flight: Nm, of every virtual worker.
-        wave: W.
+        wave: W, of virtual workers that have none of their own.
         clock_distance: D.
         bottleneck_s: T_max: seconds of the slowest stage of all.
         minibatches_per_second: Of all virtual workers together, simulated.
@@ -124,6 +119,10 @@ class Plan:
         spread: Whether it is of a spread run, which a run of the plan is, too; as ``recompute``.
         weights: Name of the weight policy that the figures, and a run, are for; "stash" where a file does not say it.
         accumulate_grad_batches: Minibatches of an optimizer step that the figures are for; 1 where a file does not say.
+        allocation: The rule by which virtual workers got their devices: "np", "ed", "hd" or "auto"; empty where one was
+            planned for the devices that were given, and where a file does not say.
+        placement: The setting that says which server holds which parameter; "size" where a file does not say.
+        network_bytes: Bytes that cross the network between nodes for each minibatch.
     """
 
     model: str
@@ -138,6 +137,9 @@ class Plan:
     spread: bool = False
     weights: str = STASH.name
     accumulate_grad_batches: int = 1
+    allocation: str = ""
+    placement: str = "size"
+    network_bytes: int = 0
 
     @classmethod
     def of(
@@ -162,20 +164,6 @@ class Plan:
             clock_distance: D.
             nominal: The devices whose memory comes from a data sheet.
         """
-        stages = tuple(
-            PlannedStage(
-                cluster.nodes[stage.slot.node].name,
-                f"{stage.slot.device.name}:{stage.slot.number}"
-                + (_ESTIMATED if stage.slot.device.name in estimated else _NOMINAL if stage.slot in nominal else ""),
-                stage.first,
-                stage.last,
-                stage.times.total,
-                stage.memory.total,
-                stage.limit,
-                stage.memory.weights,
-            )
-            for stage in found.stages
-        )
         return cls(
             model,
             found.in_flight,
@@ -183,12 +171,39 @@ class Plan:
             clock_distance,
             found.bottleneck,
             found.rate,
-            (PlannedWorker(found.rate, stages),),
+            (PlannedWorker(found.rate, _stages(found, cluster, estimated, nominal)),),
             tuple(layers),
             found.recompute,
             found.spread,
             found.versions.policy.name,
             found.versions.every,
+        )
+
+    @classmethod
+    def of_allocation(
+        cls,
+        found: Allocation,
+        model: str,
+        layers: Sequence[str],
+        cluster: Cluster,
+        estimated: Collection[str] = (),
+        nominal: Collection[DeviceSlot] = (),
+    ) -> Plan:
+        """Make the plan of all virtual workers of an allocation; otherwise as :meth:`of`."""
+        first = found.choices[0]
+        workers = zip(found.choices, found.rates, found.lengths, strict=True)
+        return replace(
+            cls.of(first, model, layers, cluster, estimated, found.clock_distance, nominal),
+            wave=found.lengths[0],
+            bottleneck_s=max(choice.bottleneck for choice in found.choices),
+            minibatches_per_second=found.rate,
+            virtual_workers=tuple(
+                PlannedWorker(rate, _stages(choice, cluster, estimated, nominal), wave)
+                for choice, rate, wave in workers
+            ),
+            allocation=found.name,
+            placement=found.placement,
+            network_bytes=round(found.network_bytes),
         )
 
     @classmethod
@@ -214,6 +229,9 @@ class Plan:
             "spread" in document and document["spread"].truth(),
             document["weights"].text() if "weights" in document else STASH.name,
             document["accumulate_grad_batches"].whole(1) if "accumulate_grad_batches" in document else 1,
+            document["allocation"].text() if "allocation" in document else "",
+            document["placement"].text() if "placement" in document else "size",
+            document["network_bytes"].whole() if "network_bytes" in document else 0,
         )
 
     def save(self, path: str | PathLike[str]) -> None:
@@ -246,10 +264,22 @@ class Plan:
         """Weights that minibatches use."""
         return Versions(POLICIES[self.weights], self.in_flight, self.accumulate_grad_batches)
 
+    @property
+    def waves(self) -> tuple[int, ...]:
+        """W_v of each virtual worker."""
+        return tuple(self.wave if worker.wave is None else worker.wave for worker in self.virtual_workers)
+
+    @property
+    def global_staleness(self) -> int:
+        """s_global: the most minibatches of one virtual worker that another's weights lack; of its own, alone."""
+        return most_stale(self.waves, self.in_flight, self.clock_distance)
+
     def problems(self, cluster: Cluster | None = None) -> Iterator[Problem]:
         """Faults that keep it from running: on any devices, and on those of ``cluster``."""
         if self.weights not in POLICIES:
             yield Problem("weights", f"is '{self.weights}' and must be one of {', '.join(POLICIES)}")
+        if self.placement not in PLACEMENTS:
+            yield Problem("placement", f"is '{self.placement}' and must be one of {', '.join(PLACEMENTS)}")
         if not self.virtual_workers:
             yield Problem("virtual_workers", "is empty; a plan has at least one")
         taken: dict[tuple[str, int], int] = {}
@@ -259,7 +289,7 @@ class Plan:
                 yield Problem(place, "is empty; a virtual worker has at least one stage")
             next_layer = 0
             for number, stage in enumerate(worker.stages):
-                yield from _stage_problems(stage, f"{place}[{number}]", next_layer, len(self.layers))
+                yield from stage_problems(stage, f"{place}[{number}]", next_layer, len(self.layers))
                 next_layer = stage.last_layer + 1
                 if (at := stage.device_number) is not None:
                     other = taken.setdefault((stage.node, at), index)
@@ -268,8 +298,8 @@ class Plan:
                             f"{place}[{number}].device", f"is '{stage.place}', which is virtual worker {other}'s, too"
                         )
                 if cluster is not None:
-                    yield from _place_problems(stage, f"{place}[{number}]", cluster)
-            yield from _shared_problems(worker.stages, place, cluster)
+                    yield from place_problems(stage, f"{place}[{number}]", cluster)
+            yield from shared_problems(worker.stages, place, cluster)
             if worker.stages and next_layer != len(self.layers):
                 yield Problem(
                     f"{place}[{len(worker.stages) - 1}].last_layer",
@@ -313,69 +343,32 @@ class Plan:
         return [found[node, number] for node, number in places if number is not None]
 
 
-def _stage_problems(stage: PlannedStage, place: str, next_layer: int, layers: int) -> Iterator[Problem]:
-    if stage.first_layer != next_layer:
-        yield Problem(f"{place}.first_layer", f"is {stage.first_layer} and must be {next_layer}: stages leave none out")
-    if not stage.first_layer <= stage.last_layer < layers:
-        yield Problem(
-            f"{place}.last_layer", f"is {stage.last_layer} and must be from {stage.first_layer} to {layers - 1}"
+def _stages(
+    found: Estimate, cluster: Cluster, estimated: Collection[str], nominal: Collection[DeviceSlot]
+) -> tuple[PlannedStage, ...]:
+    return tuple(
+        PlannedStage(
+            cluster.nodes[stage.slot.node].name,
+            f"{stage.slot.device.name}:{stage.slot.number}"
+            + (_ESTIMATED if stage.slot.device.name in estimated else _NOMINAL if stage.slot in nominal else ""),
+            stage.first,
+            stage.last,
+            stage.times.total,
+            stage.memory.total,
+            stage.limit,
+            stage.memory.weights,
         )
-    limit = stage.memory_limit_bytes
-    if limit is not None and stage.memory_bytes > limit:
-        yield Problem(
-            f"{place}.memory_bytes",
-            f"is {in_bytes(stage.memory_bytes)}, {in_bytes(stage.memory_bytes - limit)} more than {stage.place} has",
-        )
-    if stage.device_number is None:
-        yield Problem(f"{place}.device", f"is '{stage.device}' and must be a name and a number, such as 'RTX-3090:0'")
-
-
-def _place_problems(stage: PlannedStage, place: str, cluster: Cluster) -> Iterator[Problem]:
-    node = next((node for node in cluster.nodes if node.name == stage.node), None)
-    if node is None:
-        yield Problem(f"{place}.node", f"is '{stage.node}'; there are {', '.join(node.name for node in cluster.nodes)}")
-        return
-    number = stage.device_number
-    if number is not None and number >= len(node.devices):
-        yield Problem(f"{place}.device", f"is '{stage.device}', and {stage.node} has {len(node.devices)}, from 0 on")
-    elif number is not None and canonical(node.devices[number].name) != canonical(stage.device_name):
-        yield Problem(f"{place}.device", f"is '{stage.device}', where {stage.node} has a {node.devices[number].name}")
-    elif number is not None and (limit := node.devices[number].memory) is not None and stage.memory_bytes > limit:
-        said = f"is {in_bytes(stage.memory_bytes)}, {in_bytes(stage.memory_bytes - limit)} more than {stage.place} has"
-        yield Problem(f"{place}.memory_bytes", said)
-
-
-def _shared_problems(stages: Sequence[PlannedStage], place: str, cluster: Cluster | None) -> Iterator[Problem]:
-    """Faults of devices that several stages share, each of which would fit there alone."""
-    shared: dict[tuple[str, int], list[int]] = {}
-    for number, stage in enumerate(stages):
-        if (at := stage.device_number) is not None:
-            shared.setdefault((stage.node, at), []).append(number)
-    for numbers in shared.values():
-        limit = _limit([stages[number] for number in numbers], cluster)
-        taken = [stages[number].memory_bytes for number in numbers]
-        if limit is not None and max(taken) <= limit < sum(taken):
-            together = f"{in_bytes(sum(taken))} with what else lies on {stages[numbers[0]].place}"
-            said = f"makes {together}, {in_bytes(sum(taken) - limit)} more than it has"
-            yield Problem(f"{place}[{numbers[-1]}].memory_bytes", said)
-
-
-def _limit(stages: Sequence[PlannedStage], cluster: Cluster | None) -> int | None:
-    """Bytes of the one device of ``stages``, as they say and as ``cluster`` does; None for no limit."""
-    found = [stage.memory_limit_bytes for stage in stages]
-    for node in () if cluster is None else cluster.nodes:
-        found += (
-            device.memory
-            for number, device in enumerate(node.devices)
-            if any((stage.node, stage.device_number) == (node.name, number) for stage in stages)
-        )
-    return min((each for each in found if each is not None), default=None)
+        for stage in found.stages
+    )
 
 
 def _worker(document: Document) -> PlannedWorker:
     document.object(*(field.name for field in fields(PlannedWorker)))
     stages = tuple(_stage(each) for each in document["stages"].entries())
-    return PlannedWorker(document["minibatches_per_second"].number(), stages)
+    rate = document["minibatches_per_second"].number()
+    if "wave" not in document or document["wave"].value is None:
+        return PlannedWorker(rate, stages)
+    return PlannedWorker(rate, stages, document["wave"].whole(1))
 
 
 def _stage(document: Document) -> PlannedStage:

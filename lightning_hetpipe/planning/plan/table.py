@@ -27,16 +27,18 @@ def table(plan: Plan) -> str:
     many = len(plan.virtual_workers) > 1
     lines = [_headline(plan)]
     problems = list(plan.problems())
-    for index, worker in enumerate(plan.virtual_workers):
+    for index, (worker, wave) in enumerate(zip(plan.virtual_workers, plan.waves, strict=True)):
         place = f"virtual_workers[{index}].stages"
         rows = []
         for number, stage in enumerate(worker.stages):
             bad = {p.place.rpartition(".")[2] for p in problems if p.place.startswith(f"{place}[{number}].")}
             rows.append(_row(number, stage, plan, {_CELLS[key] for key in bad}))
-        title = f"virtual worker {index}: {worker.minibatches_per_second:.3g} minibatches per second"
+        title = (
+            f"virtual worker {index}: {worker.minibatches_per_second:.3g} minibatches per second, in waves of {wave}"
+        )
         lines += ["", *([title] if many else []), *aligned([_HEADER, *rows], left=(1, 2, 3))]
     stages = [stage for worker in plan.virtual_workers for stage in worker.stages]
-    notes = []
+    notes = [_together(plan)] if many else []
     if any(stage.estimated for stage in stages):
         notes.append(f"{ESTIMATE} is an estimate from data sheets: the layers were not measured on this device")
     if any(stage.nominal for stage in stages):
@@ -46,6 +48,16 @@ def table(plan: Plan) -> str:
     lines += ["", *notes] if notes else []
     lines += [f"{BAD} {_where(problem.place, many)} {problem.said}" for problem in problems]
     return "\n".join(lines)
+
+
+def _together(plan: Plan) -> str:
+    """Summary of several virtual workers: the summed updates, staleness, and traffic."""
+    workers = len(plan.virtual_workers)
+    return (
+        f"N = {workers}: the sum of their updates acts like {workers} times the learning rate; s_global ="
+        f" {plan.global_staleness} minibatches at D = {plan.clock_distance}; {in_bytes(plan.network_bytes)} cross the"
+        f" network per minibatch, with placement={plan.placement!r}"
+    )
 
 
 def _where(place: str, many: bool) -> str:
@@ -59,7 +71,8 @@ def _where(place: str, many: bool) -> str:
 
 def _headline(plan: Plan) -> str:
     workers = len(plan.virtual_workers)
-    together = f"{workers} virtual workers, " if workers > 1 else ""
+    rule = f" by allocation={plan.allocation!r}" if plan.allocation else ""
+    together = f"{workers} virtual workers{rule}, " if workers > 1 else ""
     guess = any(stage.estimated for worker in plan.virtual_workers for stage in worker.stages)
     rate = f"{ESTIMATE if guess else ''}{plan.minibatches_per_second:.3g}"
     return (

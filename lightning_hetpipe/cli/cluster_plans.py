@@ -1,0 +1,141 @@
+"""Plans of all virtual workers of a cluster: one allocation, or all of them side by side."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.planning.allocation.allocator import Allocation, Allocator
+from lightning_hetpipe.planning.allocation.comparison_table import Compared, compared, comparison
+from lightning_hetpipe.planning.allocation.grouping_search import best_allocation
+from lightning_hetpipe.planning.allocation.groupings import GROUPINGS
+from lightning_hetpipe.planning.model.cluster import Cluster, DeviceSlot
+from lightning_hetpipe.planning.model.profile import Profile
+from lightning_hetpipe.planning.model.stage_memory import optimizer_state
+from lightning_hetpipe.planning.plan.document import Plan
+from lightning_hetpipe.reporting.cluster_plots import draw_cluster
+from lightning_hetpipe.rules.versions import WeightPolicy
+
+ALLOCATIONS = (*GROUPINGS, "auto")
+COMPARE = "compare"
+"""Value that stands for all allocations side by side."""
+
+
+@dataclass(frozen=True)
+class ClusterSettings:
+    """Settings of a cluster's plan.
+
+    Attributes:
+        allocation: One of :data:`ALLOCATIONS`, or :data:`COMPARE`.
+        shares: Whether faster virtual workers get longer waves; None where nobody said.
+        placement: Of parameters; None where nobody said.
+        clock_distance: D.
+        wave: W; None where it follows from Nm.
+        copies: Copies of the weights that devices keep of their last synchronisation.
+    """
+
+    allocation: str
+    shares: bool | None
+    placement: str | None
+    clock_distance: int
+    wave: int | None
+    copies: float
+
+
+@dataclass(frozen=True)
+class ClusterPlans:
+    """Result: the allocation that is planned, and those beside it."""
+
+    chosen: Allocation
+    others: tuple[Compared, ...]
+
+    def picture(self, plan: Plan, cluster: Cluster, folder: Path) -> str:
+        """Draw the plan; return a line that says where the picture is, or why there is none."""
+        bars: dict[tuple[str, str], tuple[str, list[float | None]]] = {}
+        for each in self.others:
+            key = (each.name, "" if each.name == "auto" else each.placement)
+            rates = bars.setdefault(key, (each.name if each.name == "auto" else each.title, []))[1]
+            rates.append(each.found.rate if each.found is not None and each.found.fits else None)
+        try:
+            figure = draw_cluster(plan, cluster, [*bars.values()])
+        except SettingError as error:  # without matplotlib
+            return f"picture  none: {error}"
+        figure.savefig(folder / "plan.png")
+        return f"picture  {folder / 'plan.png'}"
+
+
+def cluster_plans(
+    settings: ClusterSettings,
+    profile: Profile,
+    cluster: Cluster,
+    optimizer: str | float,
+    policies: Sequence[WeightPolicy],
+    asked: dict[str, Any],
+) -> ClusterPlans:
+    """Plan all virtual workers under the first of the weight ``policies`` under which they fit.
+
+    Raises:
+        SettingError: for an allocation that the cluster does not have.
+    """
+    for weights in policies:
+        allocator = Allocator(
+            profile,
+            cluster,
+            optimizer=optimizer_state(optimizer) + settings.copies,
+            weights=weights,
+            clock_distance=settings.clock_distance,
+            wave=settings.wave,
+            **asked,
+        )
+        found = _planned(settings, allocator)
+        if found.chosen.fits:
+            break
+    return found
+
+
+def _planned(settings: ClusterSettings, allocator: Allocator) -> ClusterPlans:
+    shares = settings.shares is not False
+    if settings.allocation == COMPARE:
+        others = tuple(compared(allocator, (False, True) if settings.shares is None else (shares,), _told))
+        chosen = others[-1].found
+        assert chosen is not None, "the search refuses nothing"
+        return ClusterPlans(chosen, others)
+    if settings.allocation == "auto":
+        placements = ("size", "local") if settings.placement is None else (settings.placement,)
+        return ClusterPlans(best_allocation(allocator, shares=shares, placements=placements, told=_told), ())
+    grouping = GROUPINGS[settings.allocation](allocator.cluster, allocator.speed)
+    placement = settings.placement or "size"
+    return ClusterPlans(allocator.allocate(settings.allocation, grouping, shares=shares, placement=placement), ())
+
+
+def _told(line: str) -> None:
+    """Show what the search does, where there is somebody who waits."""
+    if sys.stderr.isatty():
+        print(f"\r\x1b[K{line}\r", end="", file=sys.stderr, flush=True)
+
+
+def remarks(found: ClusterPlans, cluster: Cluster) -> list[str]:
+    """Lines below the table: the other allocations, slowest stages, links that nobody declared, unused devices."""
+    lines = ["", comparison(found.others), ""] if found.others else [""]
+    reasons: dict[str, list[int]] = {}
+    for number, choice in enumerate(found.chosen.choices):
+        reasons.setdefault(choice.reasons[0], []).append(number)
+    for reason, workers in reasons.items():
+        lines.append(f"- virtual worker {', '.join(map(str, workers))}: {reason}")
+    lines += [f"- {link}" for link in cluster.assumed(cluster.slots)]
+    used = {stage.slot for choice in found.chosen.choices for stage in choice.stages}
+    if found.chosen.fits:
+        lines += [f"- {_named(slot, cluster)} is not used: no plan with it is faster" for slot in _idle(cluster, used)]
+    return lines
+
+
+def _idle(cluster: Cluster, used: set[DeviceSlot]) -> list[DeviceSlot]:
+    return [slot for slot in cluster.slots if slot not in used]
+
+
+def _named(slot: DeviceSlot, cluster: Cluster) -> str:
+    return f"{cluster.nodes[slot.node].name} {slot.device.name}:{slot.number}"

@@ -1,0 +1,227 @@
+"""Allocations: a grouping of devices, a plan for each virtual worker, their waves, and what they make together.
+
+One Nm holds for all virtual workers. From the largest that one of their plans would choose alone, as far as all have
+memory for it, it is raised while that hides more of the synchronisation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from lightning_hetpipe.planning.allocation.group_plans import GroupPlans
+from lightning_hetpipe.planning.allocation.groupings import Grouping
+from lightning_hetpipe.planning.allocation.worker_pipeline import server_nodes, worker_pipelines
+from lightning_hetpipe.planning.model.cluster import Cluster, Device, DeviceSlot
+from lightning_hetpipe.planning.model.cluster_simulation import ClusterSimulation, simulate_cluster
+from lightning_hetpipe.planning.model.estimate import INSTANT
+from lightning_hetpipe.planning.model.profile import Profile
+from lightning_hetpipe.planning.search.choice import Choice
+from lightning_hetpipe.rules.shares import staleness_bound, throughput, wave_lengths
+from lightning_hetpipe.rules.versions import STASH, Versions, WeightPolicy
+
+WAVES = 9
+"""Simulated waves, of which the first third, and those of a clock distance, are the start."""
+
+MOST_DISTANCE = 16
+"""Largest number of waves that a clock distance adds to these."""
+
+NEAR = 0.99
+"""Part of the best throughput with which the smallest Nm is as good."""
+
+MOST_UNEQUAL = 64
+"""Largest ratio of two waves: longer ones make weights staler than any learning rate bears."""
+
+HIDING = 6
+"""Largest number by which Nm is raised above what pipelines need alone, to hide synchronisation."""
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """A grouping with all that follows from it.
+
+    Attributes:
+        name: Such as "ed".
+        grouping: The devices of each virtual worker.
+        choices: The plan of each; at one Nm where all fit, else those that lack the least.
+        lengths: W_v of each.
+        placement: The setting that says which server holds which parameter.
+        servers: The node of each parameter server; none where there is nobody to synchronise with.
+        clock_distance: D.
+        simulation: The run that says what they make together; None where one of them does not fit.
+    """
+
+    name: str
+    grouping: Grouping
+    choices: tuple[Choice, ...]
+    lengths: tuple[int, ...]
+    placement: str
+    servers: tuple[int, ...]
+    clock_distance: int
+    simulation: ClusterSimulation | None
+
+    @property
+    def fits(self) -> bool:
+        return self.simulation is not None
+
+    @cached_property
+    def rate(self) -> float:
+        """Minibatches per second of all together, simulated; 0 where one does not fit."""
+        if self.simulation is None:
+            return 0.0
+        # Versions come in bunches, so that a window may begin behind one and end behind another.
+        most = throughput(self.lengths, [1 / max(choice.bottleneck, INSTANT) for choice in self.choices])
+        return min(most, self.simulation.rate(self.simulation.waves // 3))
+
+    @property
+    def rates(self) -> list[float]:
+        """Minibatches per second of each: its part of all."""
+        return [self.rate * length / sum(self.lengths) for length in self.lengths]
+
+    @property
+    def in_flight(self) -> int:
+        """Nm."""
+        return self.choices[0].in_flight
+
+    @property
+    def staleness(self) -> int:
+        """s_global: the most minibatches of one virtual worker that another's weights lack; of its own, alone."""
+        return most_stale(self.lengths, self.in_flight, self.clock_distance)
+
+    @property
+    def network_bytes(self) -> float:
+        """Bytes that cross the network between nodes for each minibatch: activations, updates and weights."""
+        if self.simulation is None:
+            return 0.0
+        sent = sum(nbytes for name, nbytes in self.simulation.traffic.items() if name.endswith(" out"))
+        served = sum(nbytes for name, nbytes in self.simulation.traffic.items() if name.endswith(" server out"))
+        return (sent - served) / (self.simulation.waves * sum(self.lengths))
+
+    @property
+    def unfit(self) -> tuple[int, ...]:
+        """The virtual workers that have too little memory."""
+        return tuple(index for index, choice in enumerate(self.choices) if not choice.fits)
+
+
+def most_stale(lengths: Sequence[int], in_flight: int, clock_distance: int) -> int:
+    """s_global of waves of ``lengths``: the largest :func:`~lightning_hetpipe.rules.shares.staleness_bound` of two
+    virtual workers; of one alone, s_local."""
+    workers = range(len(lengths))
+    pairs = ((vw, of) for vw in workers for of in workers if vw != of)
+    bounds = (staleness_bound(lengths, vw, of, in_flight, clock_distance) for vw, of in pairs)
+    return max(bounds, default=in_flight - 1)
+
+
+class Allocator:
+    """Makes allocations of the devices of ``cluster``.
+
+    Args:
+        profile: The model's.
+        cluster: The devices, and the links that all share.
+        in_flight: Nm, where it is not to be chosen.
+        wave: W, where it is not to be chosen; a policy or shares may make it longer.
+        clock_distance: D.
+        weights: The weight policy.
+        every: Minibatches of an optimizer step.
+        settings: Other arguments of :func:`~lightning_hetpipe.planning.search.choice.best_plan`.
+    """
+
+    def __init__(
+        self,
+        profile: Profile,
+        cluster: Cluster,
+        *,
+        in_flight: int | None = None,
+        wave: int | None = None,
+        clock_distance: int = 0,
+        weights: WeightPolicy = STASH,
+        every: int = 1,
+        **settings: Any,
+    ) -> None:
+        self.profile = profile
+        self.cluster = cluster
+        self.plans = GroupPlans(profile, cluster, {"weights": weights, "every": every, **settings})
+        self._in_flight = in_flight
+        self._wave = wave
+        self._distance = clock_distance
+        self._weights = weights
+        self._every = every
+        self._speeds: dict[Device, float] = {}
+
+    def speed(self, slot: DeviceSlot) -> float:
+        """Speed of a device: minibatches per second of the whole model on it, whatever its memory."""
+        if slot.device not in self._speeds:
+            seconds = sum(each.forward + each.backward for each in self.profile.times_on(slot.device))
+            self._speeds[slot.device] = 1 / max(seconds, INSTANT)
+        return self._speeds[slot.device]
+
+    def allocate(self, name: str, grouping: Grouping, *, shares: bool, placement: str = "size") -> Allocation:
+        """The allocation of ``grouping``, called ``name``.
+
+        Args:
+            shares: Whether faster virtual workers get longer waves, and with them larger shares of the data.
+            placement: As :func:`~lightning_hetpipe.rules.parameter_placement.place` has it.
+
+        Raises:
+            SettingError: where a virtual worker cannot be planned as asked.
+        """
+        in_flight = self._least(grouping)
+        if in_flight is None:
+            choices = [self.plans.plan(group, 1 if self._in_flight is None else self._in_flight) for group in grouping]
+            return Allocation(name, grouping, tuple(choices), (1,) * len(choices), placement, (), self._distance, None)
+        found: list[Allocation] = []
+        for more in range(HIDING + 1):
+            choices = [self.plans.plan(group, in_flight + more) for group in grouping]
+            if not all(choice.fits for choice in choices):
+                break
+            found.append(self._simulated(name, grouping, choices, shares, placement))
+            alone = throughput(found[-1].lengths, [choice.rate for choice in choices])
+            if self._in_flight is not None or found[-1].rate >= NEAR * alone or len(grouping) == 1:
+                break
+            if max(each.rate for each in found[-2:]) * NEAR < max((each.rate for each in found[:-2]), default=0.0):
+                break  # two more have brought nothing
+        best = max(each.rate for each in found)
+        return next(each for each in found if each.rate >= NEAR * best)
+
+    def _least(self, grouping: Grouping) -> int | None:
+        """The Nm to begin with; None if there is none at which all fit."""
+        if self._in_flight is not None:
+            fits = all(self.plans.plan(group, self._in_flight).fits for group in grouping)
+            return self._in_flight if fits else None
+        alone = [self.plans.plan(group) for group in grouping]
+        if not all(choice.fits for choice in alone):
+            return None
+        found = max(choice.in_flight for choice in alone)
+        while found > 1 and not all(self.plans.plan(group, found).fits for group in grouping):
+            found -= 1
+        return found
+
+    def waves(self, rates: Sequence[float], in_flight: int, shares: bool) -> tuple[int, ...]:
+        """W_v of virtual workers with ``rates``."""
+        by_window = Versions(self._weights, in_flight, self._every).policy.by_window
+        unit = self._every if by_window else 1
+        least = -(-max(in_flight, self._wave or 0) // unit)
+        bounded = [min(rate, MOST_UNEQUAL * min(rates)) for rate in rates]
+        lengths = wave_lengths(bounded, least) if shares else (least,) * len(rates)
+        return tuple(unit * length for length in lengths)
+
+    def _simulated(
+        self, name: str, grouping: Grouping, choices: Sequence[Choice], shares: bool, placement: str
+    ) -> Allocation:
+        in_flight = choices[0].in_flight
+        lengths = self.waves([choice.rate for choice in choices], in_flight, shares)
+        servers = server_nodes(choices) if len(choices) > 1 else []
+        weights = worker_pipelines(self.profile, self.cluster, choices, lengths, servers, placement)
+        run = simulate_cluster(
+            weights,
+            in_flight,
+            WAVES + 3 * min(self._distance, MOST_DISTANCE) // 2,
+            cluster=self.cluster,
+            servers=servers,
+            clock_distance=self._distance,
+            versions=choices[0].versions,
+        )
+        where = (placement, tuple(servers), self._distance)
+        return Allocation(name, grouping, tuple(choices), lengths, *where, run)

@@ -1,0 +1,77 @@
+"""Plans of groups of devices, each found once for all groups of the same kinds of devices."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, TypeAlias
+
+from lightning_hetpipe.planning.allocation.groupings import Group
+from lightning_hetpipe.planning.model.cluster import Cluster, Device, DeviceSlot, Link
+from lightning_hetpipe.planning.model.profile import Profile
+from lightning_hetpipe.planning.search.choice import Choice, best_plan
+
+Kinds: TypeAlias = tuple[tuple[Link, tuple[Device, ...]], ...]
+"""The devices of a group by node, with the link between them there; in an order that equal groups share."""
+
+
+class GroupPlans:
+    """The plans.
+
+    Args:
+        profile: The model's.
+        cluster: Whose links connect the devices.
+        settings: Arguments of :func:`~lightning_hetpipe.planning.search.choice.best_plan` besides the devices and Nm.
+    """
+
+    def __init__(self, profile: Profile, cluster: Cluster, settings: dict[str, Any]) -> None:
+        self._profile, self._cluster, self._settings = profile, cluster, settings
+        self._known: dict[tuple[Kinds, int | None], tuple[Choice, Group]] = {}
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def kinds(self, group: Sequence[DeviceSlot]) -> Kinds:
+        """Kinds of the devices of ``group``: groups of equal kinds have equal plans."""
+        return self._sorted(group)[0]
+
+    def is_known(self, group: Sequence[DeviceSlot], in_flight: int | None = None) -> bool:
+        """True if its plan needs no search any more."""
+        return (self.kinds(group), in_flight) in self._known
+
+    def plan(self, group: Sequence[DeviceSlot], in_flight: int | None = None) -> Choice:
+        """The plan of ``group``, at Nm = ``in_flight`` where that is given.
+
+        Raises:
+            SettingError: as :func:`~lightning_hetpipe.planning.search.choice.best_plan` does.
+        """
+        kinds, slots = self._sorted(group)
+        if (kinds, in_flight) not in self._known:
+            choice = best_plan(self._profile, self._cluster, slots, in_flight=in_flight, **self._settings)
+            self._known[kinds, in_flight] = choice, slots
+        choice, others = self._known[kinds, in_flight]
+        mine = dict(zip(others, slots, strict=True))
+        return replace(
+            choice,
+            stages=tuple(replace(stage, slot=mine[stage.slot]) for stage in choice.stages),
+            idle=tuple(mine[slot] for slot in choice.idle),
+        )
+
+    def _sorted(self, group: Sequence[DeviceSlot]) -> tuple[Kinds, Group]:
+        nodes: dict[int, list[DeviceSlot]] = {}
+        for slot in group:
+            nodes.setdefault(slot.node, []).append(slot)
+        found = []
+        for node, slots in nodes.items():
+            slots.sort(key=lambda slot: (_order(slot.device), slot.number))
+            found.append(((self._cluster.nodes[node].own_link, tuple(slot.device for slot in slots)), slots))
+        found.sort(key=lambda each: (_order_of_link(each[0][0]), [*map(_order, each[0][1])], each[1][0].node))
+        return tuple(kinds for kinds, _ in found), tuple(slot for _, slots in found for slot in slots)
+
+
+def _order(device: Device) -> tuple[str, int, float]:
+    return device.name, -1 if device.memory is None else device.memory, device.speed
+
+
+def _order_of_link(link: Link) -> tuple[float, float]:
+    return link.bandwidth, link.latency

@@ -1,0 +1,292 @@
+"""Search for the grouping of a cluster's devices into virtual workers: ``allocation="auto"``.
+
+The search is over *divisions*: blocks of nodes, each made into a number of virtual workers that take the block's
+devices in turn, the fastest of each node first. NP, HD and ED are divisions where the devices of a node are equal: a
+block per node made into one, pairs made into two, and all nodes made into as many as a node has devices. A block made
+into none leaves its devices idle.
+
+A division is as fast as its virtual workers are without synchronisation: the sum of their rates where waves are in
+proportion, else the slowest one's times their number. Each group of devices is planned once for all that are alike, and
+not at all where even with all of its devices busy all the time it would not help. From some divisions the search climbs
+by single changes: a block is made into another number of virtual workers, two blocks become one, a block falls apart
+into its nodes. From the fastest one it goes on to fewer virtual workers as long as little is lost. What is best is
+simulated then, with NP, ED and HD, synchronisation and shared links included.
+
+It finds what is best near where it starts, and no more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from typing import TypeAlias
+
+from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.planning.allocation.allocator import Allocation, Allocator
+from lightning_hetpipe.planning.allocation.group_plans import Kinds
+from lightning_hetpipe.planning.allocation.groupings import GROUPINGS, Group, Grouping
+from lightning_hetpipe.planning.model.cluster import DeviceSlot
+
+ENOUGH = 0.97
+"""Part of the best throughput with which fewer virtual workers are as good: their sum acts like N times the rate."""
+
+PROMISING = 0.9
+"""Part of the fastest division's throughput, without synchronisation, that is worth a simulation."""
+
+UPHILL = 1.002
+"""Smallest gain of throughput, as a factor, that is worth a change."""
+
+PLANS = 60
+"""Largest number of groups that are planned in the search."""
+
+LONGEST = 16
+"""Largest number of devices of a virtual worker, beside those of NP, ED and HD: what longer pipelines gain is little,
+and their plans take long."""
+
+FINALISTS = 8
+"""Largest number of divisions that are simulated."""
+
+
+@dataclass(frozen=True, order=True)
+class NodeBlock:
+    """Nodes whose devices make ``parts`` virtual workers; none if that is 0."""
+
+    nodes: tuple[int, ...]
+    parts: int
+
+
+Blocks: TypeAlias = tuple[NodeBlock, ...]
+
+Alike: TypeAlias = tuple[int, tuple[int, ...]]
+"""Parts of a block, and the kinds of its nodes."""
+
+
+def best_allocation(
+    allocator: Allocator,
+    *,
+    shares: bool,
+    placements: Sequence[str] = ("size",),
+    told: Callable[[str], None] = lambda line: None,
+) -> Allocation:
+    """The fastest allocation that is found; of those within 3% of it, one with the fewest virtual workers.
+
+    None of NP, ED and HD, where they are possible, is faster by more than these 3%, nor as fast with fewer virtual
+    workers. Where nothing fits, it is the one that lacks the least memory.
+
+    Args:
+        allocator: Makes allocations of the cluster's devices.
+        shares: Whether faster virtual workers get longer waves.
+        placements: Settings among which the placement of parameters is chosen.
+        told: Is called with a line on what the search is about to do.
+
+    Raises:
+        SettingError: where not even all devices together can be planned as asked.
+    """
+    search = _GroupingSearch(allocator, shares)
+    candidates = [*search.named()]
+    told(f"planning groups of {len(allocator.cluster.slots)} devices on {len(allocator.cluster.nodes)} nodes")
+    candidates += search.found()
+    found: list[Allocation] = []
+    best = 0.0
+    for count, grouping in enumerate(dict.fromkeys(candidates), start=1):
+        told(f"simulating grouping {count}, of {len(grouping)} virtual workers")
+        fewer = all(len(grouping) < len(each.grouping) for each in found if each.rate >= ENOUGH * best)
+        if found and search.rate(grouping) < (ENOUGH if fewer else 1.0) * best:
+            continue  # synchronisation makes nothing faster
+        for placement in placements if len(grouping) > 1 else placements[:1]:
+            found.append(allocator.allocate("auto", grouping, shares=shares, placement=placement))
+            best = max(best, found[-1].rate)
+    if not best:
+        return min(found, key=lambda each: (_lacking(each), len(each.grouping)))
+    good = [each for each in found if each.rate >= ENOUGH * best]
+    return min(good, key=lambda each: (len(each.grouping), -each.rate))
+
+
+def _count(division: Blocks) -> int:
+    """Number of virtual workers."""
+    return sum(block.parts for block in division)
+
+
+def _lacking(allocation: Allocation) -> int:
+    return sum(stage.overflow for choice in allocation.choices for stage in choice.stages)
+
+
+class _GroupingSearch:
+    """Search over divisions of an allocator's cluster."""
+
+    def __init__(self, allocator: Allocator, shares: bool) -> None:
+        self._allocator = allocator
+        self._shares = shares
+        self._rates: dict[Kinds, float] = {}
+        self._values: dict[Blocks, float] = {}
+        self._made: dict[Alike, list[tuple[Group, Kinds]]] = {}
+        cluster = allocator.cluster
+        known: dict[object, int] = {}
+        self._kind = [known.setdefault((node.own_link, node.devices), len(known)) for node in cluster.nodes]
+        """Number of each node's kind, the same for equal nodes."""
+        self._devices: list[list[DeviceSlot]] = [[] for _ in cluster.nodes]
+        for slot in sorted(cluster.slots, key=lambda slot: -allocator.speed(slot)):
+            self._devices[slot.node].append(slot)
+        self._longest = min(LONGEST, len(allocator.profile.layers))
+
+    def named(self) -> Iterator[Grouping]:
+        """NP, ED and HD, as far as they are possible, and all devices together where they are few."""
+        for group in GROUPINGS.values():
+            try:
+                yield group(self._allocator.cluster, self._allocator.speed)
+            except SettingError:
+                continue
+        if len(self._allocator.cluster.slots) <= self._longest:
+            yield (self._allocator.cluster.slots,)
+
+    def found(self) -> list[Grouping]:
+        """The best groupings of each number of virtual workers, the fastest first; only promising ones."""
+        starts = sorted(dict.fromkeys(self._starts()), key=self._optimistic, reverse=True)
+        for start in starts:
+            self._climb(start)
+        best = max(self._values, key=lambda each: self._values[each], default=None)
+        if best is None or not self._values[best]:
+            return []
+        self._descend(best)
+        most = max(self._values.values())
+        by_count: dict[int, Blocks] = {}
+        for division, value in self._values.items():
+            count = _count(division)
+            if value >= PROMISING * most and (count not in by_count or value > self._values[by_count[count]]):
+                by_count[count] = division
+        chosen = sorted(by_count.values(), key=lambda each: -self._values[each])[:FINALISTS]
+        return [self._grouping(division) for division in chosen]
+
+    def rate(self, grouping: Grouping) -> float:
+        """Minibatches per second without synchronisation."""
+        plans = [self._allocator.plans.plan(group) for group in grouping]
+        return self._sum([plan.rate if plan.fits else 0.0 for plan in plans])
+
+    def _starts(self) -> Iterator[Blocks]:
+        """Divisions of single nodes, pairs, pairs of pairs and so on, each with every number of parts."""
+        strength = [sum(map(self._allocator.speed, own)) for own in self._devices]
+        blocks: list[tuple[int, ...]] = [
+            (node,) for node in sorted(range(len(strength)), key=lambda node: -strength[node])
+        ]
+        while True:
+            most = max(len(own) for own in self._devices)
+            for parts in range(1, most + 1):
+                division = tuple(
+                    NodeBlock(nodes, min(self._parts(nodes), key=lambda each: (abs(each - parts), each)))
+                    for nodes in blocks
+                )
+                yield self._ordered(division)
+            if len(blocks) == 1:
+                return
+            half = (len(blocks) + 1) // 2
+            rest = blocks[half:][::-1] + [()] * (2 * half - len(blocks))
+            blocks = [tuple(sorted(one + other)) for one, other in zip(blocks[:half], rest, strict=True)]
+
+    def _parts(self, nodes: Sequence[int]) -> list[int]:
+        """Numbers of virtual workers that share the devices of ``nodes`` about equally."""
+        counts = {len(self._devices[node]) for node in nodes}
+        return sorted({parts for count in counts for parts in range(1, count + 1) if count % parts == 0})
+
+    def _groups(self, block: NodeBlock) -> list[Group]:
+        devices = [self._devices[node] for node in block.nodes]
+        taken = [tuple(slot for own in devices for slot in own[part :: block.parts]) for part in range(block.parts)]
+        return [group for group in taken if group]
+
+    def _grouping(self, division: Blocks) -> Grouping:
+        """The groups that hold the model; others are left out."""
+        groups = [group for block in division for group in self._groups(block)]
+        return tuple(group for group in groups if self._rate(group, self._allocator.plans.kinds(group)))
+
+    def _climb(self, at: Blocks) -> None:
+        """Go uphill to where no single change is faster."""
+        value = self._value(at)
+        while True:
+            changes = sorted(self._changes(at), key=self._optimistic, reverse=True)
+            for other in changes:
+                if self._optimistic(other) <= value * UPHILL:
+                    return
+                if (found := self._value(other)) > value * UPHILL:
+                    at, value = other, found
+                    break
+            else:
+                return
+
+    def _descend(self, at: Blocks) -> None:
+        """Go on to fewer virtual workers, as long as little is lost; the smallest of them are looked at first."""
+        least = PROMISING * self._values[at]
+        while True:
+            count = _count(at)
+            fewer = [each for each in self._changes(at) if _count(each) < count and self._optimistic(each) >= least]
+            fewer.sort(key=lambda each: (max(len(group) for block in each for group in self._groups(block)), each))
+            following = next((each for each in fewer if self._value(each) >= least), None)
+            if following is None:
+                return
+            at = following
+
+    def _changes(self, division: Blocks) -> list[Blocks]:
+        """Divisions that differ by one change, one of those that are alike."""
+        found: dict[tuple[object, ...], Blocks] = {}
+
+        def add(gone: Sequence[NodeBlock], new: Sequence[NodeBlock]) -> None:
+            key = (tuple(sorted(map(self._alike, gone))), tuple(sorted(map(self._alike, new))))
+            if key not in found:
+                found[key] = self._ordered([*(each for each in division if each not in gone), *new])
+
+        for block in division:
+            for parts in (0, *self._parts(block.nodes)):
+                if parts != block.parts:
+                    add([block], [NodeBlock(block.nodes, parts)])
+            if len(block.nodes) > 1:
+                for parts in (1, block.parts):
+                    add([block], [NodeBlock((node,), min(parts, len(self._devices[node]))) for node in block.nodes])
+        for one, other in combinations(division, 2):
+            nodes = tuple(sorted((*one.nodes, *other.nodes)))
+            for parts in self._parts(nodes):
+                add([one, other], [NodeBlock(nodes, parts)])
+        return [*found.values()]
+
+    def _alike(self, block: NodeBlock) -> Alike:
+        """Key that blocks of equal nodes share."""
+        return block.parts, tuple(sorted(self._kind[node] for node in block.nodes))
+
+    @staticmethod
+    def _ordered(blocks: Sequence[NodeBlock]) -> Blocks:
+        return tuple(sorted(blocks, key=lambda block: block.nodes))
+
+    def _value(self, division: Blocks) -> float:
+        """Minibatches per second without synchronisation."""
+        if division not in self._values:
+            self._values[division] = self._together(division, self._rate)
+        return self._values[division]
+
+    def _optimistic(self, division: Blocks) -> float:
+        """The same, where groups that are not planned yet are as fast as their devices together."""
+        return self._together(division, self._hope)
+
+    def _together(self, division: Blocks, rate: Callable[[Group, Kinds], float]) -> float:
+        found: list[float] = []
+        for block in division:
+            if (key := self._alike(block)) not in self._made:
+                self._made[key] = [(group, self._allocator.plans.kinds(group)) for group in self._groups(block)]
+            found += (rate(*made) for made in self._made[key])
+        return self._sum(found)
+
+    def _sum(self, rates: Sequence[float]) -> float:
+        working = [rate for rate in rates if rate]
+        return sum(working) if self._shares else len(working) * min(working, default=0.0)
+
+    def _hope(self, group: Group, kinds: Kinds) -> float:
+        """Minibatches per second of one virtual worker, or more where it is not planned yet."""
+        if kinds in self._rates:
+            return self._rates[kinds]
+        return 0.0 if len(group) > self._longest else sum(map(self._allocator.speed, group))
+
+    def _rate(self, group: Group, kinds: Kinds) -> float:
+        """Minibatches per second of one virtual worker; 0 where it does not hold the model, or is too long to look."""
+        if kinds not in self._rates:
+            if len(group) > self._longest or len(self._rates) >= PLANS:
+                return 0.0
+            choice = self._allocator.plans.plan(group)
+            self._rates[kinds] = choice.rate if choice.fits else 0.0
+        return self._rates[kinds]

@@ -1,0 +1,101 @@
+"""Groupings of a cluster's devices into virtual workers (HetPipe, section 6).
+
+Of four nodes with two devices each, V the fastest and Q the slowest:
+
+===================  ==================================  ==========================
+NP, node partition   one virtual worker per node         VV, RR, GG, QQ
+ED, equal            number i takes the i-th device of   VRGQ, VRGQ
+distribution         every node
+HD, hybrid           nodes paired, the strongest with    VQ, VQ, RG, RG
+distribution         the weakest; two virtual workers
+                     per pair, each with half of both
+===================  ==================================  ==========================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
+from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.planning.model.cluster import Cluster, DeviceSlot
+
+Group: TypeAlias = tuple[DeviceSlot, ...]
+"""Devices of one virtual worker, node by node."""
+
+Grouping: TypeAlias = tuple[Group, ...]
+"""Devices of each virtual worker. None is in two of them."""
+
+
+def node_partition(cluster: Cluster, speed: Callable[[DeviceSlot], float]) -> Grouping:
+    """NP: one virtual worker per node."""
+    return tuple(map(tuple, _by_node(cluster)))
+
+
+def equal_distribution(cluster: Cluster, speed: Callable[[DeviceSlot], float]) -> Grouping:
+    """ED: virtual worker i takes the i-th device of every node.
+
+    Raises:
+        SettingError: where nodes have unequal numbers of devices.
+    """
+    nodes = _by_node(cluster)
+    for node, own in zip(cluster.nodes, nodes, strict=True):
+        if len(own) != len(nodes[0]):
+            raise SettingError(
+                f"allocation='ed' takes one device of every node for each virtual worker, and node"
+                f" '{cluster.nodes[0].name}' has {len(nodes[0])} where '{node.name}' has {len(own)}; use 'np' or"
+                " 'auto', or declare as many devices on each node"
+            )
+    return tuple(zip(*nodes, strict=True))
+
+
+def hybrid_distribution(cluster: Cluster, speed: Callable[[DeviceSlot], float]) -> Grouping:
+    """HD: nodes are paired, the strongest with the weakest; each pair makes two virtual workers with half of both.
+
+    Args:
+        cluster: An even number of nodes with an even number of devices each.
+        speed: Relative speed of a device; a node is as strong as its devices together. Of equal nodes the first one is
+            the stronger.
+
+    Raises:
+        SettingError: where one of these numbers is odd.
+    """
+    nodes = _by_node(cluster)
+    if len(nodes) % 2:
+        raise SettingError(
+            f"allocation='hd' pairs the nodes, and the cluster has {len(nodes)}, an odd number; use 'np' or 'auto'"
+        )
+    for node, own in zip(cluster.nodes, nodes, strict=True):
+        if len(own) % 2:
+            raise SettingError(
+                f"allocation='hd' halves the devices of each node, and node '{node.name}' has {len(own)}, an odd"
+                " number; use 'np' or 'auto', or declare an even number"
+            )
+    order = sorted(nodes, key=lambda own: -sum(map(speed, own)))
+    pairs = zip(order[: len(order) // 2], reversed(order[len(order) // 2 :]), strict=True)
+    return tuple((*one[half::2], *other[half::2]) for one, other in pairs for half in (0, 1))
+
+
+GROUPINGS: dict[str, Callable[[Cluster, Callable[[DeviceSlot], float]], Grouping]] = {
+    "np": node_partition,
+    "ed": equal_distribution,
+    "hd": hybrid_distribution,
+}
+"""Groupings by the value of the setting ``allocation`` that asks for them."""
+
+
+def told(group: Sequence[DeviceSlot], cluster: Cluster) -> str:
+    """Name the devices of a virtual worker, such as "2x Titan-V (v), 2x Quadro-P4000 (q)"."""
+    counts: dict[tuple[str, str], int] = {}
+    for slot in group:
+        key = slot.device.name, cluster.nodes[slot.node].name
+        counts[key] = counts.get(key, 0) + 1
+    return ", ".join(f"{f'{count}x ' if count > 1 else ''}{name} ({node})" for (name, node), count in counts.items())
+
+
+def _by_node(cluster: Cluster) -> list[list[DeviceSlot]]:
+    """The devices of each node."""
+    found: list[list[DeviceSlot]] = [[] for _ in cluster.nodes]
+    for slot in cluster.slots:
+        found[slot.node].append(slot)
+    return found

@@ -1,0 +1,84 @@
+"""Virtual workers of a plan as the simulation of a cluster takes them: stages, what crosses the network, weights."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+
+from lightning_hetpipe.planning.model.cluster import Cluster, Link
+from lightning_hetpipe.planning.model.estimate import Estimate, stage_times_on, step_on, visits_on
+from lightning_hetpipe.planning.model.pipeline_run import Crossing, PlacedWeights, WorkerPipeline
+from lightning_hetpipe.planning.model.profile import Profile
+from lightning_hetpipe.rules.parameter_placement import place
+
+
+def server_nodes(workers: Sequence[Estimate]) -> list[int]:
+    """Nodes with a server: each with a stage, that of virtual worker 0's last stage first."""
+    last = workers[0].stages[-1].slot.node
+    used = {stage.slot.node for worker in workers for stage in worker.stages}
+    return [last, *sorted(used - {last})]
+
+
+def worker_pipelines(
+    profile: Profile,
+    cluster: Cluster,
+    workers: Sequence[Estimate],
+    lengths: Sequence[int],
+    servers: Sequence[int],
+    placement: str,
+) -> list[WorkerPipeline]:
+    """Virtual workers with waves of ``lengths`` minibatches, whose weights lie on ``servers`` by ``placement``.
+
+    Without servers there is nobody to synchronise with.
+
+    Raises:
+        SettingError: for another placement than there is.
+    """
+    weights = _placed(profile, workers, servers, placement) if servers else [[] for _ in workers]
+    parts = zip(workers, lengths, weights, strict=True)
+    return [_pipeline(profile, cluster, worker, length, own) for worker, length, own in parts]
+
+
+def _placed(
+    profile: Profile, workers: Sequence[Estimate], servers: Sequence[int], placement: str
+) -> list[list[PlacedWeights]]:
+    """The weights of each virtual worker, by node and server."""
+    homes = [_nodes(worker) for worker in workers]
+    sizes = [*(layer.parameters for layer in profile.layers), profile.user.trained]
+    near = [[servers.index(nodes[index]) for nodes in homes if nodes[index] in servers] for index in range(len(sizes))]
+    server = {
+        index: number for number, indices in enumerate(place(sizes, len(servers), placement, near)) for index in indices
+    }
+    found = []
+    for nodes in homes:
+        held: Counter[tuple[int, int]] = Counter()
+        for index, nbytes in enumerate(sizes):
+            held[nodes[index], server[index]] += nbytes
+        found.append([PlacedWeights(*where, nbytes) for where, nbytes in held.items() if nbytes])
+    return found
+
+
+def _nodes(worker: Estimate) -> list[int]:
+    """The node of each layer, and of modules beside the layers."""
+    found = [stage.slot.node for stage in worker.stages for _ in range(stage.first, stage.last + 1)]
+    return [*found, found[-1]]
+
+
+def _pipeline(
+    profile: Profile, cluster: Cluster, worker: Estimate, wave: int, weights: Sequence[PlacedWeights]
+) -> WorkerPipeline:
+    slots, splits = [stage.slot for stage in worker.stages], [stage.first for stage in worker.stages]
+    # The simulation says how long bytes take over the network; of the latency it knows nothing.
+    latency = Cluster(cluster.nodes, Link(math.inf, cluster.between.latency))
+    times = stage_times_on(profile, latency, slots, splits, worker.recompute)
+    parts, visits = visits_on(profile, slots, splits, times, worker.recompute)
+    firsts = [part.first for part in visits.segments] if visits else splits
+    forwards, gradients = {}, {}
+    for index in range(1, len(slots)):
+        source, target = slots[index - 1].node, slots[index].node
+        if source != target:
+            nbytes, segment = profile.layers[splits[index] - 1].output, firsts.index(splits[index])
+            forwards[segment] = Crossing(nbytes / profile.called(splits[index]), source, target)
+            gradients[segment - 1] = Crossing(nbytes / profile.called(splits[index] - 1), target, source)
+    return WorkerPipeline(parts, wave, step_on(profile, slots, splits), visits, forwards, gradients, weights)

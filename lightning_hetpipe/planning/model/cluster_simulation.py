@@ -1,0 +1,395 @@
+"""Simulation of a cluster: virtual workers, the parameter servers between them, and the links that they share.
+
+Each virtual worker is a pipeline, simulated task by task; one alone, which synchronises with nobody, does exactly what
+:func:`~lightning_hetpipe.planning.model.simulate.simulate` says. What several have in common:
+
+- A wave ends when Lightning's thread has stepped the last of its W_v minibatches. The virtual worker pushes its update
+  to the servers, waits until none is more than D waves behind it, and pulls (law L3). Minibatches in flight go on
+  meanwhile; those that need the version at the wave's end start when the pull is there.
+- Each direction of a node's network link, and of the memory of a node with a server, is one shared link: all transfers
+  that cross it at a moment get equal parts of its bandwidth. A transfer is over when each link that it crosses has
+  given it all its bytes, and after the network's latency. So servers add as fast as their node's memory takes updates.
+- Activations and gradients that stages of one virtual worker send each other cross these links where the stages lie on
+  different nodes; the stage that receives is busy meanwhile.
+
+Time only moves from event to event.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import TypeAlias
+
+import numpy as np
+
+from lightning_hetpipe.planning.model.cluster import Cluster
+from lightning_hetpipe.planning.model.pipeline_run import (
+    Crossing,
+    PipelineRun,
+    PlacedWeights,
+    WorkerPipeline,
+    rows,
+    task_seconds,
+)
+from lightning_hetpipe.planning.model.shared_links import SharedLink
+from lightning_hetpipe.rules.versions import STASH, Versions
+from lightning_hetpipe.rules.waves import may_pull
+
+
+@dataclass(frozen=True)
+class SimulatedWorker:
+    """Result of one virtual worker.
+
+    Attributes:
+        wave: W_v.
+        published: When version p came to be, for p = 1, 2, ...
+        waited: Seconds for which its Lightning thread waited for slower virtual workers.
+        moved: Seconds for which it pushed and pulled.
+        staleness: The most minibatches of one other virtual worker u that the weights of a minibatch p lacked, of the
+            ceil((p - 1) W_u / W_v) that u has computed where all go at their pace.
+    """
+
+    wave: int
+    published: tuple[float, ...]
+    waited: float
+    moved: float
+    staleness: int
+
+
+@dataclass(frozen=True)
+class ClusterSimulation:
+    """Result of a simulated run.
+
+    Attributes:
+        workers: Each virtual worker.
+        waves: Waves of each.
+        traffic: Bytes that each direction of each shared link carried, by its name, such as "lab out".
+    """
+
+    workers: tuple[SimulatedWorker, ...]
+    waves: int
+    traffic: Mapping[str, float]
+
+    @property
+    def seconds(self) -> float:
+        """Duration of the run."""
+        return max(worker.published[-1] for worker in self.workers)
+
+    @property
+    def staleness(self) -> int:
+        """The largest of all virtual workers."""
+        return max(worker.staleness for worker in self.workers)
+
+    def rate(self, first: int = 0, last: int = 0) -> float:
+        """Minibatches per second of all, without the ``first`` and the ``last`` waves.
+
+        All have the same number of waves between two cuts, so that the last one to end a wave counts.
+
+        Raises:
+            ValueError: if no wave is left.
+        """
+        until = self.waves - last
+        if not 0 <= first < until <= self.waves:
+            raise ValueError(f"first={first} and last={last} leave none of {self.waves} waves")
+        began, ended = (
+            max(worker.published[wave * worker.wave - 1] if wave else 0.0 for worker in self.workers)
+            for wave in (first, until)
+        )
+        return (until - first) * sum(worker.wave for worker in self.workers) / max(ended - began, 1e-300)
+
+
+def simulate_cluster(
+    workers: Sequence[WorkerPipeline],
+    in_flight: int,
+    waves: int,
+    *,
+    cluster: Cluster | None = None,
+    servers: Sequence[int] = (),
+    clock_distance: int = 0,
+    jitter: float = 0.0,
+    seed: int = 0,
+    versions: Versions | None = None,
+) -> ClusterSimulation:
+    """Run ``waves`` waves of each of ``workers``, whose pipelines start empty.
+
+    Args:
+        workers: The virtual workers. Only several synchronise.
+        in_flight: Nm.
+        waves: Of each, at least 1.
+        cluster: Whose links are shared; by default what moves between virtual workers takes no time.
+        servers: The node of each parameter server.
+        clock_distance: D.
+        jitter: By how much tasks differ, as for :func:`~lightning_hetpipe.planning.model.simulate.simulate`; the
+            factors are drawn for the ``seed``, the virtual worker, the minibatch and the task.
+        seed: Seed of the factors.
+        versions: Those that minibatches use; by default those of weight stashing.
+
+    Raises:
+        ValueError: for numbers that no cluster has.
+    """
+    wrong = in_flight < 1 or waves < 1 or jitter < 0 or clock_distance < 0
+    if not workers or wrong or any(not each.stages or each.wave < 1 for each in workers):
+        raise ValueError(
+            f"{len(workers)} virtual workers, Nm = {in_flight}, {waves} waves, D = {clock_distance}, jitter = {jitter}"
+        )
+    run = _ClusterRun(
+        workers, versions or Versions(STASH, in_flight), waves, _Network(cluster, servers), clock_distance
+    )
+    return run.simulation(jitter, seed)
+
+
+Moves: TypeAlias = Sequence[tuple[int, float]]
+"""Links, by their index, and the bytes that one transfer has for each."""
+
+Done: TypeAlias = Callable[[float], None]
+
+
+class _Network:
+    """The shared links of a cluster: into and out of each node, and of the memory of each node with a server."""
+
+    def __init__(self, cluster: Cluster | None, servers: Sequence[int]) -> None:
+        self.links: list[SharedLink[_Transfer]] = []
+        self._servers = servers
+        self._index: dict[tuple[int, str], int] = {}
+        self._latency = 0.0
+        if cluster is None:
+            return
+        self._latency = cluster.between.latency
+        for number, node in enumerate(cluster.nodes):
+            if len(cluster.nodes) > 1:
+                self._add(number, "out", node.name, cluster.between.bandwidth)
+                self._add(number, "in", node.name, cluster.between.bandwidth)
+            if number in servers:
+                self._add(number, "server in", node.name, node.own_link.bandwidth)
+                self._add(number, "server out", node.name, node.own_link.bandwidth)
+
+    def crossing(self, crossing: Crossing) -> Moves:
+        """The links that activations take."""
+        return self._sums([(crossing.source, "out", crossing.nbytes), (crossing.target, "in", crossing.nbytes)])
+
+    def push(self, weights: Sequence[PlacedWeights]) -> Moves:
+        """The links that an update takes."""
+        return self._sums(self._held(weights, "out", "in", "server in"))
+
+    def pull(self, weights: Sequence[PlacedWeights]) -> Moves:
+        """The links that weights take back."""
+        return self._sums(self._held(weights, "in", "out", "server out"))
+
+    def latency(self, weights: Sequence[PlacedWeights]) -> float:
+        """Seconds until the first byte is there."""
+        return self._latency if any(self._servers[each.server] != each.node for each in weights) else 0.0
+
+    def _add(self, node: int, direction: str, name: str, bandwidth: float) -> None:
+        if bandwidth < math.inf:
+            self._index[node, direction] = len(self.links)
+            self.links.append(SharedLink(f"{name} {direction}", bandwidth))
+
+    def _held(
+        self, weights: Sequence[PlacedWeights], mine: str, its: str, memory: str
+    ) -> Iterator[tuple[int, str, float]]:
+        for each in weights:
+            server = self._servers[each.server]
+            yield server, memory, each.nbytes
+            if server != each.node:
+                yield each.node, mine, each.nbytes
+                yield server, its, each.nbytes
+
+    def _sums(self, moves: Iterable[tuple[int, str, float]]) -> Moves:
+        found: dict[int, float] = {}
+        for node, direction, nbytes in moves:
+            if nbytes and (index := self._index.get((node, direction))) is not None:
+                found[index] = found.get(index, 0.0) + nbytes
+        return [*found.items()]
+
+
+class _Transfer:
+    """A transfer over ``left`` links at once; ``done`` is called with the time at which the last of them is."""
+
+    __slots__ = ("done", "left")
+
+    def __init__(self, left: int, done: Done) -> None:
+        self.left = left
+        self.done = done
+
+
+class _Worker:
+    """State of a virtual worker between its pipeline and the servers."""
+
+    def __init__(self, index: int, given: WorkerPipeline, network: _Network) -> None:
+        self.index = index
+        self.wave = given.wave
+        self.push, self.pull = network.push(given.weights), network.pull(given.weights)
+        self.latency = network.latency(given.weights)
+        self.since = self.waited = self.moved = 0.0
+        self.staleness = 0
+        self.synchronises = False
+        self.wakes = math.inf
+        """When it goes on; never before it is told to."""
+        self.run: PipelineRun
+
+
+class _ClusterRun:
+    """State of a simulation."""
+
+    def __init__(
+        self, given: Sequence[WorkerPipeline], versions: Versions, waves: int, network: _Network, clock_distance: int
+    ) -> None:
+        self._given = given
+        self._versions = versions
+        self._waves = waves
+        self._network = network
+        self._distance = clock_distance
+        self._workers = [_Worker(index, each, network) for index, each in enumerate(given)]
+        self._number = itertools.count().__next__
+        self._events: list[tuple[float, int, Done]] = []
+        self._dues: list[tuple[float, int, SharedLink[_Transfer], int]] = []
+        """Ends of transfers: time, number of the event, link, and its changes when that was known."""
+        self._changed: dict[SharedLink[_Transfer], None] = {}
+        self._clocks = np.zeros(len(given), dtype=np.int64)
+        self._lengths = np.array([each.wave for each in given], dtype=np.int64)
+        self._slowest = 0
+        self._behind = len(given)
+        """Virtual workers whose clock is the smallest."""
+        self._waiting: dict[int, _Worker] = {}
+
+    def simulation(self, jitter: float, seed: int) -> ClusterSimulation:
+        ahead = cache(self._versions.ahead)
+        several = len(self._given) > 1
+        for worker, given in zip(self._workers, self._given, strict=True):
+            seconds = rows(task_seconds(given), jitter, seed, worker.index)
+            worker.run = PipelineRun(
+                given, self._waves * given.wave, ahead, several, seconds, partial(self._receive, worker)
+            )
+            self._note_staleness(worker)
+            self._go_on(worker, 0.0)
+        events, dues = self._events, self._dues
+        while True:
+            self._expect()
+            if not events and not dues:
+                break
+            if dues and (not events or dues[0][0] <= events[0][0]):
+                now, _, link, changes = heapq.heappop(dues)
+                if changes == link.changes:
+                    self._over(link, now)
+            else:
+                now, _, act = heapq.heappop(events)
+                act(now)
+        return ClusterSimulation(
+            tuple(
+                SimulatedWorker(each.wave, tuple(each.run.published), each.waited, each.moved, each.staleness)
+                for each in self._workers
+            ),
+            self._waves,
+            {link.name: link.carried for link in self._network.links},
+        )
+
+    def _at(self, when: float, act: Done) -> None:
+        heapq.heappush(self._events, (when, self._number(), act))
+
+    def _go_on(self, worker: _Worker, now: float) -> None:
+        """Let the pipeline go on as far as nobody else can have a say."""
+        run = worker.run
+        if now == worker.wakes:
+            worker.wakes = math.inf
+        run.advance(now if run.crosses else math.inf)
+        if run.wave_end is not None and not worker.synchronises:
+            worker.synchronises = True
+            self._at(run.wave_end, partial(self._push, worker))
+        self._wake(worker)
+
+    def _wake(self, worker: _Worker) -> None:
+        """Have a pipeline whose stages share links go on at its next event."""
+        following = worker.run.next if worker.run.crosses else None
+        if following is not None and following < worker.wakes:
+            worker.wakes = following
+            self._at(following, partial(self._go_on, worker))
+
+    def _push(self, worker: _Worker, now: float) -> None:
+        worker.since = now
+        self._send(worker.push, now, partial(self._later, worker.latency, partial(self._pushed, worker)))
+
+    def _pushed(self, worker: _Worker, now: float) -> None:
+        """The update is on all servers: the wave is over, and those may pull who waited for it."""
+        worker.moved += now - worker.since
+        worker.since = now
+        clock = int(self._clocks[worker.index])
+        self._clocks[worker.index] = clock + 1
+        self._waiting[worker.index] = worker
+        self._behind -= clock == self._slowest
+        if self._behind:
+            self._try_to_pull(worker, now)
+            return
+        self._slowest = int(self._clocks.min())
+        self._behind = int((self._clocks == self._slowest).sum())
+        for index in sorted(self._waiting):
+            self._try_to_pull(self._waiting[index], now)
+
+    def _try_to_pull(self, worker: _Worker, now: float) -> None:
+        if not may_pull(int(self._clocks[worker.index]), self._slowest, self._distance):
+            return
+        del self._waiting[worker.index]
+        worker.waited += now - worker.since
+        worker.since = now
+        self._note_staleness(worker)
+        self._send(worker.pull, now, partial(self._later, worker.latency, partial(self._pulled, worker)))
+
+    def _pulled(self, worker: _Worker, now: float) -> None:
+        worker.moved += now - worker.since
+        worker.synchronises = False
+        worker.run.synchronised(now)
+        self._go_on(worker, now)
+
+    def _note_staleness(self, worker: _Worker) -> None:
+        """Note what the weights that are pulled now lack for the last minibatch that uses them."""
+        if len(self._workers) == 1:
+            return
+        version = (int(self._clocks[worker.index]) + 1) * worker.wave - 1  # the last one before the next pull
+        last, end = version, self._waves * worker.wave
+        while last < end and self._versions.version(last + 1) <= version:
+            last += 1
+        computed = -(-(last - 1) * self._lengths // worker.wave)
+        lacking = computed - self._clocks * self._lengths
+        lacking[worker.index] = 0
+        worker.staleness = max(worker.staleness, int(lacking.max()))
+
+    def _receive(self, worker: _Worker, now: float, crossing: Crossing, done: Done) -> None:
+        """Move what a stage receives from another node."""
+
+        def received(when: float) -> None:
+            done(when)
+            self._wake(worker)
+
+        self._send(self._network.crossing(crossing), now, received)
+
+    def _later(self, delay: float, act: Done, now: float) -> None:
+        self._at(now + delay, act)
+
+    def _send(self, moves: Moves, now: float, done: Done) -> None:
+        if not moves:
+            done(now)
+            return
+        transfer = _Transfer(len(moves), done)
+        for index, nbytes in moves:
+            link = self._network.links[index]
+            link.add(now, nbytes, transfer)
+            self._changed[link] = None
+
+    def _over(self, link: SharedLink[_Transfer], now: float) -> None:
+        over = link.take(now)
+        self._changed[link] = None
+        for transfer in over:
+            transfer.left -= 1
+            if not transfer.left:
+                transfer.done(now)
+
+    def _expect(self) -> None:
+        """Note when the next transfer of each link is over on which some have started or ended."""
+        for link in self._changed:
+            if (when := link.due()) is not None:
+                heapq.heappush(self._dues, (when, self._number(), link, link.changes))
+        self._changed.clear()

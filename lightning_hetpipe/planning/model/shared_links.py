@@ -1,0 +1,66 @@
+"""Links that transfers share: each gets an equal part of the bandwidth at any moment, as connections of one network do.
+
+For each link a clock counts the bytes that every transfer on it has been given since the link was last idle. A transfer
+is over when that clock has advanced by its bytes, so that what starts or ends changes the pace of the others, and no
+more than the next end of each link has to be known.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class SharedLink(Generic[T]):
+    """One direction of a link; ``T`` are its transfers.
+
+    Args:
+        name: For people.
+        bandwidth: Bytes/s, not infinite.
+    """
+
+    __slots__ = ("_bandwidth", "_ends", "_given", "_order", "_since", "carried", "changes", "name")
+
+    def __init__(self, name: str, bandwidth: float) -> None:
+        self.name = name
+        self.carried = 0.0
+        """Bytes of all transfers so far."""
+        self.changes = 0
+        """Number of starts and ends; what :meth:`due` said holds until the next one."""
+        self._bandwidth = bandwidth
+        self._given = 0.0
+        self._since = 0.0
+        self._order = itertools.count()
+        self._ends: list[tuple[float, int, T]] = []
+
+    def add(self, now: float, nbytes: float, transfer: T) -> None:
+        """Start ``transfer``."""
+        self._advance(now)
+        self.carried += nbytes
+        heapq.heappush(self._ends, (self._given + nbytes, next(self._order), transfer))
+        self.changes += 1
+
+    def due(self) -> float | None:
+        """When the next transfer is over, if none starts before; None without any."""
+        if not self._ends:
+            return None
+        return self._since + (self._ends[0][0] - self._given) * len(self._ends) / self._bandwidth
+
+    def take(self, now: float) -> list[T]:
+        """End those transfers that are over at the time that :meth:`due` has said; they are at least one."""
+        self._given, self._since = self._ends[0][0], now
+        over = []
+        while self._ends and self._ends[0][0] <= self._given:
+            over.append(heapq.heappop(self._ends)[2])
+        self.changes += 1
+        return over
+
+    def _advance(self, now: float) -> None:
+        if self._ends:
+            self._given += (now - self._since) * self._bandwidth / len(self._ends)
+        else:
+            self._given = 0.0
+        self._since = now

@@ -1,0 +1,49 @@
+"""Placement of parameters on servers. A parameter is never divided."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Sequence
+
+from lightning_hetpipe.errors import SettingError
+
+PLACEMENTS = ("size", "round_robin", "local")
+
+
+def place(sizes: Sequence[int], servers: int, how: str, homes: Sequence[Collection[int]] = ()) -> list[list[int]]:
+    """Return the indices of the parameters on each server, ascending.
+
+    Args:
+        sizes: Bytes of each parameter.
+        servers: How many there are. Server 0 is the coordinator, which lies beside virtual worker 0.
+        how: "size" gives each parameter, the largest first, to the server that has the fewest bytes, so that each
+            machine's link carries about the same; "round_robin" goes through them in turn; "local" leaves each with the
+            server beside the most virtual workers' stages that hold it, of several the first. Where stages of all
+            virtual workers that hold it lie on one node (the paper's ED-local, HetPipe, section 7), its updates cross
+            no network. Where each virtual worker lies on a node of its own, all are left with the coordinator, and no
+            other machine takes weights with it when it is lost.
+        homes: For each parameter, the server on the node of the stage that holds it, for each virtual worker on whose
+            node there is one; nothing of it where virtual workers lie on a node each.
+
+    Raises:
+        SettingError: for another ``how``.
+    """
+    found: list[list[int]] = [[] for _ in range(servers)]
+    if how == "round_robin":
+        for index in range(len(sizes)):
+            found[index % servers].append(index)
+    elif how == "local":
+        for index in range(len(sizes)):
+            near = Counter(homes[index] if homes else ())
+            found[min(range(servers), key=lambda server: -near[server])].append(index)
+    elif how == "size":
+        held = [0] * servers
+        for index in sorted(range(len(sizes)), key=lambda index: (-sizes[index], index)):
+            server = held.index(min(held))
+            found[server].append(index)
+            held[server] += sizes[index]
+        for indices in found:
+            indices.sort()
+    else:
+        raise SettingError(f"WSPCallback(placement={how!r}) is not known; use 'size', 'round_robin' or 'local'")
+    return found

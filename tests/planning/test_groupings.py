@@ -1,0 +1,72 @@
+"""Groupings of devices into virtual workers, as the paper has them, and their refusals."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.planning.allocation.groupings import (
+    GROUPINGS,
+    Grouping,
+    equal_distribution,
+    hybrid_distribution,
+    node_partition,
+    told,
+)
+from lightning_hetpipe.planning.model.cluster import Cluster, DeviceSlot, Node
+
+SPEEDS = {"V": 4.0, "R": 3.0, "G": 2.0, "Q": 1.0}
+
+
+def speed(slot: DeviceSlot) -> float:
+    return SPEEDS[slot.device.name]
+
+
+def cluster(**counts: int) -> Cluster:
+    """One node for each name, with so many devices of it."""
+    return Cluster([Node(name.lower(), [f"{count}x{name}"]) for name, count in counts.items()])
+
+
+PAPER = cluster(V=4, R=4, G=4, Q=4)
+
+
+def names(grouping: Grouping) -> list[str]:
+    return ["".join(slot.device.name for slot in group) for group in grouping]
+
+
+def test_the_papers_groupings() -> None:
+    """HetPipe, table 3."""
+    assert names(node_partition(PAPER, speed)) == ["VVVV", "RRRR", "GGGG", "QQQQ"]
+    assert names(equal_distribution(PAPER, speed)) == ["VRGQ"] * 4
+    assert names(hybrid_distribution(PAPER, speed)) == ["VVQQ", "VVQQ", "RRGG", "RRGG"]
+
+
+@given(st.lists(st.lists(st.sampled_from("VRGQ"), min_size=1, max_size=4), min_size=1, max_size=6))
+def test_every_device_is_in_one_virtual_worker(nodes: list[list[str]]) -> None:
+    given = Cluster([Node(f"node {index}", devices) for index, devices in enumerate(nodes)])
+    for group in GROUPINGS.values():
+        try:
+            found = group(given, speed)
+        except SettingError:
+            continue
+        assert sorted((slot.node, slot.number) for own in found for slot in own) == [
+            (slot.node, slot.number) for slot in given.slots
+        ]
+
+
+def test_equal_distribution_needs_equal_nodes() -> None:
+    with pytest.raises(SettingError, match="node 'v' has 4 where 'g' has 2; use 'np' or 'auto'"):
+        equal_distribution(cluster(V=4, G=2), speed)
+
+
+def test_hybrid_distribution_needs_pairs() -> None:
+    with pytest.raises(SettingError, match="the cluster has 3, an odd number; use 'np' or 'auto'"):
+        hybrid_distribution(cluster(V=2, R=2, G=2), speed)
+    with pytest.raises(SettingError, match="node 'g' has 3, an odd number; use 'np' or 'auto'"):
+        hybrid_distribution(cluster(V=2, G=3), speed)
+
+
+def test_a_virtual_workers_devices_are_named() -> None:
+    assert told(hybrid_distribution(PAPER, speed)[0], PAPER) == "2x V (v), 2x Q (q)"
