@@ -15,7 +15,7 @@ class WSPSettings:
 
     clock_distance: int
     wave: int | Literal["auto"]
-    shares: tuple[int, ...] | Literal["equal", "auto"]
+    shares: tuple[int, ...] | Literal["equal", "auto"] | None
     aggregate: str
     update_dtype: str | None
     servers: tuple[str, ...] | None

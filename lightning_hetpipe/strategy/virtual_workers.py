@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -281,7 +282,11 @@ class VirtualWorkers(HostWeights):
         given = [callback for callback in getattr(trainer, "callbacks", []) if isinstance(callback, WSPCallback)]
         if self.wsp is not None and self.wsp not in given:
             given.append(self.wsp)
-        return settings.only_wsp(given).settings
+        wsp = settings.only_wsp(given).settings
+        if wsp.shares is not None:
+            return wsp
+        waves = () if self.plan is None or wsp.wave != "auto" else self.plan.waves
+        return replace(wsp, shares=waves if len(set(waves)) > 1 else "equal")
 
     def _check_shares(self) -> None:
         """Refuse shares of another number of virtual workers."""

@@ -27,7 +27,8 @@ class WSPCallback(L.Callback):
         wave: W, minibatches per wave; by default Nm.
         shares: How virtual workers of unequal speed share the data and the length of waves: "equal", or minibatches per
             wave for each virtual worker, such as [4, 8], in proportion to which each epoch is dealt; "auto" measures
-            their rates in each epoch, and has ``wave`` as the shortest wave.
+            their rates in each epoch, and has ``wave`` as the shortest wave; None is as the strategy's ``plan`` has it,
+            and "equal" without one.
         aggregate: "sum" adds the virtual workers' updates (the paper's rule), "mean" their mean.
         update_dtype: The dtype in which updates travel, such as "bfloat16"; by default each parameter's own. What is
             lost by it is added to the next update.
@@ -51,7 +52,7 @@ class WSPCallback(L.Callback):
         self,
         clock_distance: int = 0,
         wave: int | Literal["auto"] = "auto",
-        shares: Sequence[int] | Literal["equal", "auto"] = "equal",
+        shares: Sequence[int] | Literal["equal", "auto"] | None = None,
         aggregate: str = "sum",
         update_dtype: str | None = None,
         servers: Sequence[str] | None = None,
@@ -79,8 +80,8 @@ class WSPCallback(L.Callback):
         )
 
 
-def _shares(given: Any, wave: Any) -> tuple[int, ...] | Literal["equal", "auto"]:
-    if given in ("equal", "auto"):
+def _shares(given: Any, wave: Any) -> tuple[int, ...] | Literal["equal", "auto"] | None:
+    if given in (None, "equal", "auto"):
         return given  # type: ignore[no-any-return]
     if isinstance(given, str) or not isinstance(given, Sequence) or not given:
         raise SettingError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -12,22 +13,23 @@ from lightning_hetpipe import Plan
 from lightning_hetpipe.planning.plan.document import PlannedStage, PlannedWorker
 from tests.support.namespaces import Machine
 from tests.wsp.launch import Job, run_all
-from tests.wsp.test_exact import check, expected
+from tests.wsp.test_exact import check, expected, together
 from tests.wsp.test_several_machines import TRUSTED, by_hand, trained
+from tests.wsp.test_shares import divided
 
 LAYERS = tuple(f"task.net.{number}" for number in range(7))
 
 
-def planned(*workers: Sequence[tuple[str, int]], in_flight: int) -> Plan:
-    """For ``mlp``: of each virtual worker, the node and device of each stage, and its first layer."""
+def planned(*workers: Sequence[tuple[str, int]], in_flight: int, waves: Sequence[int] = ()) -> Plan:
+    """For ``mlp``: of each virtual worker, the node and device of each stage, and its first layer; and W_v."""
     made = []
-    for stages in workers:
+    for stages, wave in zip_longest(workers, waves):
         ends = [*(first for _, first in stages[1:]), len(LAYERS)]
         parts = []
         for (place, first), after in zip(stages, ends, strict=True):
             node, device = place.split("/")
             parts.append(PlannedStage(node, device, first, after - 1, 0.1, 1, None))
-        made.append(PlannedWorker(10.0, tuple(parts)))
+        made.append(PlannedWorker(10.0, tuple(parts), wave))
     return Plan("Evaluated", in_flight, in_flight, 0, 0.1, 10.0 * len(made), tuple(made), LAYERS)
 
 
@@ -43,13 +45,20 @@ def ran(found: list[dict[str, Any]], plan: Plan) -> None:
         assert each["stages"] == wanted
 
 
-def test_each_virtual_worker_has_stages_of_its_own(tmp_path: Path) -> None:
-    plan = planned([("box/cpu:2", 0), ("box/cpu:0", 3)], [("box/cpu:1", 0), ("box/cpu:3", 2)], in_flight=2)
-    here = job(tmp_path, plan, (4, 5))
-    (found,) = run_all(here)
-    ran(found, plan)
-    here.in_flight = 2
-    check(here, found, expected(here, 2))
+def test_each_virtual_worker_has_stages_and_a_share_of_its_own(tmp_path: Path) -> None:
+    """One run has data for each virtual worker, the other divides the same data by the plan's waves."""
+    stages = [("box/cpu:2", 0), ("box/cpu:0", 3)], [("box/cpu:1", 0), ("box/cpu:3", 2)]
+    equal, unequal = planned(*stages, in_flight=2), planned(*stages, in_flight=2, waves=(2, 5))
+    (tmp_path / "equal").mkdir()
+    (tmp_path / "unequal").mkdir()
+    own = job(tmp_path / "equal", equal, (4, 5))
+    shared = job(tmp_path / "unequal", unequal, (0, 0), shares=16)
+    found = run_all(own, shared)
+    ran(found[0], equal)
+    ran(found[1], unequal)
+    own.in_flight = shared.in_flight = 2
+    check(own, found[0], expected(own, 2))
+    check(shared, found[1], together(shared, (2, 5), divided("mlp", 16, [(2, 5)] * 2)))
 
 
 @pytest.mark.slow
