@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from lightning_hetpipe.accelerator import accelerates
 from lightning_hetpipe.planning.model.units import in_bytes
-from lightning_hetpipe.torch_private.tensors import pytree
+from lightning_hetpipe.torch_private.tensors import pytree, strided_parts
 
 _BEGIN = "HetPipeStrategy: "
 
@@ -67,4 +67,4 @@ def held(
 
 def _on(device: torch.device, tensors: Iterable[Tensor]) -> int:
     """Bytes of those of ``tensors`` that lie on ``device``."""
-    return sum(tensor.nbytes for tensor in tensors if tensor.device == device)
+    return sum(part.nbytes for tensor in tensors if tensor.device == device for part in strided_parts(tensor))

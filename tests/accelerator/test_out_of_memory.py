@@ -12,6 +12,7 @@ from torch import nn
 
 from lightning_hetpipe import HetPipeStrategy
 from lightning_hetpipe.capture.one_device import on_one_device
+from lightning_hetpipe.pipeline import out_of_memory
 from lightning_hetpipe.planning.model.units import in_bytes
 from lightning_hetpipe.planning.plan.document import Plan
 from lightning_hetpipe.planning.search.choice import best_plan
@@ -153,6 +154,17 @@ def test_state_that_lies_on_one_device_alone(accelerator: TestAccelerator) -> No
     note = note_of(HetPipeStrategy(stages=4, in_flight=1), accelerator, Fills("on_train_batch_end"), kind=HoldsHistory)
     assert re.search(r"stage 0 on testacc:0: .* 0 bytes of optimizer state", note)
     assert re.search(r"stage 3 on testacc:3: .* (MiB|KiB) of optimizer state", note)
+
+
+def test_sparse_gradients_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sparse tensor has no ``nbytes``; that error was shown instead of the want of memory."""
+    monkeypatch.setattr(out_of_memory, "accelerates", lambda device: True)  # GPUs have such tensors, and this CPU
+    monkeypatch.setattr(torch.accelerator, "memory_allocated", lambda device: 5000)
+    module = nn.Embedding(100, 2, sparse=True)
+    module(torch.tensor([3, 4])).sum().backward()
+    note = out_of_memory.held(module, [], [torch.device("cpu")], {})
+    bytes_ = 2 * 2 * 4 + 2 * 8  # values and indices of two rows
+    assert f"800 bytes of weights, {bytes_} bytes of gradients, 0 bytes of optimizer state" in note
 
 
 def test_a_capture_needs_no_room_for_weights_elsewhere(accelerator: TestAccelerator) -> None:
