@@ -10,7 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_hetpipe import Cluster, HetPipeStrategy, Node
 from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.placement import measuring
 from lightning_hetpipe.placement.measuring import optimizer_name
 from lightning_hetpipe.planning.model.profile import Profile
 from lightning_hetpipe.planning.plan.profile_cache import ProfileCache
@@ -61,6 +63,26 @@ def test_what_was_measured_once_is_not_measured_again(tmp_path: Path) -> None:
     blocks.factor = 2.0
     assert profiled(Learner(net=blocks), cache) != found
     assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_the_speed_of_a_device_is_measured_for_plans_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fit has times of all of its devices, and no room to spare for a measurement that it does not need."""
+    monkeypatch.setenv("HETPIPE_CACHE", str(tmp_path))
+    asked: list[torch.device] = []
+
+    def speed(device: torch.device) -> float:
+        asked.append(device)
+        return 1e10 + len(asked)
+
+    monkeypatch.setattr(measuring, "measured_speed", speed)
+    emulating = HetPipeStrategy(cluster=Cluster([Node("box", ["RTX-3090", "T4"])]), weights="stash")
+    quiet_trainer(emulating, max_steps=1).fit(Learner(), batches(3))
+    assert emulating.last_run.emulated
+    assert not asked
+    found = profiled(Learner(), ProfileCache())
+    assert found.speeds == {"cpu": 1e10 + 1}
+    assert profiled(Learner(), ProfileCache()) == found
+    assert asked == [torch.device("cpu")]
 
 
 class AdamW(torch.optim.AdamW):
