@@ -31,7 +31,7 @@ def run(config: DictConfig) -> None:
     Measured are the links between devices of this machine, and those to the servers of ``strategy.wsp.servers``.
 
     Raises:
-        SettingError: where a server does not answer.
+        SettingError: where a server does not answer, or refuses to.
     """
     (node,) = discovered_cluster().nodes
     pairs = links_between(all_devices())
@@ -93,8 +93,8 @@ def _links_to_servers(config: DictConfig) -> dict[str, Link]:
             with closing(GrpcChannel(address, security, shared_memory=False)) as channel:
                 found[address] = link_to(channel)
         except (Unreachable, CallRefused) as error:
+            way = "; start hetpipe-server there" if isinstance(error, Unreachable) else ""  # a refusal says its own
             raise SettingError(
-                f"strategy.wsp.servers has {address}, and the link to it cannot be measured: {error}; start"
-                " hetpipe-server there"
+                f"strategy.wsp.servers has {address}, and the link to it cannot be measured: {error}{way}"
             ) from error
     return found

@@ -74,8 +74,8 @@ def find_rank(
     """
     if planned and num_nodes not in (1, len(planned)):
         raise SettingError(
-            f"num_nodes={num_nodes}, but the plan has virtual workers on {len(planned)}; set"
-            f" num_nodes={len(planned)}, or plan for {num_nodes}"
+            f"num_nodes={num_nodes}, but the plan has virtual workers on {_nodes(len(planned))}; set"
+            f" num_nodes={len(planned)}, or plan for {_nodes(num_nodes)}"
         )
     if isinstance(environment, SLURMEnvironment) and _OF_SRUN - os.environ.keys():
         environment = LightningEnvironment()  # a script that names the plugin, started by a user without srun
@@ -107,7 +107,7 @@ def find_rank(
     if not 0 <= local < here:
         raise SettingError(
             f"LOCAL_RANK={local} is beyond virtual_workers={here} on this node; give LOCAL_RANK=0 to"
-            f" {here - 1}, or unset it, or set virtual_workers to the processes of each node"
+            f" {here - 1}, or unset it, or set virtual_workers, or plan, for the processes of each node"
         )
     known = of_nodes if num_nodes > 1 else ()
     return Rank(sum(of_nodes[:node]) + local, sum(of_nodes), node, local, here, num_nodes, role, known)
@@ -143,9 +143,9 @@ def _as_started(virtual_workers: int, num_nodes: int, environment: ClusterEnviro
         )
     if planned and (len(planned), planned[min(node, len(planned) - 1)], sum(planned)) != (nodes, per_node, size):
         raise SettingError(
-            f"the plan has {_numbers(planned)} virtual workers on its nodes, and of the {size} processes that were"
-            f" started on {nodes} this node, number {node}, has {per_node}; start one process for each virtual worker"
-            " of the plan, in its order"
+            f"the plan has {_numbers(planned)} virtual workers on {_nodes(len(planned))}, but {size} processes were"
+            f" started on {_nodes(nodes)}, {per_node} of them on node {node}, which this is; start one process for each"
+            " virtual worker of the plan, in its order"
         )
     known = tuple(planned)
     if nodes == 2 and not known:
@@ -158,6 +158,10 @@ def _as_started(virtual_workers: int, num_nodes: int, environment: ClusterEnviro
 def _numbers(counts: Sequence[int]) -> str:
     *most, last = map(str, counts)
     return f"{', '.join(most)} and {last}" if most else last
+
+
+def _nodes(count: int) -> str:
+    return "1 node" if count == 1 else f"{count} nodes"
 
 
 def _started_here(size: int, node: int) -> int | None:

@@ -170,8 +170,8 @@ def check_cluster(virtual_workers: int) -> None:
     """Refuses a cluster without a plan where there are several virtual workers."""
     if virtual_workers > 1:
         raise SettingError(
-            f"cluster is planned at the start of a fit for one virtual worker, and there are {virtual_workers}; give"
-            " plan, too, such as one of hetpipe-plan for the cluster, leave cluster out, or train with one"
+            f"cluster is planned at the start of a fit for one virtual worker, and there are {virtual_workers}; give a"
+            f" plan of {virtual_workers}, too (docs/planning.md), leave cluster out, or train with one virtual worker"
         )
 
 

@@ -13,6 +13,9 @@ from lightning_hetpipe import Cluster
 from lightning_hetpipe.cli.building import built
 from lightning_hetpipe.cli.measured_links import as_yaml
 from lightning_hetpipe.planning.model.cluster import Link, Node
+from lightning_hetpipe.server.process.sessions import Sessions
+from lightning_hetpipe.server.transport.grpc_server import GrpcServer
+from lightning_hetpipe.server.transport.security import Security
 from tests.cli.test_plan import Run, folder, plan
 from tests.server.transports import eventually
 from tests.support.namespaces import Unavailable, finished, network
@@ -64,6 +67,15 @@ def test_a_server_that_does_not_answer(plan: Run) -> None:
     _, error = plan("measure=links", f"strategy.wsp.servers=[127.0.0.1:{port}]", code=2)
     assert error.startswith(f"hetpipe-plan: strategy.wsp.servers has 127.0.0.1:{port}, and the link to it cannot be me")
     assert "; start hetpipe-server there" in error
+
+
+def test_a_server_with_another_token(plan: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has been started: to start it once more is no way out."""
+    monkeypatch.setenv("HETPIPE_TOKEN", "wrong")
+    with GrpcServer(Sessions(30.0), security=Security(token="right")) as server:
+        _, error = plan("measure=links", f"strategy.wsp.servers=[{server.address}]", code=2)
+    assert "the token is missing or wrong; give the server's as HETPIPE_TOKEN" in error
+    assert "start hetpipe-server" not in error
 
 
 @pytest.mark.slow

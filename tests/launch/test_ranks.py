@@ -163,12 +163,12 @@ def test_a_plan_says_how_many_each_node_has(monkeypatch: pytest.MonkeyPatch, nod
     monkeypatch.delenv("NODE_RANK")
     started = torchrun(monkeypatch, node, 0, processes)
     assert find_rank(1, 1, started, processes) == replace(expected, role=Role.EXTERNAL)
-    with pytest.raises(SettingError, match="the plan has 2, 1 and 4 virtual workers on its nodes, and of the 6 proces"):
+    with pytest.raises(SettingError, match="the plan has 2, 1 and 4 virtual workers on 3 nodes, but 6 proces"):
         find_rank(1, 1, started, [2, 1, 4])
 
 
 def test_the_nodes_of_a_plan_are_those_of_the_run() -> None:
-    with pytest.raises(SettingError, match="num_nodes=3, but the plan has virtual workers on 2; set num_nodes=2"):
+    with pytest.raises(SettingError, match="num_nodes=3, but the plan has virtual workers on 2 nodes; set num_nodes=2"):
         find_rank(1, 3, LightningEnvironment(), [1, 1])
     with pytest.raises(SettingError, match=r"on 2 nodes, and num_nodes=1; set Trainer\(num_nodes=2\) and start"):
         find_rank(1, 1, LightningEnvironment(), [1, 1])

@@ -532,7 +532,7 @@ def test_memory_of_a_cpu_may_be_declared(measured: Says) -> None:
 
 
 def test_a_cluster_of_several_virtual_workers_needs_a_plan() -> None:
-    with refused("cluster is planned at the start of a fit for one virtual worker, and there are 2; give plan, too"):
+    with refused("cluster is planned at the start of a fit for one virtual worker, and there are 2; give a plan of 2"):
         HetPipeStrategy(cluster=box("T4"), virtual_workers=2)
 
 
