@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -21,8 +20,6 @@ from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import nn
 
 from lightning_hetpipe.capture.piece_search import CAPTURE_TIMEOUT
-from lightning_hetpipe.emulation import Emulation
-from lightning_hetpipe.launch.ranks import devices_of
 from lightning_hetpipe.lightning_private import (
     StrategyRegistry,
     average_on_host,
@@ -34,16 +31,10 @@ from lightning_hetpipe.pipeline.out_of_memory import explain, held
 from lightning_hetpipe.pipeline.stage import BeforePass
 from lightning_hetpipe.pipeline.user.batch_in_flight import current
 from lightning_hetpipe.pipeline.user.minibatch import Minibatch
-from lightning_hetpipe.placement import emulated_speeds, progress
-from lightning_hetpipe.placement.device_placement import DevicePlacement
-from lightning_hetpipe.placement.layout import place
-from lightning_hetpipe.placement.planner import Planner
-from lightning_hetpipe.placement.spread import spread
+from lightning_hetpipe.placement import emulated_speeds
 from lightning_hetpipe.planning.model.cluster import Cluster
 from lightning_hetpipe.planning.model.units import in_bytes
 from lightning_hetpipe.planning.plan.document import Plan
-from lightning_hetpipe.planning.plan.profile_cache import ProfileCache
-from lightning_hetpipe.planning.search.split_points import partition
 from lightning_hetpipe.reporting.report import RunReport
 from lightning_hetpipe.rules.versions import STASH
 from lightning_hetpipe.run import run_settings, together
@@ -55,12 +46,11 @@ from lightning_hetpipe.run.prepared_batch import ReadyBatch
 from lightning_hetpipe.run.staleness_warning import is_clipped
 from lightning_hetpipe.run.trainer_run import TrainerRun
 from lightning_hetpipe.strategy import checks, compile_setting, other_lightning, settings
+from lightning_hetpipe.strategy.planned_devices import PlannedDevices
 from lightning_hetpipe.strategy.saved_states import note_in_flight, note_last_changes, take_in_flight, take_last_changes
-from lightning_hetpipe.strategy.virtual_workers import VirtualWorkers
-from lightning_hetpipe.workers.synchroniser import copies_kept
 
 
-class HetPipeStrategy(VirtualWorkers):
+class HetPipeStrategy(PlannedDevices):
     """Trains one LightningModule as a pipeline over devices that need not match, exactly.
 
     Minibatch p computes its loss and its gradients on the weights after minibatch p - Nm, on every stage (HetPipe, Park
@@ -167,7 +157,19 @@ class HetPipeStrategy(VirtualWorkers):
         precision_plugin: Precision | None = None,
     ) -> None:
         other_lightning.let_in(HetPipeStrategy)
+        of_later_releases = {
+            "allocation": allocation,
+            "start_method": start_method,
+        }
+        for name, value in of_later_releases.items():
+            settings.check_later(name, value)
         super().__init__(
+            stages,
+            in_flight,
+            plan,
+            cluster,
+            compile,
+            recompute,
             virtual_workers,
             wsp,
             timeout,
@@ -177,51 +179,24 @@ class HetPipeStrategy(VirtualWorkers):
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
         )
-        of_later_releases = {
-            "allocation": allocation,
-            "start_method": start_method,
-        }
-        for name, value in of_later_releases.items():
-            settings.check_later(name, value)
         self.weights = weights
         self._policy = settings.weight_policy(weights)
-        self.lr_correction = settings.updates(lr_correction)
-        self.plan = settings.plan(plan)
-        workers = self.virtual_workers if self.plan is None else len(self.plan.virtual_workers)
-        settings.check_platform(workers, sys.platform)
-        self._stages = settings.stage_counts(stages, workers)
-        self.in_flight = settings.count("in_flight", in_flight)
-        self.cluster = checks.optional("cluster", cluster, Cluster, "lightning_hetpipe.Cluster")
-        self._plan_name = f"<for {plan.model}>" if isinstance(plan, Plan) else str(plan)
         if self.plan is not None:
-            self._stages = settings.stages_as_planned(self._stages, self.plan)
-            self.in_flight = settings.as_planned("in_flight", self.in_flight, self.plan.in_flight)
             settings.check_planned_policy(self._policy, self.plan)
-        elif self.cluster is not None:
-            settings.check_cluster(self.virtual_workers)
+        self.lr_correction = settings.updates(lr_correction)
         self.module = settings.module_names(module)
         self.capture_timeout = checks.seconds("capture_timeout", capture_timeout)
-        self.recompute = checks.switch("recompute", recompute) or (self.plan is not None and self.plan.recompute)
-        self.compile = compile_setting.options(compile)
-        if self.plan is not None:
-            settings.check_spread(self.plan, recompute=self.recompute, compile=self.compile is not None)
         self._timeline = settings.timeline(timeline)
         self.last_run = RunReport()
         self._run = TrainerRun()
         self._wanted: run_settings.RunSettings | None = None
         self._before_pass: BeforePass | None = None
-        self._emulation = Emulation(())
         self._asked_in_flight = in_flight != "auto"
         self._resumed: int | None = None  # Nm of the checkpoint that is loaded
         self._resumed_changes: list[torch.Tensor | None] = []  # what its last step has changed
         self._undo = ExitStack()
 
-    # Who we are: one process, one virtual worker.
-
-    @property
-    def stages(self) -> int | Literal["auto"]:
-        """k of this virtual worker."""
-        return settings.stages_of(self._stages, self._rank)
+    # The process, and its device for Lightning.
 
     @property
     def root_device(self) -> torch.device:
@@ -231,35 +206,7 @@ class HetPipeStrategy(VirtualWorkers):
 
     def _configure_launcher(self) -> None:
         other_lightning.refuse_trainer(self.accelerator)
-        settings.stages_of(self._stages, self._rank)  # if refused, then before anything is started
-        if self.cluster is not None and self.plan is None:
-            settings.check_cluster(self.world_size)
         super()._configure_launcher()
-
-    def _planned_workers(self) -> list[int]:
-        if self.plan is None:
-            return []
-        is_emulated = self.cluster is not None and self._num_nodes == 1 and self._is_on_cpu
-        return settings.workers_as_planned(self.virtual_workers, self.plan, is_emulated)
-
-    @property
-    def _is_on_cpu(self) -> bool:
-        """True if the Trainer gave no accelerators."""
-        return all(device.type == "cpu" for device in self.parallel_devices or ())
-
-    @property
-    def _own_plan(self) -> Plan | None:
-        """The plan of this virtual worker."""
-        return None if self.plan is None else self.plan.of_worker(self.global_rank)
-
-    def model_to_device(self) -> None:
-        """Spreads the model over the devices of provisional stages."""
-        assert self.model is not None
-        devices = self._provisional_devices()
-        room = self._placement().room(devices)
-        if (plan := self._own_plan) is not None and plan.spread:
-            room = [max(1.0, stage.weights_bytes) for stage in plan.virtual_workers[0].stages]
-        spread(self.model, devices, room)
 
     # The life of a run.
 
@@ -404,60 +351,6 @@ class HetPipeStrategy(VirtualWorkers):
         other_lightning.let_in(cls)
         strategy_registry.register(cls.strategy_name, cls, description=(cls.__doc__ or "").partition("\n")[0])
 
-    def _devices(self) -> list[torch.device]:
-        """Devices that stages may lie on, in the plan's order if there is one."""
-        found = self._found_devices()
-        if self.plan is None and self.cluster is None:
-            return found
-        placement, plan = self._placement(), self._own_plan
-        return list(placement.devices) if plan is None else placement.planned(plan)
-
-    def _provisional_devices(self) -> list[torch.device]:
-        """Devices of the stages that the model is spread over until it is decided which layers are on which stage."""
-        devices = self._devices()
-        if self.stages == "auto" or self.plan is not None:
-            return devices
-        if self._group is None and not (placement := self._placement()).is_even and self.stages < len(devices):
-            devices = placement.roomiest(self.stages)
-        return place(self.stages, devices)
-
-    def _placement(self) -> DevicePlacement:
-        plan, cluster = self._own_plan, self.cluster
-        if plan is not None and cluster is not None and not self._is_on_cpu:
-            cluster = cluster.of_nodes(plan.virtual_workers[0].nodes)
-        return DevicePlacement.of(cluster, self._found_devices(), plan)
-
-    def _found_devices(self) -> list[torch.device]:
-        rank, found = self._rank, self.parallel_devices or [torch.device("cpu")]
-        # A plan says which of a node's devices its virtual workers have.
-        return found if self.plan is not None else devices_of(found, rank.local, rank.per_node)
-
-    def _planner(self) -> Planner:
-        placement = self._placement()
-        even = self.plan is None and self.cluster is None and (placement.is_even or self._group is not None)
-        assert self.lightning_module is not None
-        self._emulation = Emulation(())
-        trainer = self.lightning_module.trainer
-        return Planner(
-            placement,
-            type(self.lightning_module).__name__,
-            str(self.precision_plugin.precision),
-            self.stages,
-            self.in_flight,
-            self.recompute,
-            self._own_plan,
-            self._plan_name,
-            self._emulation,
-            ProfileCache(),
-            progress.of_trainer(trainer),
-            even,
-            self._choose_split_points,
-            bool(trainer.loggers),
-            trainer.accumulate_grad_batches,
-            self.world_size == 1 and self.compile is None,
-            0.0 if self._group is None else copies_kept(self._group.settings.update_dtype),
-        )
-
     def _fit_settings(self) -> run_settings.RunSettings:
         assert self.lightning_module is not None
         planner = self._planner()
@@ -499,13 +392,6 @@ class HetPipeStrategy(VirtualWorkers):
             chosen = replace(chosen, lr_correction=correction)
         weights = dict.fromkeys([chosen.policy, STASH] if self.plan is None else [chosen.policy])
         return replace(wanted, weights=tuple(weights), lr_correction=chosen.lr_correction, automatic=chosen)
-
-    def _choose_split_points(self, times: Sequence[float], stages: int) -> tuple[int, ...]:
-        """Give the first layer of each stage; tests put their own in its place."""
-        plan = self._own_plan
-        if plan is not None and len(times) == len(plan.layers):  # evaluation outside of a fit
-            return tuple(stage.first_layer for stage in plan.virtual_workers[0].stages)
-        return partition(times, stages)
 
     @property
     def _in_flight_now(self) -> int:

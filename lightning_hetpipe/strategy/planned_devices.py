@@ -1,0 +1,171 @@
+"""Plan, stages and devices of this virtual worker, before it is decided which layers are on which stage."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+
+from lightning_hetpipe.emulation import Emulation
+from lightning_hetpipe.launch.ranks import devices_of
+from lightning_hetpipe.placement import progress
+from lightning_hetpipe.placement.device_placement import DevicePlacement
+from lightning_hetpipe.placement.layout import place
+from lightning_hetpipe.placement.planner import Planner
+from lightning_hetpipe.placement.spread import spread
+from lightning_hetpipe.planning.model.cluster import Cluster
+from lightning_hetpipe.planning.plan.document import Plan
+from lightning_hetpipe.planning.plan.profile_cache import ProfileCache
+from lightning_hetpipe.planning.search.split_points import partition
+from lightning_hetpipe.strategy import checks, compile_setting, settings
+from lightning_hetpipe.strategy.virtual_workers import VirtualWorkers
+from lightning_hetpipe.workers.synchroniser import copies_kept
+
+
+class PlannedDevices(VirtualWorkers):
+    """Finds the devices of this virtual worker's stages: the Trainer's, those of a cluster, or those of a plan.
+
+    Args:
+        stages, in_flight, plan, cluster, compile, recompute: As ``HetPipeStrategy``'s.
+        virtual_workers, wsp, timeout, arguments: ``VirtualWorkers``'.
+
+    Raises:
+        SettingError: for settings that are wrong, or contradict the plan.
+    """
+
+    def __init__(
+        self,
+        stages: int | Literal["auto"] | Sequence[int],
+        in_flight: int | Literal["auto"],
+        plan: Plan | str | os.PathLike[str] | None,
+        cluster: Cluster | None,
+        compile: bool | str | Mapping[str, Any],
+        recompute: bool,
+        virtual_workers: int,
+        wsp: Any,
+        timeout: timedelta | float,
+        **arguments: Any,
+    ) -> None:
+        super().__init__(virtual_workers, wsp, timeout, **arguments)
+        self.plan = settings.plan(plan)
+        workers = self.virtual_workers if self.plan is None else len(self.plan.virtual_workers)
+        settings.check_platform(workers, sys.platform)
+        self._stages = settings.stage_counts(stages, workers)
+        self.in_flight = settings.count("in_flight", in_flight)
+        self.cluster = checks.optional("cluster", cluster, Cluster, "lightning_hetpipe.Cluster")
+        self.recompute = checks.switch("recompute", recompute)
+        self.compile = compile_setting.options(compile)
+        self._plan_name = f"<for {plan.model}>" if isinstance(plan, Plan) else str(plan)
+        if self.plan is not None:
+            self._stages = settings.stages_as_planned(self._stages, self.plan)
+            self.in_flight = settings.as_planned("in_flight", self.in_flight, self.plan.in_flight)
+            self.recompute |= self.plan.recompute
+            settings.check_spread(self.plan, recompute=self.recompute, compile=self.compile is not None)
+        elif self.cluster is not None:
+            settings.check_cluster(self.virtual_workers)
+        self._emulation = Emulation(())
+
+    @property
+    def stages(self) -> int | Literal["auto"]:
+        """k of this virtual worker."""
+        return settings.stages_of(self._stages, self._rank)
+
+    def _configure_launcher(self) -> None:
+        settings.stages_of(self._stages, self._rank)  # if refused, then before anything is started
+        if self.cluster is not None and self.plan is None:
+            settings.check_cluster(self.world_size)
+        super()._configure_launcher()
+
+    def model_to_device(self) -> None:
+        """Spreads the model over the devices of provisional stages."""
+        assert self.model is not None
+        devices = self._provisional_devices()
+        room = self._placement().room(devices)
+        if (plan := self._own_plan) is not None and plan.spread:
+            room = [max(1.0, stage.weights_bytes) for stage in plan.virtual_workers[0].stages]
+        spread(self.model, devices, room)
+
+    # What the plan says.
+
+    def _planned_workers(self) -> list[int]:
+        if self.plan is None:
+            return []
+        is_emulated = self.cluster is not None and self._num_nodes == 1 and self._is_on_cpu
+        return settings.workers_as_planned(self.virtual_workers, self.plan, is_emulated)
+
+    @property
+    def _own_plan(self) -> Plan | None:
+        """The plan of this virtual worker."""
+        return None if self.plan is None else self.plan.of_worker(self.global_rank)
+
+    def _choose_split_points(self, times: Sequence[float], stages: int) -> tuple[int, ...]:
+        """Give the first layer of each stage; tests put their own in its place."""
+        plan = self._own_plan
+        if plan is not None and len(times) == len(plan.layers):  # evaluation outside of a fit
+            return tuple(stage.first_layer for stage in plan.virtual_workers[0].stages)
+        return partition(times, stages)
+
+    # Devices.
+
+    @property
+    def _is_on_cpu(self) -> bool:
+        """True if the Trainer gave no accelerators."""
+        return all(device.type == "cpu" for device in self.parallel_devices or ())
+
+    def _found_devices(self) -> list[torch.device]:
+        """Those of the Trainer's devices that are this virtual worker's; with a plan all, as that says which are."""
+        rank, found = self._rank, self.parallel_devices or [torch.device("cpu")]
+        return found if self.plan is not None else devices_of(found, rank.local, rank.per_node)
+
+    def _placement(self) -> DevicePlacement:
+        plan, cluster = self._own_plan, self.cluster
+        if plan is not None and cluster is not None and not self._is_on_cpu:
+            cluster = cluster.of_nodes(plan.virtual_workers[0].nodes)
+        return DevicePlacement.of(cluster, self._found_devices(), plan)
+
+    def _devices(self) -> list[torch.device]:
+        """Devices that stages may lie on, in the plan's order if there is one."""
+        if self.plan is None and self.cluster is None:
+            return self._found_devices()
+        placement, plan = self._placement(), self._own_plan
+        return list(placement.devices) if plan is None else placement.planned(plan)
+
+    def _provisional_devices(self) -> list[torch.device]:
+        """Devices of the stages that the model is spread over until it is decided which layers are on which stage."""
+        devices = self._devices()
+        if self.stages == "auto" or self.plan is not None:
+            return devices
+        if self._group is None and not (placement := self._placement()).is_even and self.stages < len(devices):
+            devices = placement.roomiest(self.stages)
+        return place(self.stages, devices)
+
+    def _planner(self) -> Planner:
+        """Planner of a fit that begins; what it decides to emulate is told to ``_emulation``, which is new then."""
+        placement = self._placement()
+        even = self.plan is None and self.cluster is None and (placement.is_even or self._group is not None)
+        assert self.lightning_module is not None
+        self._emulation = Emulation(())
+        trainer = self.lightning_module.trainer
+        return Planner(
+            placement,
+            type(self.lightning_module).__name__,
+            str(self.precision_plugin.precision),
+            self.stages,
+            self.in_flight,
+            self.recompute,
+            self._own_plan,
+            self._plan_name,
+            self._emulation,
+            ProfileCache(),
+            progress.of_trainer(trainer),
+            even,
+            self._choose_split_points,
+            bool(trainer.loggers),
+            trainer.accumulate_grad_batches,
+            self.world_size == 1 and self.compile is None,
+            0.0 if self._group is None else copies_kept(self._group.settings.update_dtype),
+        )
