@@ -98,7 +98,7 @@ class Planner:
         reported: Whether one stage is measured, too, as there is a logger to be told.
         every: Minibatches of an optimizer step.
         spread: Whether ``in_flight=1`` asks for a spread run, unless forwards of several stages are computed again.
-        copies: Copies of the weights that a device holds besides, as virtual workers keep of their synchronisation.
+        copies: Copies of its weights that each device holds besides, for the synchronisation of virtual workers.
         weights: The weight policy.
         must_fit: Whether another one is tried where there is no room for it.
     """

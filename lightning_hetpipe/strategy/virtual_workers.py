@@ -330,8 +330,7 @@ class VirtualWorkers(HostWeights):
             )
         agreed = [f"in_flight={self.in_flight}", f"wave={wsp.wave}", f"update_dtype={wsp.update_dtype}"]
         agreed += [f"weights={self.weights}", f"lr_correction={self.lr_correction}", f"placement={wsp.placement}"]
-        if self.plan is not None:
-            agreed.append(f"plan={self.plan.fingerprint}")
+        agreed.append(f"checksum of plan={None if self.plan is None else self.plan.fingerprint}")
         agreed.append(f"shares={self._shares or 'equal'}")
         synchroniser.enter(agreed)
         self._shared = synchroniser

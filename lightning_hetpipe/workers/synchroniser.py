@@ -25,7 +25,10 @@ Computing = Callable[[], AbstractContextManager[None]]
 
 
 def copies_kept(update_dtype: str | None) -> float:
-    """Copies of the weights on their devices: of the last synchronisation; for rounded updates these and roundings."""
+    """Number of copies of the weights that a virtual worker keeps on their devices, for its synchronisation.
+
+    One is of the last synchronisation. With ``update_dtype`` there are the roundings so far, and the rounded update.
+    """
     if update_dtype is None:
         return 1.0
     sent: torch.dtype = getattr(torch, update_dtype)

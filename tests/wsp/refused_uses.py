@@ -12,6 +12,7 @@ from lightning.pytorch import callbacks as cb
 from lightning.pytorch.tuner import Tuner
 from torch import nn
 
+from lightning_hetpipe.planning.plan.document import Plan, PlannedStage, PlannedWorker
 from tests.wsp.featured import Told, rows
 from tests.wsp.uses import Use
 
@@ -156,6 +157,18 @@ def other_rates(bench: Any) -> dict[str, Any]:
     trainer = bench.trainer()
     if trainer.global_rank == 1:
         trainer.strategy.lr_correction = 7
+    trainer.fit(Told(), rows(8))
+    return {}
+
+
+@refused("'checksum of plan=None'")
+def other_plans(bench: Any) -> dict[str, Any]:
+    """One has a plan, of which the others know nothing."""
+    trainer = bench.trainer()
+    if trainer.global_rank == 1:
+        stages = [PlannedStage("box", f"cpu:{number}", 0, 0, 0.1, 1, None) for number in range(2)]
+        workers = tuple(PlannedWorker(10.0, (stage,)) for stage in stages)
+        trainer.strategy.plan = Plan("Told", 1, 1, 0, 0.1, 20.0, workers, ("net",))
     trainer.fit(Told(), rows(8))
     return {}
 

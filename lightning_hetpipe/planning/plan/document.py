@@ -251,7 +251,7 @@ class Plan:
 
     @property
     def fingerprint(self) -> str:
-        """Text that plans with anything different do not share."""
+        """Checksum of all that the plan says: the same for equal plans only."""
         return sha256(repr(self).encode()).hexdigest()[:12]
 
     @property
