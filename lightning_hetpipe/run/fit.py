@@ -51,6 +51,7 @@ from lightning_hetpipe.run.extensions.loss_scale import LossScale
 from lightning_hetpipe.run.extensions.module_attributes import Attributes
 from lightning_hetpipe.run.extensions.modules_apart import ModulesApart, user_parts
 from lightning_hetpipe.run.extensions.outside_parameters import OutsideParameters
+from lightning_hetpipe.run.extensions.pace import Pace
 from lightning_hetpipe.run.extensions.random_states import InlineRandomStates, RandomStates
 from lightning_hetpipe.run.extensions.recording import Recording
 from lightning_hetpipe.run.extensions.replay import Replay
@@ -145,8 +146,10 @@ class Fit(TrainerRun):
         driver, extensions = self._driver, self._driver.extensions
         extensions.add(*self._recordings, *profiled_sections(self._trainer))
         if isinstance(self._synchroniser, Synchroniser):  # after those, so that what they open is inside of its cut
-            waves = driver.synchronising, driver.computing, driver.unlocked, driver.in_flight
-            extensions.add(WavesAndCuts(self._trainer, self._synchroniser, *waves))
+            shares = self._synchroniser.shares
+            pace = Pace(driver.in_flight) if shares is not None and shares.adapts else None
+            waves = driver.synchronising, driver.computing, driver.unlocked, pace
+            extensions.add(*filter(None, [pace]), WavesAndCuts(self._trainer, self._synchroniser, *waves))
         extensions.add(self._loss_scale)
         if self._settings.may_run_ahead:
             extensions.add(InlineRandomStates(self._state))

@@ -47,8 +47,8 @@ class Pipelined:
                 self._submit()
             minibatch = self.flying.popleft()
             self.time = max(self.time, minibatch.ended_at)
-            self.pace.finished(minibatch)
-            self.pace.stepped()
+            self.pace.finished(minibatch, ())
+            self.pace.stepped(minibatch.number)
             if count % self.wave == 0:
                 with self.pace.pause(), self.pace.pause():  # as a cut is within one
                     self.time = max(self.time, self.until(self.time))
@@ -76,5 +76,5 @@ def test_an_epoch_of_its_own_and_too_few_minibatches() -> None:
     for minibatches in (2, 1):
         pipeline.run(minibatches)
         found.append(pipeline.pace.rate)
-    pipeline.pace.begin()
+    pipeline.pace.epoch_begins(1)
     assert [*found, pipeline.pace.rate] == [None, None, pytest.approx(1 / STAGE), None]

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 from lightning_hetpipe.pipeline.user.batch_in_flight import BatchInFlight
+from lightning_hetpipe.run.lifecycle import Extension
 
 FEWEST = 2
 """Minibatches on which a pace can be based."""
 
 
-class Pace:
+class Pace(Extension):
     """Measures an epoch. Its first minibatch does not count, which fills the pipeline, or is watched.
 
     While Lightning's thread pauses (waits for others, evaluates, saves), what is in flight goes on. So only the time
@@ -29,10 +31,9 @@ class Pace:
     ) -> None:
         self._in_flight = in_flight
         self._now = now
-        self.begin()
+        self.epoch_begins(1)
 
-    def begin(self) -> None:
-        """Begin an epoch."""
+    def epoch_begins(self, first: int) -> None:
         self._first: float | None = None
         self._seconds = 0.0  # up to the last step
         self._minibatches = 0
@@ -41,7 +42,7 @@ class Pace:
         self._resumed_at = 0.0
         self._awaited = 0  # the minibatch with which the pipeline is full again
 
-    def stepped(self) -> None:
+    def stepped(self, version: int) -> None:
         """Count a minibatch, whose step is over."""
         now = self._now()
         if self._first is None:
@@ -50,7 +51,7 @@ class Pace:
             self._minibatches += 1
         self._seconds = now - self._first - self._lost
 
-    def finished(self, minibatch: BatchInFlight) -> None:
+    def finished(self, minibatch: BatchInFlight, args: Sequence[Any]) -> None:
         """Note when ``minibatch`` was done, which is before Lightning's thread takes it."""
         if minibatch.number == self._awaited:
             self._awaited = 0

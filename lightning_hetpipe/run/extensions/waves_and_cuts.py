@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -15,13 +15,11 @@ from lightning_hetpipe.lightning_private import (
     averages,
     begun_minibatches,
     in_a_step,
-    is_last_batch,
     on_requeue,
     recount_batches,
     train_loaders,
     validates_at_the_end,
 )
-from lightning_hetpipe.pipeline.user.batch_in_flight import BatchInFlight
 from lightning_hetpipe.redirect import Redirect
 from lightning_hetpipe.run.extensions.intervals import Intervals
 from lightning_hetpipe.run.extensions.pace import Pace
@@ -54,7 +52,7 @@ class WavesAndCuts(Extension):
         synchronising: Opened around synchronisation, in which user code may run.
         computing: Opened around what is computed in it.
         waiting: Opened around any other wait for virtual workers.
-        in_flight: Gives the minibatches in flight.
+        pace: Measures this virtual worker's rate, where shares follow rates.
     """
 
     def __init__(
@@ -64,7 +62,7 @@ class WavesAndCuts(Extension):
         synchronising: Callable[[], AbstractContextManager[None]],
         computing: Computing = nullcontext,
         waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
-        in_flight: Callable[[], Iterable[BatchInFlight]] = tuple,
+        pace: Pace | None = None,
     ) -> None:
         self._trainer = trainer
         self._synchroniser = synchroniser
@@ -74,7 +72,8 @@ class WavesAndCuts(Extension):
         self._evaluates = False
         self._compared = False
         self._intervals: Intervals | None = None  # of virtual worker 0, where shares may be unequal
-        self._pace = Pace(in_flight)
+        self._pace = pace
+        self._pausing: Callable[[], AbstractContextManager[None]] = nullcontext if pace is None else pace.pause
         self._loop = 0
         self._requeue: tuple[Any, ...] | None = None  # what the signal's handler was given
         synchroniser.group.waiting = waiting
@@ -97,7 +96,6 @@ class WavesAndCuts(Extension):
         if not self._compared:
             self._compare()
         self._compared = self._running = True
-        self._pace.begin()
         if self._number(BEGIN) < self._synchroniser.last_cut:
             self._loop += 1
         with self._synchronising():
@@ -133,10 +131,9 @@ class WavesAndCuts(Extension):
 
     def stepped(self, version: int) -> None:
         """Push the update and take the merged weights, at the end of a wave (law L3)."""
-        self._pace.stepped()
         if not self._synchroniser.ends_wave(version):
             return
-        with self._pace.pause():
+        with self._pausing():
             with self._synchronising():
                 cuts = self._synchroniser.synchronise(self._computing, self._asks)
             if cuts:
@@ -144,14 +141,11 @@ class WavesAndCuts(Extension):
                 if any(self._synchroniser.group.gather(self._asks, "a signal's cut")):
                     self._save_and_requeue()
 
-    def finished(self, minibatch: BatchInFlight, args: Sequence[Any]) -> None:
-        self._pace.finished(minibatch)
-
     @contextmanager
     def evaluating(self, minibatch: int) -> Iterator[None]:
         """All evaluate the same weights, and buffers."""
         at_the_end = validates_at_the_end(self._trainer) or self._is_last_of_unequal()
-        with self._pace.pause():
+        with self._pausing():
             self._cut(LAST_VALIDATION if at_the_end else None)
             put_back = self._synchroniser.borrow_buffers()
             self._evaluates = True
@@ -166,7 +160,7 @@ class WavesAndCuts(Extension):
 
         Virtual worker 0's decision on the shares of the next epoch is that of all, who have the same rates.
         """
-        rate = self._pace.rate
+        rate = None if self._pace is None else self._pace.rate
         self._cut(END)
         self._running = False
         self._synchroniser.take_buffers()
@@ -198,7 +192,7 @@ class WavesAndCuts(Extension):
                     f" {self._synchroniser.group.index}, by ModelCheckpoint(every_n_train_steps=...), which waits for"
                     " that, or at the end of an epoch"
                 )
-            with self._pace.pause():
+            with self._pausing():
                 self._cut(LAST_SAVE if self._is_last_of_unequal() else None)
                 redirect.original(*args, **kwargs)
             return
@@ -236,7 +230,7 @@ class WavesAndCuts(Extension):
 
     def _is_last_of_unequal(self) -> bool:
         """True at the end of an epoch in which virtual workers with unequal shares may have different last waves."""
-        return self._intervals is not None and is_last_batch(self._trainer)
+        return self._intervals is not None and self._intervals.is_last()
 
     def _number(self, place: int) -> int:
         return self._loop * LOOP + self._trainer.current_epoch * EPOCH + place
