@@ -265,7 +265,9 @@ def recount_batches(trainer: L.Trainer) -> None:
 def _limited(before: int | float, loader: Any, most: int | float) -> int | float:
     if before == float("inf"):  # a loader without a length has no other one now
         return before
-    return min(len(loader), most) if isinstance(most, int) else int(len(loader) * most)
+    if isinstance(most, int):
+        return min(len(loader), most)
+    return max(1 if before else 0, int(len(loader) * most))  # none would leave this one out of the validation
 
 
 def log_interval(trainer: L.Trainer) -> int:

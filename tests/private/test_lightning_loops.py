@@ -188,6 +188,18 @@ def test_batches_are_counted_again(mode: Any) -> None:
     assert [found[0, "validate"], found[1, "validate"]] == [3 * 2, 2 * 3], "so would batches of a validation"
 
 
+@pytest.mark.parametrize(("limit", "left"), [(0.25, 1), (0.75, 1), (4, 2), (0.0, 0), (0, 0)])
+def test_a_part_of_a_validation_is_at_least_one_batch(limit: int | float, left: int) -> None:
+    """A virtual worker without any would miss the validation of the others."""
+    trainer = quiet_trainer("auto", max_epochs=1, limit_val_batches=limit)
+    trainer.fit(Validated(), batches(2), batches(4))
+    validation = trainer.fit_loop.epoch_loop.val_loop
+    if validation._combined_loader is not None:
+        validation._combined_loader.flattened = [batches(2)]
+    of_lightning.recount_batches(trainer)
+    assert sum(trainer.num_val_batches) == left
+
+
 @guards("_build_kwargs", "batch_progress")
 def test_progress_and_arguments_of_a_step() -> None:
     looks = Looks()
