@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import lightning as L
 from lightning.fabric.plugins.environments import LightningEnvironment
+from lightning.pytorch.callbacks import LearningRateFinder
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
@@ -150,6 +151,10 @@ class VirtualWorkers(HostWeights):
                 "shares stay equal: limit_train_batches, overfit_batches and fast_dev_run give all virtual workers as"
                 " many batches"
             )
+            return
+        callbacks: list[L.Callback] = getattr(trainer, "callbacks", [])  # set by a connector, without declaring it
+        if any(isinstance(callback, LearningRateFinder) for callback in callbacks):
+            rank_zero_info("shares stay equal: a search for a learning rate waits for all after every step")
             return
         if self.global_rank and type(trainer.val_check_interval) is int:
             trainer.val_check_interval = IntervalOfFirst(trainer.val_check_interval)

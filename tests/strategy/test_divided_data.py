@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from lightning.pytorch.callbacks import LearningRateFinder
 
 from lightning_hetpipe import HetPipeStrategy, WSPCallback
 from lightning_hetpipe.errors import SettingError
@@ -16,14 +17,14 @@ from tests.support.trainers import quiet_trainer
 
 
 def divided(
-    caplog: pytest.LogCaptureFixture, given: Any, recorded: Any = None, limit: int | float = 1.0
+    caplog: pytest.LogCaptureFixture, given: Any, recorded: Any = None, limit: int | float = 1.0, **more: Any
 ) -> tuple[Shares | None, list[str]]:
     """The shares of a run with ``shares=given`` that goes on from a checkpoint with others, and what is said."""
     strategy: Any = HetPipeStrategy(virtual_workers=2)
     strategy._group = SimpleNamespace(settings=WSPCallback(shares=given).settings)
     strategy._recorded = recorded
     with caplog.at_level("INFO"):
-        strategy._divide(SimpleNamespace(limit_train_batches=limit, val_check_interval=1.0))
+        strategy._divide(SimpleNamespace(limit_train_batches=limit, val_check_interval=1.0, **more))
     assert strategy._recorded is None
     return strategy._shares, [record.getMessage() for record in caplog.records]
 
@@ -51,6 +52,12 @@ def test_limited_batches_leave_shares_equal(caplog: pytest.LogCaptureFixture, li
     assert shares is None
     assert len(said) == 1
     assert "shares stay equal: limit_train_batches" in said[0]
+
+
+def test_shares_stay_equal_in_a_search_for_a_learning_rate(caplog: pytest.LogCaptureFixture) -> None:
+    shares, said = divided(caplog, [2, 5], callbacks=[LearningRateFinder()])
+    assert shares is None
+    assert said == ["shares stay equal: a search for a learning rate waits for all after every step"]
 
 
 def test_an_interval_of_virtual_worker_0_may_be_longer_than_the_share_of_another(
