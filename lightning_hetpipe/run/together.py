@@ -12,6 +12,7 @@ from lightning_hetpipe.lightning_private import asks_at_every_step, saves_by_ste
 
 if TYPE_CHECKING:
     from lightning_hetpipe.workers.group import Group
+    from lightning_hetpipe.workers.shared_data import Shares
 
 
 def check_together(trainer: L.Trainer) -> None:
@@ -37,11 +38,29 @@ def check_shares(trainer: L.Trainer) -> None:
             "check_val_every_n_epoch=None counts batches over epochs, of which virtual workers with shares of their own"
             " have different numbers; leave it out, or set WSPCallback(shares='equal')"
         )
+    if trainer.min_steps is not None:
+        raise SettingError(
+            f"min_steps={trainer.min_steps} counts each virtual worker's own steps, so that those with other shares"
+            " would stop in other epochs; set min_epochs instead, or WSPCallback(shares='equal')"
+        )
     by_step = any(scheduler.interval == "step" for scheduler in trainer.lr_scheduler_configs)
     if trainer.max_steps != -1 or by_step:
         rank_zero_warn(
             "max_steps and learning rate schedulers by step count each virtual worker's own steps, of which those with"
             " other shares make other numbers"
+        )
+
+
+def check_steps(shares: Shares | None, every: int) -> None:
+    """Refuse waves that may hold no optimizer step of ``every`` minibatches, where others hold one.
+
+    ModelCheckpoint saves nothing where no step was made since it last did, and all save together.
+    """
+    lengths = shares.lengths if shares is not None and shares.decided else ()
+    if any(length % every for length in lengths):
+        raise SettingError(
+            f"shares={list(lengths)} end waves within an optimizer step of accumulate_grad_batches={every} minibatches;"
+            f" set shares to multiples of {every}"
         )
 
 

@@ -705,6 +705,14 @@ MUTATIONS = (
     ),
     Mutation(
         "shares",
+        "the last step of max_steps, within a wave, leaves a validation to the others",
+        "run/extensions/intervals.py",
+        "if trainer.max_steps >= 0:",
+        "if False:",
+        ("tests/run/test_intervals.py",),
+    ),
+    Mutation(
+        "shares",
         "a call within a wave waits for virtual workers that are elsewhere",
         "run/extensions/waves_and_cuts.py",
         "        return self._intervals.ends_wave()\n",

@@ -17,7 +17,9 @@ from torch.utils.data import DataLoader, DistributedSampler
 from lightning_hetpipe import HetPipeStrategy
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.rules.shares import common_waves, covered, dealt
+from lightning_hetpipe.run import fit as fit_module
 from lightning_hetpipe.run.extensions.intervals import Epoch, Interval
+from lightning_hetpipe.run.extensions.pace import Pace
 from lightning_hetpipe.workers.shared_data import InjectedRank, Shares
 from lightning_hetpipe.workers.synchroniser import Synchroniser
 from tests.exact.pipelines import even
@@ -100,6 +102,31 @@ def test_validations_come_at_ends_of_waves(alone: Any, interval: float, validati
     assert type(trainer.val_check_batch) is int
 
 
+def test_a_validation_comes_with_the_last_step(alone: Any) -> None:
+    """Of ``max_steps``, which ends the training of a virtual worker as the end of an epoch does: while others go on it
+    would miss their validation."""
+    seen = Seen()
+    settings: Any = {"val_check_interval": 1, "num_sanity_val_steps": 0, "max_steps": 7}
+    fit(mlp(), injected(8), [seen], val_loader=vectors(4, 4), strategy=alone, **settings)
+    assert seen.validations == [3, 6, 7]
+
+
+@pytest.mark.parametrize("adapts", [False, True])
+def test_rates_are_measured_only_where_shares_follow_them(
+    alone: Any, adapts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[Pace] = []
+
+    def making(in_flight: Any) -> Pace:
+        made.append(Pace(in_flight))
+        return made[-1]
+
+    monkeypatch.setattr(fit_module, "Pace", making)
+    monkeypatch.setattr(alone, "_divide", lambda _: setattr(alone, "_shares", Shares(0, 1, (3,), adapts)))
+    fit(mlp(), injected(8), strategy=alone)
+    assert [pace.rate is not None for pace in made] == [True] * adapts
+
+
 def test_checkpoints_by_steps_come_at_ends_of_waves(alone: Any, tmp_path: Path) -> None:
     """Steps 2, 4 and 6 of the first epoch lie in its two full waves, 8 ends it; 10 is in the second epoch's first."""
     saver = ModelCheckpoint(tmp_path, "{step}", save_top_k=-1, every_n_train_steps=2)
@@ -158,6 +185,8 @@ def test_within_a_wave_nobody_can_be_waited_for(
     ("settings", "refusal"),
     [
         ({"max_time": {"hours": 1}}, "Timer .* ask virtual worker 0 after every step"),
+        ({"min_steps": 9}, "min_steps=9 counts each virtual worker's own steps"),
+        ({"accumulate_grad_batches": 2}, r"shares=\[3\] end waves within .* accumulate_grad_batches=2"),
         ({"check_val_every_n_epoch": None, "val_check_interval": 4}, "check_val_every_n_epoch=None counts"),
     ],
 )

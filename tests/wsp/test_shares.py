@@ -123,6 +123,19 @@ def test_shares_follow_the_rates_of_the_epoch_before(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_all_take_part_in_validations_until_max_steps(tmp_path: Path) -> None:
+    """Virtual worker 1 comes to its sixth step in the third wave, and the other one in its sixth: of the validations
+    that are due after 2, 4 and 6 minibatches, the later ones are the last."""
+    one = job(tmp_path, 24, [1, 2], validate=True)
+    one.more["trainer"] = {"val_check_interval": 2, "max_steps": 6}
+    found, _ = finished(one)
+    assert [len(each["outputs"]) for each in found] == [6, 6]
+    assert [len(each["validated"]) for each in found] == [2, 2]
+    assert_same(found[0]["validated"], found[1]["validated"])
+    assert [each["metrics"]["count"] for each in found] == [3, 3]
+
+
+@pytest.mark.slow
 def test_a_server_that_dies_leaves_no_trace(tmp_path: Path) -> None:
     """Law L5 holds whatever the lengths of waves, as updates are counted by waves."""
     one = job(tmp_path / "dies", 17, [2, 5], fault=(1, 3, "server"), wsp={"lease": 9.0})

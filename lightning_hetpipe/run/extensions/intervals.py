@@ -22,6 +22,7 @@ from lightning_hetpipe.lightning_private import (
 )
 from lightning_hetpipe.redirect import Redirect
 from lightning_hetpipe.rules.shares import common_waves, covered
+from lightning_hetpipe.run.together import check_steps
 from lightning_hetpipe.workers.synchroniser import Synchroniser
 
 
@@ -30,7 +31,7 @@ class Epoch(NamedTuple):
 
     Attributes:
         first: Minibatches of the epoch that came before, in the run that is resumed.
-        last: Minibatches of the epoch.
+        last: Minibatches of the epoch, up to ``max_steps``.
         steps: Optimizer steps that came before.
         every: Minibatches of an optimizer step.
         checks: Minibatches between two validations, or None.
@@ -103,8 +104,11 @@ class Intervals:
         _, first = begun_minibatches(trainer)
         if not isinstance(trainer.val_check_batch, Interval):
             self._checks = None if trainer.val_check_batch is None else int(trainer.val_check_batch)
-        steps, every = trainer.global_step, trainer.accumulate_grad_batches
-        told = Epoch(first, int(trainer.num_training_batches), steps, every, self._checks)
+        steps, every, last = trainer.global_step, trainer.accumulate_grad_batches, int(trainer.num_training_batches)
+        if trainer.max_steps >= 0:
+            last = min(last, (first // every + trainer.max_steps - steps) * every)
+        check_steps(self._synchroniser.shares, every)
+        told = Epoch(first, last, steps, every, self._checks)
         group = self._synchroniser.group
         found = group.gather((group.index, *told), "the start of an epoch")
         self._epochs = {index: Epoch(*each) for index, *each in found}
@@ -119,9 +123,14 @@ class Intervals:
         waves, open_ = divmod(minibatch - own.first, self._synchroniser.wave)
         return None if open_ else waves
 
+    def is_last(self) -> bool:
+        """True if the minibatch that has begun is the last of the epoch here."""
+        own = self._epochs.get(self._synchroniser.group.index)
+        return is_last_batch(self._trainer) or (own is not None and begun_minibatches(self._trainer)[1] >= own.last)
+
     def ends_wave(self) -> bool:
         """True if the minibatch that has begun is the last of a wave, or of the epoch."""
-        return is_last_batch(self._trainer) or self.wave(begun_minibatches(self._trainer)[1]) is not None
+        return self.is_last() or self.wave(begun_minibatches(self._trainer)[1]) is not None
 
     def _validates(self, interval: int) -> bool:
         found = self._covered()
@@ -138,7 +147,7 @@ class Intervals:
         """Minibatches of virtual worker 0 in the wave that has just ended here; None if none has."""
         if not self.ends_wave():
             return None
-        wave = None if is_last_batch(self._trainer) else self.wave(begun_minibatches(self._trainer)[1])
+        wave = None if self.is_last() else self.wave(begun_minibatches(self._trainer)[1])
         lengths, (first, last, *_) = self._synchroniser.lengths, self._epochs[0]
         there = self._epochs
         common = common_waves([lengths[index] for index in there], [epoch[:2] for epoch in there.values()])
