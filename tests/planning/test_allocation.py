@@ -97,9 +97,13 @@ def test_nothing_is_simulated_where_a_virtual_worker_lacks_memory() -> None:
     assert (found.fits, found.rate, found.unfit) == (False, 0.0, (1,))
 
 
-def test_a_policy_by_window_has_waves_of_whole_optimizer_steps() -> None:
+def test_waves_of_whole_optimizer_steps() -> None:
+    """A policy by window has them, and so have unequal shares, which a run refuses otherwise."""
     own = Allocator(PROFILE, PAPER, optimizer="sgd", weights=SYNC, every=4, in_flight=3)
     assert own.waves([1.0, 1.0], 3, shares=False) == (4, 4)
+    assert own.waves([1.0, 2.0], 3, shares=True) == (4, 8)
+    own = Allocator(PROFILE, PAPER, optimizer="sgd", every=4, in_flight=3)
+    assert own.waves([1.0, 1.0], 3, shares=False) == (3, 3)
     assert own.waves([1.0, 2.0], 3, shares=True) == (4, 8)
 
 

@@ -199,9 +199,9 @@ class Allocator:
         return found
 
     def waves(self, rates: Sequence[float], in_flight: int, shares: bool) -> tuple[int, ...]:
-        """W_v of virtual workers with ``rates``."""
+        """W_v of virtual workers with ``rates``: whole optimizer steps, which runs with shares ask for."""
         by_window = Versions(self._weights, in_flight, self._every).policy.by_window
-        unit = self._every if by_window else 1
+        unit = self._every if by_window or shares else 1
         least = -(-max(in_flight, self._wave or 0) // unit)
         bounded = [min(rate, MOST_UNEQUAL * min(rates)) for rate in rates]
         lengths = wave_lengths(bounded, least) if shares else (least,) * len(rates)
