@@ -157,7 +157,7 @@ def estimate(
                 load: stage_memory(
                     sizes, in_flight, [load], state=state, recompute=recompute, user=user, buffers=versions.copies
                 )
-                for load in sorted({load for _, load in run.loads(index)})
+                for load in run.heaviest(index)
             }
         most = max(taken, key=lambda load: taken[load].total)
         stages.append(StageEstimate(slot, first, after - 1, times[index], taken[most], run.held[index], most))

@@ -21,14 +21,21 @@ import heapq
 import itertools
 import math
 import random
-from collections import Counter, deque
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from operator import attrgetter
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from lightning_hetpipe.rules.call_order import CallOrder
 from lightning_hetpipe.rules.schedule import Call, Segment, Work, calls, route, segments
 from lightning_hetpipe.rules.versions import STASH, Versions
+
+_ENDS, _FORWARDED, _READY = range(3)
 
 
 @dataclass(frozen=True)
@@ -96,8 +103,7 @@ class StageLoad(NamedTuple):
     whole: int = 1
 
 
-@dataclass(frozen=True)
-class SimulatedTask:
+class SimulatedTask(NamedTuple):
     """A task of a stage: from ``start`` to ``end``, in seconds since the pipeline started.
 
     ``forwarded`` is when its forward is done; of a backward, when it starts.
@@ -139,24 +145,52 @@ class Simulation:
 
     def loads(self, stage: int) -> Iterator[tuple[float, StageLoad]]:
         """Changes of what ``stage`` holds, with their times; changes at one time are yielded one by one."""
-        done = {span.minibatch: span.end for span in self.spans if span.stage == 0 and span.work is not Work.FORWARD}
-        own = [span for span in self.spans if span.stage == stage]
-        begins = {span.minibatch: span for span in reversed(own) if span.work is not Work.BACKWARD}
-        ends = {span.minibatch: span for span in own if span.work is not Work.FORWARD}
-        changes: list[tuple[float, int, int, int]] = []
-        for span in own:
-            changes.append((span.forwarded, int(begins.get(span.minibatch) is span), 0, 1))
-            changes.append((span.end, *((-1, 1) if ends.get(span.minibatch) is span else (0, 0)), -1))
-        for number, before in enumerate([0.0, *self.published[:-1]], start=1):
-            changes.append((max(before, done[number]), 0, -1, 0))  # Lightning's step takes them
-        held = waiting = whole = 0
-        for when, more, wait, computed in sorted(changes, key=lambda change: change[0]):
-            held, waiting, whole = held + more, waiting + wait, whole + computed
-            yield when, StageLoad(held, waiting, whole)
+        when, *counts = self._changes(stage)
+        yield from zip(when.tolist(), itertools.starmap(StageLoad, zip(*(each.tolist() for each in counts))))
+
+    def heaviest(self, stage: int) -> list[StageLoad]:
+        """Loads of ``stage`` of which the heaviest is one: for so many held and computed, the most that wait."""
+        _, held, waiting, whole = self._changes(stage)
+        base = int(waiting.max()) + 1
+        codes = np.unique((2 * held + whole) * base + waiting)
+        codes = codes[np.append(codes[1:] // base != codes[:-1] // base, True)]
+        return [StageLoad(code // base // 2, code % base, code // base % 2) for code in codes.tolist()]
+
+    def _changes(self, stage: int) -> tuple[NDArray[Any], ...]:
+        """Times at which what ``stage`` holds changes, and what is held, waits and is computed from then on."""
+        _, works, numbers, _, ends, forwarded = zip(*self._by_stage[stage])
+        backward, forward = (np.array([work is each for work in works]) for each in (Work.BACKWARD, Work.FORWARD))
+        minibatch, count = np.array(numbers), len(works)
+        # Of several visits, the first forward is when it begins to be held, and the end of the last backward is when
+        # its gradients begin to wait.
+        deltas = np.zeros((2 * count + len(self.published), 3), dtype=np.intp)
+        fresh = np.flatnonzero(~backward)
+        deltas[2 * fresh[np.unique(minibatch[fresh], return_index=True)[1]], 0] = 1
+        over = np.flatnonzero(~forward)[::-1]
+        deltas[2 * over[np.unique(minibatch[over], return_index=True)[1]] + 1, :2] = -1, 1
+        deltas[: 2 * count, 2] = np.tile([1, -1], count)
+        deltas[2 * count :, 1] = -1  # Lightning's step takes the gradients
+        taken = np.maximum([0.0, *self.published[:-1]], self._done)
+        when = np.concatenate([np.column_stack([forwarded, ends]).ravel(), taken])
+        order = np.argsort(when, kind="stable")
+        return when[order], *deltas[order].cumsum(axis=0).T
+
+    @cached_property
+    def _by_stage(self) -> list[list[SimulatedTask]]:
+        found: list[list[SimulatedTask]] = [[] for _ in self.held]
+        for span in self.spans:
+            found[span.stage].append(span)
+        return found
+
+    @cached_property
+    def _done(self) -> list[float]:
+        """When each minibatch's last backward ended."""
+        done = {span.minibatch: span.end for span in self._by_stage[0] if span.work is not Work.FORWARD}
+        return [done[number] for number in range(1, len(done) + 1)]
 
     def busy(self, stage: int) -> float:
         """The fraction of all time in which ``stage`` computed."""
-        return sum(span.end - span.start for span in self.spans if span.stage == stage) / self.published[-1]
+        return sum(span.end - span.start for span in self._by_stage[stage]) / self.published[-1]
 
 
 def simulate(
@@ -200,16 +234,6 @@ def simulate(
 
 
 @dataclass
-class _Stage:
-    queue: deque[tuple[int, int]] = field(default_factory=deque)
-    """Ready tasks: minibatch, and which instruction of the route."""
-    busy: bool = False
-    held: Counter[int] = field(default_factory=Counter)
-    """Visits whose activations it holds, by minibatch."""
-    most: int = 0
-
-
-@dataclass
 class _Run:
     """State of a simulation."""
 
@@ -225,40 +249,86 @@ class _Run:
 
     def __post_init__(self) -> None:
         self._route = route(self.visits.segments, self.visits.calls)
-        self._stages = [_Stage() for _ in {segment.stage for segment in self.visits.segments}]
         self._orders = {segment: CallOrder[tuple[int, int]]() for segment in self.visits.changing}
-        # Time, order, minibatch, instruction that is now ready; its complement where its forward is done.
-        self._events: list[tuple[float, int, int, int]] = []
-        self._order = itertools.count()
-        self._ends: list[tuple[float, int, int, int]] = []
-        self._spans: list[SimulatedTask] = []
         self._complete: dict[int, float] = {}
         self._published: list[float] = []
         self._started = 0
 
     def simulation(self) -> Simulation:
-        self._begin(0.0)
-        while self._events or self._ends:
-            # What ends frees its stage before what becomes ready at the same moment asks for one.
-            if self._ends and (not self._events or self._ends[0][:2] <= self._events[0][:2]):
-                now, _, number, index = heapq.heappop(self._ends)
-                self._ended(now, number, index)
-            else:
-                now, _, number, index = heapq.heappop(self._events)
-                if index < 0:
-                    self._forwarded(now, number, ~index)
-                elif self._admits(number, index):
-                    stage = self._segment(index).stage
-                    self._stages[stage].queue.append((number, index))
-                    self._start(now, stage)
-        return Simulation(
-            tuple(sorted(self._spans, key=lambda span: (span.start, span.stage))),
-            tuple(self._published),
-            tuple(stage.most for stage in self._stages),
-        )
+        """Go from event to event. Ties are settled by the order in which events came up."""
+        stage_of = [task.segment.stage for task in self._route]
+        works = [task.work for task in self._route]
+        seconds = [self.times[task.segment.index].of(task.work) for task in self._route]
+        # Until the forward is done; of a backward, until it starts.
+        forward = [
+            0.0 if task.work is Work.BACKWARD else self.times[task.segment.index].of(Work.FORWARD)
+            for task in self._route
+        ]
+        enters, leaves = self._edges(stage_of)
+        stages, last = max(stage_of) + 1, len(self._route) - 1
+        busy, held, most = [False] * stages, [0] * stages, [0] * stages
+        queues: list[deque[tuple[int, int]]] = [deque() for _ in range(stages)]
+        order = itertools.count()
+        spans: list[SimulatedTask] = []
+        # What comes up later: time, order, minibatch, instruction, and whether that ends, is done with its forward, or
+        # becomes ready. What becomes ready now needs no heap.
+        later: list[tuple[float, int, int, int, int]] = []
+        ready: deque[tuple[int, int, int]] = deque()
+        now = 0.0
 
-    def _segment(self, index: int) -> Segment:
-        return self._route[index].segment
+        def begin(when: float, numbers: Iterable[int]) -> None:
+            for number in numbers:
+                heapq.heappush(later, (when, next(order), number, 0, _READY))
+
+        begin(0.0, self._next())
+        while later or ready:
+            if ready and (not later or later[0][0] > now or later[0][1] > ready[0][0]):
+                _, number, index = ready.popleft()
+                event = _READY
+            else:
+                now, _, number, index, event = heapq.heappop(later)
+            stage = stage_of[index]
+            if event == _FORWARDED:
+                if (following := self._forwarded(number, index)) is not None:
+                    ready.append((next(order), *following))
+                continue
+            if event == _READY:
+                if self._orders and not self._admits(number, index):
+                    continue
+                if busy[stage]:
+                    queues[stage].append((number, index))
+                    continue
+            else:
+                held[stage] -= leaves[index]
+                if index < last:
+                    ready.append((next(order), number, index + 1))
+                else:
+                    for done, numbers in self._finished(now, number):
+                        begin(done, numbers)
+                if not queues[stage]:
+                    busy[stage] = False
+                    continue
+                number, index = queues[stage].popleft()
+            factor = self._factor(index, number)
+            end, forwarded = now + factor * seconds[index], now + factor * forward[index]
+            busy[stage] = True
+            if enters[index]:
+                held[stage] += 1
+                most[stage] = max(most[stage], held[stage])
+            if self._orders and works[index] is not Work.BACKWARD:
+                heapq.heappush(later, (forwarded, next(order), number, index, _FORWARDED))
+            spans.append(SimulatedTask(stage, works[index], number, now, end, forwarded))
+            heapq.heappush(later, (end, next(order), number, index, _ENDS))
+        spans.sort(key=attrgetter("start", "stage"))
+        return Simulation(tuple(spans), tuple(self._published), tuple(most))
+
+    @staticmethod
+    def _edges(stage_of: Sequence[int]) -> tuple[list[bool], list[bool]]:
+        """Instructions of a route from whose start on a stage holds the minibatch, and at whose end it no longer does:
+        the first one on each stage and the last."""
+        places = range(len(stage_of))
+        first, last = ({stage_of[n]: n for n in numbers} for numbers in (reversed(places), places))
+        return [first[stage_of[n]] == n for n in places], [last[stage_of[n]] == n for n in places]
 
     def _admits(self, number: int, index: int) -> bool:
         """Tell whether the task is ready; a forward may have to wait for another minibatch's last call."""
@@ -268,72 +338,36 @@ class _Run:
             return True
         return order.admits(number, (number, index))
 
-    def _forwarded(self, now: float, number: int, index: int) -> None:
-        """The forward of the task is done: where it was the last call, the next minibatch is ready."""
+    def _forwarded(self, number: int, index: int) -> tuple[int, int] | None:
+        """The forward of the task is done: where it was the last call, give the next minibatch's, which is ready."""
         task = self._route[index]
         order = self._orders.get(task.segment.index)
         if order is None or task.call.again or not task.call.ordinal:
-            return
-        if (following := order.close(number)) is not None:
-            self._ready(now, *following)
+            return None
+        return order.close(number)
 
-    def _ready(self, when: float, number: int, index: int) -> None:
-        heapq.heappush(self._events, (when, next(self._order), number, index))
-
-    def _start(self, now: float, index: int) -> None:
-        stage = self._stages[index]
-        if stage.busy or not stage.queue:
-            return
-        number, instruction = stage.queue.popleft()
-        work, segment = self._route[instruction].work, self._segment(instruction).index
-        times, factor = self.times[segment], self._factor(segment, work, number)
-        end = now + factor * times.of(work)
-        forwarded = {Work.FORWARD: end, Work.BACKWARD: now}.get(work, now + factor * times.of(Work.FORWARD))
-        stage.busy = True
-        if work is not Work.BACKWARD:
-            stage.held[number] += 1
-            stage.most = max(stage.most, len(stage.held))
-            if self._orders:
-                heapq.heappush(self._events, (forwarded, next(self._order), number, ~instruction))
-        self._spans.append(SimulatedTask(index, work, number, now, end, forwarded))
-        heapq.heappush(self._ends, (end, next(self._order), number, instruction))
-
-    def _ended(self, now: float, number: int, index: int) -> None:
-        instruction = self._route[index]
-        here = instruction.segment.stage
-        stage = self._stages[here]
-        stage.busy = False
-        if instruction.work is not Work.FORWARD:
-            stage.held[number] -= 1
-            if not stage.held[number]:
-                del stage.held[number]
-        if index + 1 < len(self._route):
-            self._ready(now, number, index + 1)
-        else:
-            self._complete[number] = now
-            self._publish()
-        self._start(now, here)
-
-    def _factor(self, segment: int, work: Work, number: int) -> float:
+    def _factor(self, index: int, number: int) -> float:
         if not self.jitter:
             return 1.0
-        drawn = random.Random(f"{self.seed} {segment} {work.value} {number}").gauss(0.0, self.jitter)
+        task = self._route[index]
+        drawn = random.Random(f"{self.seed} {task.segment.index} {task.work.value} {number}").gauss(0.0, self.jitter)
         return math.exp(drawn - self.jitter**2 / 2)
 
-    def _publish(self) -> None:
-        """Let Lightning's thread go on as far as it can."""
+    def _finished(self, now: float, number: int) -> Iterator[tuple[float, range]]:
+        """Let Lightning's thread go on as far as it can; yield when minibatches may start, and which."""
+        self._complete[number] = now
         while (number := len(self._published) + 1) in self._complete:
             before = self._published[-1] if self._published else 0.0
             done = max(before, self._complete.pop(number)) + self.step
             if number % self.wave == 0:
                 done += self.synchronise
             self._published.append(done)
-            self._begin(done)
+            yield done, self._next()
 
-    def _begin(self, now: float) -> None:
-        """Start the minibatches that there are weights for."""
-        published = len(self._published)
-        last = min(published + self.versions.ahead(published), self.minibatches)
-        for number in range(self._started + 1, last + 1):
-            self._ready(now, number, 0)
-        self._started = max(self._started, last)
+    def _next(self) -> range:
+        """Minibatches that there are weights for, and that have not started."""
+        published, first = len(self._published), self._started + 1
+        most = min(published + self.versions.in_flight, self.minibatches)
+        while self._started < most and self.versions.version(self._started + 1) <= published:
+            self._started += 1
+        return range(first, self._started + 1)
