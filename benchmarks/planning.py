@@ -18,7 +18,17 @@ from benchmarks.harness import (
     table,
 )
 from benchmarks.machine import describe_machine, provenance, two_cores
-from benchmarks.planning_problems import IN_FLIGHT, LOADS, STATE, best_in_flight, best_of_all, by_hand, large, small
+from benchmarks.planning_problems import (
+    IN_FLIGHT,
+    STATE,
+    best_in_flight,
+    best_of_all,
+    by_hand,
+    large,
+    rack,
+    small,
+    transformer,
+)
 from benchmarks.reference_graphs import BEST, DATA, busiest, file_of, missing
 from benchmarks.schedule import task
 from benchmarks.training_task import WORKER, Task
@@ -29,7 +39,7 @@ from lightning_hetpipe.planning.model.simulate import StageTimes, simulate
 from lightning_hetpipe.planning.model.stage_memory import optimizer_state
 from lightning_hetpipe.planning.plan import profile_file
 from lightning_hetpipe.planning.search.choice import best_plan
-from lightning_hetpipe.planning.search.divider import Divider, Division
+from lightning_hetpipe.planning.search.divider import CLOSE, Division
 from lightning_hetpipe.planning.search.problem import PlanningProblem
 
 NAME = "planning"
@@ -55,9 +65,32 @@ PLAIN = "plain Trainer"
 Rounds = Sequence[Mapping[str, Measurement]]
 
 
-def divided(profile: Profile, cluster: Cluster) -> Division | None:
-    problem = PlanningProblem(profile, cluster, cluster.slots, state=STATE)
-    return Divider(problem).divide(IN_FLIGHT, LOADS)
+MANY = 1 << 20
+"""Minibatches in flight at which nothing but T_max counts."""
+
+CLUSTERS: Mapping[str, tuple[int, int, bool, int]] = {
+    "2 nodes of 4": (2, 4, True, 24),
+    "4 nodes of 4": (4, 4, True, 48),
+    "16 nodes of 4": (16, 4, False, 64),
+    "16 nodes of 8": (16, 8, False, 96),
+}
+"""Nodes, devices of each, whether these differ, and blocks of the transformer that is planned."""
+
+
+def divided(profile: Profile, cluster: Cluster, ordered: bool = False) -> Division | None:
+    problem = PlanningProblem(profile, cluster, cluster.slots, ordered, STATE)
+    found = problem.divider.least(MANY, problem.room(IN_FLIGHT, problem.lightest(IN_FLIGHT)))
+    return found[0] if found else None
+
+
+def seconds_of_plans(quick: bool) -> dict[str, float]:
+    """CPU seconds of whole plans on clusters, by their names."""
+    found = {}
+    for name, (nodes, devices, mixed, blocks) in [*CLUSTERS.items()][: 2 if quick else None]:
+        began = time.process_time()
+        best_plan(transformer(blocks), rack(nodes, devices, mixed), optimizer=OPTIMIZER)
+        found[name] = time.process_time() - began
+    return found
 
 
 def gap(problems: int) -> float:
@@ -144,6 +177,7 @@ def run(options: Options) -> Outcome:
         machine,
         gap(QUICK_PROBLEMS if options.quick else PROBLEMS),
         [seconds_of_large() for _ in range(repeats)],
+        seconds_of_plans(options.quick),
         {} if absent else {name: busiest(name) for name in BEST},
         {} if absent else mixes(),
         tasks,
@@ -157,6 +191,7 @@ def report(
     machine: Mapping[str, object],
     gap: float,
     seconds: Sequence[float],
+    plans: Mapping[str, float],
     graphs: Mapping[str, float],
     mixes: Mapping[str, Mapping[str, Mapping[bool, Estimate | None]]],
     tasks: Mapping[str, Task],
@@ -166,8 +201,12 @@ def report(
 ) -> Outcome:
     """Turns what was found into a text to read and data to keep; ``absent`` says why a part is not there."""
     figures = [
-        Figure("T_max above the best of all, random problems", _of(gap), target=0.0, at_most=True, digits=6),
+        Figure("T_max above the best of all, random problems", _of(gap), target=CLOSE - 1, at_most=True, digits=6),
         Figure("CPU time for 1,000 layers on 16 devices of 4 types", Spread.of(seconds), "s", target=1.0, at_most=True),
+        *(
+            Figure(f"CPU time of a plan, {name}", _of(took), "s", target=30.0, at_most=True)
+            for name, took in plans.items()
+        ),
     ]
     for name, best in BEST.items():
         spread = _of(graphs[name] / best) if name in graphs else None
@@ -189,6 +228,7 @@ def report(
         "machine": dict(machine),
         "gap": gap,
         "seconds": list(seconds),
+        "plans": dict(plans),
         "graphs": dict(graphs),
         "mixes": {
             name: {how: {str(again): _data(each) for again, each in those.items()} for how, those in found.items()}

@@ -4,21 +4,22 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate, combinations, permutations
 
+from lightning_hetpipe.planning.model.catalogue import find
 from lightning_hetpipe.planning.model.cluster import Cluster, Device, DeviceSlot, Link, Node
 from lightning_hetpipe.planning.model.estimate import Estimate, estimate
 from lightning_hetpipe.planning.model.profile import LayerBytes, Profile, Times
 from lightning_hetpipe.planning.model.simulate import StageLoad
 from lightning_hetpipe.planning.model.stage_memory import Sizes, stage_memory
-from lightning_hetpipe.planning.search.choice import ENOUGH
+from lightning_hetpipe.planning.search.plans import ENOUGH
 from lightning_hetpipe.planning.search.split_points import partition
 
 TICK = 2.0**-20
 """Seconds, of which all times of random problems are multiples, so that sums are exact."""
 
-LOADS = ((StageLoad(1, 2),), (StageLoad(3, 0), StageLoad(1, 2)))
-"""The memory bound of random problems, at Nm = 3: of the last stage, and of all before it."""
-
 IN_FLIGHT = 3
+LEAST = (StageLoad(1, 0), StageLoad(0, 1))
+"""Loads that every stage of random problems has to have room for; the first of several for all in flight, too."""
+
 STATE = 2.0
 MOST_IN_FLIGHT = 24
 
@@ -46,7 +47,7 @@ def small(seed: int) -> tuple[Profile, Cluster]:
 
 
 def best_of_all(profile: Profile, cluster: Cluster) -> float | None:
-    """T_max of the best of all splits, subsets and orders that have room under `LOADS`; None if none have."""
+    """T_max of the best of all splits, subsets and orders that have room for `LEAST`; None if none have."""
     found = [
         _bottleneck(profile, cluster, slots, splits)
         for slots, splits in _all(len(profile.layers), cluster.slots)
@@ -79,7 +80,10 @@ def _has_room(profile: Profile, slots: Sequence[DeviceSlot], splits: Sequence[in
     return all(
         slot.device.memory is None
         or stage_memory(
-            Sizes.of(profile.layers, first, after - 1), IN_FLIGHT, LOADS[index + 1 < len(slots)], state=STATE
+            Sizes.of(profile.layers, first, after - 1),
+            IN_FLIGHT,
+            LEAST if index or len(slots) == 1 else (*LEAST, StageLoad(IN_FLIGHT, 0)),
+            state=STATE,
         ).total
         <= slot.device.memory
         for index, (slot, first, after) in enumerate(zip(slots, splits, ends, strict=True))
@@ -101,6 +105,48 @@ def large() -> tuple[Profile, Cluster]:
         times[name] = [Times(f * by, b * by) for (f, b), by in zip(base, factors, strict=True)]
     devices = [Device(name, 14 << 30) for name in slower for _ in range(4)]
     return Profile("large", 8, layers, times, {}), Cluster([Node("rack", devices, Link(12e9, 1e-5))])
+
+
+FOUR = ("A100-40", "V100-16", "RTX-2080-Ti", "T4")
+
+
+def transformer(
+    blocks: int,
+    width: int = 1024,
+    length: int = 1024,
+    heads: int = 16,
+    names: Sequence[str] = FOUR,
+    bytes_: int = 4,
+    batch: int = 2,
+    words: int = 50257,
+) -> Profile:
+    """A language model on GPUs by their data sheets, at 60% of what the catalogue estimates."""
+    tokens = batch * length
+    output = tokens * width * bytes_
+    kept = (34 * tokens * width + 5 * batch * heads * length**2) * bytes_ // 2
+    layers = [
+        LayerBytes("embedding", (words + length) * width * bytes_, output + 8 * tokens, output, 8 * tokens),
+        *(LayerBytes(f"block {n}", 12 * width**2 * bytes_, kept, output) for n in range(blocks)),
+        LayerBytes("head", words * width * bytes_, 2 * tokens * words * bytes_ + output, tokens * words * bytes_),
+    ]
+    block = tokens * (24 * width**2 + 4 * length * width)
+    work = [8 * tokens * width, *[block] * blocks, 2 * tokens * words * width]
+    speeds = {name: 0.6 * find(name).speed("16") for name in names}
+    times = {name: [Times(each / speed, 2 * each / speed) for each in work] for name, speed in speeds.items()}
+    return Profile("transformer", batch, layers, times, {})
+
+
+def neo(bytes_: int) -> tuple[Profile, Cluster]:
+    """A model as large as GPT-Neo-2.7B on four GPUs of three types on two nodes, with ``bytes_`` for each number."""
+    names = ("A100-80", "A100-40", "V100-16")
+    nodes = [Node("a", names[:2], "25 GB/s"), Node("v", ["2xV100-16"], "12 GB/s")]
+    return transformer(32, 2560, 2048, 20, names, bytes_), Cluster(nodes, "1.25 GB/s").with_memory({})
+
+
+def rack(nodes: int, devices: int, mixed: bool = False) -> Cluster:
+    """Nodes of one type each, of four types, or with all four types on each."""
+    each = [[FOUR[(node + mixed * place) % 4] for place in range(devices)] for node in range(nodes)]
+    return Cluster([Node(f"node {n}", own, "12 GB/s") for n, own in enumerate(each)], "10 Gbit/s").with_memory({})
 
 
 def by_hand(profile: Profile, slots: Sequence[DeviceSlot]) -> Mapping[str, tuple[int, ...]]:

@@ -30,6 +30,7 @@ from lightning_hetpipe.cli.plan_inputs import (
 )
 from lightning_hetpipe.cli.side_by_side import compared_policies, side_by_side
 from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.placement.progress import on_terminal
 from lightning_hetpipe.planning.model.catalogue import known
 from lightning_hetpipe.planning.model.cluster import Device
 from lightning_hetpipe.planning.model.profile import Profile
@@ -108,7 +109,8 @@ def run(config: DictConfig) -> float | None:
 
     @cache
     def plan_for(policy: WeightPolicy) -> Choice:
-        return best_plan(profile, cluster, optimizer=optimizer, weights=policy, **asked)
+        with on_terminal("searching for a plan", None) as tick:
+            return best_plan(profile, cluster, optimizer=optimizer, weights=policy, progress=tick, **asked)
 
     for policy in policies:
         choice = plan_for(policy)

@@ -92,7 +92,7 @@ class Planner:
         plan_name: For people.
         emulation: Is told what stages take, where the placement's devices are emulated.
         cache: Of profiles.
-        bar: Shows the measuring.
+        bar: Shows the measuring, and the search.
         even: Whether devices are taken to be all the same, and without a memory limit.
         choose_split_points: Gives the first layer of each stage, by the layers' seconds and k, on even devices.
         reported: Whether one stage is measured, too, as there is a logger to be told.
@@ -291,17 +291,19 @@ class Planner:
     def _best_plan(
         self, profile: Profile, profiling: ProfilingInput, in_flight: int | None, stages: int | None = None
     ) -> Choice:
-        return best_plan(
-            profile,
-            self.placement.cluster,
-            optimizer=self._state(profiling),
-            in_flight=in_flight,
-            recompute=self.recompute,
-            stages=stages,
-            weights=self.weights,
-            every=self.every,
-            spread=self.spread,
-        )
+        with self.bar("searching for a plan", None) as tick:
+            return best_plan(
+                profile,
+                self.placement.cluster,
+                optimizer=self._state(profiling),
+                in_flight=in_flight,
+                recompute=self.recompute,
+                stages=stages,
+                weights=self.weights,
+                every=self.every,
+                spread=self.spread,
+                progress=tick,
+            )
 
     def _state(self, profiling: ProfilingInput) -> str | float:
         """The optimizer's name, or its bytes and those of :attr:`copies` for each byte of the weights."""

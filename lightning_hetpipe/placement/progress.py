@@ -1,4 +1,4 @@
-"""A progress bar for what takes longer than a moment: measuring layers."""
+"""A progress bar for what takes longer than a moment: measuring layers, searching for a plan."""
 
 from __future__ import annotations
 
@@ -17,20 +17,23 @@ MOMENT = 1.0
 _BETWEEN = 0.1
 """Seconds, at least, between drawings, as tqdm has it."""
 
-Bar = Callable[[str, int], AbstractContextManager[Callable[[], object]]]
-"""Context around work of that name and number of steps; gives what to call after each. It leaves no trace."""
+Bar = Callable[[str, int | None], AbstractContextManager[Callable[[], object]]]
+"""Context around work of that name and number of steps, None where nobody knows; gives what to call after each. It
+leaves no trace."""
 
 
 @contextmanager
-def hidden(what: str, of: int) -> Iterator[Callable[[], object]]:
+def hidden(what: str, of: int | None) -> Iterator[Callable[[], object]]:
     """No bar."""
     yield lambda: None
 
 
 @contextmanager
-def on_terminal(what: str, of: int) -> Iterator[Callable[[], object]]:
+def on_terminal(what: str, of: int | None) -> Iterator[Callable[[], object]]:
     """Bar on stderr, if that is a terminal."""
-    with tqdm(desc=what, total=of, unit="layer", leave=False, delay=MOMENT, disable=None) as bar:
+    with tqdm(
+        desc=what, total=of, unit="plan" if of is None else "layer", leave=False, delay=MOMENT, disable=None
+    ) as bar:
         yield bar.update
 
 
@@ -43,7 +46,7 @@ def of_trainer(trainer: L.Trainer) -> Bar:
 
 
 @contextmanager
-def _below(own: RichProgressBar, what: str, of: int) -> Iterator[Callable[[], object]]:
+def _below(own: RichProgressBar, what: str, of: int | None) -> Iterator[Callable[[], object]]:
     """A line of Rich's, which holds the terminal: each step of any other bar would be a line of its own there."""
     progress = own.progress
     if progress is None:  # it was switched off

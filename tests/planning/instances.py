@@ -9,8 +9,6 @@ from hypothesis import strategies as st
 
 from lightning_hetpipe.planning.model.cluster import Cluster, Device, DeviceSlot, Link, Node
 from lightning_hetpipe.planning.model.profile import LayerBytes, Profile, Times
-from lightning_hetpipe.planning.model.simulate import StageLoad
-from lightning_hetpipe.planning.model.stage_memory import Sizes, stage_memory
 
 NAMES = ("fast", "slow", "odd")
 
@@ -60,6 +58,11 @@ def divisions(layers: int, slots: Sequence[DeviceSlot], ordered: bool) -> Iterat
 
 def bottleneck(profile: Profile, cluster: Cluster, stages: Stages, recompute: bool = False) -> float:
     """T_max in seconds, as the design defines it."""
+    return max(takes(profile, cluster, stages, recompute))
+
+
+def takes(profile: Profile, cluster: Cluster, stages: Stages, recompute: bool = False) -> list[float]:
+    """Seconds of each stage."""
     found = []
     for index, (slot, first, after) in enumerate(stages):
         again = recompute and index + 1 < len(stages)
@@ -70,22 +73,4 @@ def bottleneck(profile: Profile, cluster: Cluster, stages: Stages, recompute: bo
         if index + 1 < len(stages):
             take += cluster.link_between(slot, stages[index + 1][0]).seconds(profile.layers[after - 1].output)
         found.append(take)
-    return max(found)
-
-
-def has_room(
-    profile: Profile,
-    stages: Stages,
-    in_flight: int,
-    state: float,
-    recompute: bool,
-    loads: Sequence[Sequence[StageLoad]],
-) -> bool:
-    """True if every stage fits when it holds what ``loads`` says for its distance from the last."""
-    for distance, (slot, first, after) in enumerate(reversed(stages)):
-        held = loads[min(distance, len(loads) - 1)]
-        sizes = Sizes.of(profile.layers, first, after - 1)
-        needed = stage_memory(sizes, in_flight, held, state=state, recompute=recompute).total
-        if slot.device.memory is not None and needed > slot.device.memory:
-            return False
-    return True
+    return found

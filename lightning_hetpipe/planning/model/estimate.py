@@ -115,6 +115,7 @@ def estimate(
     synchronise: float = 0.0,
     versions: Versions | None = None,
     spread: SpreadMemory | None = None,
+    run: SimulatedStages | None = None,
 ) -> Estimate:
     """Estimate stages on ``slots`` that start at the layers ``splits``.
 
@@ -132,21 +133,15 @@ def estimate(
         synchronise: Seconds that a wave's end waits for the parameter servers.
         versions: Those that minibatches use; by default those of weight stashing.
         spread: What devices hold in a spread run, for an estimate of one; by default it is of a pipeline.
+        run: Its simulation, where that is known.
 
     Raises:
         SettingError: where the profile has no times of a device.
     """
     versions = versions or Versions(STASH, in_flight)
-    times = stage_times_on(profile, cluster, slots, splits, recompute)
-    ends = [*splits[1:], len(profile.layers)]
-    step = step_on(profile, slots, splits)
-    period = versions.period
-    waves = max(WAVES, -(-MINIBATCHES // period))
-    parts, visits = visits_on(profile, slots, splits, times, recompute)
-    settings: dict[str, Any] = {"step": step, "synchronise": synchronise, "visits": visits, "versions": versions}
-    run = simulate(parts, in_flight, waves * period, **settings)
+    run = run or simulated(profile, cluster, slots, splits, versions, recompute, synchronise)
     stages = []
-    for index, (slot, first, after) in enumerate(zip(slots, splits, ends, strict=True)):
+    for index, (slot, first, after) in enumerate(zip(slots, splits, [*splits[1:], len(profile.layers)], strict=True)):
         sizes = Sizes.of(profile.layers, first, after - 1)
         last = index + 1 == len(slots)
         if spread is not None:
@@ -157,15 +152,51 @@ def estimate(
                 load: stage_memory(
                     sizes, in_flight, [load], state=state, recompute=recompute, user=user, buffers=versions.copies
                 )
-                for load in run.heaviest(index)
+                for load in run.simulation.heaviest(index)
             }
         most = max(taken, key=lambda load: taken[load].total)
-        stages.append(StageEstimate(slot, first, after - 1, times[index], taken[most], run.held[index], most))
+        times, held = run.times[index], run.simulation.held[index]
+        stages.append(StageEstimate(slot, first, after - 1, times, taken[most], held, most))
+    return Estimate(tuple(stages), versions, recompute, run.rate, run.simulation, spread is not None)
+
+
+@dataclass(frozen=True)
+class SimulatedStages:
+    """Simulation of stages.
+
+    Attributes:
+        times: Of each stage.
+        simulation: The run.
+        rate: Minibatches per second.
+    """
+
+    times: Sequence[StageTimes]
+    simulation: Simulation
+    rate: float
+
+
+def simulated(
+    profile: Profile,
+    cluster: Cluster,
+    slots: Sequence[DeviceSlot],
+    splits: Sequence[int],
+    versions: Versions,
+    recompute: bool = False,
+    synchronise: float = 0.0,
+) -> SimulatedStages:
+    """Simulate stages as :func:`estimate` does, without a look at their memory."""
+    times = stage_times_on(profile, cluster, slots, splits, recompute)
+    step = step_on(profile, slots, splits)
+    period = versions.period
+    waves = max(WAVES, -(-MINIBATCHES // period))
+    parts, visits = visits_on(profile, slots, splits, times, recompute)
+    settings: dict[str, Any] = {"step": step, "synchronise": synchronise, "visits": visits, "versions": versions}
+    run = simulate(parts, versions.in_flight, waves * period, **settings)
     begin, end = waves // 3 * period, (waves - 1) * period
     seconds = run.published[end - 1] - run.published[begin - 1]
     # Versions come in bunches, so that a window may begin behind one and end behind another: up to 2% too many.
     rate = (end - begin) / max(seconds, INSTANT, (end - begin) * max(each.total for each in times))
-    return Estimate(tuple(stages), versions, recompute, rate, run, spread is not None)
+    return SimulatedStages(times, run, rate)
 
 
 def stage_times_on(

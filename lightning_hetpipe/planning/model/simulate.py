@@ -145,8 +145,8 @@ class Simulation:
 
     def loads(self, stage: int) -> Iterator[tuple[float, StageLoad]]:
         """Changes of what ``stage`` holds, with their times; changes at one time are yielded one by one."""
-        when, *counts = self._changes(stage)
-        yield from zip(when.tolist(), itertools.starmap(StageLoad, zip(*(each.tolist() for each in counts))))
+        when, *counts = (each.tolist() for each in self._changes(stage))
+        yield from zip(when, map(StageLoad, *counts), strict=True)
 
     def heaviest(self, stage: int) -> list[StageLoad]:
         """Loads of ``stage`` of which the heaviest is one: for so many held and computed, the most that wait."""
@@ -158,7 +158,7 @@ class Simulation:
 
     def _changes(self, stage: int) -> tuple[NDArray[Any], ...]:
         """Times at which what ``stage`` holds changes, and what is held, waits and is computed from then on."""
-        _, works, numbers, _, ends, forwarded = zip(*self._by_stage[stage])
+        _, works, numbers, _, ends, forwarded = zip(*self._by_stage[stage], strict=True)
         backward, forward = (np.array([work is each for work in works]) for each in (Work.BACKWARD, Work.FORWARD))
         minibatch, count = np.array(numbers), len(works)
         # Of several visits, the first forward is when it begins to be held, and the end of the last backward is when

@@ -1,32 +1,22 @@
 """Choice of the plan of one virtual worker: which layers run on which device, and how many minibatches are in flight.
 
-For each Nm = 1, 2, ... the search goes like this:
+For a given Nm the fastest plan that fits is looked for (``plans``): layers are divided by dynamic programming
+(``divider``), divisions are simulated, and single changes tried (``local_search``). Where few devices leave few orders
+(eight of any kinds do) and the effort suffices, no plan at this Nm is faster by more than 1%.
 
-1. Divide the layers with the least T_max under a memory bound (``divider``): split points by dynamic programming, the
-   order of the devices by kind (``device_order``). At first the bound is what every pipeline holds, one minibatch.
-2. Simulate that division. How many minibatches a stage holds, and so how much memory it takes, is known only now.
-   Where it does not fit, raise the bound by what was seen, for each distance from the last stage, and divide anew.
-3. Where memory (or who asks) keeps Nm so small that the slowest stage waits, less T_max is not more throughput. There,
-   and where no division was found, search locally (``local_search``).
+Where Nm is to be chosen, it begins with the least at which the time of all stages allows 1 / T_max. If memory is short
+there, fewer are looked at, and more while these help; then longer at the best. Of all Nm that were looked at, the
+smallest within 1% of the best throughput is chosen.
 
-A spread run, which ``in_flight=1`` may ask for, is not searched (``spread``).
-
-Of all Nm the smallest within 1% of the best throughput is chosen. So:
-
-- a plan that is found fits as simulated (a last stage holds one minibatch, the others Nm at the most, whatever the
-  timing);
-- under its bounds no split points, subset or order of the devices have a smaller T_max, and if none had to be raised,
-  none have at all;
-- where a bound was raised, a division in which that stage holds less than the bound, and that lacks room for more, is
-  not seen.
+A spread run, which ``in_flight=1`` may ask for, is not searched (``spread_plan``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import chain
 
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.planning.model.cluster import Cluster, DeviceSlot
@@ -35,14 +25,17 @@ from lightning_hetpipe.planning.model.profile import Profile
 from lightning_hetpipe.planning.model.spread_memory import SpreadMemory
 from lightning_hetpipe.planning.model.stage_memory import optimizer_state
 from lightning_hetpipe.planning.model.units import in_seconds
-from lightning_hetpipe.planning.search.divider import LIGHTEST, Divider, Division
-from lightning_hetpipe.planning.search.local_search import LocalSearch, is_better
-from lightning_hetpipe.planning.search.problem import PlanningProblem
+from lightning_hetpipe.planning.search.divider import Division
+from lightning_hetpipe.planning.search.plans import ENOUGH, GLIMPSE, MUCH, PlansAt
+from lightning_hetpipe.planning.search.problem import Loads, PlanningProblem, unseen
 from lightning_hetpipe.planning.search.spread_plan import spread_plan
 from lightning_hetpipe.rules.versions import STASH, WeightPolicy
 
-ENOUGH = 0.99
-"""Choose the smallest Nm within 1% of the best throughput."""
+SHORT = 1
+"""Minibatches more in flight that may slow plans down, where memory is short, before the search for more ends."""
+
+MANY = 1 << 20
+"""Nm at which nothing but T_max counts."""
 
 NEGLIGIBLE = 0.001
 """Smallest relative gain of throughput for which the search goes on."""
@@ -110,10 +103,11 @@ def best_plan(
     weights: WeightPolicy = STASH,
     every: int = 1,
     spread: bool = False,
+    progress: Callable[[], object] = unseen,
 ) -> Choice:
-    """The plan with the least T_max that fits, at the smallest Nm within 1% of the best throughput.
+    """The plan with the most simulated throughput that is found to fit, at the smallest Nm within 1% of the best.
 
-    Where memory, or ``in_flight``, lets none come near 1 / T_max, it is the one with the most throughput that is found.
+    It may leave devices unused. Up to eight devices take milliseconds to tenths of a second for a given Nm.
 
     Args:
         profile: The model's.
@@ -130,6 +124,7 @@ def best_plan(
         every: Minibatches of an optimizer step.
         spread: Whether ``in_flight=1`` asks for a spread run. It does in a fit, unless that compiles, has several
             virtual workers, or computes forwards of several stages again. One device alone asks for it, too.
+        progress: Called after each plan that was simulated.
 
     Raises:
         SettingError: where the profile has no times of a device, for more stages than there are devices or layers, or
@@ -145,7 +140,7 @@ def best_plan(
     state, alone = optimizer_state(optimizer), (stages or len(slots)) == 1
     memory = SpreadMemory.of(optimizer) if spread and (alone or not recompute) else None
     problem = PlanningProblem(
-        profile, cluster, slots, ordered, state, recompute, stages, synchronise, weights, every, memory
+        profile, cluster, slots, ordered, state, recompute, stages, synchronise, weights, every, memory, progress
     )
     if in_flight is not None:
         problem.versions(in_flight).check()
@@ -160,140 +155,148 @@ class _Search:
 
     def __init__(self, problem: PlanningProblem) -> None:
         self._problem = problem
-        self._divider = Divider(problem)
-        self._found: dict[int, Estimate] = {}
-        self._seen: dict[int, list[Division]] = {}
-        self._searched: set[int] = set()
+        self._plans: dict[int, PlansAt] = {}
+        self._found: dict[int, Estimate | None] = {}
 
     def choose(self) -> Choice:
         """Choose Nm too."""
-        tried, best, better = [], 0.0, 1
-        short = False  # of memory
-        for in_flight in range(1, 4 * len(self._problem.slots) + 5):
-            found = self.plan(in_flight)
-            tried.append(in_flight)
-            if not found.fits:
-                break
-            short |= len(self._seen[in_flight]) > 1
-            if found.rate > best * (1 + NEGLIGIBLE):
-                better = in_flight
-            best = max(best, found.rate)
-            if not self._problem.versions(in_flight + 1).is_possible:
-                break
-            if len(found.stages) == 1:
-                break  # nothing else computes meanwhile: more in flight would make weights staler for nothing
-            # Nothing is faster than 1 / T_max; and what has not helped for as many as there are stages will not.
-            if best * self._unlimited.bottleneck >= 1 - NEGLIGIBLE or in_flight >= better + len(found.stages) + 1:
-                break
-        if not self._found[1].fits:
+        first = self._enough_in_flight
+        best = self._upwards(first)
+        if best * self._fastest < ENOUGH:
+            best = self._downwards(first, best)  # memory may have room for faster plans with fewer in flight
+        fastest = max((found for found in self._found.values() if found), key=lambda found: found.rate, default=None)
+        if fastest is None:
             return self._unfit(1, asked=False)
-        unfit = None if found.fits else tried[-1]
-        fitting = tried if unfit is None else tried[:-1]
-        if (short or unfit) and best * self._unlimited.bottleneck < ENOUGH:
-            # From the largest on, as it is the fastest as often as not, and what is slower needs no look.
-            for in_flight in reversed(fitting):
-                best = max(best, self._locally(in_flight, ENOUGH * best).rate)
-        plans = [self._found[in_flight] for in_flight in fitting]
+        best = max(best, self._again(fastest.in_flight).rate)
+        plans = [found for _, found in sorted(self._found.items()) if found is not None]
         chosen = next(plan for plan in plans if plan.rate >= ENOUGH * best)
-        if len(chosen.stages) == 1 < chosen.in_flight:  # as above
-            chosen = plans[0] = self._found[1] = self._problem.estimate([chosen.stages[0].slot], [0], 1)
-        reasons = _why(chosen, plans, tried[-1], unfit)
+        while chosen.in_flight > 1 and chosen.in_flight - 1 not in self._found:
+            found = self.plan(chosen.in_flight - 1, ENOUGH * best)
+            if found is None or found.rate < ENOUGH * best:
+                break
+            chosen = found
+        if len(chosen.stages) == 1 < chosen.in_flight:  # more in flight would make weights staler for nothing
+            chosen = self._found[1] = self._problem.estimate([chosen.stages[0].slot], [0], 1)
+        plans = [found for _, found in sorted(self._found.items()) if found is not None]
+        unfit = min((nm for nm, found in self._found.items() if found is None), default=None)
+        reasons = _why(chosen, plans, unfit)
         if unfit is not None and not self._problem.recompute:
             # As many as keep all stages busy; to choose among fewer would take as long as to choose this plan.
             other = self._with_recompute()
-            most = other.most(max(unfit, len(self._unlimited.slots) + 1), chosen.in_flight)
-            if most is not None and most != chosen.in_flight:
-                again = other.plan(most).rate / chosen.rate
-                if again > 2 - ENOUGH:
-                    reasons.append(f"recompute=True would be {again:.2f} times as fast, as Nm = {most} fits then")
-        return self._choice(chosen, tried, reasons)
+            most = other.most(max(unfit, first), chosen.in_flight) or chosen.in_flight
+            again = None if most == chosen.in_flight else other.plan(most)
+            if again is not None and again.rate > (2 - ENOUGH) * chosen.rate:
+                faster = again.rate / chosen.rate
+                reasons.append(f"recompute=True would be {faster:.2f} times as fast, as Nm = {most} fits then")
+        return self._choice(chosen, reasons)
 
     def at(self, in_flight: int) -> Choice:
         """Plan for a given Nm."""
-        found = self.plan(in_flight)
-        if not found.fits:
+        found = self._found[in_flight] = self._at(in_flight).best()
+        if found is None:
             return self._unfit(in_flight, asked=True)
-        if found.rate * found.bottleneck < ENOUGH or len(self._seen[in_flight]) > 1:
-            found = self._locally(in_flight)
-        return self._choice(found, [in_flight], [_slowest(found)])
+        return self._choice(found, [_slowest(found)])
 
     def spread(self, memory: SpreadMemory) -> Choice:
         """Plan a spread run, whose devices hold what ``memory`` says."""
         found = self._found[1] = spread_plan(replace(self._problem, recompute=False), memory)
         if found.fits:
-            return self._choice(found, [1], [_one_after_another(found)])
+            return self._choice(found, [_one_after_another(found)])
         again = None if self._problem.recompute else self._with_recompute().most(1)
         reasons = ["even with one minibatch in flight the model does not fit"]
-        return self._choice(found, [1], reasons, Help(None, again, _lacking(found)))
+        return self._choice(found, reasons, Help(None, again, _lacking(found)))
 
-    def plan(self, in_flight: int) -> Estimate:
-        """Plan with the least T_max that fits; where none was found, the best of a local search, which may not fit."""
+    def plan(self, in_flight: int, floor: float = 0.0) -> Estimate | None:
+        """The fastest plan that was found to fit; None where none was. See :meth:`PlansAt.best` for ``floor``."""
         if in_flight not in self._found:
-            self._found[in_flight] = self._divided(in_flight)
-            if not self._found[in_flight].fits:
-                self._locally(in_flight)
+            self._found[in_flight] = self._at(in_flight).best(floor, GLIMPSE)
         return self._found[in_flight]
+
+    def _again(self, in_flight: int) -> Estimate:
+        """Search longer for the plan at an Nm that is known to have one."""
+        found = self._found[in_flight] = self._at(in_flight).best(work=MUCH)
+        assert found is not None
+        return found
 
     def most(self, in_flight: int, fits: int = 0) -> int | None:
         """Largest Nm up to ``in_flight`` at which a plan fits; None if none does. More take more memory.
 
         ``fits`` is known to fit, if it is not 0.
         """
-        if not fits and (in_flight < 1 or not self.plan(1).fits):
+        if not fits and (in_flight < 1 or not self._at(1).fits):
             return None
         fits, unfit, step = max(1, fits), in_flight + 1, 1
         while unfit - fits > 1:
             middle = min(fits + step, (fits + unfit) // 2)
-            if self.plan(middle).fits:
+            if self._at(middle).fits:
                 fits, step = middle, 2 * step
             else:
                 unfit = middle
         return fits
 
-    def _divided(self, in_flight: int) -> Estimate:
-        """Raise the bounds until the division with the least T_max fits; the last one seen where none does."""
-        loads = [set(LIGHTEST) for _ in self._problem.slots]
-        division: Division | None = self._unlimited
-        seen = self._seen[in_flight] = []
-        while division is not None:
-            seen.append(division)
-            found = self._problem.estimate(division.slots, division.splits, in_flight)
-            if found.fits:
+    def _upwards(self, first: int) -> float:
+        """Plan for ``first`` in flight, and for more while that helps; the best rate."""
+        best, better, in_flight = 0.0, first, first
+        while self._problem.versions(in_flight).is_possible:
+            if (found := self.plan(in_flight, best)) is None:
                 break
-            for distance, stage in enumerate(reversed(found.stages)) if len(seen) > 1 else ():
-                if stage.overflow:
-                    assert stage.load not in loads[distance], "what is within its bounds fits"
-                    loads[distance].add(stage.load)
-            division = self._divider.divide(in_flight, loads, at_least=division.ticks)
-        return found
+            if found.rate > best * (1 + NEGLIGIBLE):
+                better = in_flight
+            best = max(best, found.rate)
+            # Nothing is faster than 1 / T_max; what has not helped for as many as there are stages will not, nor what
+            # has made plans slower as there is no memory for it.
+            further = SHORT if self._at(in_flight).short else len(found.stages)
+            if best * self._fastest >= ENOUGH or len(found.stages) == 1 or in_flight > better + further:
+                break
+            in_flight += max(1, in_flight // 8)  # what is near is about as fast
+        return best
 
-    def _locally(self, in_flight: int, floor: float = 0.0, limited: bool = True) -> Estimate:
-        """Plan that a local search finds, if that is faster or lacks less; see ``LocalSearch.best``.
+    def _downwards(self, first: int, best: float) -> float:
+        """Plan for fewer than ``first`` in flight, as far as they may be faster than ``best``; the best rate."""
+        in_flight = first
+        while in_flight > 0 and in_flight > best * ENOUGH * self._quickest:
+            best = max(best, self._rate(in_flight, best))
+            in_flight -= max(1, in_flight // 4)
+        fastest = max(self._found, key=lambda each: self._rate(each, best), default=1)
+        for near in (fastest - 1, fastest + 1):
+            if near not in self._found and 1 <= near < first:
+                best = max(best, self._rate(near, best))
+        return best
 
-        It begins with the best of each order, under the lightest bound or, if not ``limited``, under none.
-        """
-        if in_flight not in self._searched or not limited:
-            search = LocalSearch(self._problem, self._divider.costs, in_flight)
-            orders = self._divider.in_each_order(in_flight, (LIGHTEST,), limited)
-            found = search.best(chain(reversed(self._seen[in_flight]), orders), floor)
-            if found is not None and is_better(found, self._found[in_flight], 1 + NEGLIGIBLE):
-                self._found[in_flight] = found
-            if not floor:
-                self._searched.add(in_flight)
-        return self._found[in_flight]
+    def _rate(self, in_flight: int, floor: float) -> float:
+        found = self.plan(in_flight, floor)
+        return 0.0 if found is None else found.rate
 
     @cached_property
-    def _unlimited(self) -> Division:
-        """Fastest division if memory were no limit."""
-        found = self._divider.divide(limited=False)
-        assert found is not None
-        return found
+    def _fastest(self) -> float:
+        """T_max of the fastest division if memory were no limit."""
+        return min(each.bottleneck for each in self._unlimited(MANY))
+
+    @cached_property
+    def _quickest(self) -> float:
+        """Seconds that a minibatch takes at the least, if memory were no limit."""
+        return sum(self._unlimited(1)[0].takes)
+
+    @cached_property
+    def _enough_in_flight(self) -> int:
+        """Nm below which no plan is within 1% of the fastest, whatever the memory."""
+        room = self._problem.room(1, Loads(), math.inf)
+        cap = self._fastest / ENOUGH * (1 + 1e-9)
+        least = min(sum(each.takes) for each in self._problem.divider.fastest(cap, room))
+        enough = max(1, math.ceil((least + self._problem.synchronise) / cap - 1e-9)) if cap else 1
+        return self._problem.versions(enough).most_in_flight
+
+    def _unlimited(self, in_flight: int) -> list[Division]:
+        return self._problem.divider.least(in_flight, self._problem.room(1, Loads(), math.inf))
+
+    def _at(self, in_flight: int) -> PlansAt:
+        if in_flight not in self._plans:
+            self._plans[in_flight] = PlansAt(self._problem, in_flight)
+        return self._plans[in_flight]
 
     def _unfit(self, in_flight: int, asked: bool) -> Choice:
         """The plan whose devices lack the least, and what would help."""
-        found = self._locally(in_flight, limited=False)
-        if found.fits:
-            return self.at(in_flight) if asked else self.choose()
+        found = self._at(in_flight).least_lacking()
         again = None
         if not self._problem.recompute:
             other = self._with_recompute()
@@ -305,17 +308,14 @@ class _Search:
         fewer, memory = self.most(in_flight - 1), self._problem.spread
         if fewer is None and memory is not None and spread_plan(self._problem, memory).fits:
             fewer = 1
-        return self._choice(found, [in_flight], reasons, Help(fewer, again, _lacking(found)))
+        self._found = {in_flight: None}
+        return self._choice(found, reasons, Help(fewer, again, _lacking(found)))
 
     def _with_recompute(self) -> _Search:
         return _Search(replace(self._problem, recompute=True, spread=None))
 
-    def _choice(
-        self, found: Estimate, tried: Sequence[int], reasons: Sequence[str], help_: Help | None = None
-    ) -> Choice:
+    def _choice(self, found: Estimate, reasons: Sequence[str], help_: Help | None = None) -> Choice:
         used = {stage.slot for stage in found.stages}
-        if not self._divider.exact:
-            reasons = [*reasons, "there are too many kinds of devices to search all of their orders"]
         return Choice(
             found.stages,
             found.versions,
@@ -324,14 +324,15 @@ class _Search:
             found.simulation,
             found.spread,
             idle=tuple(slot for slot in self._problem.slots if slot not in used),
-            tried=tuple(self._tried(in_flight) for in_flight in tried),
+            tried=tuple(_tried(in_flight, plan) for in_flight, plan in sorted(self._found.items())),
             reasons=tuple(reasons),
             help=help_,
         )
 
-    def _tried(self, in_flight: int) -> Tried:
-        found = self._found[in_flight]
-        return Tried(in_flight, found.rate, found.bottleneck) if found.fits else Tried(in_flight, None, None)
+
+def _tried(in_flight: int, found: Estimate | None) -> Tried:
+    fits = found is not None and found.fits
+    return Tried(in_flight, found.rate, found.bottleneck) if found and fits else Tried(in_flight, None, None)
 
 
 def _lacking(found: Estimate) -> dict[int, int]:
@@ -357,7 +358,7 @@ def _slowest(found: Estimate) -> str:
     )
 
 
-def _why(chosen: Estimate, plans: Sequence[Estimate], last: int, unfit: int | None) -> list[str]:
+def _why(chosen: Estimate, plans: Sequence[Estimate], unfit: int | None) -> list[str]:
     best = max(plans, key=lambda plan: plan.rate)
     reasons = [_slowest(chosen)]
     if best.in_flight != chosen.in_flight:
@@ -367,9 +368,8 @@ def _why(chosen: Estimate, plans: Sequence[Estimate], last: int, unfit: int | No
         )
     elif len(chosen.stages) == 1:
         reasons.append("with a single stage, a second minibatch in flight has nothing to overlap with")
-    elif len(plans) > 1:
-        looked = f"of Nm = 1 to {last if unfit is None else unfit - 1}"
-        reasons.append(f"{looked} none is faster than {chosen.in_flight}; each smaller one is slower by more than 1%")
+    elif chosen.in_flight > 1:
+        reasons.append(f"with fewer than Nm = {chosen.in_flight} no plan was found that is within 1% of it")
     if unfit is not None:
         reasons.append(f"no plan was found that fits at Nm = {unfit}")
     return reasons

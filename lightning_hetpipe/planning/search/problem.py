@@ -2,16 +2,58 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, chain
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
 
 from lightning_hetpipe.planning.model.cluster import Cluster, DeviceSlot
-from lightning_hetpipe.planning.model.costs import Costs, MemoryBound, kinds_of
-from lightning_hetpipe.planning.model.estimate import Estimate, estimate
+from lightning_hetpipe.planning.model.costs import Costs, Floats, StageBytes, kinds_of
+from lightning_hetpipe.planning.model.estimate import Estimate, SimulatedStages, estimate, simulated, stage_times_on
 from lightning_hetpipe.planning.model.profile import Profile
 from lightning_hetpipe.planning.model.simulate import StageLoad
 from lightning_hetpipe.planning.model.spread_memory import SpreadMemory
+from lightning_hetpipe.planning.search.divider import Divider, Division, Room
+from lightning_hetpipe.rules.schedule import Work
 from lightning_hetpipe.rules.versions import STASH, Versions, WeightPolicy
+
+Fits: TypeAlias = NDArray[np.bool_]
+
+
+def unseen() -> None:
+    """Show no progress."""
+
+
+Load: TypeAlias = tuple[StageLoad, int, int]
+"""Load of the stages that start between two boundaries, both inclusive."""
+
+
+@dataclass(frozen=True)
+class Loads:
+    """Loads of stages at one time or another: of all but the last stage, and of the last one."""
+
+    before: tuple[Load, ...] = ()
+    last: tuple[Load, ...] = ()
+
+    def __or__(self, other: Loads) -> Loads:
+        return Loads(self.before + other.before, self.last + other.last)
+
+    @classmethod
+    def seen(cls, look: Estimate) -> Loads:
+        """Loads that were seen in ``look``, for whatever starts within the same stages."""
+        *before, last = [((stage.load, stage.first, stage.last),) for stage in look.stages]
+        return cls(tuple(chain(*before)), last)
+
+    @classmethod
+    def lacking(cls, look: Estimate) -> Loads:
+        """Loads that were seen of stages that do not fit, for whatever starts in them or before them."""
+        *before, last = [((stage.load, 0, stage.last),) if stage.overflow else () for stage in look.stages]
+        return cls(tuple(chain(*before)), last)
 
 
 @dataclass(frozen=True)
@@ -30,6 +72,7 @@ class PlanningProblem:
         weights: The weight policy.
         every: Minibatches of an optimizer step.
         spread: What devices hold with one minibatch in flight, where that is a spread run; None where it is a pipeline.
+        progress: Called after each simulation.
     """
 
     profile: Profile
@@ -43,22 +86,110 @@ class PlanningProblem:
     weights: WeightPolicy = STASH
     every: int = 1
     spread: SpreadMemory | None = None
+    progress: Callable[[], object] = unseen
 
     def versions(self, in_flight: int) -> Versions:
         """The versions that minibatches use at Nm = ``in_flight``."""
         return Versions(self.weights, in_flight, self.every)
 
-    def costs(self, apart: bool) -> Costs:
-        """Times of the layers on each kind of device; ``apart`` makes each device a kind of its own."""
-        return Costs(self.profile, self.cluster, kinds_of(self.cluster, self.slots, apart), self.recompute)
+    @cached_property
+    def costs(self) -> Costs:
+        """Seconds of stages on each kind of device, where devices in order are a kind of their own each."""
+        return Costs(self.profile, self.cluster, kinds_of(self.cluster, self.slots, self.ordered), self.recompute)
 
-    def memory_bound(
-        self, costs: Costs, in_flight: int, loads: Sequence[Collection[StageLoad]], limited: bool = True
-    ) -> MemoryBound:
-        """Memory bound at Nm = ``in_flight``, for stages that hold ``loads``; see :class:`MemoryBound`."""
-        layers, user = self.profile.layers, self.profile.user.total(in_flight, self.state)
-        buffers = self.versions(in_flight).copies
-        return MemoryBound(layers, costs.kinds, in_flight, self.state, self.recompute, loads, user, buffers, limited)
+    @cached_property
+    def divider(self) -> Divider:
+        """Divider of the layers."""
+        return Divider(self.costs, self.stages, self.ordered)
+
+    def lightest(self, in_flight: int, period: float = math.inf) -> Loads:
+        """Least loads of stages whose division has a period of ``period`` seconds or less.
+
+        A minibatch after its forward, gradients after its backward; the first of several stages all minibatches that
+        start at once, as their forwards are ready before any backward. The others hold those whose forwards are ready
+        before the first backward is, as :meth:`surely_lacks` says: ``period`` bounds how far apart forwards are.
+        """
+        every = len(self.profile.layers)
+        least = [(StageLoad(1, 0, 1), 0, every), (StageLoad(0, 1, 0), 0, every)]
+        if self.profile.calls:
+            return Loads(tuple(least), tuple(least))
+        at_once = self.versions(in_flight).ahead(0)
+        loads = [*least, (StageLoad(at_once, 0, 1), 0, 0)]
+        if period < math.inf:
+            behind, forward = self._shortest
+            held = np.ceil((behind - period) / max(forward(period), 1e-300) * (1 - 1e-9))
+            for number in range(2, at_once + 1):
+                if len(there := np.flatnonzero(held >= number)):
+                    loads.append((StageLoad(number, 0, 1), 0, int(there[-1])))
+        return Loads(tuple(loads), tuple(least))
+
+    @cached_property
+    def _shortest(self) -> tuple[Floats, Callable[[float], float]]:
+        """Seconds that the layers behind each boundary take at the least, and a bound of the longest forward, transfer
+        included, for the longest time of a stage."""
+        times = np.array([self.profile.times_on(kind.device) for kind in self.costs.kinds])
+        forward, backward = times[..., 0], times[..., 1]
+        behind = np.append((forward + backward).min(axis=0)[::-1].cumsum()[::-1], 0.0)
+        slower = float(np.divide(backward, forward, out=np.full_like(forward, np.inf), where=forward > 0).min())
+        slower = slower if slower < math.inf else 0.0
+        hop = max(float(each.max()) for each in (*self.costs.within.values(), self.costs.across))
+        return behind, lambda most: min(most, (most + slower * hop) / (1 + slower))
+
+    def heaviest(self, in_flight: int) -> Loads:
+        """Largest loads of stages: all that are in flight, of which the last stage computes one."""
+        every = len(self.profile.layers)
+        several = (StageLoad(in_flight, 0, 1), StageLoad(1, in_flight - 1, 1), StageLoad(0, in_flight, 0))
+        return Loads(*(tuple((load, 0, every) for load in each) for each in (several, several[1:])))
+
+    def room(self, in_flight: int, loads: Loads, share: float = 1.0) -> Room:
+        """Room for stages that hold ``loads``, in a ``share`` of the devices' memory."""
+        copies = self.versions(in_flight).copies
+        before = self._bytes.of(loads.before, copies)
+        last = self._bytes.of(loads.last, copies) + self.profile.user.total(in_flight, self.state)
+        known: dict[int | None, tuple[Fits, Fits]] = {}
+
+        def room(kind: int) -> tuple[Fits, Fits]:
+            limit = self.costs.kinds[kind].device.memory
+            if limit not in known:
+                most = math.inf if limit is None else limit * share
+                known[limit] = before <= most, last <= most
+            return known[limit]
+
+        return room
+
+    @cached_property
+    def _bytes(self) -> StageBytes:
+        return StageBytes(self.profile.layers, self.state, self.recompute)
+
+    def surely_lacks(self, division: Division, in_flight: int) -> bool:
+        """Tell whether a stage of ``division`` has no room for what it holds when its first backward is ready.
+
+        Until then nothing but forwards has run there and before, one after another as fast as the slowest stage allows,
+        and those that are ready by then come first.
+        """
+        if self.profile.calls:
+            return False
+        slots, versions = self.costs.slots(division.kinds), self.versions(in_flight)
+        times = stage_times_on(self.profile, self.cluster, slots, division.splits, self.recompute)
+        behind, at_once = times[-1].total, versions.ahead(0)
+        slowest = [0.0, *accumulate((each.of(Work.FORWARD) for each in times), max)]
+        ends = (*division.splits[1:], self.costs.layers)
+        for index in range(len(times) - 2, -1, -1):
+            behind += times[index].of(Work.FORWARD)
+            held = at_once if behind >= at_once * slowest[index] else math.ceil(behind / slowest[index] * (1 - 1e-9))
+            load, limit = StageLoad(max(1, held), 0, 1), slots[index].device.memory
+            place = division.splits[index], ends[index]
+            if limit is not None and self._bytes.at(load, *place, versions.copies) > limit:
+                return True
+            behind += times[index].of(Work.BACKWARD)
+        return False
+
+    def simulated(self, division: Division, in_flight: int, above: float = 0.0) -> Estimate | None:
+        """Simulate ``division``; None where that has no more than ``above`` minibatches per second."""
+        slots, versions = self.costs.slots(division.kinds), self.versions(in_flight)
+        run = simulated(self.profile, self.cluster, slots, division.splits, versions, self.recompute, self.synchronise)
+        self.progress()
+        return None if run.rate <= above else self.estimate(slots, division.splits, in_flight, run=run)
 
     def estimate(
         self,
@@ -66,8 +197,9 @@ class PlanningProblem:
         splits: Sequence[int],
         in_flight: int,
         spread: SpreadMemory | None = None,
+        run: SimulatedStages | None = None,
     ) -> Estimate:
-        """Simulate stages on ``slots`` that start at the layers ``splits``; ``spread`` is a spread run's memory."""
+        """Estimate of stages on ``slots`` that start at the layers ``splits``; see :func:`estimate`."""
         return estimate(
             self.profile,
             self.cluster,
@@ -79,4 +211,5 @@ class PlanningProblem:
             synchronise=self.synchronise,
             versions=self.versions(in_flight),
             spread=spread,
+            run=run,
         )

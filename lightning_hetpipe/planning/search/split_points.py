@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_hetpipe.planning.model.cluster import Cluster, DeviceSlot
-from lightning_hetpipe.planning.model.costs import Costs, kinds_of
+from lightning_hetpipe.planning.model.costs import Costs, between, kinds_of
 from lightning_hetpipe.planning.model.profile import Profile
 
 
@@ -30,7 +30,7 @@ def partition(times: Sequence[float], stages: int) -> tuple[int, ...]:
         ValueError: if there are more stages than layers, or no stage.
     """
     _check(len(times), stages)
-    return best_split_points([_sums(times)] * stages)
+    return best_split_points([between(times)] * stages)
 
 
 def partition_within(times: Sequence[float], sizes: Sequence[int], room: Sequence[float]) -> tuple[int, ...]:
@@ -44,15 +44,9 @@ def partition_within(times: Sequence[float], sizes: Sequence[int], room: Sequenc
         room: Bytes of each stage; infinite for no limit.
     """
     _check(len(times), len(room))
-    seconds, taken = _sums(times), _sums(sizes)
+    seconds, taken = between(times), between(sizes)
     longest = sum(times)
     return best_split_points([np.where(taken <= each, seconds, longest + taken / each) for each in room])
-
-
-def _sums(values: Sequence[float]) -> NDArray[Any]:
-    """Sums of neighbouring ``values``, by the boundaries at which they start and end; infinite where there are none."""
-    before = np.cumsum([0.0, *values])
-    return np.where(np.tri(len(before), dtype=bool), np.inf, before[None, :] - before[:, None])
 
 
 def split_points_in_order(

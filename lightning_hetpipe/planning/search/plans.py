@@ -1,0 +1,204 @@
+"""Plans at one Nm: divisions with small periods are simulated until none that is left can be faster by more than 1%.
+
+How many minibatches a stage holds, and so how much memory it takes, is known only once a division is simulated. So
+
+1. the division with the least period is looked for where stages hold the least that they can. Where it does not fit as
+   simulated, stages are taken to hold what was seen there, and it is looked for anew, until one fits;
+2. the period of the first of these is a bound that no plan beats. While the best plan that fits is further from the
+   bound than 1%, other divisions are simulated, those with small periods first, as many as the effort allows;
+3. where the effort did not suffice, or not all orders of the devices were looked through, a local search goes on from
+   the best plan (``local_search``).
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cached_property
+
+from lightning_hetpipe.planning.model.estimate import MINIBATCHES, WAVES, Estimate
+from lightning_hetpipe.planning.search.divider import CLOSE, Division
+from lightning_hetpipe.planning.search.local_search import changes
+from lightning_hetpipe.planning.search.problem import Loads, PlanningProblem
+
+ENOUGH = 0.99
+"""Part of a bound, or of a rate, that is as good as all of it."""
+
+RAISES = 8
+"""Largest number of times that loads are raised."""
+
+FARTHER = 1.3
+"""Period, as a multiple of the least one, for which the least that stages hold is computed at first."""
+
+WIDER = (1.01, 1.03, 1.1, 1.3, 2.0, 8.0)
+"""Periods, as multiples of the least one, up to which divisions are looked at."""
+
+GLIMPSE, WORK, MUCH = 30_000, 100_000, 300_000
+"""Number of tasks that are simulated before the search goes on locally, and again there: where Nm is not chosen yet,
+where it is given, and for the one that is chosen."""
+
+GLANCE = 100
+"""Number of tasks that could be simulated in the time that it takes to find another division."""
+
+UPHILL = 1.0005
+"""Smallest gain of throughput, as a factor, that is worth a change."""
+
+
+class PlansAt:
+    """Plans of ``problem`` at Nm = ``in_flight``.
+
+    Attributes:
+        found: The fastest plan that was found to fit.
+        short: Whether memory stands in the way of the division with the least period.
+        complete: Whether no plan is faster than that by more than 1%, as all that could be were simulated.
+    """
+
+    def __init__(self, problem: PlanningProblem, in_flight: int) -> None:
+        self.found: Estimate | None = None
+        self.short = False
+        self.complete = False
+        self._problem = problem
+        self._in_flight = in_flight
+        self._seen: set[Division] = set()
+        self._best: Division | None = None
+        self._work = 0
+
+    @property
+    def fits(self) -> bool:
+        """True if a plan was found that fits."""
+        if self.bound is not None and self.found is None:
+            self._look_at_others(0.0, GLIMPSE)
+        return self.found is not None
+
+    def best(self, floor: float = 0.0, work: int = WORK) -> Estimate | None:
+        """The fastest plan that is found to fit; None where none is.
+
+        Args:
+            floor: Minibatches per second; plans with less are not looked for, and may be returned all the same.
+            work: Number of tasks that may be simulated to find others than the first.
+        """
+        if self.fits and self.bound is not None and not self._is_enough(self.bound, floor):
+            self._look_at_others(floor, work)
+            if not self.complete:
+                self._climb(floor, work)
+        return self.found
+
+    @cached_property
+    def bound(self) -> float | None:
+        """Seconds for each minibatch that no plan beats, in the orders of devices that are looked through; None where
+        no plan fits there. Loads are raised until the division with the least period fits."""
+        problem, bound, low = self._problem, 0.0, 0.0
+        loads = problem.lightest(self._in_flight)
+        while (found := self._least(loads, low)) is not None and bound * FARTHER < self._period(found):
+            # Those within the limit hold as much as stages do at the least that are no slower.
+            bound = max(bound * FARTHER, self._period(found) / CLOSE)
+            loads, low = problem.lightest(self._in_flight, bound * FARTHER), bound
+        if found is None:
+            return None
+        bound = max(bound, self._period(found) / CLOSE)
+        lightest, lacking = loads, Loads()
+        for number in range(RAISES):
+            if found is None or (look := self._estimate(found)).fits:
+                break
+            self.short = True
+            lacking = lacking | Loads.lacking(look)
+            loads = lightest | Loads.seen(look) | lacking
+            if number + 2 == RAISES:
+                loads = problem.heaviest(self._in_flight)
+            found = self._least(loads, bound)
+        return bound
+
+    def _least(self, loads: Loads, low: float) -> Division | None:
+        """The division with the least period that has room for ``loads``; none has one below ``low``."""
+        room = self._problem.room(self._in_flight, loads)
+        found = self._problem.divider.least(self._in_flight, room, self._problem.synchronise, low)
+        return found[0] if found else None
+
+    def least_lacking(self) -> Estimate:
+        """The plan whose devices lack the least memory, as far as is found."""
+        problem, loads = self._problem, self._problem.heaviest(self._in_flight)
+        low, high = 1.0, 2.0
+        found: Division | None = None
+        while found is None or high > low * 1.01:
+            share = high if found is None else math.sqrt(low * high)
+            divisions = problem.divider.least(self._in_flight, problem.room(self._in_flight, loads, share))
+            if divisions:
+                found, high = divisions[0], share
+            else:
+                low, high = share, high if found else 2 * high
+        look, most, changed = self._estimate(found), self._work + WORK, True
+        while changed and self._work <= most:
+            changed = False
+            for division in changes(problem, found):
+                if division not in self._seen and _lack(other := self._estimate(division)) < _lack(look):
+                    found, look, changed = division, other, True
+                    break
+        return look
+
+    def _period(self, division: Division) -> float:
+        return division.period(self._in_flight, self._problem.synchronise)
+
+    def _is_enough(self, period: float, floor: float) -> bool:
+        """Tell whether what takes ``period`` at the least is hardly faster than the best plan, or than ``floor``."""
+        rate = 0.0 if self.found is None else self.found.rate
+        return max(rate / ENOUGH, floor) * period >= 1
+
+    def _look_at_others(self, floor: float, work: int) -> None:
+        """Simulate divisions, in rings of growing periods, until none that is left is faster or the effort is spent."""
+        problem, bound, most = self._problem, self.bound, self._work + work
+        assert bound is not None
+        for wider in WIDER:
+            rate = 0.0 if self.found is None else self.found.rate
+            period = min(bound * wider, 1 / max(rate / ENOUGH, floor, 1e-300))
+            room = problem.room(self._in_flight, problem.lightest(self._in_flight, period))
+            for division in problem.divider.within(period, self._in_flight, room, problem.synchronise):
+                if self._work > most:
+                    return
+                self._work += GLANCE
+                if not self._is_enough(self._period(division), floor):
+                    self._look(division, floor)
+            if self._is_enough(period, floor):
+                break
+        self.complete = problem.divider.exact
+
+    def _climb(self, floor: float, work: int) -> None:
+        """Change the best plan, one change at a time, while that makes it faster and the effort allows."""
+        at, most = None, self._work + work
+        while at != self._best and self._best is not None:
+            at = self._best
+            for division in changes(self._problem, at):
+                assert self.found is not None
+                if self._work > most:
+                    return
+                if self._period(division) * max(self.found.rate * UPHILL, floor) < 1:
+                    self._look(division, self.found.rate * (UPHILL - 1))
+                    if self._best != at:
+                        break
+
+    def _look(self, division: Division, floor: float) -> None:
+        """Simulate ``division``, if it may fit, and keep it if it is the best."""
+        if division in self._seen or self._problem.surely_lacks(division, self._in_flight):
+            return
+        self._count(division)
+        rate = 0.0 if self.found is None else self.found.rate
+        self._keep(division, self._problem.simulated(division, self._in_flight, rate))
+
+    def _estimate(self, division: Division) -> Estimate:
+        """Simulate ``division``, and keep it if it is the best."""
+        self._count(division)
+        found = self._problem.simulated(division, self._in_flight)
+        assert found is not None
+        self._keep(division, found)
+        return found
+
+    def _keep(self, division: Division, found: Estimate | None) -> None:
+        if found is not None and found.fits and (self.found is None or found.rate > self.found.rate):
+            self.found, self._best = found, division
+
+    def _count(self, division: Division) -> None:
+        self._seen.add(division)
+        self._work += 2 * len(division.kinds) * max(MINIBATCHES, WAVES * self._in_flight)
+
+
+def _lack(found: Estimate) -> int:
+    """Bytes that all devices together lack."""
+    return sum(stage.overflow for stage in found.stages)
