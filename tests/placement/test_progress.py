@@ -47,6 +47,14 @@ def test_a_bar_tells_how_far_it_is_and_goes(terminal: Terminal) -> None:
     assert last_line(written) == ""
 
 
+def test_a_bar_counts_what_has_no_end(terminal: Terminal) -> None:
+    with progress.on_terminal("searching for a plan", None) as tick:
+        for _ in range(3):
+            tick()
+    assert "searching for a plan: 3plan" in terminal.getvalue()
+    assert last_line(terminal.getvalue()) == ""
+
+
 def test_a_failure_leaves_no_bar(terminal: Terminal) -> None:
     def interrupted() -> None:
         with progress.on_terminal("measuring", 4) as tick:

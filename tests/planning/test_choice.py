@@ -66,6 +66,13 @@ def test_without_limits_everything_is_even_and_nm_is_as_small_as_it_can_be() -> 
     assert "slowest" in found.reasons[0]
 
 
+def test_each_plan_that_was_simulated_is_shown() -> None:
+    profile, cluster = even(memory=None)
+    seen: list[None] = []
+    assert best_plan(profile, cluster, progress=lambda: seen.append(None)) == best_plan(profile, cluster)
+    assert seen
+
+
 def test_synchronisation_asks_for_more_in_flight() -> None:
     """A wait of one stage time is hidden by about twice as many as there are stages (DESIGN, section 9)."""
     profile, cluster = even(memory=None)

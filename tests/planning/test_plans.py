@@ -74,7 +74,7 @@ def rate(found: Choice) -> float:
     return found.rate if found.fits else 0.0
 
 
-@explores(45)
+@explores(30)
 @given(instance=instances(4, 6), in_flight=st.integers(1, 8))
 def test_no_plan_that_fits_is_faster_by_more_than_a_hundredth(
     instance: tuple[Profile, Cluster], in_flight: int
@@ -118,10 +118,10 @@ def test_sampled_plans_of_eight_devices_are_no_faster(
         assert not look.fits or found >= 0.99 * look.rate
 
 
-@pytest.mark.parametrize(("bytes_", "optimizer"), [(2, "adamw"), (2, 5.0)])
-def test_a_large_model_on_few_unequal_devices(bytes_: int, optimizer: str | float) -> None:
+@pytest.mark.parametrize("optimizer", ["adamw", pytest.param(5.0, marks=pytest.mark.slow)])
+def test_a_large_model_on_few_unequal_devices(optimizer: str | float) -> None:
     """With a number of stages given, plans were faster than without: a small T_max is not all that counts."""
-    profile, cluster = neo(bytes_)
+    profile, cluster = neo(bytes_=2)
     found = best_plan(profile, cluster, optimizer=optimizer)
     given_ = [best_plan(profile, cluster, optimizer=optimizer, stages=stages) for stages in (1, 2, 3, 4)]
     assert found.fits
@@ -133,7 +133,7 @@ def test_on_many_nodes_leaving_one_device_out_never_helps(nodes: int) -> None:
     """Nodes of one type are interchangeable, and so are their devices."""
     profile, cluster = transformer(24), rack(nodes, 8)
     found = best_plan(profile, cluster, optimizer=STATE)
-    for gone in [cluster.nodes[number].devices[0] for number in range(4)]:
+    for gone in [cluster.nodes[number].devices[0] for number in range(4 if nodes > 4 else 1)]:
         slot = next(slot for slot in cluster.slots if slot.device == gone)
         fewer = best_plan(profile, cluster, [each for each in cluster.slots if each != slot], optimizer=STATE)
         assert rate(fewer) <= 1.01 * rate(found)

@@ -71,6 +71,7 @@ class Costs:
         own: Of each kind, seconds of the layers between boundaries: forward and backward, and with ``recompute``
             forward twice. Infinite where there are none.
         own_last: The same for the last stage, which computes nothing again.
+        forward: Of each kind, seconds of the forwards of all layers before each boundary.
         within: By the kinds' nodes, seconds by boundary of one transfer between two devices of that node.
         across: The same between two nodes.
     """
@@ -82,12 +83,12 @@ class Costs:
         longest = max(sum(2 * each.forward + each.backward for each in own) for own in times.values())
         # Multiples of a power of two, so that sums and comparisons are exact, and ties are ties.
         tick = 2.0 ** math.ceil(math.log2(longest / TICKS)) if longest else 1.0
-        known: dict[Device, tuple[Floats, Floats]] = {}
+        known: dict[Device, tuple[Floats, Floats, Floats]] = {}
         for device, own in times.items():
             once = between([tick * round((each.forward + each.backward) / tick) for each in own])
             again = between([tick * round((2 * each.forward + each.backward) / tick) for each in own])
-            known[device] = again if recompute else once, once
-        self.own, self.own_last = zip(*(known[kind.device] for kind in kinds), strict=True)
+            known[device] = again if recompute else once, once, np.cumsum([0.0, *(each.forward for each in own)])
+        self.own, self.own_last, self.forward = zip(*(known[kind.device] for kind in kinds), strict=True)
         nodes = {kind.node: [slot for each in kinds if each.node == kind.node for slot in each.slots] for kind in kinds}
         links = {node: next(iter(_links(cluster, slots)), NO_LINK) for node, slots in nodes.items()}
         hops = {link: self._hop(profile, link, tick) for link in {*links.values(), cluster.between}}

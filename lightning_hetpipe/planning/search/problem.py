@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, chain
+from itertools import accumulate, chain, pairwise
 from typing import TypeAlias
 
 import numpy as np
@@ -14,12 +14,11 @@ from numpy.typing import NDArray
 
 from lightning_hetpipe.planning.model.cluster import Cluster, DeviceSlot
 from lightning_hetpipe.planning.model.costs import Costs, Floats, StageBytes, kinds_of
-from lightning_hetpipe.planning.model.estimate import Estimate, SimulatedStages, estimate, simulated, stage_times_on
+from lightning_hetpipe.planning.model.estimate import Estimate, SimulatedStages, estimate, simulated
 from lightning_hetpipe.planning.model.profile import Profile
 from lightning_hetpipe.planning.model.simulate import StageLoad
 from lightning_hetpipe.planning.model.spread_memory import SpreadMemory
 from lightning_hetpipe.planning.search.divider import Divider, Division, Room
-from lightning_hetpipe.rules.schedule import Work
 from lightning_hetpipe.rules.versions import STASH, Versions, WeightPolicy
 
 Fits: TypeAlias = NDArray[np.bool_]
@@ -169,19 +168,24 @@ class PlanningProblem:
         """
         if self.profile.calls:
             return False
-        slots, versions = self.costs.slots(division.kinds), self.versions(in_flight)
-        times = stage_times_on(self.profile, self.cluster, slots, division.splits, self.recompute)
-        behind, at_once = times[-1].total, versions.ahead(0)
-        slowest = [0.0, *accumulate((each.of(Work.FORWARD) for each in times), max)]
-        ends = (*division.splits[1:], self.costs.layers)
-        for index in range(len(times) - 2, -1, -1):
-            behind += times[index].of(Work.FORWARD)
-            held = at_once if behind >= at_once * slowest[index] else math.ceil(behind / slowest[index] * (1 - 1e-9))
-            load, limit = StageLoad(max(1, held), 0, 1), slots[index].device.memory
-            place = division.splits[index], ends[index]
-            if limit is not None and self._bytes.at(load, *place, versions.copies) > limit:
+        costs, kinds, versions = self.costs, division.kinds, self.versions(in_flight)
+        places = [*pairwise((*division.splits, costs.layers))]
+        forwards = [
+            float(costs.forward[kind][end] - costs.forward[kind][start])
+            + (float(costs.hop(kinds[index - 1], kind)[start]) if index else 0.0)
+            for index, (kind, (start, end)) in enumerate(zip(kinds, places, strict=True))
+        ]
+        slowest = [0.0, *accumulate(forwards, max)]
+        behind, at_once = division.takes[-1], versions.ahead(0)
+        for index in range(len(kinds) - 2, -1, -1):
+            behind += forwards[index]
+            most = at_once * slowest[index]
+            held = at_once if behind >= most else max(1, math.ceil(behind / slowest[index] * (1 - 1e-9)))
+            limit = costs.kinds[kinds[index]].device.memory
+            needed = 0.0 if limit is None else self._bytes.at(StageLoad(held, 0, 1), *places[index], versions.copies)
+            if limit is not None and needed > limit:
                 return True
-            behind += times[index].of(Work.BACKWARD)
+            behind += division.takes[index] - forwards[index]
         return False
 
     def simulated(self, division: Division, in_flight: int, above: float = 0.0) -> Estimate | None:
