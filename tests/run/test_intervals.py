@@ -103,7 +103,7 @@ def test_validations_come_at_ends_of_waves(alone: Any, interval: float, validati
 
 
 def test_a_validation_comes_with_the_last_step(alone: Any) -> None:
-    """Of ``max_steps``, which ends the training of a virtual worker as the end of an epoch does: while others go on it
+    """Limit of steps, which ends the training of a virtual worker as the end of an epoch does: while others go on it
     would miss their validation."""
     seen = Seen()
     settings: Any = {"val_check_interval": 1, "num_sanity_val_steps": 0, "max_steps": 7}
