@@ -14,7 +14,7 @@ from lightning_hetpipe.planning.model.cluster import NO_LINK, Cluster, Device, L
 from lightning_hetpipe.planning.model.profile import LayerBytes, Profile, Times
 from lightning_hetpipe.planning.model.stage_memory import Sizes, stage_memory
 from lightning_hetpipe.planning.search import divider
-from lightning_hetpipe.planning.search.divider import CLOSE, Division
+from lightning_hetpipe.planning.search.divider import CLOSE, SLIGHT, Division
 from lightning_hetpipe.planning.search.problem import Loads, PlanningProblem
 from tests.planning.instances import NAMES, Stages, clusters, divisions, profiles, takes
 from tests.support.marks import explores
@@ -85,7 +85,7 @@ def test_it_is_the_best_of_all_and_all_others_are_found(
     limit = best * 1.25 + 0.1
     within = [*problem.divider.within(limit, in_flight, room)]
     sums = [sum(each.takes) for each in within]
-    assert sums == pytest.approx(sorted(sums))
+    assert sums == pytest.approx(sorted(sums), rel=4 * SLIGHT)
     assert len({*within}) == len(within)
     assert {(each.kinds, each.splits) for each in within} == {
         place for place, each in every.items() if each <= limit * (1 + 1e-9)

@@ -42,8 +42,7 @@ Block: TypeAlias = tuple[tuple[int, int], ...]
 
 Rows: TypeAlias = NDArray[np.intp]
 
-Room: TypeAlias = Callable[[int], tuple[NDArray[np.bool_], NDArray[np.bool_]]]
-"""For a kind of device, whether a stage has room on it, by its boundaries; the same for the last stage."""
+Fits: TypeAlias = NDArray[np.bool_]
 
 LINKS = range(2)
 """Within a node, and across nodes."""
@@ -51,8 +50,27 @@ LINKS = range(2)
 INSTANT = 1e-12
 """Seconds that count as none."""
 
+SLIGHT = 1e-5
+"""Part of the time of all layers that the square of their bytes counts as, so that of divisions as fast one with few
+bytes on each device is the best."""
+
 FARTHER, FAR = 1.02, 1 << 10
 """Ratio to a lower bound of the least period that is looked at next, and one at which such a bound says little."""
+
+
+@dataclass(frozen=True)
+class Room:
+    """Room of the devices for stages, by their boundaries.
+
+    Attributes:
+        fits: For a kind of device, whether a stage has room on it; the same for the last stage.
+        before: Bytes of all stages but the last one.
+        last: Bytes of the last one.
+    """
+
+    fits: Callable[[int], tuple[Fits, Fits]]
+    before: Floats
+    last: Floats
 
 
 @dataclass(frozen=True)
@@ -218,7 +236,8 @@ class Divider:
             order = _Order(self.costs, self._around(best.kinds), self._orders[0].stages)
             takes = self._takes(room, self._near(best.splits))
             self._bisect(found, order, takes, in_flight, synchronise, low)
-        return sorted(found, key=found.__getitem__)
+        latest = [*found][::-1]
+        return sorted(latest, key=found.__getitem__)
 
     def _bisect(
         self,
@@ -230,7 +249,8 @@ class Divider:
         low: float,
     ) -> None:
         """Add divisions in ``order`` with smaller periods than those that were ``found``; none is below ``low``."""
-        high, farther = min(found.values(), default=math.inf), FARTHER
+        high = before = min(found.values(), default=math.inf)
+        farther = FARTHER
         cap = min(low * farther if low else math.inf, high / CLOSE)
         low = max(low, self._slowest)
         while True:
@@ -253,6 +273,11 @@ class Divider:
                 cap = low * farther if farther < FAR else math.inf
             else:
                 cap = math.sqrt(low * high) if low > high / FAR else high / 8
+        if high < before and (division := self._ways(order, takes, high).best()) is not None:
+            # Of those as fast the one with few bytes, where the way here came by another.
+            division = replace(division, kinds=self.twins.first(division.kinds))
+            found.pop(division, None)
+            found[division] = division.period(in_flight, synchronise)
 
     def fastest(self, cap: float, room: Room) -> list[Division]:
         """The division of each order with the least sum of times whose stages take ``cap`` seconds at the most."""
@@ -262,11 +287,13 @@ class Divider:
 
     def within(self, period: float, in_flight: int, room: Room, synchronise: float = 0.0) -> Iterator[Division]:
         """Yield the divisions whose period is ``period`` at the most, those with a small sum of times first."""
-        takes, most = self._takes(room, self._boundaries), period * in_flight - synchronise
+        takes = self._takes(room, self._boundaries)
+        most = (period * in_flight - synchronise) * (1 + 2 * SLIGHT)
         twins = self.twins if self.exact else None
         ways = (self._ways(order, takes, period).within(most, twins) for order in self._orders)
         for division in heapq.merge(*ways, key=lambda division: sum(division.takes)):
-            yield replace(division, kinds=self.twins.first(division.kinds))
+            if division.period(in_flight, synchronise) <= period * (1 + 1e-9):
+                yield replace(division, kinds=self.twins.first(division.kinds))
 
     def _takes(self, room: Room, boundaries: Rows) -> list[_Takes]:
         """Seconds of stages on each kind; one for those that only differ in their node."""
@@ -473,7 +500,7 @@ class _Partial(NamedTuple):
 
 @dataclass(frozen=True)
 class _Takes:
-    """Seconds of stages on one kind of device; infinite where they may not be.
+    """Seconds of stages on one kind of device, and slightly more for their bytes; infinite where they may not be.
 
     Attributes:
         stage: By the link to the stage behind and by that to the one before, by the first boundary and by how many
@@ -492,18 +519,22 @@ class _Takes:
     def of(cls, costs: Costs, kind: int, room: Room, boundaries: Rows) -> _Takes:
         """Seconds where there is ``room``."""
         hops = np.stack([costs.within[costs.kinds[kind].node], costs.across])[:, boundaries]
-        fits, fits_last = room(kind)
+        fits, fits_last = room.fits(kind)
+        slight = SLIGHT * min(float(own[0, -1]) for own in costs.own)
+        before, behind = (each / max(1.0, float(room.before[0, -1])) for each in (room.before, room.last))
         most = len(boundaries) - 1
         ends = np.arange(most + 1)[:, None] + 1 + np.arange(most)
         inside, ends = ends <= most, np.minimum(ends, most)
         chosen = boundaries[:, None], boundaries[ends]
-        own = np.where(inside & fits[chosen], costs.own[kind][chosen], np.inf)
+        own = np.where(inside & fits[chosen], costs.own[kind][chosen] + slight * before[chosen] ** 2, np.inf)
         stage = own + hops[:, ends][:, None] + hops[None, :, :, None]
-        last = np.where(fits_last[boundaries, -1], costs.own_last[kind][boundaries, -1] + hops, np.inf)
+        own_last = costs.own_last[kind][boundaries, -1] + slight * behind[boundaries, -1] ** 2
+        last = np.where(fits_last[boundaries, -1], own_last + hops, np.inf)
         return cls(stage, last, ends, boundaries)
 
     def within(self, cap: float) -> _Takes:
         """Those that take ``cap`` seconds at the most."""
+        cap *= 1 + 2 * SLIGHT
         stage = np.where(self.stage <= cap, self.stage, np.inf)
         finite = np.flatnonzero(np.isfinite(stage).any(axis=(0, 1, 2)))
         width = int(finite[-1]) + 1 if len(finite) else 1

@@ -10,7 +10,6 @@ from itertools import accumulate, chain, pairwise
 from typing import TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 
 from lightning_hetpipe.planning.model.cluster import Cluster, DeviceSlot
 from lightning_hetpipe.planning.model.costs import Costs, Floats, StageBytes, kinds_of
@@ -18,10 +17,8 @@ from lightning_hetpipe.planning.model.estimate import Estimate, SimulatedStages,
 from lightning_hetpipe.planning.model.profile import Profile
 from lightning_hetpipe.planning.model.simulate import StageLoad
 from lightning_hetpipe.planning.model.spread_memory import SpreadMemory
-from lightning_hetpipe.planning.search.divider import Divider, Division, Room
+from lightning_hetpipe.planning.search.divider import Divider, Division, Fits, Room
 from lightning_hetpipe.rules.versions import STASH, Versions, WeightPolicy
-
-Fits: TypeAlias = NDArray[np.bool_]
 
 
 def unseen() -> None:
@@ -147,14 +144,15 @@ class PlanningProblem:
         last = self._bytes.of(loads.last, copies) + self.profile.user.total(in_flight, self.state)
         known: dict[int | None, tuple[Fits, Fits]] = {}
 
-        def room(kind: int) -> tuple[Fits, Fits]:
+        def fits(kind: int) -> tuple[Fits, Fits]:
             limit = self.costs.kinds[kind].device.memory
             if limit not in known:
                 most = math.inf if limit is None else limit * share
                 known[limit] = before <= most, last <= most
             return known[limit]
 
-        return room
+        held = [(StageLoad(number, 0, 1), 0, len(self.profile.layers)) for number in (in_flight, 1)]
+        return Room(fits, self._bytes.of(held[:1], copies), self._bytes.of(held[1:], copies))
 
     @cached_property
     def _bytes(self) -> StageBytes:
