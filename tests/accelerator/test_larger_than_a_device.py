@@ -213,8 +213,12 @@ def test_in_a_pipeline(
     assert_same(plain.predict(again, loader), trainer_on(accelerator, strategy()).predict(again, loader))
 
 
-def test_no_device_has_more_than_its_plan_says(planned: list[Estimate], accelerator: TestAccelerator) -> None:
+def test_no_device_has_more_than_its_plan_says(
+    planned: list[Estimate], accelerator: TestAccelerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In an evaluation between two steps, gradients of all minibatches in flight wait, which no plan has room for."""
+    # Measured ones may make a stage that takes less than a device may be said to have.
+    monkeypatch.setattr(profiling, "_times", lambda *_: Times(1e-3, 2e-3))
 
     def small() -> Learner:
         torch.manual_seed(7)
