@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -52,7 +53,7 @@ def _below(own: RichProgressBar, what: str, of: int | None) -> Iterator[Callable
     if progress is None:  # it was switched off
         yield lambda: None
         return
-    task = progress.add_task(what, total=of, visible=False)
+    task = progress.add_task(what, total=math.inf if of is None else of, visible=False)  # Lightning refuses None
     due = time.monotonic() + MOMENT
 
     def tick() -> None:

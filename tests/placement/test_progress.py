@@ -93,8 +93,12 @@ def test_layers_are_measured_under_a_bar_unless_the_trainer_has_none(
     assert ("measuring on cpu" in terminal.getvalue()) == wanted
 
 
-def test_below_richs_bar_it_is_a_line_of_rich(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("cluster", [None, Cluster([Node("box", ["cpu", "cpu"])])], ids=["equal", "declared"])
+def test_below_richs_bar_it_is_a_line_of_rich(
+    cluster: Cluster | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
     """Rich, which Lightning takes where it is installed, made a line of its own of each step of any other bar."""
+    monkeypatch.setenv("HETPIPE_CACHE", str(tmp_path))
     rich = pytest.importorskip("rich.progress", reason="Lightning takes Rich's bar where rich is installed")
     monkeypatch.setattr(progress, "MOMENT", 0)
     lines: list[Any] = []
@@ -119,11 +123,11 @@ def test_below_richs_bar_it_is_a_line_of_rich(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(rich.Progress, "update", spying)
     with redirect_stderr(io.StringIO()) as stderr:
-        quiet_trainer(HetPipeStrategy(stages=2), enable_progress_bar=True, callbacks=[Bars()]).fit(
-            Learner(), batches(3)
-        )
+        strategy = HetPipeStrategy(stages=2, cluster=cluster)
+        quiet_trainer(strategy, enable_progress_bar=True, callbacks=[Bars()]).fit(Learner(), batches(3))
     measured = [line for line in lines if line[0] == "measuring on cpu"]
-    steps = 4 * (ROUNDS + 1)  # of four layers
+    steps = 4 * (ROUNDS + 1) if cluster is None else 4  # of four layers
     assert measured[-1] == ("measuring on cpu", steps, steps)
-    assert all("measuring on cpu" not in names for names in left)
+    assert any(line[0] == "searching for a plan" for line in lines) == (cluster is not None)
+    assert all({"measuring on cpu", "searching for a plan"}.isdisjoint(names) for names in left)
     assert stderr.getvalue() == ""
