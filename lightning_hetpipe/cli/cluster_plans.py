@@ -5,20 +5,21 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.planning.allocation.allocator import Allocation, Allocator
 from lightning_hetpipe.planning.allocation.comparison_table import Compared, compared, comparison
 from lightning_hetpipe.planning.allocation.grouping_search import best_allocation
 from lightning_hetpipe.planning.allocation.groupings import GROUPINGS
-from lightning_hetpipe.planning.model.cluster import Cluster, DeviceSlot
+from lightning_hetpipe.planning.model.cluster import Cluster
 from lightning_hetpipe.planning.model.profile import Profile
 from lightning_hetpipe.planning.model.stage_memory import optimizer_state
 from lightning_hetpipe.planning.plan.document import Plan
 from lightning_hetpipe.reporting.cluster_plots import draw_cluster
 from lightning_hetpipe.rules.versions import WeightPolicy
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 ALLOCATIONS = (*GROUPINGS, "auto")
 COMPARE = "compare"
@@ -53,19 +54,18 @@ class ClusterPlans:
     chosen: Allocation
     others: tuple[Compared, ...]
 
-    def picture(self, plan: Plan, cluster: Cluster, folder: Path) -> str:
-        """Draw the plan; return a line that says where the picture is, or why there is none."""
+    def draw(self, plan: Plan, cluster: Cluster) -> Figure:
+        """Draw the plan, with the rates of the allocations beside it.
+
+        Raises:
+            SettingError: without matplotlib.
+        """
         bars: dict[tuple[str, str], tuple[str, list[float | None]]] = {}
         for each in self.others:
             key = (each.name, "" if each.name == "auto" else each.placement)
             rates = bars.setdefault(key, (each.name if each.name == "auto" else each.title, []))[1]
             rates.append(each.found.rate if each.found is not None and each.found.fits else None)
-        try:
-            figure = draw_cluster(plan, cluster, [*bars.values()])
-        except SettingError as error:  # without matplotlib
-            return f"picture  none: {error}"
-        figure.savefig(folder / "plan.png")
-        return f"picture  {folder / 'plan.png'}"
+        return draw_cluster(plan, cluster, [*bars.values()])
 
 
 def cluster_plans(
@@ -129,13 +129,6 @@ def remarks(found: ClusterPlans, cluster: Cluster) -> list[str]:
     lines += [f"- {link}" for link in cluster.assumed(cluster.slots)]
     used = {stage.slot for choice in found.chosen.choices for stage in choice.stages}
     if found.chosen.fits:
-        lines += [f"- {_named(slot, cluster)} is not used: no plan with it is faster" for slot in _idle(cluster, used)]
+        idle = [slot for slot in cluster.slots if slot not in used]
+        lines += [f"- {cluster.nodes[slot.node].name} {slot} is not used: no plan with it is faster" for slot in idle]
     return lines
-
-
-def _idle(cluster: Cluster, used: set[DeviceSlot]) -> list[DeviceSlot]:
-    return [slot for slot in cluster.slots if slot not in used]
-
-
-def _named(slot: DeviceSlot, cluster: Cluster) -> str:
-    return f"{cluster.nodes[slot.node].name} {slot.device.name}:{slot.number}"

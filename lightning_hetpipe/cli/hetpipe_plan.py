@@ -6,9 +6,10 @@ With ``measure=links`` it measures links instead.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import hydra
 from omegaconf import DictConfig
@@ -32,7 +33,6 @@ from lightning_hetpipe.cli.side_by_side import compared_policies, side_by_side
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.placement.progress import on_terminal
 from lightning_hetpipe.planning.model.catalogue import known
-from lightning_hetpipe.planning.model.cluster import Device
 from lightning_hetpipe.planning.model.profile import Profile
 from lightning_hetpipe.planning.plan import profile_file
 from lightning_hetpipe.planning.plan.document import Plan
@@ -42,6 +42,9 @@ from lightning_hetpipe.reporting.plots import draw
 from lightning_hetpipe.reporting.timeline import Timeline
 from lightning_hetpipe.rules.versions import WeightPolicy
 from lightning_hetpipe.run.automatic import planned_policies
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 _unfit: list[Choice] = []
 """Choices of jobs for which no plan fits."""
@@ -104,7 +107,7 @@ def run(config: DictConfig) -> float | None:
             _advise(found.chosen.choices[found.chosen.unfit[0]])
             return None
         plan.save(folder / "plan.json")
-        print(f"plan     {folder / 'plan.json'}\n{found.picture(plan, cluster, folder)}")
+        print(f"plan     {folder / 'plan.json'}\n{_picture(lambda: found.draw(plan, cluster), folder)}")
         return found.chosen.rate
 
     @cache
@@ -129,7 +132,7 @@ def run(config: DictConfig) -> float | None:
         _advise(choice)
         return None
     plan.save(folder / "plan.json")
-    print(f"plan     {folder / 'plan.json'}\n{_picture(choice, folder)}")
+    print(f"plan     {folder / 'plan.json'}\n{_picture(lambda: draw(_timeline(choice)), folder)}")
     return choice.rate
 
 
@@ -163,7 +166,7 @@ def _remarks(choice: Choice, links: Sequence[str], stages_given: bool) -> list[s
     lines = [f"- {reason}" for reason in (*choice.reasons, *links)]
     why = "no layer is left for it" if choice.spread else "no plan with it is faster"
     why = "strategy.stages leaves it out" if stages_given else why
-    return lines + [f"- {_named(slot.device, slot.number)} is not used: {why}" for slot in choice.idle if choice.fits]
+    return lines + [f"- {slot} is not used: {why}" for slot in choice.idle if choice.fits]
 
 
 def _estimates(profile: Profile) -> list[str]:
@@ -181,22 +184,16 @@ def _estimates(profile: Profile) -> list[str]:
     return lines
 
 
-def _named(device: Device, number: int) -> str:
-    return f"{device.name}:{number}"
-
-
-def _picture(choice: Choice, folder: Path) -> str:
-    """Draw the simulated run; return a line that says where the picture is, or why there is none."""
-    times = [stage.times for stage in choice.stages]
-    devices = [_named(stage.slot.device, stage.slot.number) for stage in choice.stages]
-    timeline = Timeline.simulated(choice.simulation, times, choice.in_flight, devices)
+def _picture(figure: Callable[[], Figure], folder: Path) -> str:
+    """Save a figure; return a line that says where the picture is, or why there is none."""
     try:
-        figure = draw(timeline)
+        drawn = figure()
     except SettingError as error:  # without matplotlib
         return f"picture  none: {error}"
-    figure.savefig(folder / "plan.png")
+    drawn.savefig(folder / "plan.png")
     return f"picture  {folder / 'plan.png'}"
 
 
-if __name__ == "__main__":
-    main()
+def _timeline(choice: Choice) -> Timeline:
+    times = [stage.times for stage in choice.stages]
+    return Timeline.simulated(choice.simulation, times, choice.in_flight, [str(stage.slot) for stage in choice.stages])

@@ -139,7 +139,7 @@ class DevicePlacement:
     def name(self, slot: DeviceSlot) -> str:
         """Name of the device, as tables have it."""
         where = f"{self.cluster.nodes[slot.node].name} " if len(self.cluster.nodes) > 1 else ""
-        return f"{where}{slot.device.name}:{slot.number}"
+        return f"{where}{slot}"
 
 
 def _as_measured(cluster: Cluster) -> Cluster:

@@ -125,6 +125,9 @@ class DeviceSlot:
     number: int
     device: Device
 
+    def __str__(self) -> str:
+        return f"{self.device.name}:{self.number}"
+
 
 @dataclass(frozen=True, init=False)
 class Node:

@@ -349,7 +349,7 @@ def _stages(
     return tuple(
         PlannedStage(
             cluster.nodes[stage.slot.node].name,
-            f"{stage.slot.device.name}:{stage.slot.number}"
+            str(stage.slot)
             + (_ESTIMATED if stage.slot.device.name in estimated else _NOMINAL if stage.slot in nominal else ""),
             stage.first,
             stage.last,

@@ -24,6 +24,6 @@ def ways_out(choice: Choice, cli: bool = False) -> list[str]:
         lines.append(f"{prefix}recompute={true}, with {prefix}in_flight={found.recompute}{fewer}")
     if found.lacking:
         slots = {stage: choice.stages[stage].slot for stage in sorted(found.lacking)}
-        each = [f"{in_bytes(found.lacking[n])} on {slot.device.name}:{slot.number}" for n, slot in slots.items()]
+        each = [f"{in_bytes(found.lacking[n])} on {slot}" for n, slot in slots.items()]
         lines.append(f"more memory: {' and '.join(each)}")
     return lines
