@@ -51,6 +51,11 @@ def next_lengths(lengths: Sequence[int], rates: Sequence[float], in_flight: int)
     return found if throughput(found, rates) > GAIN * throughput(lengths, rates) else tuple(lengths)
 
 
+def whole_steps(lengths: Sequence[int], every: int) -> tuple[int, ...]:
+    """``lengths`` as multiples of the ``every`` minibatches of an optimizer step, each at least as long as before."""
+    return tuple(-(-length // every) * every for length in lengths)
+
+
 def throughput(lengths: Sequence[int], rates: Sequence[float]) -> float:
     """Rate of all virtual workers together, in the unit of ``rates``: sum(W) / max(W_v / X_v), waves in lock-step."""
     return sum(lengths) / max(length / rate for length, rate in zip(lengths, rates, strict=True))

@@ -20,10 +20,11 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.rules.shares import whole_steps
 
 if TYPE_CHECKING:
     from lightning_hetpipe.workers.group import Group
-    from lightning_hetpipe.workers.shared_data import Shares
+from lightning_hetpipe.workers.shared_data import Shares
 
 _NOTE = "hetpipe"
 _LAST_CHANGES = "hetpipe_last_changes"
@@ -46,10 +47,16 @@ def take_in_flight(checkpoint: dict[str, Any]) -> int | None:
     return noted
 
 
-def note_shares(checkpoint: dict[str, Any], shares: Shares | None) -> None:
-    """Writes into ``checkpoint`` the minibatches in a wave of each virtual worker, where they are not equal."""
+def note_shares(checkpoint: dict[str, Any], shares: Shares | None, every: int = 1) -> None:
+    """Writes into ``checkpoint`` the minibatches in a wave of each virtual worker, where they are not equal.
+
+    Args:
+        checkpoint: Changed in place.
+        shares: Of the run; None for none.
+        every: Minibatches of an optimizer step where training goes on, of which waves hold whole ones.
+    """
     if shares is not None and shares.decided:
-        checkpoint.setdefault(_NOTE, {})["shares"] = list(shares.lengths)
+        checkpoint.setdefault(_NOTE, {})["shares"] = list(whole_steps(shares.lengths, every))
 
 
 def take_shares(checkpoint: dict[str, Any], size: int) -> tuple[int, ...] | None:

@@ -22,8 +22,10 @@ from lightning_hetpipe.launch.launcher import TERMINATED, Launcher, check_proces
 from lightning_hetpipe.launch.lost_workers import lost_workers
 from lightning_hetpipe.launch.ranks import Rank, Role, announce, find_rank
 from lightning_hetpipe.launch.wsp_settings import WSPSettings
-from lightning_hetpipe.lightning_private import is_fitting
+from lightning_hetpipe.lightning_private import is_fitting, is_last_batch
 from lightning_hetpipe.planning.plan.document import Plan
+from lightning_hetpipe.rules.shares import whole_steps
+from lightning_hetpipe.run.together import minibatches_per_step
 from lightning_hetpipe.server.process.server_process import how
 from lightning_hetpipe.server.protocol.identifiers import MOST_VIRTUAL_WORKERS
 from lightning_hetpipe.strategy import checks, settings
@@ -158,9 +160,9 @@ class VirtualWorkers(HostWeights):
             return
         if self.global_rank and type(trainer.val_check_interval) is int:
             trainer.val_check_interval = IntervalOfFirst(trainer.val_check_interval)
-        self._shares = Shares(
-            self.global_rank, self.world_size, given if isinstance(given, tuple) else recorded, given == "auto"
-        )
+        recorded = None if recorded is None else whole_steps(recorded, trainer.accumulate_grad_batches)
+        lengths = given if isinstance(given, tuple) else recorded
+        self._shares = Shares(self.global_rank, self.world_size, lengths, given == "auto")
 
     def barrier(self, name: str | None = None) -> None:
         if (group := self._together("strategy.barrier")) is not None:
@@ -348,7 +350,10 @@ class VirtualWorkers(HostWeights):
         if "optimizer_states" in checkpoint and (group := self._together("trainer.save_checkpoint")) is not None:
             folder = local_folder(filepath) if self.is_global_zero else None
             add_states(checkpoint, group, type(self.precision_plugin).__qualname__, self._shared.rounded, folder)
-            note_shares(checkpoint, self._shared.shares)
+            assert self.lightning_module is not None, "a run saves"
+            trainer = self.lightning_module.trainer
+            goes_on_in = trainer.current_epoch + is_last_batch(trainer)
+            note_shares(checkpoint, self._shared.shares, minibatches_per_step(trainer, goes_on_in))
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:

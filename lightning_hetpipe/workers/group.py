@@ -229,10 +229,12 @@ class Group:
         whole = self._gathered(buffer.getbuffer(), lambda index, part: found[index].extend(part))
         parts = {index: _loaded(found[index], index) for index in sorted(whole)}
         if others := [index for index, (theirs, _) in parts.items() if theirs != what]:
+            unequal = self.settings.shares not in (None, "equal")
             raise RuntimeError(
                 f"virtual worker {self.index} called {what}, while virtual worker {others[0]} called"
                 f" {parts[others[0]][0]}: such a call has to be made by all of them, in the same order; look for one"
                 " that only some make, such as below `if trainer.is_global_zero:`"
+                + (", or in a step of a validation or test, where shares give them other numbers of batches" * unequal)
             )
         return [theirs for _, theirs in parts.values()]
 

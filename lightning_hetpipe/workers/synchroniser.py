@@ -74,7 +74,7 @@ class Synchroniser:
         self.may_meet: Callable[[], bool] = lambda: True
         """False while virtual workers with shares of their own are at different places."""
         self._least = 1  # the length of the shortest wave, which is Nm
-        self._rates: list[float] = []
+        self._why = ""
         self._waited = 0.0
         self._reported: tuple[float, int, int] = (0.0, 0, 0)
         self._module = module
@@ -151,27 +151,33 @@ class Synchroniser:
 
         Args:
             rates: Minibatches per second of each virtual worker that is there, or None.
-            every: Minibatches of an optimizer step, of which waves hold whole ones.
+            every: Minibatches of an optimizer step then, of which waves hold whole ones.
 
         Returns:
             True if they are others than before.
         """
-        known = [rate for rate in rates if rate is not None]
-        if self.shares is None or not self.shares.adapts or len(known) < self.group.size:
+        if self.shares is None or not self.shares.adapts:
             return False
+        known = [rate for rate in rates if rate is not None]
         least = self._least if self.group.settings.wave == "auto" else self.group.settings.wave
-        units = [-(-length // every) for length in self.lengths]
-        found = tuple(every * each for each in next_lengths(units, known, -(-least // every)))
+        steps = tuple(-(-length // every) for length in self.lengths)
+        if len(known) == self.group.size:
+            steps = next_lengths(steps, known, -(-least // every))
+            self._why = f"virtual workers make {' and '.join(f'{rate:.3g}' for rate in known)} per second"
+        elif self.shares.decided:
+            self._why = f"{every} make an optimizer step"
+        else:
+            return False
+        found = tuple(every * each for each in steps)
         if found == self.lengths:
             return False
-        self.lengths, self._rates = found, known
+        self.lengths = found
         self.shares.decide(found)
         return True
 
     def told_shares(self) -> str:
         """The lengths of waves, and why, for people."""
-        rates = " and ".join(f"{rate:.3g}" for rate in self._rates)
-        return f"{list(self.lengths)} minibatches in a wave, as virtual workers make {rates} per second"
+        return f"{list(self.lengths)} minibatches in a wave, as {self._why}"
 
     def staleness(self, behind: int) -> tuple[int, int]:
         """Minibatches by which gradients are behind at most, and virtual workers whose updates are added (as sums).

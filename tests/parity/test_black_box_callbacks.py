@@ -25,10 +25,7 @@ REFUSED = {
     "loss without a graph": "depends on no parameter that requires a gradient",
     "pytorch_profiler": "PyTorchProfiler(record_module_names=False)",
 }
-ONE_LAYER = dict.fromkeys(
-    ("manual", "loss without a graph", "loss of a wrong type", "dict without loss", "pytorch_profiler"),
-    "stages=2 is more than the 1 layer",
-)
+ONE_LAYER = dict.fromkeys(("manual", "pytorch_profiler"), "stages=2 is more than the 1 layer")
 STALE = {"top 2", "by validation", "EarlyStopping", "lr_find, exponential", "lr_find, linear", "LearningRateFinder"}
 """Those of which more than weights and metrics depends on staleness."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import lightning as L
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_hetpipe import HetPipeStrategy
@@ -193,6 +194,40 @@ def test_within_a_wave_nobody_can_be_waited_for(
 def test_what_unequal_shares_refuse(alone: Any, settings: Any, refusal: str) -> None:
     with pytest.raises(SettingError, match=refusal):
         fit(mlp(), injected(8), val_loader=vectors(4, 4), strategy=alone, **settings)
+
+
+@pytest.mark.parametrize("epochs", [2, 3])
+def test_given_shares_hold_whole_steps_of_all_epochs_to_come(alone: Any, epochs: int) -> None:
+    """Refused at the start, and not when the epoch comes; an epoch after the last is no matter."""
+    scheduler, seen = GradientAccumulationScheduler({0: 3, 2: 2}), Seen()
+    refusal = pytest.raises(SettingError, match=r"shares=\[3\] end .*=2 minibatches; set shares to multiples of 2")
+    with refusal if epochs == 3 else nullcontext():
+        fit(mlp(), injected(8), [scheduler, seen], val_loader=vectors(4, 4), strategy=alone, max_epochs=epochs)
+    assert seen.validations == ([] if epochs == 3 else [8, 8])
+
+
+@pytest.mark.parametrize("rate", [7.0, None])
+def test_shares_that_adapt_hold_whole_steps_of_the_next_epoch(
+    alone: Any, rate: float | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Known before the scheduler changes the Trainer's setting; also where nobody has measured a rate."""
+    monkeypatch.setattr(alone, "_divide", lambda _: setattr(alone, "_shares", Shares(0, 1, (3,), adapts=True)))
+    monkeypatch.setattr(Pace, "rate", rate)
+    with caplog.at_level("INFO"):
+        fit(mlp(), injected(8), [GradientAccumulationScheduler({0: 3, 1: 2})], strategy=alone, max_epochs=2)
+    said = [record.getMessage() for record in caplog.records if "shares from" in record.getMessage()]
+    why = "2 make an optimizer step" if rate is None else "virtual workers make 7 per second"
+    assert said == [f"shares from epoch 1 on: [4] minibatches in a wave, as {why}"]
+
+
+def test_shares_that_adapt_cannot_follow_what_nobody_announces(alone: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Changes(L.Callback):
+        def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+            trainer.accumulate_grad_batches = 2
+
+    monkeypatch.setattr(alone, "_divide", lambda _: setattr(alone, "_shares", Shares(0, 1, (3,), adapts=True)))
+    with pytest.raises(SettingError, match=r"accumulate_grad_batches=2 minibatches; have a GradientAccumulationSched"):
+        fit(mlp(), injected(8), [Changes()], strategy=alone)
 
 
 def test_own_steps_are_counted_and_it_is_said(alone: Any) -> None:

@@ -24,7 +24,8 @@ def divided(
     strategy._group = SimpleNamespace(settings=WSPCallback(shares=given).settings)
     strategy._recorded = recorded
     with caplog.at_level("INFO"):
-        strategy._divide(SimpleNamespace(limit_train_batches=limit, val_check_interval=1.0, **more))
+        settings = {"limit_train_batches": limit, "val_check_interval": 1.0, "accumulate_grad_batches": 1, **more}
+        strategy._divide(SimpleNamespace(**settings))
     assert strategy._recorded is None
     return strategy._shares, [record.getMessage() for record in caplog.records]
 
@@ -38,6 +39,13 @@ def test_what_is_given_counts_and_auto_goes_on_as_before(caplog: pytest.LogCaptu
         shares, said = divided(caplog, "auto", recorded)
         assert shares is not None
         assert (shares.lengths, shares.decided, shares.adapts, said) == (lengths, recorded is not None, True, [])
+
+
+def test_recorded_shares_become_whole_steps_of_the_run_that_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+    """Otherwise a run with shares="auto" could not go on with another accumulate_grad_batches."""
+    shares, _ = divided(caplog, "auto", (2, 5), accumulate_grad_batches=4)
+    assert shares is not None
+    assert shares.lengths == (4, 8)
 
 
 @pytest.mark.parametrize(("given", "shown"), [("equal", "shares='equal'"), ([2, 4], r"shares=[2, 4]")])
@@ -83,9 +91,11 @@ def test_shares_of_another_number_of_virtual_workers_are_refused() -> None:
 
 @pytest.mark.parametrize(("shares", "size", "taken"), [(Shares(0, 2, (3, 4)), 2, (3, 4)), (Shares(0, 2), 2, None)])
 def test_what_a_checkpoint_holds(shares: Shares, size: int, taken: Any) -> None:
-    """Shares that are decided; for as many virtual workers as had them."""
+    """Shares that are decided; for as many virtual workers as had them; of whole steps of the epoch that comes next."""
     for count, wanted in ((size, taken), (size + 1, None)):
         checkpoint: dict[str, Any] = {}
         note_shares(checkpoint, shares)
         assert take_shares(checkpoint, count) == wanted
         assert take_shares(checkpoint, count) is None
+    note_shares(checkpoint := {}, shares, 2)
+    assert take_shares(checkpoint, size) == (taken and (4, 4))

@@ -120,6 +120,24 @@ def test_a_later_trainers_timeout_holds(exits: ExitStack, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize(
+    ("shares", "end"), [("equal", "is_global_zero:`"), ([2, 5], "where shares give them other numbers of batches")]
+)
+def test_other_calls_than_others_made_are_named(
+    shares: Any, end: str, exits: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = Pair(exits, monkeypatch)
+    pair.renew([WSPCallback(lease=LEASE, shares=shares)] * 2)
+    calls = [
+        pair.threads.submit(group.gather, None, what)
+        for group, what in zip(pair.groups, ("all_gather", "the end of a run"), strict=True)
+    ]
+    for call in calls:
+        with pytest.raises(RuntimeError, match=rf"called .*all_gather.* only some make, .*{end}$"):
+            call.result(SECONDS)
+    pair.close()
+
+
+@pytest.mark.parametrize(
     ("first", "later", "said"),
     [
         ({}, {"servers": ["a:1"]}, r"servers=\['a:1'\], but an earlier Trainer of this program had servers=None"),

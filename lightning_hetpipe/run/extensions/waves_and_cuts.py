@@ -24,7 +24,7 @@ from lightning_hetpipe.redirect import Redirect
 from lightning_hetpipe.run.extensions.intervals import Intervals
 from lightning_hetpipe.run.extensions.pace import Pace
 from lightning_hetpipe.run.lifecycle import Extension
-from lightning_hetpipe.run.together import check_batches, check_shares
+from lightning_hetpipe.run.together import check_batches, check_shares, minibatches_per_step
 from lightning_hetpipe.workers.synchroniser import Computing, Synchroniser
 
 LOOP, EPOCH = 1 << 56, 1 << 32
@@ -111,7 +111,7 @@ class WavesAndCuts(Extension):
             self._synchroniser.shares = None
             check_batches(self._trainer, self._synchroniser.group)
         else:
-            check_shares(self._trainer)
+            check_shares(self._trainer, shares)
             self._intervals = Intervals(self._trainer, self._synchroniser)
 
     def _on_epoch(self, redirect: Redirect, *args: Any) -> None:
@@ -169,9 +169,8 @@ class WavesAndCuts(Extension):
         found = self._synchroniser.group.gather([stops, self._asks, rate], "the end of an epoch")
         if any(stop for stop, *_ in found) and not stops:
             trainer.should_stop = True
-        if self._intervals is not None and self._synchroniser.divide(
-            [rate for *_, rate in found], trainer.accumulate_grad_batches
-        ):
+        every = minibatches_per_step(trainer, trainer.current_epoch + 1)
+        if self._intervals is not None and self._synchroniser.divide([rate for *_, rate in found], every):
             rank_zero_info(f"shares from epoch {trainer.current_epoch + 1} on: {self._synchroniser.told_shares()}")
             recount_batches(trainer)
         if any(asks for _, asks, _ in found):
