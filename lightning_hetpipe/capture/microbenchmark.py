@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -35,6 +36,7 @@ def measure(
     device: torch.device | None = None,
     backward: bool = True,
     tick: Callable[[], object] = lambda: None,
+    trained: bool = False,
 ) -> list[float]:
     """Seconds that each layer of ``pieces`` takes in a minibatch: forward and backward of each call, on the inputs of
     the watched step.
@@ -48,11 +50,12 @@ def measure(
         device: Where layers are measured; None for where each of them lies.
         backward: Whether backwards count; without them, forwards run in the mode of gradients that holds here.
         tick: Called after each layer in each round.
+        trained: Whether frozen weights are measured as trained ones.
     """
     layers = [(*pair, piece) for piece in pieces for pair in zip(piece.layers, piece.measured_inputs(), strict=True)]
     with own_state(ProcessState.seeded(0, 0, "microbenchmark")):
         measured = [
-            (index, times, partial(Microbenchmark, layer, value, piece, generators, default_dtype, device))
+            (index, times, partial(Microbenchmark, layer, value, piece, generators, default_dtype, device, trained))
             for index, (layer, values, piece) in enumerate(layers)
             for value, times in values
         ]
@@ -93,7 +96,10 @@ def layer_times(
 
 
 class Microbenchmark:
-    """One layer of ``piece``, on scratch weights and on copies of its inputs ``value``; calls last until it is done."""
+    """One layer of ``piece``, on scratch weights and on copies of its inputs ``value``; calls last until it is done.
+
+    With ``trained``, frozen weights are trained ones, and inputs require the gradients that come with that.
+    """
 
     def __init__(
         self,
@@ -103,12 +109,17 @@ class Microbenchmark:
         generators: RandomGenerators,
         default_dtype: torch.dtype | None,
         device: torch.device | None,
+        trained: bool = False,
     ) -> None:
         own = [*layer.module.parameters(), *layer.module.buffers(), *value.tensors]
         device = device or (own[0].device if own else torch.device("cpu"))
         there = all(tensor.device == device for tensor in [*layer.module.parameters(), *layer.module.buffers()])
         self.scratch = copy_of(layer.module, None if there else device)
         self.device = device
+        if trained:
+            for parameter in self.scratch.parameters():
+                parameter.requires_grad_(_has_gradient(parameter))
+            value = replace(value, requires_grad=tuple(map(_has_gradient, value.tensors)))
         self._call = attach(self.scratch, layer.name)
         self._parameters = list(self.scratch.parameters())
         self._value, self._piece, self._generators, self._default_dtype = value, piece, generators, default_dtype
@@ -151,3 +162,7 @@ class Microbenchmark:
     def _wait(self) -> None:
         if accelerates(self.device):
             torch.accelerator.synchronize(self.device)
+
+
+def _has_gradient(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()

@@ -29,7 +29,7 @@ WARM_UP = 2
 ROUNDS = 7
 """Rounds of each layer that count, after those that warm up; their median is taken."""
 
-METHOD = 2
+METHOD = 3
 """Counts the ways in which layers were measured: what another one has found is measured anew."""
 
 
@@ -45,6 +45,8 @@ class ProfilingInput:
         samples: In its minibatch.
         called: Which of the pieces the step calls, in order.
         user: What user code takes beside the layers.
+        finetuned: Whether weights that are frozen in the watched step are trained later: layers are then measured as
+            they are with all weights trained.
     """
 
     pieces: Sequence[Piece]
@@ -54,6 +56,7 @@ class ProfilingInput:
     samples: int = 1
     called: Sequence[int] = ()
     user: UserBytes = field(default_factory=UserBytes)
+    finetuned: bool = False
 
     @property
     def calls(self) -> list[tuple[int, int]]:
@@ -97,7 +100,9 @@ class ProfilingInput:
             found = []
             with own_state(ProcessState.seeded(0, 0, "profiling")):
                 for value, times in values:
-                    benchmark = Microbenchmark(layer, value, piece, self.generators, self.default_dtype, device)
+                    benchmark = Microbenchmark(
+                        layer, value, piece, self.generators, self.default_dtype, device, self.finetuned
+                    )
                     found += [(_bytes(layer, benchmark), timed(benchmark))] * times
             yield _together(found)
 
@@ -126,6 +131,7 @@ def _bytes(layer: Layer, benchmark: Microbenchmark) -> LayerBytes:
         sum(output.nbytes for output in outputs),
         kept.inputs,
         any(may_change(*place) for place in places([layer.module])),
+        sum(parameter.nbytes for parameter in scratch.parameters() if not parameter.requires_grad),
     )
 
 

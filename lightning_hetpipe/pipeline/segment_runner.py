@@ -73,7 +73,7 @@ class SegmentRunner:
         numbers = {id(parameter): number for number, parameter in enumerate(stash.parameters)}
         self.weights = [numbers[id(parameter)] for parameter in self._parameters]
         """The numbers of its weights among those of the stage."""
-        self.weight_bytes = sum(parameter.nbytes for parameter in self._parameters)
+        self._gradient_bytes: tuple[tuple[bool, ...], int] = ((), 0)
         self._device = device
         self._stash = stash
         self._settings = settings
@@ -86,6 +86,14 @@ class SegmentRunner:
         self._places = places(copies)
         self._mutates_input = mutates_input(layers)
         self.counter = Counter()
+
+    def gradient_bytes(self, weights: Reading) -> int:
+        """Bytes of the gradients of its ``weights``, without the frozen ones."""
+        trained = self._stash.buffer(weights).flags.requires_grad
+        if trained != self._gradient_bytes[0]:
+            size = self._stash.bytes
+            self._gradient_bytes = trained, sum(size[number] for number in self.weights if trained[number])
+        return self._gradient_bytes[1]
 
     def changes_buffers(self) -> bool:
         """Return True if a forward may change buffers."""

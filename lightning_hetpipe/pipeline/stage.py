@@ -189,7 +189,7 @@ class Stage(StageThread):
         self._saved.clear()
         self._found.clear()
         self.memory.clear()
-        self.stash.begin(version)
+        self.stream.join(None, self.stash.begin(version))
         self.memory.publish(self.stash.held_bytes)
         for runner, buffers in zip(self._runners.values(), version.buffers, strict=True):
             runner.buffers.begin(forwards, buffers)
@@ -203,7 +203,7 @@ class Stage(StageThread):
         Raises:
             SettingError: where its buffers are not as the last forward left them, and others have gone on from there.
         """
-        self.stash.publish(version)
+        self.stream.join(None, self.stash.publish(version))
         self.memory.publish(self.stash.held_bytes)
         for runner, buffers in zip(self._runners.values(), version.buffers, strict=True):
             if runner.buffers.publish(version.number, buffers):
@@ -311,7 +311,7 @@ class Stage(StageThread):
         runner, saved = self._runners[segment], self._saved.pop((number, visit))
         if saved.again is not None:
             self.memory.hold(number, visit, saved.kept.all)
-        self._make_room(max(0, runner.weight_bytes - saved.kept.all))
+        self._make_room(max(0, runner.gradient_bytes(saved.weights) - saved.kept.all))
         compiles = runner.compiles(saved.kind, backward=True)
         if (found := self._found.get(number)) is None:
             found = self._found[number] = FoundGradients()

@@ -133,6 +133,14 @@ def all_equal(pairs: Iterable[tuple[Tensor, Tensor]]) -> bool:
     return not (differ and torch.stack(differ).any())
 
 
+def unequal(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[int]:
+    """Places of the ``pairs`` that are not :func:`equal`, each on one device, which is waited for once if all are."""
+    waiting = [place for place, (one, other) in enumerate(pairs) if one.shape == other.shape and _waits(one)]
+    differ = torch.stack([(pairs[place][0] != pairs[place][1]).any() for place in waiting]).tolist() if waiting else []
+    same = {place for place, differs in zip(waiting, differ, strict=True) if not differs}
+    return [place for place, pair in enumerate(pairs) if place not in same and not equal(*pair)]
+
+
 def _waits(tensor: Tensor) -> bool:
     """Return True if reading its values waits for a device."""
     return tensor.device.type != "cpu"

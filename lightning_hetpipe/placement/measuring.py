@@ -96,7 +96,14 @@ def layer_seconds(profiling: ProfilingInput, device: torch.device | None, bar: B
     there = {str(each.device) for layer, _, _ in profiling.layers for each in layer.module.parameters()}
     where = device or " and ".join(sorted(there)) or "cpu"
     with bar(f"measuring on {where}", rounds) as tick:
-        return measure(profiling.pieces, profiling.generators, profiling.default_dtype, device, tick=tick)
+        return measure(
+            profiling.pieces,
+            profiling.generators,
+            profiling.default_dtype,
+            device,
+            tick=tick,
+            trained=profiling.finetuned,
+        )
 
 
 def optimizer_name(optimizer: torch.optim.Optimizer) -> str | None:
@@ -158,6 +165,7 @@ def _settings(profiling: ProfilingInput) -> dict[str, str]:
     backends: Any = torch.backends
     found = {
         "method": METHOD,
+        "finetuned": profiling.finetuned,
         "threads": torch.get_num_threads(),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         "default dtype": profiling.default_dtype,

@@ -29,6 +29,7 @@ class Overflow:
         devices: In the order of the layers.
         limits: Bytes of those of the devices that have a limit.
         optimizers: Whose states go with the weights, in a run that is resumed.
+        finetuned: Whether weights that are frozen now are trained later.
     """
 
     def __init__(
@@ -37,11 +38,13 @@ class Overflow:
         devices: Sequence[torch.device],
         limits: Mapping[torch.device, int],
         optimizers: Sequence[torch.optim.Optimizer] = (),
+        finetuned: bool = False,
     ) -> None:
         self._unused = {id(tensor) for tensor in (*module.parameters(), *module.buffers())} if limits else set()
         self._devices = list(dict.fromkeys(devices))
         self._limits = {device: limit for device, limit in limits.items() if accelerates(device)}
         self._optimizers = optimizers
+        self._finetuned = finetuned
         # What comes for each byte of a trained weight: its gradient, and the optimizer's state.
         states = [optimizer_state(known_optimizer(each)) for each in optimizers if not each.state]
         self._later = 1 + max(states, default=0)
@@ -52,7 +55,7 @@ class Overflow:
         if not self._unused or not (new := [each for each in operands if id(each) in self._unused]):
             return
         self._unused.difference_update(map(id, new))
-        trained = sum(each.nbytes for each in new if each.requires_grad) if torch.is_grad_enabled() else 0
+        trained = sum(each.nbytes for each in new if self._is_trained(each))
         owed = int(self._later * trained)
         later = self._devices[self._devices.index(new[0].device) :]
         left = {each: self._room(each, new, owed) for each in self._devices}
@@ -64,6 +67,11 @@ class Overflow:
             for optimizer in self._optimizers:
                 if optimizer.state:
                     follow_parameters(optimizer)
+
+    def _is_trained(self, tensor: Tensor) -> bool:
+        if self._finetuned:
+            return isinstance(tensor, nn.Parameter)
+        return tensor.requires_grad and torch.is_grad_enabled()
 
     def _room(self, device: torch.device, new: Sequence[Tensor], owed: int) -> float:
         """Bytes that ``device`` would have left with the ``new`` weights and what is ``owed`` to them."""

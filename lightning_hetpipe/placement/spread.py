@@ -1,5 +1,7 @@
 """Spreading a model over devices before its layers are known: by the bytes of its parameters and the devices' memory.
 
+Where it is trained, frozen parameters count less, as no gradient and no optimizer state comes with them.
+
 Modules that hold tensors are divided in the order in which they were registered, which is mostly the order of their
 calls. What holds none, such as metrics with their states, lies on the root device.
 """
@@ -11,20 +13,27 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from lightning_hetpipe.planning.search.spread_plan import divided
+from lightning_hetpipe.planning.search.spread_plan import FROZEN, divided
 from lightning_hetpipe.torch_private.modules import without_tensors
 
 
-def spread(module: nn.Module, devices: Sequence[torch.device], room: Sequence[float]) -> None:
+def spread(
+    module: nn.Module, devices: Sequence[torch.device], room: Sequence[float], *, frozen: float = FROZEN
+) -> None:
     """Moves ``module`` to ``devices``, each part of it with tensors of its own to one of them.
 
     Args:
         module: The whole model.
         devices: Of each stage, in order; the last one is the root device.
         room: Of each stage, in any unit: tensors are divided in these proportions, as far as parts can be.
+        frozen: Part of its bytes by which a frozen parameter counts.
     """
     parts = list(_with_tensors(module))
-    stages = divided([sum(each.nbytes for each in tensors) for _, tensors in parts], room)
+    sizes = [
+        sum(each.nbytes * (frozen if isinstance(each, nn.Parameter) and not each.requires_grad else 1) for each in own)
+        for _, own in parts
+    ]
+    stages = divided(sizes, room)
     pairs = zip(parts, stages, strict=True)
     move_apart(module, {id(each): devices[stage] for (_, tensors), stage in pairs for each in tensors}, devices[-1])
 

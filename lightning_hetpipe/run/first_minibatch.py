@@ -11,7 +11,7 @@ from typing import Any
 
 import lightning as L
 import torch
-from lightning.pytorch.callbacks import BaseFinetuning, StochasticWeightAveraging
+from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
@@ -29,6 +29,7 @@ from lightning_hetpipe.planning.model.units import in_bytes
 from lightning_hetpipe.reporting.meter import batch_size
 from lightning_hetpipe.rules.versions import Versions
 from lightning_hetpipe.run.extensions.outside_parameters import OutsideParameters
+from lightning_hetpipe.run.finetuning import trains_frozen_later
 from lightning_hetpipe.run.lifecycle import Extension
 from lightning_hetpipe.run.run_settings import RunSettings, check_resumed, nothing_to_recompute
 from lightning_hetpipe.run.staleness_warning import check_staleness, has_batch_norm
@@ -104,7 +105,7 @@ class FirstMinibatch(Extension):
         self._stay = stay
         self._operands = operands
         self._names = named_pieces(self._module, settings.module)
-        self._finetuned = any(isinstance(callback, BaseFinetuning) for callback in callbacks)
+        self._finetuned = trains_frozen_later(trainer)
         self._averaged = any(isinstance(callback, StochasticWeightAveraging) for callback in callbacks)
         self._watch: TrainingWatch
         self._outside: OutsideParameters
@@ -128,7 +129,7 @@ class FirstMinibatch(Extension):
         self._collect_garbage()
         check_memory(self._module, self._trainer.optimizers[0], settings.memory)
         settings.waited_in()
-        overflow = Overflow(self._module, settings.spread, settings.memory, self._trainer.optimizers)
+        overflow = Overflow(self._module, settings.spread, settings.memory, self._trainer.optimizers, self._finetuned)
         with self._watch.watching(), self._operands.told(overflow):
             yield
         self._waited = settings.waited_in()
@@ -181,7 +182,16 @@ class FirstMinibatch(Extension):
         """
         dtype, optimizer = self._user_step.default_dtype(), self._trainer.optimizers[0]
         return self._settings.decide(
-            ProfilingInput(watch.pieces, self._generators, dtype, optimizer, self._samples, watch.called, watch.user),
+            ProfilingInput(
+                watch.pieces,
+                self._generators,
+                dtype,
+                optimizer,
+                self._samples,
+                watch.called,
+                watch.user,
+                self._finetuned,
+            ),
             self._settings.weights,
         )
 

@@ -32,6 +32,7 @@ from lightning_hetpipe.planning.search.spread_plan import divided
 from lightning_hetpipe.reporting.meter import Meter
 from lightning_hetpipe.reporting.report import RunReport, StageReport
 from lightning_hetpipe.rules.spans import BACKWARD, FORWARD
+from lightning_hetpipe.run.finetuning import trains_frozen_later
 from lightning_hetpipe.run.lifecycle import Around, Extension
 from lightning_hetpipe.run.run_settings import RunSettings, nothing_to_recompute
 
@@ -56,7 +57,8 @@ class SpreadRun(Extension):
     ) -> None:
         self._computed = computed
         self._operands = operands
-        self._overflow = Overflow(module, settings.spread, settings.memory, optimizers)
+        finetuned = trains_frozen_later(module.trainer)
+        self._overflow = Overflow(module, settings.spread, settings.memory, optimizers, finetuned)
         self._module = module
         self._settings = settings
         self._names = named_pieces(module, settings.module)

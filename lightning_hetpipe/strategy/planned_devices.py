@@ -9,6 +9,7 @@ from datetime import timedelta
 from typing import Any, Literal
 
 import torch
+from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_hetpipe.emulation import Emulation
 from lightning_hetpipe.launch.ranks import devices_of
@@ -21,6 +22,8 @@ from lightning_hetpipe.planning.model.cluster import Cluster
 from lightning_hetpipe.planning.plan.document import Plan
 from lightning_hetpipe.planning.plan.profile_cache import ProfileCache
 from lightning_hetpipe.planning.search.split_points import partition
+from lightning_hetpipe.planning.search.spread_plan import FROZEN
+from lightning_hetpipe.run.finetuning import trains_frozen_later
 from lightning_hetpipe.strategy import checks, compile_setting, settings
 from lightning_hetpipe.strategy.virtual_workers import VirtualWorkers
 from lightning_hetpipe.workers.synchroniser import copies_kept
@@ -82,12 +85,14 @@ class PlannedDevices(VirtualWorkers):
 
     def model_to_device(self) -> None:
         """Spreads the model over the devices of provisional stages."""
-        assert self.model is not None
+        module = self.lightning_module
+        assert module is not None
         devices = self._provisional_devices()
-        room = self._placement().room(devices)
+        room, trainer = self._placement().room(devices), module.trainer
+        frozen = FROZEN if trainer.state.fn == TrainerFn.FITTING and not trains_frozen_later(trainer) else 1
         if (plan := self._own_plan) is not None and plan.spread:
-            room = [max(1.0, stage.weights_bytes) for stage in plan.virtual_workers[0].stages]
-        spread(self.model, devices, room)
+            room, frozen = [max(1.0, stage.weights_bytes) for stage in plan.virtual_workers[0].stages], 1
+        spread(module, devices, room, frozen=frozen)
 
     # What the plan says.
 

@@ -25,9 +25,10 @@ Computing = Callable[[], AbstractContextManager[None]]
 
 
 def copies_kept(update_dtype: str | None) -> float:
-    """Number of copies of the weights that a virtual worker keeps on their devices, for its synchronisation.
+    """Number of copies of trained weights that a virtual worker keeps on their devices, for its synchronisation.
 
     One is of the last synchronisation. With ``update_dtype`` there are the roundings so far, and the rounded update.
+    Copies of frozen weights lie on the host.
     """
     if update_dtype is None:
         return 1.0
@@ -58,7 +59,8 @@ class NoSynchroniser:
 class Synchroniser:
     """Shares the weights of ``module`` with the other virtual workers.
 
-    Bounds: :func:`copies_kept` of the weights on their devices, besides the client's.
+    Bounds: :func:`copies_kept` of the trained weights on their devices, and of the frozen ones on the host, besides the
+    client's.
 
     Args:
         group: The virtual workers.
@@ -97,18 +99,18 @@ class Synchroniser:
         """
         self._take(self.group.enter_fit(self._named, settings), everything=True)
         self.take_buffers()
-        self._last = [parameter.detach().clone() for _, parameter in self._named]
+        self._last = [parameter.detach().to(_home(parameter), copy=True) for _, parameter in self._named]
         rounded = self.group.settings.update_dtype
         self._dtype: torch.dtype | None = None if rounded is None else getattr(torch, rounded)
         self._roundings = [torch.zeros_like(last) for last in self._last] if self._dtype is not None else []
 
     def follow(self) -> None:
-        """Move the copies of the weights after them, to the devices of their stages."""
+        """Move the copies of trained weights after them, to the devices of their stages, and the others to the host."""
         for copies in (self._last, self._roundings):
-            for target in (torch.device("cpu"), None):  # what leaves a device has left it before anything comes
+            for target in (_HOST, None):  # what leaves a device has left it before anything comes
                 for index, (copy, (_, parameter)) in enumerate(zip(copies, self._named, strict=False)):
-                    if copy.device != parameter.device:
-                        copies[index] = copy.to(target or parameter.device)
+                    if copy.device != (home := _home(parameter)):
+                        copies[index] = copy.to(target or home)
 
     @property
     def rounded(self) -> list[Tensor]:
@@ -299,7 +301,7 @@ class Synchroniser:
         mine = [
             index
             for index, ((_, p), last) in enumerate(zip(self._named, self._last, strict=True))
-            if not p.requires_grad and not torch.equal(p, last)
+            if not p.requires_grad and not _equal(p, last)
         ]
         changed = {index for each in self.group.gather(mine, "a cut") for index in each}
         if changed:
@@ -307,7 +309,7 @@ class Synchroniser:
             self._take_first(frozen, "the exchange of frozen weights")
 
     def _has_changed(self) -> bool:
-        return not all(torch.equal(p, last) for (_, p), last in zip(self._named, self._last, strict=True))
+        return not all(_equal(p, last) for (_, p), last in zip(self._named, self._last, strict=True))
 
     def take_buffers(self) -> None:
         """Take the buffers of virtual worker 0, at the end of an epoch, as in DDP."""
@@ -351,7 +353,7 @@ class Synchroniser:
         """
         with computing():
             same = [
-                not p.requires_grad and (not everything or torch.equal(p, last))
+                not p.requires_grad and (not everything or _equal(p, last))
                 for (_, p), last in zip(self._named, self._last, strict=True)
             ]
             if self._dtype is None:
@@ -359,14 +361,14 @@ class Synchroniser:
                 for (_, parameter), last, place, zero in zip(self._named, self._last, buffers, same, strict=True):
                     if zero:
                         place.zero_()
-                    elif last.device == place.device:
+                    elif parameter.device == last.device == place.device:
                         torch.sub(parameter.detach(), last, out=place)
                     else:
-                        place.copy_(parameter.detach() - last)
+                        place.copy_(parameter.detach().to(last.device) - last)
                 return buffers
             sent = []
             for index, ((_, parameter), last, zero) in enumerate(zip(self._named, self._last, same, strict=True)):
-                update = torch.zeros_like(last) if zero else parameter.detach() - last
+                update = torch.zeros_like(last) if zero else parameter.detach().to(last.device) - last
                 update += self._roundings[index]
                 sent.append(update.to(self._dtype))
                 self._roundings[index] = update - sent[-1].to(update.dtype)
@@ -390,3 +392,15 @@ class Synchroniser:
         pairs = [(p, w) for (_, p), w in zip(self._named, weights, strict=True) if everything or p.requires_grad]
         with torch.no_grad():
             foreach_copy_([parameter for parameter, _ in pairs], [weight for _, weight in pairs])
+
+
+_HOST = torch.device("cpu")
+
+
+def _home(parameter: Tensor) -> torch.device:
+    """The device for copies of ``parameter``: the host where it is frozen, as these are read at cuts only."""
+    return parameter.device if parameter.requires_grad else _HOST
+
+
+def _equal(parameter: Tensor, copy: Tensor) -> bool:
+    return torch.equal(parameter.to(copy.device), copy)

@@ -1,12 +1,16 @@
-"""A fixture for tests of plans on the test accelerator."""
+"""Fixtures for tests of plans on the test accelerator."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+
+from lightning_hetpipe.placement.planner import Planner
+from lightning_hetpipe.planning.model.estimate import Estimate
 
 
 @pytest.fixture
@@ -17,3 +21,17 @@ def own_profiles(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[No
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def planned(monkeypatch: pytest.MonkeyPatch) -> list[Estimate]:
+    """The plans that were decided on, in order."""
+    found: list[Estimate] = []
+    decide = Planner._estimated
+
+    def noting(planner: Planner, estimate: Estimate, *args: Any) -> Any:
+        found.append(estimate)
+        return decide(planner, estimate, *args)
+
+    monkeypatch.setattr(Planner, "_estimated", noting)
+    return found

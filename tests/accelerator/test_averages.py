@@ -14,7 +14,8 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_hetpipe import HetPipeStrategy
-from tests.accelerator.test_larger_than_a_device import DEVICES, Evaluated, trainer_on
+from tests.accelerator.four_devices import DEVICES, trainer_on
+from tests.accelerator.test_larger_than_a_device import Evaluated
 from tests.oracle import Batch, Outputs, Recipe
 from tests.support.accelerator import TestAccelerator, set_limit
 from tests.support.equality import assert_same

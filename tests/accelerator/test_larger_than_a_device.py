@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_hetpipe import Cluster, HetPipeStrategy
+from lightning_hetpipe import HetPipeStrategy
 from lightning_hetpipe.capture import profiling
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.pipeline.engine import Engine
@@ -25,7 +25,7 @@ from lightning_hetpipe.placement import planner
 from lightning_hetpipe.placement.planner import Planner
 from lightning_hetpipe.placement.spread import spread
 from lightning_hetpipe.planning.model.catalogue import FRAGMENTED
-from lightning_hetpipe.planning.model.cluster import LEAST_MEMORY, Device, Node
+from lightning_hetpipe.planning.model.cluster import LEAST_MEMORY
 from lightning_hetpipe.planning.model.estimate import Estimate
 from lightning_hetpipe.planning.model.profile import Times
 from lightning_hetpipe.planning.plan.document import Plan
@@ -34,6 +34,7 @@ from lightning_hetpipe.run import first_minibatch
 from lightning_hetpipe.run.automatic import CORRECTED
 from lightning_hetpipe.strategy.profiling_strategy import ProfilingStrategy
 from lightning_hetpipe.strategy.profiling_strategy import profile as profiled
+from tests.accelerator.four_devices import DEVICES, LARGE, MARGIN, SHARE, cluster, limit, peaks, trainer_on
 from tests.exact.pipelines import Pinned
 from tests.exact.running import expect
 from tests.oracle import Batch, Outputs, Recipe, State
@@ -44,15 +45,6 @@ from tests.support.marks import quick
 from tests.support.models import ADAMW, CLASSES, SGD, WORDS, Learner, images, words
 from tests.support.strategies import stashing
 from tests.support.trainers import quiet_trainer
-
-DEVICES = 4
-SHARE = 3.2
-"""Bytes that a model needs, as a multiple of those that one device has."""
-
-LARGE = [1 << 30] * DEVICES
-
-MARGIN = 1.1
-"""Bytes that a device may hold, as a multiple of those that its plan says."""
 
 
 class Evaluated(Learner):
@@ -144,40 +136,6 @@ MODELS = [gpt, resnet, translator]
 
 
 pytestmark = pytest.mark.usefixtures("own_profiles")
-
-
-@pytest.fixture
-def planned(monkeypatch: pytest.MonkeyPatch) -> list[Estimate]:
-    """The plans that were decided on, in order."""
-    found: list[Estimate] = []
-    decide = Planner._estimated
-
-    def noting(planner: Planner, estimate: Estimate, *args: Any) -> Any:
-        found.append(estimate)
-        return decide(planner, estimate, *args)
-
-    monkeypatch.setattr(Planner, "_estimated", noting)
-    return found
-
-
-def cluster(*memory: int) -> Cluster:
-    """Devices with so many bytes each."""
-    name = torch.get_device_module(NAME).get_device_name(0)
-    return Cluster([Node("box", [Device(name, each) for each in memory])])
-
-
-def peaks() -> list[int]:
-    return [torch.accelerator.max_memory_allocated(index) for index in range(DEVICES)]
-
-
-def limit(*bytes_of_each: int) -> None:
-    for index, each in enumerate(bytes_of_each):
-        set_limit(index, int(MARGIN * each))
-        torch.accelerator.reset_peak_memory_stats(index)
-
-
-def trainer_on(accelerator: TestAccelerator, strategy: HetPipeStrategy, **settings: Any) -> L.Trainer:
-    return quiet_trainer(strategy, accelerator=accelerator, devices=DEVICES, **settings)
 
 
 @quick("resnet-2")

@@ -18,7 +18,7 @@ from torch import nn
 from lightning_hetpipe import WSPCallback
 from lightning_hetpipe.run.trainer_run import TrainerRun
 from lightning_hetpipe.workers.synchroniser import Synchroniser, copies_kept
-from tests.accelerator.test_larger_than_a_device import MARGIN
+from tests.accelerator.four_devices import MARGIN
 from tests.support.accelerator import TestAccelerator
 from tests.support.equality import assert_same
 from tests.workers.test_synchroniser import OnlyOne

@@ -140,14 +140,15 @@ class StageBytes:
 
     Args:
         layers: The model's.
-        state: The optimizer's bytes for each byte of the weights.
+        state: The optimizer's bytes for each byte of the trained weights.
         recompute: Whether forwards are computed again.
     """
 
     def __init__(self, layers: Sequence[LayerBytes], state: float, recompute: bool) -> None:
         count = len(layers)
         outside = np.tri(count + 1, dtype=bool)
-        weights = np.where(outside, 0.0, between([layer.parameters for layer in layers]))
+        trained = np.where(outside, 0.0, between([layer.parameters - layer.frozen for layer in layers]))
+        frozen = np.where(outside, 0.0, between([layer.frozen for layer in layers]))
         added = np.where(outside, 0.0, between([0.0, *(more(*pair) for pair in pairwise(layers))]))
         each = np.array([*(layer.kept for layer in layers), 0.0])
         first = np.array([0.0, *(more(*pair) for pair in pairwise(layers)), 0.0])
@@ -157,25 +158,25 @@ class StageBytes:
         outputs = [0, *(layer.output for layer in layers[:-1])]
         given = [layer.given or before for layer, before in zip(layers, outputs, strict=True)]
         inputs = np.array([*given, 0.0])[:, None] + np.zeros(count + 1)
-        self._weights = weights
-        self._base = 2 * weights + np.floor(state * weights) + largest
+        self._trained = trained
+        self._base = 2 * (trained + frozen) + np.floor(state * trained) + largest
         self._each: Floats = inputs if recompute else kept
         self._once: Floats = kept - inputs if recompute else np.zeros_like(kept)
 
     def of(self, loads: Iterable[tuple[StageLoad, int, int]], buffers: int) -> Floats:
-        """Bytes of stages with ``buffers`` copies of the weights, for the heaviest of ``loads``.
+        """Bytes of stages with ``buffers`` copies of the trained weights, for the heaviest of ``loads``.
 
         Each load is that of the stages that start between the boundaries beside it, both inclusive.
         """
         heaviest = np.zeros_like(self._base)
         for load, first, last in loads:
             rows = slice(first, last + 1)
-            found = load.waiting * self._weights[rows] + load.held * self._each[rows] + load.whole * self._once[rows]
+            found = load.waiting * self._trained[rows] + load.held * self._each[rows] + load.whole * self._once[rows]
             np.maximum(heaviest[rows], found, out=heaviest[rows])
-        total: Floats = self._base + buffers * self._weights + heaviest
+        total: Floats = self._base + buffers * self._trained + heaviest
         return total
 
     def at(self, load: StageLoad, first: int, end: int, buffers: int) -> float:
         """Bytes of one stage that holds ``load``, from the boundary ``first`` to ``end``."""
         moving = load.held * self._each[first, end] + load.whole * self._once[first, end]
-        return float(self._base[first, end] + (buffers + load.waiting) * self._weights[first, end] + moving)
+        return float(self._base[first, end] + (buffers + load.waiting) * self._trained[first, end] + moving)

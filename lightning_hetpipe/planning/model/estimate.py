@@ -128,7 +128,7 @@ def estimate(
         slots: The device of each stage.
         splits: The first layer of each stage.
         in_flight: Nm.
-        state: The optimizer's bytes for each byte of the weights.
+        state: The optimizer's bytes for each byte of the trained weights.
         recompute: Whether forwards are computed again for their backwards.
         synchronise: Seconds that a wave's end waits for the parameter servers.
         versions: Those that minibatches use; by default those of weight stashing.

@@ -43,6 +43,7 @@ class LayerBytes:
         output: Bytes of its output; its gradient has the same size.
         given: Bytes of its input, such as the batch; 0 where that is the output of the layer before it.
         changes_buffers: Whether its forward changes buffers, as BatchNorm's does.
+        frozen: Bytes of those of its weights that are not trained.
     """
 
     name: str
@@ -51,6 +52,7 @@ class LayerBytes:
     output: int
     given: int = 0
     changes_buffers: bool = False
+    frozen: int = 0
 
 
 @dataclass(frozen=True)

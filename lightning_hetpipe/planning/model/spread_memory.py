@@ -1,8 +1,8 @@
 """Memory model of spread runs: the bytes that a device holds when there is no pipeline.
 
-With one minibatch in flight nothing is stashed and nothing waits: a device holds the live weights of its layers, their
-gradients, the optimizer's state, and the minibatch's activations until the backward; later, in place of activations,
-what the optimizer's step makes for a while.
+With one minibatch in flight nothing is stashed and nothing waits: a device holds the live weights of its layers, of
+trained ones the gradients and the optimizer's state, and the minibatch's activations until the backward; later, in
+place of activations, what the optimizer's step makes for a while.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ class SpreadMemory:
     """Memory model of a spread run.
 
     Attributes:
-        state: The optimizer's bytes for each byte of the weights, from one step to the next.
-        step: Bytes that its step makes for a while, for each byte of the weights.
+        state: The optimizer's bytes for each byte of the trained weights, from one step to the next.
+        step: Bytes that its step makes for a while, for each byte of the trained weights.
     """
 
     state: float
@@ -37,11 +37,11 @@ class SpreadMemory:
         The workspace is that of the backward or of the step, whichever is more.
         """
         user = user or UserBytes()
-        trained = sizes.parameters + user.trained
+        trained = sizes.trained + user.trained
         passing = user.kept + 2 * user.loss
         workspace = max(sizes.largest, int(self.step * trained) - sizes.kept - passing)
         return StageMemory(
-            weights=trained + user.frozen,
+            weights=sizes.parameters + user.trained + user.frozen,
             versions=0,
             gradients=trained,
             optimizer=int(self.state * trained),

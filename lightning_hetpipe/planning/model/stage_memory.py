@@ -3,14 +3,15 @@
 Weights
     The live ones, which Lightning's loop steps.
 Versions
-    Weight stashing keeps a copy for each of Nm versions (law L1), other weight policies fewer, or one more for what
-    they predict by; their room is taken when the pipeline is built. None of them shares memory with the live weights.
+    Weight stashing keeps a copy of trained weights for each of Nm versions (law L1), other weight policies fewer, or
+    one more for what they predict by; their room is taken when the pipeline is built. Of frozen weights all versions
+    share one copy. None of them shares memory with the live weights.
 Gradients
-    Those of Lightning's last step, which stay until the next one has its own, and those of minibatches whose backward
-    is done here and which Lightning's step has not taken yet.
+    Of trained weights: those of Lightning's last step, which stay until the next one has its own, and those of
+    minibatches whose backward is done here and which Lightning's step has not taken yet.
 Optimizer state
-    By the optimizer's name, in bytes for each byte of the weights, see :data:`OPTIMIZERS`; and what its step makes for
-    a while: torch's steps on accelerators compute all weights of a device at once (``foreach``).
+    By the optimizer's name, in bytes for each byte of the trained weights, see :data:`OPTIMIZERS`; and what its step
+    makes for a while: torch's steps on accelerators compute all weights of a device at once (``foreach``).
 Activations
     What the minibatches that the stage holds keep from their forward until their backward. How many it holds is a
     matter of the schedule: first in, first out holds more than 1F1B does (DESIGN, section 9), so that a simulation is
@@ -118,12 +119,19 @@ class Sizes:
         kept: Bytes that one minibatch's forward keeps for its backward.
         inputs: Bytes of the stage's inputs, all that is kept of a minibatch where its forward is computed again.
         largest: Bytes that the layer keeps that keeps most.
+        frozen: Bytes of those of their weights that are not trained.
     """
 
     parameters: int
     kept: int
     inputs: int
     largest: int
+    frozen: int = 0
+
+    @property
+    def trained(self) -> int:
+        """Bytes of their trained weights."""
+        return self.parameters - self.frozen
 
     @classmethod
     def of(cls, layers: Sequence[LayerBytes], first: int, last: int) -> Sizes:
@@ -134,6 +142,7 @@ class Sizes:
             own[0].kept + sum(more(one, other) for one, other in pairwise(own)),
             own[0].given or (layers[first - 1].output if first else 0),
             max(layer.kept for layer in own),
+            sum(layer.frozen for layer in own),
         )
 
 
@@ -144,7 +153,18 @@ def more(before: LayerBytes, layer: LayerBytes) -> int:
 
 @dataclass(frozen=True)
 class StageMemory:
-    """Bytes that a stage takes, by what for."""
+    """Bytes that a stage takes, by what for.
+
+    Attributes:
+        weights: The live ones.
+        versions: Copies of them.
+        gradients: Those of Lightning's last step.
+        waiting: Gradients that wait for Lightning's step.
+        optimizer: Its state, and what its step makes.
+        activations: What forwards keep for backwards.
+        workspace: What computing takes.
+        user: What user code takes.
+    """
 
     weights: int
     versions: int
@@ -153,16 +173,17 @@ class StageMemory:
     activations: int
     workspace: int
     user: int = 0
+    waiting: int = 0
 
     @property
     def total(self) -> int:
-        layers = self.weights + self.versions + self.gradients + self.optimizer + self.activations
-        return layers + self.workspace + self.user
+        weights = self.weights + self.versions + self.gradients + self.optimizer
+        return weights + self.moving + self.workspace + self.user
 
     @property
     def moving(self) -> int:
-        """Bytes of activations and waiting gradients together; those of Lightning's last step do not wait."""
-        return self.activations + self.gradients - self.weights
+        """Bytes of activations and waiting gradients together."""
+        return self.activations + self.waiting
 
     @property
     def counted(self) -> int:
@@ -190,13 +211,13 @@ def stage_memory(
         recompute: Whether forwards are computed again for their backwards: a minibatch that is held keeps its inputs
             only, and one of them all.
         user: Bytes that user code takes on its device.
-        buffers: Copies of the weights that versions take; by default Nm.
+        buffers: Copies of the trained weights that versions take; by default Nm.
     """
     each, once = (sizes.inputs, sizes.kept - sizes.inputs) if recompute else (sizes.kept, 0)
-    weights = sizes.parameters
-    gradients, activations = max(
-        (((1 + load.waiting) * weights, load.held * each + load.whole * once) for load in loads), key=sum
+    trained = sizes.trained
+    waiting, activations = max(
+        ((load.waiting * trained, load.held * each + load.whole * once) for load in loads), key=sum
     )
-    optimizer = int(state * weights)
-    versions = (in_flight if buffers is None else buffers) * weights
-    return StageMemory(weights, versions, gradients, optimizer, activations, sizes.largest, user)
+    versions = (in_flight if buffers is None else buffers) * trained + sizes.frozen
+    optimizer = int(state * trained)
+    return StageMemory(sizes.parameters, versions, trained, optimizer, activations, sizes.largest, user, waiting)

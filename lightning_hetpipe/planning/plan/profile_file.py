@@ -77,6 +77,7 @@ def as_json(profile: Profile) -> dict[str, Any]:
                 "output_bytes": layer.output,
                 **({"input_bytes": layer.given} if layer.given else {}),
                 **({"changes_buffers": True} if layer.changes_buffers else {}),
+                **({"frozen_bytes": layer.frozen} if layer.frozen else {}),
             }
             for layer in profile.layers
         ],
@@ -138,11 +139,16 @@ def _profile(document: Document, keys: Mapping[str, str], estimated: dict[str, s
 
 def _layer(entry: Document, keys: Mapping[str, str]) -> LayerBytes:
     counted = [keys["parameters"], keys["kept"], keys["output"]]
-    entry.object("name", *counted, "input_bytes", "changes_buffers")
+    entry.object("name", *counted, "input_bytes", "changes_buffers", "frozen_bytes")
     given = entry["input_bytes"].whole() if "input_bytes" in entry else 0
     changes = entry["changes_buffers"].truth() if "changes_buffers" in entry else False
     parameters, kept, output = (entry[key].whole() for key in counted)
-    return LayerBytes(entry["name"].text(), parameters, kept, output, given, changes)
+    frozen = entry["frozen_bytes"].whole() if "frozen_bytes" in entry else 0
+    if frozen > parameters:
+        entry["frozen_bytes"].refuse(
+            f"is {frozen}, more than the {parameters} of {keys['parameters']}, which have them"
+        )
+    return LayerBytes(entry["name"].text(), parameters, kept, output, given, changes, frozen)
 
 
 def _user(entry: Document) -> UserBytes:

@@ -61,7 +61,7 @@ class PlanningProblem:
         cluster: Whose links connect the devices.
         slots: The virtual worker's devices.
         ordered: Whether stages are to lie on them in their order; some may be left out all the same.
-        state: The optimizer's bytes for each byte of the weights.
+        state: The optimizer's bytes for each byte of the trained weights.
         recompute: Whether forwards are computed again for their backwards.
         stages: k, at most one for each layer and each device; None for as many as are of use.
         synchronise: Seconds that a wave's end waits for the parameter servers.

@@ -1,4 +1,5 @@
-"""Plan of a spread run: nothing is searched, as the run itself divides the model by the bytes of its weights.
+"""Plan of a spread run: nothing is searched, as the run itself divides the model by the bytes of its weights, of which
+frozen ones count less.
 
 Where activations fill a device by then, its later weights go on to the next one, as in the run
 (:mod:`lightning_hetpipe.placement.overflow`).
@@ -19,6 +20,9 @@ from lightning_hetpipe.planning.search.problem import PlanningProblem
 
 FULL = 0.85
 """Part of a device's bytes from which on it takes no more weights: what they make of their inputs comes on top."""
+
+FROZEN = 0.25
+"""Part of its bytes by which a frozen weight counts: a trained one comes with a gradient, and two states of Adam's."""
 
 STEPS = 50
 """Halvings of the interval in which the smallest sufficient share of each device's room is searched."""
@@ -47,8 +51,9 @@ def _divisions(problem: PlanningProblem, memory: SpreadMemory, slots: Sequence[D
     margin."""
     limits = [slot.device.memory for slot in slots]
     known = [limit for limit in limits if limit is not None]
-    sizes = [layer.parameters for layer in problem.profile.layers]
-    sizes[-1] += problem.profile.user.trained + problem.profile.user.frozen
+    user = problem.profile.user
+    sizes = [layer.parameters - (1 - FROZEN) * layer.frozen for layer in problem.profile.layers]
+    sizes[-1] += user.trained + FROZEN * user.frozen
     home = divided(sizes, known if len(known) == len(slots) else [1] * len(slots))
     yield home
     for share in (FULL, 1.0):
@@ -80,7 +85,7 @@ def _estimated(
     return problem.estimate([slots[device] for device in used], [splits[device] for device in used], 1, memory)
 
 
-def divided(sizes: Sequence[int], room: Sequence[float]) -> list[int]:
+def divided(sizes: Sequence[float], room: Sequence[float]) -> list[int]:
     """The stage of each of ``sizes``, in order, so that the largest of the stages' sums, as a share of its ``room``, is
     as small as it can be."""
     ends = [0, *accumulate(sizes)]
