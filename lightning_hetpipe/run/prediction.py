@@ -92,7 +92,7 @@ class LastStep(Prediction):
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
-        room = {parameter: self._room_for(parameter) for parameter in self._parameters()}
+        room = {each: self._room_for(each) for each in self._parameters() if each.requires_grad}
         self._changes, self._room = {}, room  # nothing to predict by, should the step fail
         with torch.no_grad():
             foreach_copy_([*room.values()], [*room])

@@ -37,10 +37,13 @@ def test_devices_hold_no_more_than_planned(update_dtype: str, accelerator: TestA
 
 
 @pytest.mark.parametrize("update_dtype", [None, "bfloat16"])
-def test_copies_on_a_device(update_dtype: str | None, accelerator: TestAccelerator) -> None:
+@pytest.mark.parametrize("frozen", [False, True])
+def test_copies_on_a_device(frozen: bool, update_dtype: str | None, accelerator: TestAccelerator) -> None:
     """An update of a weight is rounded before the next one is computed; all of them together took two copies more."""
     module = L.LightningModule()
     module.weights = nn.ParameterList([torch.ones(64, 64) for _ in range(32)])
+    if frozen:  # until after the first synchronisation
+        module.weights.requires_grad_(False)
     group: Any = OnlyOne(SimpleNamespace(_run=TrainerRun()))
     group._meet = lambda where: None
     group.settings = WSPCallback(update_dtype=update_dtype).settings
@@ -51,6 +54,8 @@ def test_copies_on_a_device(update_dtype: str | None, accelerator: TestAccelerat
     group.update_buffers = lambda: [torch.empty(64, 64) for _ in module.weights]
     synchroniser = Synchroniser(group, module)
     synchroniser.enter([])
+    assert torch.accelerator.memory_allocated(1) == held + (0 if frozen else (1 + (update_dtype is not None)) * held)
+    module.weights.requires_grad_(True)
     with torch.no_grad():
         for weight in module.weights:
             weight += 0.5

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import count
 from typing import Any
 
@@ -31,6 +32,26 @@ def test_bytes_of_a_layer() -> None:
     assert linear.kept == (12 + 15) * FLOAT
     assert (linear.given, relu.given) == (12 * FLOAT, 15 * FLOAT)
     assert (relu.name, relu.parameters, relu.output, relu.kept) == ("net.1", 0, 15 * FLOAT, 30 * FLOAT)
+
+
+@pytest.mark.parametrize("finetuned", [False, True])
+def test_bytes_of_frozen_weights(finetuned: bool) -> None:
+    """A layer that is partly frozen; where a callback will train it, it is measured as if it were trained."""
+    linear, other = nn.Linear(4, 5), nn.Linear(5, 3).requires_grad_(False)
+    linear.weight.requires_grad_(False)
+    given = study(linear, other, inputs=[X.clone(), torch.ones(3, 5)])
+    (one, _), (frozen, _) = replace(given, finetuned=finetuned).on(CPU)
+    assert (one.parameters, one.frozen) == ((20 + 5) * FLOAT, 0 if finetuned else 20 * FLOAT)
+    assert (frozen.parameters, frozen.frozen) == ((15 + 3) * FLOAT, 0 if finetuned else (15 + 3) * FLOAT)
+    assert not linear.weight.requires_grad
+
+
+def test_what_is_trained_later_keeps_activations() -> None:
+    """Of a frozen layer whose input requires no gradient, autograd keeps nothing but its ends."""
+    frozen = nn.Sequential(nn.Linear(4, 64), nn.ReLU(), nn.Linear(64, 4)).requires_grad_(False)
+    ((now, _),) = study(frozen).on(CPU)
+    ((later, _),) = replace(study(frozen), finetuned=True).on(CPU)
+    assert later.kept >= now.kept + 3 * 64 * FLOAT
 
 
 def test_times_are_medians_by_the_clock() -> None:

@@ -209,6 +209,83 @@ def test_frozen_parameters_and_modes_belong_to_a_version() -> None:
     assert flags == [(True, True, True), (False, False, True), (True, False, True)]
 
 
+def shares(stash: WeightStash, one: int, other: int) -> list[bool]:
+    """True for each weight that two versions hold in the same memory."""
+    pairs = zip(stash.buffer(Reading(one)).tensors, stash.buffer(Reading(other)).tensors, strict=True)
+    return [first is second for first, second in pairs]
+
+
+def partly_frozen(size: int) -> tuple[nn.ModuleList, WeightStash]:
+    """The first layer's bias is trained, its weight is not."""
+    live = live_layers()
+    live[0].get_parameter("weight").requires_grad_(False)
+    stash = WeightStash(live, size, CPU)
+    begin(stash, live, 0)
+    return live, stash
+
+
+def train(live: nn.ModuleList) -> None:
+    with torch.no_grad():
+        for parameter in live.parameters():
+            if parameter.requires_grad:
+                parameter.add_(1.0)
+
+
+def test_versions_share_frozen_weights() -> None:
+    live, stash = partly_frozen(3)
+    frozen = stash.buffer(Reading(0)).tensors[0]
+    assert len({buffer.tensors[0].data_ptr() for buffer in stash.buffers}) == 1
+    published = {0: copies(live)}
+    for version in (1, 2):
+        train(live)
+        publish(stash, live, version)
+        published[version] = copies(live)
+    for version, weights in published.items():
+        assert_same(held(stash, version), weights)
+    assert shares(stash, 0, 2) == [True, False, False, False, False, False]
+    assert frozen is stash.buffer(Reading(2)).tensors[0]
+    assert frozen.data_ptr() != live[0].get_parameter("weight").data_ptr()
+    trained = sum(stash.bytes[1:])
+    assert stash.held_bytes == 3 * trained + stash.bytes[0]
+
+
+@pytest.mark.parametrize("through_data", [False, True])
+def test_a_frozen_weight_that_a_callback_changes_is_another_one_from_then_on(through_data: bool) -> None:
+    live, stash = partly_frozen(3)
+    weight = live[0].get_parameter("weight")
+    published = {0: copies(live)}
+    made = []
+    for version in (1, 2):
+        if version == 1:
+            (weight.data if through_data else weight.detach()).mul_(0.5)
+        made.append(stash.publish(message(stash, live, version)))
+        published[version] = copies(live)
+    for version, weights in published.items():
+        assert_same(held(stash, version), weights)
+    assert [len(each) for each in made] == [1, 0]  # for the stage's stream, which is to be told of it
+    assert stash.buffer(Reading(1)) is stash.buffer(Reading(2))
+    stash.bind(Reading(0))
+    assert torch.equal(stash.parameters[0], published[0][0])
+    stash.bind(Reading(2))
+    assert torch.equal(stash.parameters[0], published[2][0])
+
+
+def test_a_weight_that_is_trained_from_now_on_has_a_copy_in_each_version() -> None:
+    """And one that is frozen from now on has one for all."""
+    live, stash = partly_frozen(2)
+    for version in range(1, 9):
+        live[0].get_parameter("weight").requires_grad_(3 <= version < 6)
+        train(live)
+        publish(stash, live, version)
+        assert_same(held(stash, version), copies(live))
+        stash.bind(Reading(version))
+        assert_same([each.detach() for each in stash.parameters], copies(live))
+        if version in (4, 5):
+            assert not any(shares(stash, version - 1, version))
+        elif version in (2, 7, 8):
+            assert shares(stash, version - 1, version)[0]
+
+
 def test_layers_follow_the_flags_when_a_buffer_is_used_again() -> None:
     live = live_layers()
     stash = WeightStash(live, 1, CPU)

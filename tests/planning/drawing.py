@@ -17,7 +17,7 @@ NAMES = st.text(min_size=1, max_size=8)
 
 @st.composite
 def profiles(draw: st.DrawFn) -> Profile:
-    layer = st.builds(LayerBytes, NAMES, COUNT, COUNT, COUNT, COUNT, st.booleans())
+    layer = st.builds(LayerBytes, NAMES, st.just(2**50), COUNT, COUNT, COUNT, st.booleans(), COUNT)
     layers = draw(st.lists(layer, min_size=1, max_size=4))
     times = st.lists(st.builds(Times, SECONDS, SECONDS, SECONDS), min_size=len(layers), max_size=len(layers))
     devices = draw(st.dictionaries(NAMES, times, min_size=1, max_size=3))

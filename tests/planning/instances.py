@@ -28,7 +28,9 @@ def profiles(draw: st.DrawFn, most: int = 7) -> Profile:
     for index in range(count):
         output = whole(draw, 0, 6)
         kept = output + whole(draw, 0, 6)
-        layers.append(LayerBytes(f"layer {index}", whole(draw, 0, 5), kept, output, whole(draw, 0, kept)))
+        weights = whole(draw, 0, 5)
+        frozen = draw(st.sampled_from([0, weights])) if index % 2 else whole(draw, 0, weights)
+        layers.append(LayerBytes(f"layer {index}", weights, kept, output, whole(draw, 0, kept), frozen=frozen))
     times = {name: [Times(whole(draw, 0, 4), whole(draw, 0, 8)) for _ in range(count)] for name in NAMES}
     return Profile("small", 1, layers, times, {})
 

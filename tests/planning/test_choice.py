@@ -14,6 +14,7 @@ from lightning_hetpipe.planning.model.cluster import Cluster, Device, Node
 from lightning_hetpipe.planning.model.estimate import estimate
 from lightning_hetpipe.planning.model.profile import LayerBytes, Profile, Times
 from lightning_hetpipe.planning.model.simulate import StageLoad
+from lightning_hetpipe.planning.model.spread_memory import SpreadMemory
 from lightning_hetpipe.planning.model.stage_memory import OPTIMIZERS, STEP, Sizes, optimizer_state, stage_memory
 from lightning_hetpipe.planning.search.choice import NEGLIGIBLE, best_plan
 from lightning_hetpipe.planning.search.plans import ENOUGH, PlansAt
@@ -267,6 +268,16 @@ class TestMemory:
         assert (found.activations, found.gradients, found.workspace) == (75, 4, 25)
         assert found.total == 4 + 12 + 8 + 75 + 4 + 25
         assert found.counted == 12 + 75
+
+    def test_frozen_weights_are_there_twice(self) -> None:
+        """The live ones, and those of all versions; they have neither gradients nor an optimizer's state."""
+        layers = [replace(self.LAYERS[0], frozen=8), replace(self.LAYERS[1], frozen=1)]
+        sizes = Sizes.of(layers, 0, 1)
+        found = stage_memory(sizes, 3, [StageLoad(0, 2)], state=2)
+        assert (found.weights, found.versions, found.optimizer) == (8 + 4, 8 + 1 + 3 * 3, 2 * 3)
+        assert (found.gradients, found.waiting, found.moving) == (3, 2 * 3, 2 * 3)
+        spread = SpreadMemory.of("adamw").stage(sizes)
+        assert (spread.weights, spread.versions, spread.gradients, spread.optimizer) == (12, 0, 3, 6)
 
     def test_computed_again_only_inputs_stay(self) -> None:
         sizes = Sizes.of(self.LAYERS, 1, 1)

@@ -170,6 +170,23 @@ def test_what_is_no_profile_is_refused_with_file_key_and_reason(tmp_path: Path, 
         load(tmp_path / "p.json")
 
 
+def test_weights_of_a_file_without_frozen_ones_are_trained(tmp_path: Path) -> None:
+    """As of an earlier release's; a layer has no more frozen bytes than bytes."""
+    value = as_json(Profile("m", 4, [replace(LAYERS[0], frozen=3), LAYERS[1]], {"own": TIMES}, {}))
+    file = tmp_path / "p.json"
+
+    def layers() -> list[int]:
+        file.write_text(json.dumps(value))
+        return [layer.frozen for layer in load(file).layers]
+
+    assert layers() == [3, 0]
+    del value["layers"][0]["frozen_bytes"]
+    assert layers() == [0, 0]
+    value["layers"][1]["frozen_bytes"] = 1
+    with pytest.raises(SettingError, match=r"layers\[1\].frozen_bytes is 1, more than parameter_bytes, which is 0"):
+        layers()
+
+
 def test_our_form_has_a_version() -> None:
     assert as_json(profile("own"))["schema_version"] == 1
 

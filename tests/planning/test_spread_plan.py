@@ -88,8 +88,18 @@ def test_layers_are_divided_by_their_weights_and_the_devices_memory() -> None:
 
 
 def test_modules_beside_the_pieces_are_weights_of_the_last_device() -> None:
-    given = profile(*[(10, 1)] * 8, user=UserBytes(trained=20 * MIB, frozen=20 * MIB))
+    given = profile(*[(10, 1)] * 8, user=UserBytes(trained=40 * MIB))
     assert layers(spread(given, box(1000, 1000))) == [(0, 0, 5), (1, 6, 7)]
+
+
+def test_frozen_weights_count_a_quarter() -> None:
+    """Neither gradients nor an optimizer's state come with them."""
+    given = profile(*[(10, 1)] * 32)
+    frozen = [replace(each, frozen=each.parameters) for each in given.layers[:24]]
+    partly = replace(given, layers=[*frozen, *given.layers[24:]])
+    assert layers(spread(partly, box(1000, 1000))) == [(0, 0, 24), (1, 25, 31)]
+    user = replace(given, user=UserBytes(frozen=160 * MIB))
+    assert layers(spread(user, box(1000, 1000))) == [(0, 0, 17), (1, 18, 31)]
 
 
 def test_as_many_devices_as_stages() -> None:

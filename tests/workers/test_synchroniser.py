@@ -153,6 +153,19 @@ def test_what_was_synchronised_last_is_where_the_weights_are(update_dtype: str |
     assert [rounding.device.type for rounding in synchroniser._roundings] == (["meta", "cpu"] if update_dtype else [])
 
 
+def test_copies_of_frozen_weights_are_on_the_host() -> None:
+    """Of a weight that is trained later, the first update is computed there."""
+    module = L.LightningModule()
+    module.first, module.second = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2), requires_grad=False)
+    synchroniser = Synchroniser(OnlyOne(SimpleNamespace(_run=TrainerRun())), module)  # type: ignore[arg-type]
+    synchroniser.enter([])
+    synchroniser._named = [
+        (name, nn.Parameter(torch.ones(2, device="meta"), each.requires_grad)) for name, each in synchroniser._named
+    ]
+    synchroniser.follow()
+    assert [last.device.type for last in synchroniser._last] == ["meta", "cpu"]
+
+
 @pytest.mark.parametrize("update_dtype", [None, "float32"])
 def test_frozen_parameters_are_shared_only_when_an_epoch_begins(update_dtype: str | None) -> None:
     """An infinity, as masks have, was refused as a change that is no number; of a teacher's moves the servers kept the

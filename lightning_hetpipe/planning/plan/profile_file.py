@@ -145,9 +145,7 @@ def _layer(entry: Document, keys: Mapping[str, str]) -> LayerBytes:
     parameters, kept, output = (entry[key].whole() for key in counted)
     frozen = entry["frozen_bytes"].whole() if "frozen_bytes" in entry else 0
     if frozen > parameters:
-        entry["frozen_bytes"].refuse(
-            f"is {frozen}, more than the {parameters} of {keys['parameters']}, which have them"
-        )
+        entry["frozen_bytes"].refuse(f"is {frozen}, more than {keys['parameters']}, which is {parameters}")
     return LayerBytes(entry["name"].text(), parameters, kept, output, given, changes, frozen)
 
 
