@@ -68,7 +68,7 @@ from lightning_hetpipe.run.prediction import Prediction, prediction_of
 from lightning_hetpipe.run.prepared_batch import before_transfer, prepared
 from lightning_hetpipe.run.run_settings import RunSettings
 from lightning_hetpipe.run.spread_run import SpreadRun
-from lightning_hetpipe.run.steps import PipelinedSteps, Steps
+from lightning_hetpipe.run.steps import PipelinedSteps, SpreadSteps, Steps
 from lightning_hetpipe.run.trainer_run import TrainerRun
 from lightning_hetpipe.run.user_step import UserStep
 from lightning_hetpipe.workers.synchroniser import NoSynchroniser, Synchroniser
@@ -270,7 +270,8 @@ class Fit(TrainerRun):
 
     def _spread_run(self, settings: RunSettings) -> SpreadRun:
         computed, optimizers = self._driver.computed, self._trainer.optimizers
-        run = SpreadRun(self._module, settings, self._generators, computed, self._operands, optimizers)
+        run = SpreadRun(self._trainer, settings, self._generators, computed, self._operands, optimizers)
+        self._steps = SpreadSteps(self._driver, self._around)
         self._report = run.report
         self._lacking = lambda: spread_run.LACKING
         return run

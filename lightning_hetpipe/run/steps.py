@@ -59,6 +59,14 @@ class Steps:
         return native()
 
 
+class SpreadSteps(Steps):
+    """Steps of a spread run, whose minibatches are all Lightning's own."""
+
+    def validate(self, native: Callable[[], Any]) -> Any:
+        with self._driver.evaluating():
+            return native()
+
+
 class _Unlocked(AroundStep):
     """Lets other user code run while the optimizer computes, unless something ``around`` that is secret."""
 

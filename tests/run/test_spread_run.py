@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, cast
 
 import lightning as L
 import pytest
@@ -178,11 +178,66 @@ def test_a_module_that_would_be_captured_is_not_said_to_be_one_layer() -> None:
         quiet_trainer(HetPipeStrategy(), limit_train_batches=2).fit(Whole(UNet()), vectors(14, 4))
 
 
-def test_loggers_get_nothing_of_ours() -> None:
-    """There is no pipeline whose stages could be busy."""
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Timed(Learner):
+    """A step takes a second by ``clock``, and one of a validation a hundred."""
+
+    def __init__(self, clock: Clock) -> None:
+        super().__init__()
+        self.clock = clock
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.clock.now += 1.0
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.clock.now += 100.0
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize("every", [1, 2, 3])
+def test_loggers_are_told_the_samples_per_second(every: int, stages: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of training alone, without the first minibatch of the fit; there are no stages that could be busy."""
+    clock, memory = Clock(), Memory()
+    monkeypatch.setattr("lightning_hetpipe.reporting.meter.perf_counter", clock)
+    strategy = HetPipeStrategy(stages=stages, in_flight=1)
+    settings = {"max_epochs": 2, "val_check_interval": 2, "num_sanity_val_steps": 1}
+    trainer = quiet_trainer(strategy, logger=memory, log_every_n_steps=every, **settings)
+    trainer.fit(Timed(clock), batches(6), batches(1))
+    ours = [(step, row) for step, row in memory.logged if "hetpipe/samples_per_second" in row]
+    assert ours == [(p - 1, {"hetpipe/samples_per_second": pytest.approx(4.0)}) for p in range(2, 13) if p % every == 0]
+    assert strategy.last_run.samples_per_second == pytest.approx(4.0)
+
+
+def test_metrics_are_at_the_steps_of_lightnings_own() -> None:
+    """Where each minibatch makes two optimizer steps, too."""
+
+    class Two(Learner):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            self.manual_backward(super().training_step(batch, batch_idx))
+            for optimizer in cast(Any, self.optimizers()):
+                optimizer.step()
+            self.log("theirs", float(batch_idx))
+
+        def configure_optimizers(self) -> Any:
+            return [torch.optim.SGD(part.parameters(), lr=0.01) for part in (self.net[0], self.net[2])]
+
     memory = Memory()
-    quiet_trainer(HetPipeStrategy(), logger=memory, log_every_n_steps=1).fit(Learner(), batches(4))
-    assert not any(name.startswith("hetpipe/") for _, row in memory.logged for name in row)
+    quiet_trainer(HetPipeStrategy(in_flight=1), logger=memory, log_every_n_steps=2).fit(Two(), batches(6))
+    names = ("theirs", "hetpipe/samples_per_second")
+    theirs, ours = ([step for step, row in memory.logged if name in row] for name in names)
+    assert theirs == ours == [1, 3, 5]
 
 
 def test_the_report() -> None:
