@@ -162,11 +162,11 @@ class Unfreezes(BaseFinetuning):
     """Trains all weights from the second epoch on."""
 
     def freeze_before_training(self, pl_module: L.LightningModule) -> None:
-        self.freeze(pl_module.model.blocks)
+        self.freeze(pl_module.get_submodule("model.blocks"))
 
     def finetune_function(self, pl_module: L.LightningModule, epoch: int, optimizer: torch.optim.Optimizer) -> None:
         if epoch == 1:
-            self.unfreeze_and_add_param_group(pl_module.model.blocks, optimizer)
+            self.unfreeze_and_add_param_group(pl_module.get_submodule("model.blocks"), optimizer)
 
 
 @quick("3")
