@@ -93,6 +93,10 @@ RATIOS = (
 )
 
 
+LIMITS: Mapping[ModelName, float] = {"resnet": 1.85}
+"""The least limits hoped for: of the ResNet, as stages can begin inside its residual blocks."""
+
+
 def measure(task: Task, threads: int | None = 1) -> dict[str, Measurement]:
     """Measures a variant that is one process."""
     (announced,) = run_together([Process(WORKER, (task.to_json(),), threads)], TIMEOUT)
@@ -208,12 +212,20 @@ def report(
         )
         for ratio in ratios
     ]
+    figures.append(
+        Figure(
+            f"limit  two stages over one thread at most, by layers' times, {NAMES[task.model]}",
+            limit(rounds),
+            "",
+            LIMITS.get(task.model),
+        )
+    )
     text = [
         f"{name}: {TITLES[task.model].format(**asdict(task))}, batch {task.batch}",
         f"{provenance(machine, len(rounds))}, in each {task.steps} minibatches after {task.warmup}",
         "",
         table(_variant_rows(rounds, [variant for variant in VARIANTS if variant in known])),
-        *_imbalance(rounds),
+        *_busy(rounds),
         "",
         figures_table(figures),
     ]
@@ -266,14 +278,22 @@ def _note(variant: str, measurement: Measurement) -> str:
     return f"in flight {notes['in_flight']}" if notes else ""
 
 
-def _imbalance(rounds: Sequence[Round]) -> list[str]:
-    """Lines about the two stages: where the split is uneven, no pipeline reaches a speed-up of two."""
-    found = [each for measured in rounds for each in measured.get(TWO_STAGES, {}).values() if each.notes]
+def _noted(rounds: Sequence[Round]) -> list[Measurement]:
+    """The measurements of two stages that have notes about these."""
+    return [each for measured in rounds for each in measured.get(TWO_STAGES, {}).values() if each.notes]
+
+
+def limit(rounds: Sequence[Round]) -> Spread | None:
+    """Summarises how much faster than one thread the two stages can be at most: the time of all layers over that of the
+    slower stage, as timed in one process before training. None if no round has them."""
+    found = _noted(rounds)
+    return Spread.of(sum(each.numbers("times")) / max(each.numbers("times")) for each in found) if found else None
+
+
+def _busy(rounds: Sequence[Round]) -> list[str]:
+    """A line about how busy the two stages were."""
+    found = _noted(rounds)
     if not found:
         return []
     busy = [Spread.of(each).median for each in zip(*(each.numbers("busy") for each in found), strict=True)]
-    bound = Spread.of(sum(each.numbers("times")) / max(each.numbers("times")) for each in found).median
-    return [
-        f"stages of a: busy {' and '.join(f'{each:.0%}' for each in busy)} of the time; as they were timed before"
-        f" training, their cut allows {bound:.2f} times one thread",
-    ]
+    return [f"stages of a: busy {' and '.join(f'{each:.0%}' for each in busy)} of the time"]

@@ -37,7 +37,7 @@ class ResidualBlock(nn.Module):
 class ResNet(L.LightningModule):
     """A classifier of images of shape (N, 1, H, W); logs `train_loss`, `val_loss`, `val_acc`, `test_loss`, `test_acc`.
 
-    `net` is one `nn.Sequential`; each of its children is a layer that a stage can hold.
+    `net` is one `nn.Sequential`; stages can begin between its children, and inside of its residual blocks.
 
     Args:
         width: channels of the first residual block; the second half of the blocks has twice as many.

@@ -17,6 +17,7 @@ from benchmarks.two_stages import (
     Round,
     choose,
     compare,
+    limit,
     measure,
     measure_ddp,
     measure_schedule_1f1b,
@@ -101,6 +102,22 @@ def test_ratios_are_formed_within_rounds() -> None:
     assert compare(rounds, STAGES_OVER_1F1B) is None
 
 
+def test_the_limit_of_two_stages_of_the_resnet_has_a_target() -> None:
+    """It is formed from the times of one process; a round without two stages has none."""
+
+    def timed(*times: float) -> Round:
+        return {TWO_STAGES: {"strategy": replace(measured("strategy", 1.0)["strategy"], notes={"times": [*times]})}}
+
+    rounds = [timed(0.06, 0.04), timed(0.05, 0.05), timed(6.0, 5.4), {ONE_THREAD: measured("plain", 10.0)}]
+    spread = limit(rounds)
+    assert spread is not None
+    assert (spread.median, spread.low, spread.high) == pytest.approx((1.9, 1 / 0.6, 2.0))
+    assert limit(rounds[3:]) is None
+    for model, target in (("resnet", 1.85), ("gpt", None)):
+        figures = report(f"two_stages_{model}", MACHINE, replace(TINY, model=model), rounds[3:], {}).figures
+        assert [figure.target for figure in figures if figure.name.startswith("limit")] == [target]
+
+
 def test_the_peer_is_taken_at_its_best_median() -> None:
     rounds: list[Round] = [
         {SCHEDULE_1F1B: measured("2", 8.0) | measured("4", 9.0)},
@@ -129,7 +146,7 @@ def test_the_report_says_which_target_was_met_and_what_failed() -> None:
     assert row("a/d")[-5:] == ["1.67", "..", "1.67", "1.60", "met"]
     assert row(TWO_STAGES)[-5:] == ["1.00", "0.5000", "in", "flight", "3"]
     assert "busy 90% and 80% of the time" in outcome.text
-    assert "their cut allows 1.67 times one thread" in outcome.text
+    assert row("limit")[-3:] == ["1.67", "..", "1.67"]
     assert row(DDP)[-1] == "failed"
     assert not any(line.startswith(("e ", "e/b")) for line in lines)  # not asked for with this model
     assert "it broke" in outcome.text
