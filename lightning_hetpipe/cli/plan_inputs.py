@@ -8,7 +8,8 @@ from typing import Any, Literal
 
 import lightning as L
 from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig, OmegaConf, open_dict
+from lightning.pytorch.callbacks import BaseFinetuning
+from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 
 from lightning_hetpipe import HetPipeStrategy
 from lightning_hetpipe.cli import trainer_checks, trainer_errors
@@ -16,6 +17,7 @@ from lightning_hetpipe.cli.building import built
 from lightning_hetpipe.cli.cluster_plans import ALLOCATIONS, COMPARE, ClusterSettings
 from lightning_hetpipe.cli.config_sections import written
 from lightning_hetpipe.cli.console_script import ConsoleScript
+from lightning_hetpipe.cli.targets import locate
 from lightning_hetpipe.errors import SettingError, nearest, of_file
 from lightning_hetpipe.placement.device_placement import discovered_cluster
 from lightning_hetpipe.placement.progress import on_terminal
@@ -140,6 +142,7 @@ def _measured(config: DictConfig) -> Profiled:
         L.seed_everything(config.seed, workers=True, verbose=False)
     defaults = {"module": None, "timeout": 300}
     kept = {key: of_strategy(config, key, default) for key, default in defaults.items()}
+    callbacks = _finetuning(config)
     with open_dict(config):
         config.trainer.pop("callbacks", None)
         config.trainer.update(_SILENT)
@@ -147,8 +150,21 @@ def _measured(config: DictConfig) -> Profiled:
     strategy = ProfilingStrategy(ProfileCache(), on_terminal, **kept)
     model = built(config, "model", L.LightningModule)
     data = built(config, "data", L.LightningDataModule)
-    trainer = built(config, "trainer", L.Trainer, strategy=strategy)
+    trainer = built(config, "trainer", L.Trainer, strategy=strategy, callbacks=callbacks)
     return profile_model(trainer, model, datamodule=data)
+
+
+def _finetuning(config: DictConfig) -> list[L.Callback]:
+    """Build those of the Trainer's callbacks that have weights trained later than in the first minibatch."""
+    found = OmegaConf.select(config, "trainer.callbacks")
+    keys = [*found] if isinstance(found, DictConfig) else range(len(found)) if isinstance(found, ListConfig) else []
+    paths = [f"trainer.callbacks.{key}" for key in keys if isinstance(found[key], DictConfig)]
+    kinds = {path: locate(OmegaConf.select(config, path)["_target_"], path) for path in paths}
+    return [
+        built(config, path, BaseFinetuning)
+        for path, kind in kinds.items()
+        if isinstance(kind, type) and issubclass(kind, BaseFinetuning)
+    ]
 
 
 def cluster_of(config: DictConfig, profile: Profile) -> tuple[Cluster, set[DeviceSlot]]:

@@ -61,8 +61,8 @@ class HetPipeStrategy(PlannedDevices):
             On CPU they may exceed the devices. A list gives each virtual worker of a node its own, or each of all
             nodes.
         in_flight: Nm, how many minibatches are in the pipeline at once; by default k + 1, and 1 for one stage; where
-            devices differ, as many as are planned. Each stage holds Nm copies of its weights, and gradients are Nm - 1
-            steps stale, which asks for lower learning rates (docs/staleness.md).
+            devices differ, as many as are planned. Each stage holds Nm copies of its trained weights, and gradients are
+            Nm - 1 steps stale, which asks for lower learning rates (docs/staleness.md).
         virtual_workers: Virtual workers on each machine (``Trainer(num_nodes=...)``); each is a process, which ``fit``
             starts. The machine's devices are divided among them in order. Where torchrun, SLURM or the like starts
             processes, each of those is one, and this is to be left out.

@@ -47,7 +47,7 @@ def test_bytes_of_frozen_weights(finetuned: bool) -> None:
 
 
 def test_what_is_trained_later_keeps_activations() -> None:
-    """Of a frozen layer whose input requires no gradient, autograd keeps nothing but its ends."""
+    """A frozen layer whose input requires no gradient keeps nothing but its ends."""
     frozen = nn.Sequential(nn.Linear(4, 64), nn.ReLU(), nn.Linear(64, 4)).requires_grad_(False)
     ((now, _),) = study(frozen).on(CPU)
     ((later, _),) = replace(study(frozen), finetuned=True).on(CPU)

@@ -9,8 +9,11 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, ClassVar
 
+import lightning as L
 import pytest
+from lightning.pytorch.callbacks import BaseFinetuning
 from matplotlib.figure import Figure
 
 from lightning_hetpipe import Cluster, Node, Plan
@@ -162,6 +165,30 @@ def test_a_model_is_measured_on_this_machine(plan: Run, folder: Path, monkeypatc
     assert [each.stat().st_mtime_ns for each in (folder / "cache" / "profiles").iterdir()] == [before]
     said, _ = plan("profile=run/profile.json", "devices=[cpu]", "hydra.run.dir=again")
     assert "cpu:0" in said
+
+
+class FreezesBlocks(BaseFinetuning):
+    """Freezes all of the demo's ResNet but its last layer; trains it from the second epoch on."""
+
+    frozen: ClassVar[list[int]] = []
+
+    def freeze_before_training(self, pl_module: L.LightningModule) -> None:
+        for block in list(pl_module.get_submodule("net").children())[:-1]:
+            self.freeze(block)
+        self.frozen.append(sum(not parameter.requires_grad for parameter in pl_module.parameters()))
+
+    def finetune_function(self, *_: Any) -> None: ...
+
+
+@pytest.mark.parametrize("given", ["+callbacks.later={_target_: %s}", "trainer.callbacks=[{_target_: %s}]"])
+def test_weights_that_are_trained_later_are_planned_as_trained(given: str, plan: Run, folder: Path) -> None:
+    """Callbacks were left out, so that a plan had no room for what they unfreeze."""
+    FreezesBlocks.frozen.clear()
+    small = ["experiment=digits", "model.blocks=1", "model.width=4", "devices=[cpu]", "hydra.run.dir=run"]
+    plan(*small, given % f"{__name__}.FreezesBlocks")
+    profile = load(folder / "run" / "profile.json")
+    assert FreezesBlocks.frozen[0] > 0
+    assert [layer.frozen for layer in profile.layers] == [0] * len(profile.layers)
 
 
 def test_links_are_not_free_beside_times_of_a_cpu(plan: Run, folder: Path) -> None:

@@ -204,7 +204,7 @@ class Timed(Learner):
 @pytest.mark.parametrize("stages", [1, 2])
 @pytest.mark.parametrize("every", [1, 2, 3])
 def test_loggers_are_told_the_samples_per_second(every: int, stages: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of training alone, without the first minibatch of the fit; there are no stages that could be busy."""
+    """Training alone counts, without the first minibatch of the fit; there are no stages that could be busy."""
     clock, memory = Clock(), Memory()
     monkeypatch.setattr("lightning_hetpipe.reporting.meter.perf_counter", clock)
     strategy = HetPipeStrategy(stages=stages, in_flight=1)
@@ -218,7 +218,7 @@ def test_loggers_are_told_the_samples_per_second(every: int, stages: int, monkey
 
 
 def test_metrics_are_at_the_steps_of_lightnings_own() -> None:
-    """Where each minibatch makes two optimizer steps, too."""
+    """Each minibatch makes two optimizer steps."""
 
     class Two(Learner):
         def __init__(self) -> None:

@@ -154,7 +154,7 @@ def test_what_was_synchronised_last_is_where_the_weights_are(update_dtype: str |
 
 
 def test_copies_of_frozen_weights_are_on_the_host() -> None:
-    """Of a weight that is trained later, the first update is computed there."""
+    """The first update of a weight that is trained later is computed there."""
     module = L.LightningModule()
     module.first, module.second = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2), requires_grad=False)
     synchroniser = Synchroniser(OnlyOne(SimpleNamespace(_run=TrainerRun())), module)  # type: ignore[arg-type]
