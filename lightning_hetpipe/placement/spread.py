@@ -62,7 +62,9 @@ def move_live(tensor: Tensor, device: torch.device) -> None:
     if tensor.device == device:
         return
     gradient, tensor.grad = tensor.grad, None
-    tensor.data = tensor.data.to(device)
+    # In an evaluation the copy would be an inference tensor, and no graph could be made of what holds it.
+    with torch.inference_mode(tensor.is_inference()):
+        tensor.data = tensor.data.to(device)
     if gradient is not None:
         tensor.grad = gradient.to(device)
 
