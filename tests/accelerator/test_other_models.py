@@ -15,10 +15,11 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_hetpipe.planning.model.estimate import Estimate
 from tests.accelerator.four_devices import LARGE, SHARE, cluster, limit, trainer_on
-from tests.accelerator.test_larger_than_a_device import CrossBlock, Evaluated
+from tests.accelerator.test_larger_than_a_device import Evaluated
 from tests.exact.running import expect
 from tests.oracle import Batch, Outputs, State
 from tests.support.accelerator import TestAccelerator
+from tests.support.captured_models import CrossBlock
 from tests.support.equality import assert_same
 from tests.support.models import ADAMW, WORDS, Learner, words
 from tests.support.strategies import stashing
@@ -166,7 +167,7 @@ class Level(nn.Module):
         self.attention = nn.MultiheadAttention(width, 2, batch_first=True) if attends else None
 
     def forward(self, x: Tensor, time: Tensor) -> Tensor:
-        y = self.conv1(F.silu(self.norm1(x)))
+        y: Tensor = self.conv1(F.silu(self.norm1(x)))
         scale, shift = self.time(F.silu(time))[..., None, None].chunk(2, 1)
         y = self.conv2(F.silu(self.norm2(y) * (1 + scale) + shift)) + self.short(x)
         if self.attention is not None:

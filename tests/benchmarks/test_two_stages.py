@@ -113,7 +113,8 @@ def test_the_limit_of_two_stages_of_the_resnet_has_a_target() -> None:
     assert spread is not None
     assert (spread.median, spread.low, spread.high) == pytest.approx((1.9, 1 / 0.6, 2.0))
     assert limit(rounds[3:]) is None
-    for model, target in (("resnet", 1.85), ("gpt", None)):
+    targets: dict[ModelName, float | None] = {"resnet": 1.85, "gpt": None}
+    for model, target in targets.items():
         figures = report(f"two_stages_{model}", MACHINE, replace(TINY, model=model), rounds[3:], {}).figures
         assert [figure.target for figure in figures if figure.name.startswith("limit")] == [target]
 
