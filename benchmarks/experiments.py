@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -37,6 +37,8 @@ DOCS = ROOT / "docs" / "staleness.md"
 PICTURES = {"survival": "staleness-survival.svg", "curves": "staleness-curves.svg"}
 BEGIN, END = "<!-- experiments: make experiments ARGS=write=true -->", "<!-- end of experiments -->"
 
+T = TypeVar("T")
+
 
 @dataclass
 class Options:
@@ -49,17 +51,26 @@ class Options:
     write: bool = False
 
 
+def settings(kind: type[T], arguments: Sequence[str]) -> T:
+    """The settings that ``arguments`` give, as ``name=value``, to a dataclass with defaults.
+
+    Raises:
+        ValueError: which names the setting.
+    """
+    try:
+        found: Any = OmegaConf.merge(OmegaConf.structured(kind), OmegaConf.from_dotlist(list(arguments)))
+    except OmegaConfBaseException as error:
+        raise ValueError(f"{' '.join(arguments)}: {str(error).splitlines()[0]}") from error
+    return kind(**{str(name): value for name, value in found.items()})
+
+
 def options(arguments: Sequence[str]) -> Options:
     """The settings that ``arguments`` give.
 
     Raises:
         ValueError: which names the setting.
     """
-    try:
-        settings: Any = OmegaConf.merge(OmegaConf.structured(Options), OmegaConf.from_dotlist(list(arguments)))
-    except OmegaConfBaseException as error:
-        raise ValueError(f"{' '.join(arguments)}: {str(error).splitlines()[0]}") from error
-    given = Options(**{str(name): value for name, value in settings.items()})
+    given = settings(Options, arguments)
     if unknown := [name for name in given.tasks if name not in TASKS]:
         raise ValueError(f"tasks={unknown} are unknown; there are {', '.join(TASKS)}")
     if given.jobs < 1:

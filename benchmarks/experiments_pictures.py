@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from io import StringIO
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ from benchmarks.staleness_training import Recipe
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 COLOURS = {
     "sync": "#000000",
@@ -90,11 +92,9 @@ def _variants(task: Task, in_flight: int) -> dict[str, Recipe]:
 
 def _panels(columns: Sequence[str], rows: Sequence[str], draw: Callable[[Axes, str, str], None]) -> str:
     """An SVG with a panel for each task and row, and one legend."""
-    import matplotlib
     from matplotlib.figure import Figure
 
-    # Letters stay text and names of elements stay the same, so that an unchanged picture is an unchanged file.
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "experiments", "font.size": 9.0}):
+    with drawing():
         size = (3.3 * len(columns), 2.6 * len(rows) + 0.6)
         figure = Figure(figsize=size, layout="constrained")
         panels: Any = figure.subplots(len(rows), len(columns), squeeze=False)
@@ -107,6 +107,18 @@ def _panels(columns: Sequence[str], rows: Sequence[str], draw: Callable[[Axes, s
                     axes.set_ylabel("")
         handles, labels = panels[0][0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside upper center", ncols=len(labels), frameon=False)
-        text = StringIO()
-        figure.savefig(text, format="svg", metadata={"Date": None})
+        return as_svg(figure)
+
+
+def drawing() -> AbstractContextManager[None]:
+    """Letters stay text and names of elements stay the same, so that an unchanged picture is an unchanged file."""
+    import matplotlib
+
+    return matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "experiments", "font.size": 9.0})
+
+
+def as_svg(figure: Figure) -> str:
+    """An SVG whose text has no date, and no blanks at ends of lines."""
+    text = StringIO()
+    figure.savefig(text, format="svg", metadata={"Date": None})
     return "\n".join(line.rstrip() for line in text.getvalue().splitlines()) + "\n"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import multiprocessing
 import warnings
@@ -10,11 +9,11 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from benchmarks.experiments_tasks import TASKS, loss, validation_loss
+from benchmarks.kept_lines import add_line, lines
 from benchmarks.staleness_training import Recipe, batches, updates
 
 UPDATES = 360
@@ -120,13 +119,9 @@ def _one_thread() -> None:
 
 
 def read(file: Path) -> Found:
-    """The runs that ``file`` keeps, a line each; a line that is not whole is left out."""
+    """The runs that ``file`` keeps."""
     found: Found = {}
-    for line in file.read_text().splitlines() if file.exists() else ():
-        try:
-            kept: dict[str, Any] = json.loads(line)
-        except json.JSONDecodeError:  # what wrote it was stopped
-            continue
+    for kept in lines(file):
         losses = kept.pop("losses")
         found[Run(**{**kept, "recipe": Recipe(**kept["recipe"])})] = losses
     return found
@@ -134,8 +129,4 @@ def read(file: Path) -> Found:
 
 def keep(file: Path, run: Run, losses: Sequence[float]) -> None:
     """Adds a run to ``file``."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with file.open("a+") as kept:
-        kept.seek(0)
-        torn = (text := kept.read()) and not text.endswith("\n")
-        kept.write("\n" * bool(torn) + json.dumps({**asdict(run), "losses": list(losses)}) + "\n")
+    add_line(file, {**asdict(run), "losses": list(losses)})
