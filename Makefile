@@ -6,7 +6,7 @@ READY := .venv/.ready
 PARALLEL := -n 2 --dist worksteal
 CODE := lightning_hetpipe tests benchmarks examples
 
-.PHONY: demo test test-all check bench experiments docs clean
+.PHONY: demo test test-all check bench experiments headline docs clean
 
 demo: $(READY)  ## Train the digits experiment.
 	$(BIN)/hetpipe-train
@@ -28,6 +28,9 @@ bench: $(READY)  ## The benchmarks; they write benchmarks/results.md, which the 
 
 experiments: $(READY)  ## Weight policies on four small tasks; ARGS="full=true" is the whole grid, and goes on where it stopped.
 	$(BIN)/python -m benchmarks.experiments $(ARGS)
+
+headline: $(READY)  ## Time to an accuracy on emulated clusters, next to DDP; needs root. ARGS="full=true" has three seeds.
+	$(BIN)/python -m benchmarks.headline $(ARGS)
 
 docs: $(READY)  ## The documentation as a site, into site/; a warning is an error.
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[docs]"

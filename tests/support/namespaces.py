@@ -101,11 +101,15 @@ class Machine:
 
 
 @contextmanager
-def network(machines: int, rate: str | None = None) -> Iterator[list[Machine]]:
+def network(
+    machines: int, rate: str | None = None, burst: str = "512kb", latency: str = "50ms"
+) -> Iterator[list[Machine]]:
     """Machines 10.0.0.1, 10.0.0.2, ... Leaves nothing behind.
 
     Args:
         rate: What each cable carries each way, as tc writes it, such as "200mbit"; None: as much as it can.
+        burst: What may pass at once after a pause; few milliseconds at ``rate`` are exact.
+        latency: How long a packet waits in a queue, at most, before it is dropped.
 
     Raises:
         Unavailable: if this machine makes no namespaces.
@@ -117,7 +121,7 @@ def network(machines: int, rate: str | None = None) -> Iterator[list[Machine]]:
     made: list[Machine] = []
     try:
         try:
-            _build(names, rate)
+            _build(names, None if rate is None else ["rate", str(rate), "burst", burst, "latency", latency])
         except subprocess.CalledProcessError as error:
             raise Unavailable(f"this machine makes no network namespaces: {error.stderr.strip()}") from None
         made = [Machine(name, f"10.0.0.{i}", names[0], f"port{i}") for i, name in enumerate(names[1:], start=1)]
@@ -141,7 +145,7 @@ def _clear_away() -> None:
             _ip("netns", "delete", name)
 
 
-def _build(names: Sequence[str], rate: str | None) -> None:
+def _build(names: Sequence[str], limit: Sequence[str] | None) -> None:
     switch = names[0]
     for name in names:
         _ip("netns", "add", name)
@@ -154,9 +158,8 @@ def _build(names: Sequence[str], rate: str | None) -> None:
         _ip("-n", switch, "link", "set", f"port{i}", "up")
         _ip("-n", name, "address", "add", f"10.0.0.{i}/24", "dev", "eth0")
         _ip("-n", name, "link", "set", "eth0", "up")
-        for where, device in ((switch, f"port{i}"), (name, "eth0")) if rate is not None else ():
-            limit = ["tbf", "rate", str(rate), "burst", "512kb", "latency", "50ms"]
-            _run("tc", "-n", where, "qdisc", "add", "dev", device, "root", *limit)
+        for where, device in ((switch, f"port{i}"), (name, "eth0")) if limit is not None else ():
+            _run("tc", "-n", where, "qdisc", "add", "dev", device, "root", "tbf", *limit)
 
 
 def finished(processes: Sequence[subprocess.Popen[str]], seconds: float) -> list[tuple[int, str, str]]:
