@@ -39,7 +39,8 @@ from lightning_hetpipe.planning.model.simulate import StageTimes, simulate
 from lightning_hetpipe.planning.model.stage_memory import optimizer_state
 from lightning_hetpipe.planning.plan import profile_file
 from lightning_hetpipe.planning.search.choice import best_plan
-from lightning_hetpipe.planning.search.divider import CLOSE, Division
+from lightning_hetpipe.planning.search.divider import CLOSE
+from lightning_hetpipe.planning.search.division import Division
 from lightning_hetpipe.planning.search.problem import PlanningProblem
 
 NAME = "planning"

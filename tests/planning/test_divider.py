@@ -13,8 +13,10 @@ from hypothesis import strategies as st
 from lightning_hetpipe.planning.model.cluster import NO_LINK, Cluster, Device, Link, Node
 from lightning_hetpipe.planning.model.profile import LayerBytes, Profile, Times
 from lightning_hetpipe.planning.model.stage_memory import Sizes, stage_memory
-from lightning_hetpipe.planning.search import divider
-from lightning_hetpipe.planning.search.divider import CLOSE, SLIGHT, Division
+from lightning_hetpipe.planning.search import device_orders
+from lightning_hetpipe.planning.search.divider import CLOSE
+from lightning_hetpipe.planning.search.division import Division
+from lightning_hetpipe.planning.search.dynamic_programme import SLIGHT
 from lightning_hetpipe.planning.search.problem import Loads, PlanningProblem
 from tests.planning.instances import NAMES, Stages, clusters, divisions, profiles, takes
 from tests.support.marks import explores
@@ -100,7 +102,7 @@ def test_where_there_are_too_many_orders_it_is_one_of_all(
     """It may be slower than the best, and says so."""
     problem, exact = (PlanningProblem(profile, cluster, cluster.slots, ordered, 2.0) for _ in range(2))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(divider, "MOST_ROWS", most)
+        patch.setattr(device_orders, "MOST_ROWS", most)
         assert problem.divider.exact <= (ordered or most >= 2)
         found = least(problem)
     best = least(exact)

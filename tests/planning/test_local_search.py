@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from lightning_hetpipe.planning.model.cluster import Cluster
 from lightning_hetpipe.planning.model.profile import Profile
-from lightning_hetpipe.planning.search.divider import Division
+from lightning_hetpipe.planning.search.division import Division
 from lightning_hetpipe.planning.search.local_search import changes
 from lightning_hetpipe.planning.search.problem import PlanningProblem
 from tests.planning.instances import clusters, divisions, profiles

@@ -25,7 +25,7 @@ from lightning_hetpipe.planning.model.profile import Profile
 from lightning_hetpipe.planning.model.spread_memory import SpreadMemory
 from lightning_hetpipe.planning.model.stage_memory import optimizer_state
 from lightning_hetpipe.planning.model.units import in_seconds
-from lightning_hetpipe.planning.search.divider import Division
+from lightning_hetpipe.planning.search.division import Division
 from lightning_hetpipe.planning.search.plans import ENOUGH, GLIMPSE, MUCH, PlansAt
 from lightning_hetpipe.planning.search.problem import Loads, PlanningProblem, unseen
 from lightning_hetpipe.planning.search.spread_plan import spread_plan

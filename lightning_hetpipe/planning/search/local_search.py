@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import TypeAlias
 
-from lightning_hetpipe.planning.search.divider import Division
+from lightning_hetpipe.planning.search.division import Division
 from lightning_hetpipe.planning.search.problem import PlanningProblem
 
 Place: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]

@@ -16,7 +16,8 @@ import math
 from functools import cached_property
 
 from lightning_hetpipe.planning.model.estimate import MINIBATCHES, WAVES, Estimate
-from lightning_hetpipe.planning.search.divider import CLOSE, Division
+from lightning_hetpipe.planning.search.divider import CLOSE
+from lightning_hetpipe.planning.search.division import Division
 from lightning_hetpipe.planning.search.local_search import changes
 from lightning_hetpipe.planning.search.problem import Loads, PlanningProblem
 

@@ -17,7 +17,8 @@ from lightning_hetpipe.planning.model.estimate import Estimate, SimulatedStages,
 from lightning_hetpipe.planning.model.profile import Profile
 from lightning_hetpipe.planning.model.simulate import StageLoad
 from lightning_hetpipe.planning.model.spread_memory import SpreadMemory
-from lightning_hetpipe.planning.search.divider import Divider, Division, Fits, Room
+from lightning_hetpipe.planning.search.divider import Divider
+from lightning_hetpipe.planning.search.division import Division, Fits, Room
 from lightning_hetpipe.rules.versions import STASH, Versions, WeightPolicy
 
 

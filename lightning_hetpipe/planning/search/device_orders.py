@@ -1,0 +1,188 @@
+"""Orders of devices: the states of the dynamic programme, and which of them lie behind which.
+
+A state says which devices of a block are placed, and which of them is the foremost. Devices are placed block by block.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_hetpipe.planning.model.cluster import Device
+from lightning_hetpipe.planning.model.costs import Costs
+
+MOST_ROWS = 3000
+"""Largest number of states that are looked through for one block."""
+
+Block: TypeAlias = tuple[tuple[int, int], ...]
+"""Kinds and how many of each there are."""
+
+Rows: TypeAlias = NDArray[np.intp]
+
+
+@dataclass(frozen=True)
+class Step:
+    """States that are reached by placing devices of ``kind``.
+
+    Attributes:
+        rows: Those states.
+        near, far: For each of them the states behind it, whose foremost device is on the same node or on another,
+            padded with row 0.
+        block: The first row of the block.
+        first: Whether it places the first device of a block, so that any state of the blocks behind lies behind it.
+    """
+
+    kind: int
+    rows: slice
+    near: Rows
+    far: Rows
+    block: int
+    first: bool
+
+
+class DeviceOrder:
+    """States of ``blocks``, of which the last one is placed first. Row 0 is a state that no way leads to.
+
+    Attributes:
+        stages: k, where it is given, else 1.
+        kind_of, step_of: For each row, the kind of its foremost device, and the step that it belongs to.
+        steps: In the order in which they are placed.
+    """
+
+    def __init__(self, costs: Costs, blocks: Sequence[Block], stages: int) -> None:
+        self.stages = stages
+        self.kind_of = [-1]
+        self.step_of: list[Step | None] = [None]
+        self.steps: list[Step] = []
+        self._node = [kind.node for kind in costs.kinds]
+        for block in reversed(blocks):
+            self._add(block)
+        self._node_of = np.array([-1, *(self._node[kind] for kind in self.kind_of[1:])])
+
+    def sources(self, row: int) -> tuple[Rows, Rows]:
+        """The rows behind ``row``: those whose foremost device is on its node, and those of other nodes."""
+        step = self.step_of[row]
+        assert step is not None
+        if step.first:
+            here = self._node_of[: step.block] == self._node_of[row]
+            here[0] = False
+            return np.flatnonzero(here), np.flatnonzero(~here)[1:]
+        near, far = step.near[row - step.rows.start], step.far[row - step.rows.start]
+        return near[near > 0], far[far > 0]
+
+    def by_node(self, start: int, stop: int) -> list[tuple[int, Rows]]:
+        """The rows from ``start`` to ``stop``, by the node of their foremost device."""
+        nodes = self._node_of[start:stop]
+        return [(int(node), start + np.flatnonzero(nodes == node)) for node in np.unique(nodes)]
+
+    def _add(self, block: Block) -> None:
+        start = len(self.kind_of)
+        rows: dict[tuple[tuple[int, ...], int], int] = {}
+        levels: dict[tuple[int, int], list[tuple[int, ...]]] = {}
+        for counts in product(*(range(number + 1) for _, number in block)):
+            for place, number in enumerate(counts):
+                if number:
+                    levels.setdefault((sum(counts), place), []).append(counts)
+        for (level, place), these in sorted(levels.items()):
+            kind, first = block[place][0], len(self.kind_of)
+            near: list[list[int]] = []
+            far: list[list[int]] = []
+            for counts in these:
+                before = (*counts[:place], counts[place] - 1, *counts[place + 1 :])
+                sources = [(self._node[block[p][0]], rows[before, p]) for p, each in enumerate(before) if each]
+                near.append([row for node, row in sources if node == self._node[kind]])
+                far.append([row for node, row in sources if node != self._node[kind]])
+                rows[counts, place] = len(self.kind_of)
+                self.kind_of.append(kind)
+            there = slice(first, len(self.kind_of))
+            step = Step(kind, there, _padded(near), _padded(far), start, level == 1)
+            self.steps.append(step)
+            self.step_of += [step] * (there.stop - first)
+
+
+def _padded(lists: Sequence[Sequence[int]]) -> Rows:
+    width = max(1, *map(len, lists))
+    return np.array([[*each, *[0] * (width - len(each))] for each in lists], dtype=np.intp)
+
+
+class Twins:
+    """Nodes with the same devices and the same link, which may change places, unless devices are ``ordered``."""
+
+    def __init__(self, costs: Costs, ordered: bool = False) -> None:
+        nodes: dict[int, dict[Device, int]] = {node: {} for node in costs.within}
+        for index, kind in enumerate(costs.kinds):
+            nodes[kind.node][kind.device] = index
+        likes: dict[object, list[int]] = {}
+        for node, own in nodes.items():
+            devices = frozenset((device, len(costs.kinds[kind].slots)) for device, kind in own.items())
+            likes.setdefault((devices, id(costs.within[node])), []).append(node)
+        self._nodes = [kind.node for kind in costs.kinds]
+        self._likes = {node: those for those in likes.values() for node in those}
+        self._kinds = [{node: nodes[node][kind.device] for node in self._likes[kind.node]} for kind in costs.kinds]
+        self._any = len(likes) < len(nodes) and not ordered
+
+    def first(self, kinds: tuple[int, ...]) -> tuple[int, ...]:
+        """Let nodes change places so that of those that are alike the first ones are used first."""
+        if not self._any:
+            return kinds
+        place: dict[int, int] = {}
+        used: dict[int, int] = {}
+        for kind in kinds:
+            if (node := self._nodes[kind]) not in place:
+                those = self._likes[node]
+                place[node] = those[used.get(those[0], 0)]
+                used[those[0]] = used.get(those[0], 0) + 1
+        return tuple(self._kinds[kind][place[self._nodes[kind]]] for kind in kinds)
+
+
+def orders_of_blocks(costs: Costs, ordered: bool) -> tuple[list[list[Block]], bool]:
+    """Orders of blocks that are looked through, and whether these are all orders of every subset of the devices.
+
+    Args:
+        costs: Whose devices they are.
+        ordered: Whether the devices, each of a kind of its own, stay in their order.
+    """
+    everything = tuple((kind, len(each.slots)) for kind, each in enumerate(costs.kinds))
+    if ordered:
+        return [[(each,) for each in everything]], True
+    if _states(everything) <= MOST_ROWS:
+        return [[everything]], True
+    return _by_what_they_have(costs), False
+
+
+def _states(block: Block) -> int:
+    """Number of states of a block, about."""
+    return len(block) * math.prod(number + 1 for _, number in block)
+
+
+def _by_what_they_have(costs: Costs) -> list[list[Block]]:
+    """Orders of blocks: nodes, or the devices of one kind on a node, by what they have."""
+    by_kind: list[Block] = [((kind, len(each.slots)),) for kind, each in enumerate(costs.kinds)]
+    by_node: list[Block] = []
+    for node in costs.within:
+        own = tuple((kind, len(each.slots)) for kind, each in enumerate(costs.kinds) if each.node == node)
+        by_node += [own] if _states(own) <= MOST_ROWS else [(each,) for each in own]
+
+    def memory(block: Block) -> float:
+        sizes = [costs.kinds[kind].device.memory or math.inf for kind, number in block for _ in range(number)]
+        return sum(sizes) / len(sizes)
+
+    def slowness(block: Block) -> float:
+        seconds = [float(costs.own_last[kind][0, -1]) for kind, number in block for _ in range(number)]
+        return sum(seconds) / len(seconds)
+
+    keys: list[Callable[[Block], float]] = [lambda block: 0.0, memory, slowness]
+    orders = []
+    for blocks in (by_node, by_kind):
+        for key in keys:
+            found = sorted(blocks, key=key)
+            for each in (found, found[::-1]):
+                if each not in orders:
+                    orders.append(each)
+    return orders
