@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,7 +34,7 @@ class Step:
         rows: Those states.
         near, far: For each of them the states behind it, whose foremost device is on the same node or on another,
             padded with row 0.
-        block: The first row of the block.
+        start: The first row of the block.
         first: Whether it places the first device of a block, so that any state of the blocks behind lies behind it.
     """
 
@@ -42,8 +42,20 @@ class Step:
     rows: slice
     near: Rows
     far: Rows
-    block: int
+    start: int
     first: bool
+
+
+class BlockStates(NamedTuple):
+    """States of one block.
+
+    Attributes:
+        steps: In the order in which devices are placed.
+        nodes: The rows, by the node of their foremost device.
+    """
+
+    steps: Sequence[Step]
+    nodes: Sequence[tuple[int, Rows]]
 
 
 class DeviceOrder:
@@ -52,34 +64,35 @@ class DeviceOrder:
     Attributes:
         stages: k, where it is given, else 1.
         kind_of, step_of: For each row, the kind of its foremost device, and the step that it belongs to.
-        steps: In the order in which they are placed.
+        blocks: Those of each block, in the order in which they are placed.
     """
 
     def __init__(self, costs: Costs, blocks: Sequence[Block], stages: int) -> None:
         self.stages = stages
         self.kind_of = [-1]
         self.step_of: list[Step | None] = [None]
-        self.steps: list[Step] = []
+        self.blocks: list[BlockStates] = []
         self._node = [kind.node for kind in costs.kinds]
+        self._sources: dict[int, tuple[Rows, Rows]] = {}
         for block in reversed(blocks):
             self._add(block)
         self._node_of = np.array([-1, *(self._node[kind] for kind in self.kind_of[1:])])
 
     def sources(self, row: int) -> tuple[Rows, Rows]:
         """The rows behind ``row``: those whose foremost device is on its node, and those of other nodes."""
+        if row not in self._sources:
+            self._sources[row] = self._sources_of(row)
+        return self._sources[row]
+
+    def _sources_of(self, row: int) -> tuple[Rows, Rows]:
         step = self.step_of[row]
         assert step is not None
         if step.first:
-            here = self._node_of[: step.block] == self._node_of[row]
+            here = self._node_of[: step.start] == self._node_of[row]
             here[0] = False
             return np.flatnonzero(here), np.flatnonzero(~here)[1:]
         near, far = step.near[row - step.rows.start], step.far[row - step.rows.start]
         return near[near > 0], far[far > 0]
-
-    def by_node(self, start: int, stop: int) -> list[tuple[int, Rows]]:
-        """The rows from ``start`` to ``stop``, by the node of their foremost device."""
-        nodes = self._node_of[start:stop]
-        return [(int(node), start + np.flatnonzero(nodes == node)) for node in np.unique(nodes)]
 
     def _add(self, block: Block) -> None:
         start = len(self.kind_of)
@@ -89,6 +102,7 @@ class DeviceOrder:
             for place, number in enumerate(counts):
                 if number:
                     levels.setdefault((sum(counts), place), []).append(counts)
+        steps: list[Step] = []
         for (level, place), these in sorted(levels.items()):
             kind, first = block[place][0], len(self.kind_of)
             near: list[list[int]] = []
@@ -102,8 +116,11 @@ class DeviceOrder:
                 self.kind_of.append(kind)
             there = slice(first, len(self.kind_of))
             step = Step(kind, there, _padded(near), _padded(far), start, level == 1)
-            self.steps.append(step)
+            steps.append(step)
             self.step_of += [step] * (there.stop - first)
+        own = np.array([self._node[kind] for kind in self.kind_of[start:]], dtype=np.intp)
+        nodes = [(int(node), start + np.flatnonzero(own == node)) for node in np.unique(own)]
+        self.blocks.append(BlockStates(steps, nodes))
 
 
 def _padded(lists: Sequence[Sequence[int]]) -> Rows:

@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import lru_cache
+from typing import TypeAlias
 
 import numpy as np
 
-from lightning_hetpipe.planning.model.cluster import Device
 from lightning_hetpipe.planning.model.costs import Costs
 from lightning_hetpipe.planning.model.estimate import INSTANT
 from lightning_hetpipe.planning.search.device_orders import Block, DeviceOrder, Rows, Twins, orders_of_blocks
@@ -34,6 +35,10 @@ CLOSE = 1.001
 
 FARTHER, FAR = 1.02, 1 << 10
 """Ratio to a lower bound of the least period that is looked at next, and one at which such a bound says little."""
+
+
+Capped: TypeAlias = Callable[[float], Sequence[StageTakes]]
+"""Seconds of stages on each kind of device that take no longer than what is given."""
 
 
 class Divider:
@@ -70,7 +75,7 @@ class Divider:
             low: A period that none is below, if that is known.
         """
         found: dict[Division, float] = {}
-        takes = self._takes(room, self._boundaries)
+        takes = self._capped(room, self._boundaries)
         for order in self._orders:
             self._bisect(found, order, takes, in_flight, synchronise, low)
         high = math.inf
@@ -78,7 +83,7 @@ class Divider:
             best = min(found, key=found.__getitem__)
             high = found[best]
             order = DeviceOrder(self.costs, self._around(best.kinds), self._orders[0].stages)
-            takes = self._takes(room, self._near(best.splits))
+            takes = self._capped(room, self._near(best.splits))
             self._bisect(found, order, takes, in_flight, synchronise, low)
         latest = [*found][::-1]
         return sorted(latest, key=found.__getitem__)
@@ -87,7 +92,7 @@ class Divider:
         self,
         found: dict[Division, float],
         order: DeviceOrder,
-        takes: Sequence[StageTakes],
+        takes: Capped,
         in_flight: int,
         synchronise: float,
         low: float,
@@ -95,10 +100,11 @@ class Divider:
         """Add divisions in ``order`` with smaller periods than those that were ``found``; none is below ``low``."""
         high = before = min(found.values(), default=math.inf)
         farther = FARTHER
-        cap = min(low * farther if low else math.inf, high / CLOSE)
+        # Most orders are no better than the best of those before, which the first cap says then.
+        cap = high / CLOSE if high < math.inf else low * farther or math.inf
         low = max(low, self._slowest)
         while True:
-            division = self._ways(order, takes, cap).best()
+            division = self._ways(order, takes(cap)).best()
             if division is not None:
                 division = replace(division, kinds=self.twins.first(division.kinds))
                 period = found[division] = division.period(in_flight, synchronise)
@@ -117,7 +123,7 @@ class Divider:
                 cap = low * farther if farther < FAR else math.inf
             else:
                 cap = math.sqrt(low * high) if low > high / FAR else high / 8
-        if high < before and (division := self._ways(order, takes, high).best()) is not None:
+        if high < before and (division := self._ways(order, takes(high)).best()) is not None:
             # Of those as fast the one with few bytes, where the way here came by another.
             division = replace(division, kinds=self.twins.first(division.kinds))
             found.pop(division, None)
@@ -125,32 +131,36 @@ class Divider:
 
     def fastest(self, cap: float, room: Room) -> list[Division]:
         """The division of each order with the least sum of times whose stages take ``cap`` seconds at the most."""
-        takes = self._takes(room, self._boundaries)
-        found = (self._ways(order, takes, cap).best() for order in self._orders)
+        takes = self._capped(room, self._boundaries)(cap)
+        found = (self._ways(order, takes).best() for order in self._orders)
         return [division for division in found if division is not None]
 
     def within(self, period: float, in_flight: int, room: Room, synchronise: float = 0.0) -> Iterator[Division]:
         """Yield the divisions whose period is ``period`` at the most, those with a small sum of times first."""
-        takes = self._takes(room, self._boundaries)
+        takes = self._capped(room, self._boundaries)(period)
         most = (period * in_flight - synchronise) * (1 + 2 * SLIGHT)
         twins = self.twins if self.exact else None
-        ways = (self._ways(order, takes, period).within(most, twins) for order in self._orders)
+        ways = (self._ways(order, takes).within(most, twins) for order in self._orders)
         for division in heapq.merge(*ways, key=lambda division: sum(division.takes)):
             if division.period(in_flight, synchronise) <= period * (1 + 1e-9):
                 yield replace(division, kinds=self.twins.first(division.kinds))
 
-    def _takes(self, room: Room, boundaries: Rows) -> list[StageTakes]:
-        """Seconds of stages on each kind; one for those that only differ in their node."""
-        known: dict[tuple[Device, int], StageTakes] = {}
-        found = []
-        for index, kind in enumerate(self.costs.kinds):
-            key = kind.device, id(self.costs.within[kind.node])
-            found.append(known.get(key) or known.setdefault(key, StageTakes.of(self.costs, index, room, boundaries)))
-        return found
+    def _capped(self, room: Room, boundaries: Rows) -> Capped:
+        """Seconds of stages on each kind that take no longer than a cap; of kinds that only differ in their node, one
+        for all."""
+        keys = [(kind.device, id(self.costs.within[kind.node])) for kind in self.costs.kinds]
+        places = dict(zip(reversed(keys), reversed(range(len(keys))), strict=True))
+        takes = {key: StageTakes.of(self.costs, place, room, boundaries) for key, place in places.items()}
 
-    def _ways(self, order: DeviceOrder, takes: Sequence[StageTakes], cap: float) -> Ways:
-        known = {id(each): each.within(cap) for each in takes}
-        return Ways(self.costs, order, [known[id(each)] for each in takes], self._shift)
+        @lru_cache(maxsize=2)
+        def within(cap: float) -> list[StageTakes]:
+            capped = {key: each.within(cap) for key, each in takes.items()}
+            return [capped[key] for key in keys]
+
+        return within
+
+    def _ways(self, order: DeviceOrder, takes: Sequence[StageTakes]) -> Ways:
+        return Ways(self.costs, order, takes, self._shift)
 
     def _around(self, kinds: Sequence[int]) -> list[Block]:
         """Blocks of one device each in the order of ``kinds``, with those that they leave out beside their like."""

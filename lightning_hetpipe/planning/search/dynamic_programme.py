@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import heapq
 import math
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
+from operator import itemgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -19,8 +21,11 @@ from lightning_hetpipe.planning.model.costs import Costs, Floats
 from lightning_hetpipe.planning.search.device_orders import DeviceOrder, Rows, Step, Twins
 from lightning_hetpipe.planning.search.division import Division, Room
 
-CELLS = 1 << 20
+CELLS = 1 << 17
 """Numbers that are worked on at once."""
+
+LONGEST = sys.float_info.max
+"""Seconds of what is possible."""
 
 LINKS = range(2)
 """Within a node, and across nodes."""
@@ -35,15 +40,17 @@ class StageTakes:
     """Seconds of stages on one kind of device, and slightly more for their bytes; infinite where they may not be.
 
     Attributes:
-        stage: By the link to the stage behind and by that to the one before, by the first boundary and by how many
-            boundaries lie between that and the last one.
+        stage: By the link to the stage behind and by that to the one before, by how many boundaries lie between the
+            first and the last one, and by the first one.
         last: Of the last stage, by the link to the stage before and by its first boundary.
-        ends: The last boundary, by the first one and by how many lie between them.
+        shortest: The least of all in ``stage`` with as many boundaries between the first and the last one.
+        ends: The last boundary, by how many lie between it and the first one, and by the first one.
         boundaries: Those that are looked at; others are given as places among them.
     """
 
     stage: Floats
     last: Floats
+    shortest: Floats
     ends: Rows
     boundaries: Rows
 
@@ -55,23 +62,28 @@ class StageTakes:
         slight = SLIGHT * min(float(own[0, -1]) for own in costs.own)
         before, behind = (each / max(1.0, float(room.before[0, -1])) for each in (room.before, room.last))
         most = len(boundaries) - 1
-        ends = np.arange(most + 1)[:, None] + 1 + np.arange(most)
+        ends = np.arange(most + 1) + 1 + np.arange(most)[:, None]
         inside, ends = ends <= most, np.minimum(ends, most)
-        chosen = boundaries[:, None], boundaries[ends]
+        chosen = boundaries, boundaries[ends]
         own = np.where(inside & fits[chosen], costs.own[kind][chosen] + slight * before[chosen] ** 2, np.inf)
-        stage = own + hops[:, ends][:, None] + hops[None, :, :, None]
+        stage = own + hops[:, ends][:, None] + hops[None, :, None, :]
         own_last = costs.own_last[kind][boundaries, -1] + slight * behind[boundaries, -1] ** 2
         last = np.where(fits_last[boundaries, -1], own_last + hops, np.inf)
-        return cls(stage, last, ends, boundaries)
+        return cls(stage, last, stage.min(axis=(0, 1, 3)), ends, boundaries)
 
     def within(self, cap: float) -> StageTakes:
         """Those that take ``cap`` seconds at the most."""
         cap *= 1 + 2 * SLIGHT
-        stage = np.where(self.stage <= cap, self.stage, np.inf)
-        finite = np.flatnonzero(np.isfinite(stage).any(axis=(0, 1, 2)))
-        width = int(finite[-1]) + 1 if len(finite) else 1
-        last = np.where(self.last <= cap, self.last, np.inf)
-        return StageTakes(stage[..., :width], last, self.ends[:, :width], self.boundaries)
+        short = np.flatnonzero(self.shortest <= cap)
+        width = slice(int(short[-1]) + 1 if len(short) else 1)
+        stage = self.stage[:, :, width]
+        return StageTakes(
+            np.where(stage <= cap, stage, np.inf),
+            np.where(self.last <= cap, self.last, np.inf),
+            self.shortest[width],
+            self.ends[width],
+            self.boundaries,
+        )
 
     def least(self, behind: Floats, link: int) -> Floats:
         """Least sums of a stage and of what lies ``behind`` it, (rows, n + 1), by the link to the stage before and by
@@ -81,7 +93,7 @@ class StageTakes:
         step = max(1, CELLS // stage.size)
         for first in range(0, len(behind), step):
             rows = slice(first, first + step)
-            found[:, rows] = (behind[rows][None, :, self.ends] + stage[:, None]).min(axis=3)
+            (behind[rows].take(self.ends, axis=1) + stage[:, None]).min(axis=2, out=found[:, rows])
         return found
 
 
@@ -97,28 +109,29 @@ class Ways:
         shape = len(LINKS), order.stages, len(order.kind_of), len(self._boundaries)
         self._least = np.full(shape, np.inf)
         nodes = {node: place for place, node in enumerate(costs.within)}
+        others = [[place for place in nodes.values() if place != here] for here in nodes.values()]
         behind = np.full((len(nodes), *shape[:2], shape[3]), np.inf)  # by the node of the foremost device
-        block = 1
-        for step in order.steps:
-            if step.block != block:  # those of the block behind may lie behind any of this one
-                for node, rows in order.by_node(block, step.block):
-                    behind[nodes[node]] = np.minimum(behind[nodes[node]], self._least[:, :, rows].min(axis=2))
-                block = step.block
-            if step.first:
-                here = nodes[costs.kinds[step.kind].node]
-                self._least[:, 0, step.rows] = takes[step.kind].last[:, None]
-                sources = [behind[here, 0][:, None]]
-                if len(nodes) > 1:
-                    sources.append(np.delete(behind, here, axis=0)[:, 1].min(axis=0)[:, None])
-            else:
-                sources = [self._least[link][:, rows].min(axis=2) for link, rows in enumerate((step.near, step.far))]
-            for link, each in enumerate(sources):
-                self._place(step, link, each)
+        for block in order.blocks:
+            for step in block.steps:
+                if step.first:
+                    here = nodes[costs.kinds[step.kind].node]
+                    self._least[:, 0, step.rows] = takes[step.kind].last[:, None]
+                    sources = [behind[here, 0][:, None]]
+                    if len(nodes) > 1:
+                        sources.append(behind[others[here], 1].min(axis=0)[:, None])
+                else:
+                    rows = step.near, step.far
+                    sources = [self._least[link][:, each].min(axis=2) for link, each in enumerate(rows)]
+                for link, each in enumerate(sources):
+                    self._place(step, link, each)
+            for node, own in block.nodes:  # any of these may lie behind any of the blocks to come
+                there = behind[nodes[node]]
+                np.minimum(there, self._least[:, :, own].min(axis=2), out=there)
 
     def _place(self, step: Step, link: int, behind: Floats) -> None:
         """Place the devices of ``step`` before ``behind``, (stages, rows, n + 1)."""
         for depth in range(self._order.stages - self._shift):
-            if np.isfinite(behind[depth]).any():
+            if not self._shift or np.isfinite(behind[depth]).any():
                 found = self._least[:, depth + self._shift, step.rows]
                 np.minimum(found, self._takes[step.kind].least(behind[depth], link), out=found)
 
@@ -126,7 +139,7 @@ class Ways:
         """The division with the least sum of times; None if there is none."""
         at = next(self._starts(math.inf), None)
         while at is not None and at.row:
-            at = next(self._behind(at, math.inf))
+            at = next(self._behind(at, at.sum * (1 + 1e-9)))
         return None if at is None else self._division(at)
 
     def within(self, total: float, twins: Twins | None) -> Iterator[Division]:
@@ -170,29 +183,28 @@ class Ways:
         """Yield what may stand behind the last stage of ``at``, as :meth:`_starts` does."""
         takes, first, step = self._takes[at.kinds[-1]], at.splits[-1], self._order.step_of[at.row]
         assert step is not None
-        depth = at.depth - self._shift
-        rows: list[Rows] = [np.zeros(1, dtype=np.intp)]  # none behind
-        links, widths, so_far, behind = [rows[0]], [rows[0]], [np.full(1, np.inf)], [np.zeros(1)]
-        if step.first and not (self._shift and at.depth):
-            so_far = [at.so_far + takes.last[at.link, first : first + 1]]
+        depth, most = at.depth - self._shift, min(total, LONGEST)
+        found: list[tuple[float, float, int, int, int]] = []
+        if step.first and not (self._shift and at.depth):  # none behind
+            end = at.so_far + float(takes.last[at.link, first])
+            found += [(end, math.inf, 0, 0, 0)] * (end <= most)
         for link, sources in enumerate(self._order.sources(at.row) if depth >= 0 else ()):
-            stage = takes.stage[link, at.link, first, : len(self._boundaries) - 1 - first]
-            shape = len(sources), len(stage)
-            rows.append(np.repeat(sources, len(stage)))
-            links.append(np.full(shape[0] * shape[1], link))
-            widths.append(np.broadcast_to(np.arange(len(stage)), shape).ravel())
-            so_far.append(np.broadcast_to(at.so_far + stage, shape).ravel())
-            behind.append(self._least[link, depth, sources, first + 1 : first + 1 + len(stage)].ravel())
-        all_rows, all_links, all_widths, all_so_far = (np.concatenate(each) for each in (rows, links, widths, so_far))
-        sums = all_so_far + np.concatenate(behind)
-        good = np.flatnonzero((sums <= total) & np.isfinite(sums))
-        for index in good[sums[good].argsort(kind="stable")].tolist():
-            row, kinds, splits = int(all_rows[index]), at.kinds, at.splits
-            if row:
-                kinds, splits = (*kinds, self._order.kind_of[row]), (*splits, first + 1 + int(all_widths[index]))
-            yield _Partial(
-                float(sums[index]), float(all_so_far[index]), row, int(all_links[index]), depth, kinds, splits
+            so_far = at.so_far + takes.stage[link, at.link, : len(self._boundaries) - 1 - first, first]
+            sums = so_far + self._least[link, depth, sources, first + 1 : first + 1 + len(so_far)]
+            rows, ends = (sums <= most).nonzero()
+            lists = (
+                sums[rows, ends].tolist(),
+                so_far[ends].tolist(),
+                sources[rows].tolist(),
+                (ends + first + 1).tolist(),
             )
+            found += ((a, b, row, link, split) for a, b, row, split in zip(*lists, strict=True))
+        found.sort(key=itemgetter(0))
+        for least, before, row, link, split in found:
+            kinds, splits = at.kinds, at.splits
+            if row:
+                kinds, splits = (*kinds, self._order.kind_of[row]), (*splits, split)
+            yield _Partial(least, before, row, link, depth, kinds, splits)
 
 
 class _Partial(NamedTuple):
