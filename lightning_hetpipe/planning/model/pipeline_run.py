@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from lightning_hetpipe.planning.model.simulate import StageTimes, Visits
-from lightning_hetpipe.rules.call_order import CallOrder
+from lightning_hetpipe.planning.model.simulated_calls import SimulatedCalls
 from lightning_hetpipe.rules.schedule import Work, route
 
 ROWS = 32
@@ -109,7 +109,8 @@ class PipelineRun:
         received = [given.gradients if task.work is Work.BACKWARD else given.forwards for task in self._route]
         self._crossings = [each.get(task.segment.index) for each, task in zip(received, self._route, strict=True)]
         self.crosses = any(self._crossings)
-        self._orders = {segment: CallOrder[tuple[int, int]]() for segment in visits.changing}
+        self._calls = SimulatedCalls(self._route, visits.changing)
+        self._ordered = bool(self._calls)
         stages = max(self._stage) + 1
         self._queues: list[deque[tuple[int, int]]] = [deque() for _ in range(stages)]
         """Ready tasks of each stage: minibatch, and which task of the route."""
@@ -144,8 +145,8 @@ class PipelineRun:
                     self._ended(number, task)
                 elif kind == _READY:
                     self._admit(number, task)
-                else:
-                    self._forwarded(number, task)
+                elif (following := self._calls.forwarded(number, task)) is not None:
+                    ready.append((self._number(), *following))
             else:
                 return
 
@@ -170,7 +171,7 @@ class PipelineRun:
 
     def _admit(self, number: int, task: int) -> None:
         """Line up a task that is ready; a forward may have to wait for another minibatch's last call."""
-        if self._orders and not self._is_admitted(number, task):
+        if self._ordered and not self._calls.admits(number, task):
             return
         stage = self._stage[task]
         if self._busy[stage]:
@@ -178,13 +179,6 @@ class PipelineRun:
         else:
             self._busy[stage] = True
             self._start(number, task)
-
-    def _is_admitted(self, number: int, index: int) -> bool:
-        task = self._route[index]
-        order = self._orders.get(task.segment.index)
-        if order is None or task.work is Work.BACKWARD or not (task.call.again or task.call.ordinal):
-            return True
-        return order.admits(number, (number, index))
 
     def _start(self, number: int, task: int) -> None:
         if crossing := self._crossings[task]:
@@ -194,20 +188,11 @@ class PipelineRun:
 
     def _compute(self, now: float, number: int, task: int) -> None:
         took = self._row[number][task]
-        if self._orders and self._route[task].work is not Work.BACKWARD:
+        if self._ordered and self._route[task].work is not Work.BACKWARD:
             usual = self._seconds[task]
             factor = took / usual if usual else 1.0
             self._at(now + factor * self._forward[task], _FORWARDED, number, task)
         heapq.heappush(self._events, (now + took, self._number(), _ENDED, number, task))
-
-    def _forwarded(self, number: int, index: int) -> None:
-        """The forward of the task is done: where it was the last call, the next minibatch is ready."""
-        task = self._route[index]
-        order = self._orders.get(task.segment.index)
-        if order is None or task.call.again or not task.call.ordinal:
-            return
-        if (following := order.close(number)) is not None:
-            self._ready.append((self._number(), *following))
 
     def _ended(self, number: int, task: int) -> None:
         if task + 1 < len(self._stage):
