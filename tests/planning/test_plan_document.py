@@ -311,3 +311,10 @@ def test_what_is_no_plan_is_refused_with_file_key_and_reason(tmp_path: Path, cha
     (tmp_path / "plan.json").write_text(json.dumps(value))
     with pytest.raises(SettingError, match=rf"plan\.json: {says}"):
         Plan.load(tmp_path / "plan.json")
+
+
+def test_equal_plans_have_one_checksum_however_their_numbers_are_written() -> None:
+    """A plan of a file has 2 where the search has 2.0."""
+    one, other = (with_stage(0, time_s=seconds) for seconds in (2, 2.0))
+    assert one == other
+    assert one.fingerprint == other.fingerprint != with_stage(0, time_s=2.5).fingerprint

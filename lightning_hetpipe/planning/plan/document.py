@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from hashlib import sha256
 from os import PathLike
+from typing import Any
 
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.planning.allocation.allocator import Allocation, most_stale
@@ -251,8 +253,8 @@ class Plan:
 
     @property
     def fingerprint(self) -> str:
-        """Checksum of all that the plan says: the same for equal plans only."""
-        return sha256(repr(self).encode()).hexdigest()[:12]
+        """Checksum of all that the plan says: the same for equal plans only, with numbers written as 1 or 1.0."""
+        return sha256(json.dumps(_plain(asdict(self)), sort_keys=True).encode()).hexdigest()[:12]
 
     @property
     def workers_on_nodes(self) -> dict[str, int]:
@@ -360,6 +362,15 @@ def _stages(
         )
         for stage in found.stages
     )
+
+
+def _plain(value: Any) -> Any:
+    """``value`` as JSON has it, whole numbers as integers."""
+    if isinstance(value, dict):
+        return {key: _plain(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    return int(value) if isinstance(value, bool | float) and float(value).is_integer() else value
 
 
 def _worker(document: Document) -> PlannedWorker:
