@@ -20,7 +20,7 @@ from lightning_hetpipe.planning.model.estimate import INSTANT
 from lightning_hetpipe.planning.model.profile import Profile
 from lightning_hetpipe.planning.search.choice import Choice
 from lightning_hetpipe.rules.shares import staleness_bound, throughput, wave_lengths
-from lightning_hetpipe.rules.versions import STASH, Versions, WeightPolicy
+from lightning_hetpipe.rules.versions import STASH, WeightPolicy
 
 WAVES = 9
 """Simulated waves, of which the first third, and those of a clock distance, are the start."""
@@ -200,8 +200,7 @@ class Allocator:
 
     def waves(self, rates: Sequence[float], in_flight: int, shares: bool) -> tuple[int, ...]:
         """W_v of virtual workers with ``rates``: whole optimizer steps, which runs with shares ask for."""
-        by_window = Versions(self._weights, in_flight, self._every).policy.by_window
-        unit = self._every if by_window or shares else 1
+        unit = self._every if self._weights.by_window or shares else 1
         least = -(-max(in_flight, self._wave or 0) // unit)
         bounded = [min(rate, MOST_UNEQUAL * min(rates)) for rate in rates]
         lengths = wave_lengths(bounded, least) if shares else (least,) * len(rates)
@@ -213,9 +212,9 @@ class Allocator:
         in_flight = choices[0].in_flight
         lengths = self.waves([choice.rate for choice in choices], in_flight, shares)
         servers = server_nodes(choices) if len(choices) > 1 else []
-        weights = worker_pipelines(self.profile, self.cluster, choices, lengths, servers, placement)
+        pipelines = worker_pipelines(self.profile, self.cluster, choices, lengths, servers, placement)
         run = simulate_cluster(
-            weights,
+            pipelines,
             in_flight,
             WAVES + 3 * min(self._distance, MOST_DISTANCE) // 2,
             cluster=self.cluster,

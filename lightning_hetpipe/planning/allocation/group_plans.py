@@ -35,10 +35,6 @@ class GroupPlans:
         """Kinds of the devices of ``group``: groups of equal kinds have equal plans."""
         return self._sorted(group)[0]
 
-    def is_known(self, group: Sequence[DeviceSlot], in_flight: int | None = None) -> bool:
-        """True if its plan needs no search any more."""
-        return (self.kinds(group), in_flight) in self._known
-
     def plan(self, group: Sequence[DeviceSlot], in_flight: int | None = None) -> Choice:
         """The plan of ``group``, at Nm = ``in_flight`` where that is given.
 
