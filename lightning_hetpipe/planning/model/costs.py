@@ -180,3 +180,10 @@ class StageBytes:
         """Bytes of one stage that holds ``load``, from the boundary ``first`` to ``end``."""
         moving = load.held * self._each[first, end] + load.whole * self._once[first, end]
         return float(self._base[first, end] + (buffers + load.waiting) * self._trained[first, end] + moving)
+
+    def most_held(self, limit: float, first: int, end: int, buffers: int) -> float:
+        """Minibatches for whose activations one stage has room in ``limit`` bytes, from the boundary ``first`` to
+        ``end``, while it computes one of them; whatever else may be there."""
+        left = limit - self.at(StageLoad(0, 0, 1), first, end, buffers)
+        each = float(self._each[first, end])
+        return left // each if each else math.copysign(math.inf, left)

@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_hetpipe.rules.call_order import CallOrder
+from lightning_hetpipe.planning.model.simulated_calls import SimulatedCalls
 from lightning_hetpipe.rules.schedule import Call, Segment, Work, calls, route, segments
 from lightning_hetpipe.rules.versions import STASH, Versions
 
@@ -224,13 +224,40 @@ def simulate(
     Raises:
         ValueError: for numbers that no pipeline has.
     """
+    settings: dict[str, Any] = {"step": step, "wave": wave, "synchronise": synchronise, "jitter": jitter, "seed": seed}
+    found = simulate_within(stages, in_flight, minibatches, None, **settings, visits=visits, versions=versions)
+    assert found is not None, "a run without limits comes to its end"
+    return found
+
+
+def simulate_within(
+    stages: Sequence[StageTimes],
+    in_flight: int,
+    minibatches: int,
+    room: Sequence[float] | None,
+    *,
+    step: float = 0.0,
+    wave: int | None = None,
+    synchronise: float = 0.0,
+    jitter: float = 0.0,
+    seed: int = 0,
+    visits: Visits | None = None,
+    versions: Versions | None = None,
+) -> Simulation | None:
+    """Run as :func:`simulate` does; None as soon as a stage has forwarded more minibatches than it has ``room`` for.
+
+    Args:
+        room: For each stage, the most minibatches whose activations it may hold; None for no limits.
+    """
     if not stages or in_flight < 1 or minibatches < 1 or (wave is not None and wave < 1) or jitter < 0:
         raise ValueError(
             f"{len(stages)} stages, Nm = {in_flight}, {minibatches} minibatches, W = {wave}, jitter = {jitter}"
         )
     visits = visits or Visits.once(len(stages))
     versions = versions or Versions(STASH, in_flight)
-    return _Run(stages, visits, versions, minibatches, step, wave or in_flight, synchronise, jitter, seed).simulation()
+    return _Run(stages, visits, versions, minibatches, step, wave or in_flight, synchronise, jitter, seed).simulation(
+        room
+    )
 
 
 @dataclass
@@ -249,12 +276,12 @@ class _Run:
 
     def __post_init__(self) -> None:
         self._route = route(self.visits.segments, self.visits.calls)
-        self._orders = {segment: CallOrder[tuple[int, int]]() for segment in self.visits.changing}
+        self._calls = SimulatedCalls(self._route, self.visits.changing)
         self._complete: dict[int, float] = {}
         self._published: list[float] = []
         self._started = 0
 
-    def simulation(self) -> Simulation:
+    def simulation(self, room: Sequence[float] | None = None) -> Simulation | None:
         """Go from event to event. Ties are settled by the order in which events came up."""
         stage_of = [task.segment.stage for task in self._route]
         works = [task.work for task in self._route]
@@ -265,7 +292,11 @@ class _Run:
             for task in self._route
         ]
         enters, leaves = self._edges(stage_of)
-        stages, last = max(stage_of) + 1, len(self._route) - 1
+        limits = [
+            math.inf if room is None or work is not Work.FORWARD else room[s]
+            for s, work in zip(stage_of, works, strict=True)
+        ]
+        stages, last, ordered = max(stage_of) + 1, len(self._route) - 1, bool(self._calls)
         busy, held, most = [False] * stages, [0] * stages, [0] * stages
         queues: list[deque[tuple[int, int]]] = [deque() for _ in range(stages)]
         order = itertools.count()
@@ -289,16 +320,18 @@ class _Run:
                 now, _, number, index, event = heapq.heappop(later)
             stage = stage_of[index]
             if event == _FORWARDED:
-                if (following := self._forwarded(number, index)) is not None:
+                if (following := self._calls.forwarded(number, index)) is not None:
                     ready.append((next(order), *following))
                 continue
             if event == _READY:
-                if self._orders and not self._admits(number, index):
+                if ordered and not self._calls.admits(number, index):
                     continue
                 if busy[stage]:
                     queues[stage].append((number, index))
                     continue
             else:
+                if held[stage] > limits[index]:
+                    return None
                 held[stage] -= leaves[index]
                 if index < last:
                     ready.append((next(order), number, index + 1))
@@ -315,7 +348,7 @@ class _Run:
             if enters[index]:
                 held[stage] += 1
                 most[stage] = max(most[stage], held[stage])
-            if self._orders and works[index] is not Work.BACKWARD:
+            if ordered and works[index] is not Work.BACKWARD:
                 heapq.heappush(later, (forwarded, next(order), number, index, _FORWARDED))
             spans.append(SimulatedTask(stage, works[index], number, now, end, forwarded))
             heapq.heappush(later, (end, next(order), number, index, _ENDS))
@@ -329,22 +362,6 @@ class _Run:
         places = range(len(stage_of))
         first, last = ({stage_of[n]: n for n in numbers} for numbers in (reversed(places), places))
         return [first[stage_of[n]] == n for n in places], [last[stage_of[n]] == n for n in places]
-
-    def _admits(self, number: int, index: int) -> bool:
-        """Tell whether the task is ready; a forward may have to wait for another minibatch's last call."""
-        task = self._route[index]
-        order = self._orders.get(task.segment.index)
-        if order is None or task.work is Work.BACKWARD or not (task.call.again or task.call.ordinal):
-            return True
-        return order.admits(number, (number, index))
-
-    def _forwarded(self, number: int, index: int) -> tuple[int, int] | None:
-        """The forward of the task is done: where it was the last call, give the next minibatch's, which is ready."""
-        task = self._route[index]
-        order = self._orders.get(task.segment.index)
-        if order is None or task.call.again or not task.call.ordinal:
-            return None
-        return order.close(number)
 
     def _factor(self, index: int, number: int) -> float:
         if not self.jitter:

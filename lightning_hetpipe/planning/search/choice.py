@@ -175,7 +175,8 @@ class _Search:
             if found is None or found.rate < ENOUGH * best:
                 break
             chosen = found
-        if len(chosen.stages) == 1 < chosen.in_flight:  # more in flight would make weights staler for nothing
+        if len(chosen.stages) == 1 < chosen.in_flight and not self._problem.synchronise:
+            # More in flight would make weights staler for nothing.
             chosen = self._found[1] = self._problem.estimate([chosen.stages[0].slot], [0], 1)
         plans = [found for _, found in sorted(self._found.items()) if found is not None]
         unfit = min((nm for nm, found in self._found.items() if found is None), default=None)
@@ -225,7 +226,9 @@ class _Search:
         """
         if not fits and (in_flight < 1 or not self._at(1).fits):
             return None
-        fits, unfit, step = max(1, fits), in_flight + 1, 1
+        if fits < in_flight and self._at(in_flight).fits:
+            return in_flight
+        fits, unfit, step = max(1, fits), in_flight, 1
         while unfit - fits > 1:
             middle = min(fits + step, (fits + unfit) // 2)
             if self._at(middle).fits:

@@ -64,7 +64,9 @@ class Divider:
         self._gap = max(1, -(-costs.layers // MOST_BOUNDARIES))
         self._boundaries = np.unique([*range(0, costs.layers, self._gap), costs.layers])
 
-    def least(self, in_flight: int, room: Room, synchronise: float = 0.0, low: float = 0.0) -> list[Division]:
+    def least(
+        self, in_flight: int, room: Room, synchronise: float = 0.0, low: float = 0.0, most: float = math.inf
+    ) -> list[Division]:
         """Divisions with small periods, the least one first: no other one has a period smaller by 0.1%, in the orders
         and between the boundaries that are looked through.
 
@@ -73,18 +75,19 @@ class Divider:
             room: Where stages have room.
             synchronise: Seconds that a wave's end waits.
             low: A period that none is below, if that is known.
+            most: Period above which none is looked for.
         """
         found: dict[Division, float] = {}
         takes = self._capped(room, self._boundaries)
         for order in self._orders:
-            self._bisect(found, order, takes, in_flight, synchronise, low)
+            self._bisect(found, order, takes, in_flight, synchronise, low, most)
         high = math.inf
         while found and len(self._boundaries) <= self.costs.layers and min(found.values()) * CLOSE < high:
             best = min(found, key=found.__getitem__)
             high = found[best]
             order = DeviceOrder(self.costs, self._around(best.kinds), self._orders[0].stages)
             takes = self._capped(room, self._near(best.splits))
-            self._bisect(found, order, takes, in_flight, synchronise, low)
+            self._bisect(found, order, takes, in_flight, synchronise, low, most)
         latest = [*found][::-1]
         return sorted(latest, key=found.__getitem__)
 
@@ -96,9 +99,10 @@ class Divider:
         in_flight: int,
         synchronise: float,
         low: float,
+        most: float,
     ) -> None:
         """Add divisions in ``order`` with smaller periods than those that were ``found``; none is below ``low``."""
-        high = before = min(found.values(), default=math.inf)
+        high = before = min(found.values(), default=most * CLOSE)
         farther = FARTHER
         # Most orders are no better than the best of those before, which the first cap says then.
         cap = high / CLOSE if high < math.inf else low * farther or math.inf

@@ -11,6 +11,7 @@ import math
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import count
 from operator import itemgetter
 from typing import NamedTuple
@@ -21,8 +22,11 @@ from lightning_hetpipe.planning.model.costs import Costs, Floats
 from lightning_hetpipe.planning.search.device_orders import DeviceOrder, Rows, Step, Twins
 from lightning_hetpipe.planning.search.division import Division, Room
 
-CELLS = 1 << 17
+CELLS = 1 << 20
 """Numbers that are worked on at once."""
+
+FEW = 24
+"""Number of states up to which sums are faster with the widths of stages before their first boundaries."""
 
 LONGEST = sys.float_info.max
 """Seconds of what is possible."""
@@ -88,13 +92,21 @@ class StageTakes:
     def least(self, behind: Floats, link: int) -> Floats:
         """Least sums of a stage and of what lies ``behind`` it, (rows, n + 1), by the link to the stage before and by
         the first boundary."""
-        stage = self.stage[link]
+        if len(behind) <= FEW:
+            found: Floats = (behind.take(self.ends, axis=1) + self.stage[link][:, None]).min(axis=2)
+            return found
+        stage, ends = self._by_start
         found = np.empty((len(LINKS), *behind.shape))
-        step = max(1, CELLS // stage.size)
+        step = max(1, CELLS // stage[link].size)
         for first in range(0, len(behind), step):
             rows = slice(first, first + step)
-            (behind[rows].take(self.ends, axis=1) + stage[:, None]).min(axis=2, out=found[:, rows])
+            found[:, rows] = (behind[rows][None, :, ends] + stage[link][:, None]).min(axis=3)
         return found
+
+    @cached_property
+    def _by_start(self) -> tuple[Floats, Rows]:
+        """``stage`` and ``ends`` with the first boundary before the width, which is faster for many rows."""
+        return np.ascontiguousarray(self.stage.swapaxes(2, 3)), np.ascontiguousarray(self.ends.T)
 
 
 class Ways:

@@ -30,7 +30,7 @@ RAISES = 8
 FARTHER = 1.3
 """Period, as a multiple of the least one, for which the least that stages hold is computed at first."""
 
-WIDER = (1.01, 1.03, 1.1, 1.3, 2.0, 8.0)
+WIDER = (1.01, 1.03, 1.1, 1.3, 2.0, 8.0, 64.0, 4096.0)
 """Periods, as multiples of the least one, up to which divisions are looked at."""
 
 GLIMPSE, WORK, MUCH = 30_000, 100_000, 300_000
@@ -87,31 +87,36 @@ class PlansAt:
     def bound(self) -> float | None:
         """Seconds for each minibatch that no plan beats, in the orders of devices that are looked through; None where
         no plan fits there. Loads are raised until the division with the least period fits."""
-        problem, bound, low = self._problem, 0.0, 0.0
-        loads = problem.lightest(self._in_flight)
-        while (found := self._least(loads, low)) is not None and bound * FARTHER < self._period(found):
-            # Those within the limit hold as much as stages do at the least that are no slower.
-            bound = max(bound * FARTHER, self._period(found) / CLOSE)
-            loads, low = problem.lightest(self._in_flight, bound * FARTHER), bound
-        if found is None:
+        problem = self._problem
+        loads = lightest = problem.lightest(self._in_flight)
+        if (found := self._least(lightest, 0.0)) is None:
             return None
-        bound = max(bound, self._period(found) / CLOSE)
-        lightest, lacking = loads, Loads()
+        bound, farther = self._period(found) / CLOSE, FARTHER
+        # Those within a limit hold as much as stages do at the least that are no slower; the lightest loads say nothing
+        # of them that is not said already.
+        while (heavier := problem.lightest(self._in_flight, bound * farther)) != lightest:
+            other = self._least(heavier, bound, bound * farther)
+            if other is not None and self._period(other) <= bound * farther:
+                bound, found, loads = max(bound, self._period(other) / CLOSE), other, heavier
+                break
+            bound *= farther  # none within it has room; of slower ones this says nothing, as they hold less
+            farther *= farther
+        least, lacking = loads, Loads()
         for number in range(RAISES):
             if found is None or (look := self._estimate(found)).fits:
                 break
             self.short = True
             lacking = lacking | Loads.lacking(look)
-            loads = lightest | Loads.seen(look) | lacking
+            loads = least | Loads.seen(look) | lacking
             if number + 2 == RAISES:
                 loads = problem.heaviest(self._in_flight)
             found = self._least(loads, bound)
         return bound
 
-    def _least(self, loads: Loads, low: float) -> Division | None:
-        """The division with the least period that has room for ``loads``; none has one below ``low``."""
+    def _least(self, loads: Loads, low: float, most: float = math.inf) -> Division | None:
+        """The division with the least period, up to ``most``, that has room for ``loads``; none is below ``low``."""
         room = self._problem.room(self._in_flight, loads)
-        found = self._problem.divider.least(self._in_flight, room, self._problem.synchronise, low)
+        found = self._problem.divider.least(self._in_flight, room, self._problem.synchronise, low, most)
         return found[0] if found else None
 
     def least_lacking(self) -> Estimate:
@@ -158,8 +163,8 @@ class PlansAt:
                 if not self._is_enough(self._period(division), floor):
                     self._look(division, floor)
             if self._is_enough(period, floor):
+                self.complete = problem.divider.exact
                 break
-        self.complete = problem.divider.exact
 
     def _climb(self, floor: float, work: int) -> None:
         """Change the best plan, one change at a time, while that makes it faster and the effort allows."""
@@ -181,13 +186,12 @@ class PlansAt:
             return
         self._count(division)
         rate = 0.0 if self.found is None else self.found.rate
-        self._keep(division, self._problem.simulated(division, self._in_flight, rate))
+        self._keep(division, self._problem.better(division, self._in_flight, rate))
 
     def _estimate(self, division: Division) -> Estimate:
         """Simulate ``division``, and keep it if it is the best."""
         self._count(division)
         found = self._problem.simulated(division, self._in_flight)
-        assert found is not None
         self._keep(division, found)
         return found
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from lightning_hetpipe.planning.model.cluster import Cluster, DeviceSlot
 from lightning_hetpipe.planning.model.costs import Costs, Floats, StageBytes, kinds_of
-from lightning_hetpipe.planning.model.estimate import Estimate, SimulatedStages, estimate, simulated
+from lightning_hetpipe.planning.model.estimate import Estimate, SimulatedStages, estimate, simulated_within
 from lightning_hetpipe.planning.model.profile import Profile
 from lightning_hetpipe.planning.model.simulate import StageLoad
 from lightning_hetpipe.planning.model.spread_memory import SpreadMemory
@@ -187,12 +187,29 @@ class PlanningProblem:
             behind += division.takes[index] - forwards[index]
         return False
 
-    def simulated(self, division: Division, in_flight: int, above: float = 0.0) -> Estimate | None:
-        """Simulate ``division``; None where that has no more than ``above`` minibatches per second."""
-        slots, versions = self.costs.slots(division.kinds), self.versions(in_flight)
-        run = simulated(self.profile, self.cluster, slots, division.splits, versions, self.recompute, self.synchronise)
+    def simulated(self, division: Division, in_flight: int) -> Estimate:
+        """Simulate ``division``."""
+        found = self.estimate(self.costs.slots(division.kinds), division.splits, in_flight)
         self.progress()
-        return None if run.rate <= above else self.estimate(slots, division.splits, in_flight, run=run)
+        return found
+
+    def better(self, division: Division, in_flight: int, above: float) -> Estimate | None:
+        """Simulate ``division``; None where that has no more than ``above`` minibatches per second, or a stage has no
+        room for the minibatches that it holds."""
+        slots, versions = self.costs.slots(division.kinds), self.versions(in_flight)
+        room = None if self.profile.calls else self._most_held(division, versions.copies)
+        where = (self.profile, self.cluster, slots, division.splits, versions, self.recompute, self.synchronise)
+        run = simulated_within(*where, room)
+        self.progress()
+        return None if run is None or run.rate <= above else self.estimate(slots, division.splits, in_flight, run=run)
+
+    def _most_held(self, division: Division, copies: int) -> list[float]:
+        """Minibatches for whose activations each stage has room, the last one left out, which holds one at a time."""
+        found = []
+        for kind, (first, end) in zip(division.kinds, pairwise(division.splits), strict=False):
+            limit = self.costs.kinds[kind].device.memory
+            found.append(math.inf if limit is None else self._bytes.most_held(limit, first, end, copies))
+        return [*found, math.inf]
 
     def estimate(
         self,
