@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import pytest
@@ -12,8 +13,12 @@ from benchmarks.planning_problems import neo, rack, transformer
 from lightning_hetpipe.planning.model.cluster import Cluster, Device, Link, Node
 from lightning_hetpipe.planning.model.estimate import estimate
 from lightning_hetpipe.planning.model.profile import LayerBytes, Profile, Times
+from lightning_hetpipe.planning.model.simulate import StageLoad
 from lightning_hetpipe.planning.search import plans
 from lightning_hetpipe.planning.search.choice import Choice, best_plan
+from lightning_hetpipe.planning.search.division import Division
+from lightning_hetpipe.planning.search.plans import PlansAt
+from lightning_hetpipe.planning.search.problem import Loads, PlanningProblem
 from tests.planning.instances import divisions, takes
 from tests.support.marks import explores
 
@@ -145,3 +150,37 @@ def test_with_too_many_orders_and_little_effort_plans_are_plans(monkeypatch: pyt
     profile, cluster = transformer(6), rack(2, 2)
     found = best_plan(profile, cluster, optimizer=STATE, in_flight=3)
     assert found.fits
+
+
+def test_a_limit_within_which_nothing_has_room_says_nothing_of_slower_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stages of faster plans hold more at the least: that none of these fits was taken to say that no plan does."""
+    profile, cluster = transformer(6), rack(1, 2)
+    problem = PlanningProblem(profile, cluster, cluster.slots, state=STATE)
+    fastest, lightest = PlansAt(problem, 2).bound, PlanningProblem.lightest
+    assert fastest is not None
+    many = ((StageLoad(1 << 40, 0, 1), 0, len(profile.layers)),)
+
+    def heavy(self: PlanningProblem, in_flight: int, period: float = math.inf) -> Loads:
+        return lightest(self, in_flight) if period > 3 * fastest else Loads(many, many)
+
+    monkeypatch.setattr(PlanningProblem, "lightest", heavy)
+    bound = PlansAt(problem, 2).bound
+    assert bound is not None
+    assert fastest <= bound <= 3 * fastest
+
+
+@explores(30)
+@given(instance=instances(5, 6), in_flight=st.integers(1, 6), recompute=st.booleans(), data=st.data())
+def test_a_simulation_that_ends_early_would_not_have_fitted(
+    instance: tuple[Profile, Cluster], in_flight: int, recompute: bool, data: st.DataObject
+) -> None:
+    profile, cluster = instance
+    problem = PlanningProblem(profile, cluster, cluster.slots, state=STATE, recompute=recompute)
+    seeded = random.Random(data.draw(st.integers(0, 1 << 30)))
+    every = [kind for kind, each in enumerate(problem.costs.kinds) for _ in each.slots]
+    for _ in range(10):
+        count = seeded.randint(1, min(len(every), len(profile.layers)))
+        splits = (0, *sorted(seeded.sample(range(1, len(profile.layers)), count - 1)))
+        division = Division.of(problem.costs, seeded.sample(every, count), splits)
+        whole, found = problem.simulated(division, in_flight), problem.better(division, in_flight, 0.0)
+        assert found == whole or (found is None and not whole.fits)
