@@ -74,8 +74,19 @@ def _application(config: DictConfig) -> float | None:
 
 
 def measure(config: DictConfig) -> None:
-    """Measure the links of this machine; see :mod:`~lightning_hetpipe.cli.measured_links`."""
+    """Measure the links of this machine; see :mod:`~lightning_hetpipe.cli.measured_links`.
+
+    Raises:
+        SettingError: for a setting that only a plan needs.
+    """
     check_types(config)
+    for setting in ("profile", "profile_model", "profile_microbatch", "devices", "cluster"):
+        if config.get(setting) is not None:
+            given = f"{setting}={config[setting]}" if setting != "cluster" else "a cluster"
+            raise SettingError(
+                f"measure=links measures this machine and makes no plan, so that {given} has no effect; leave one of"
+                " both out."
+            )
     measured_links.run(config)
 
 
@@ -112,7 +123,7 @@ def run(config: DictConfig) -> float | None:
 
     @cache
     def plan_for(policy: WeightPolicy) -> Choice:
-        with on_terminal("searching for a plan", None) as tick:
+        with on_terminal(f"searching for a plan, weights='{policy.name}'", None) as tick:
             return best_plan(profile, cluster, optimizer=optimizer, weights=policy, progress=tick, **asked)
 
     for policy in policies:
@@ -123,11 +134,14 @@ def run(config: DictConfig) -> float | None:
     distance = of_strategy(config, "wsp.clock_distance", 0)
     plan = Plan.of(choice, profile.model, names, cluster, guessed, distance, nominal)
     lines = _remarks(choice, cluster.assumed([stage.slot for stage in choice.stages]), stages_given)
-    rows: list[str] = []
-    if len(devices) > 1 and asked["in_flight"] != 1:  # else all policies are the same
+
+    def others() -> list[str]:
+        if len(devices) == 1 or asked["in_flight"] == 1:  # all policies are the same
+            return []
         several = compared_policies([*policies, *planned_policies(optimizer)])
-        rows = ["", *side_by_side(several, plan_for, asked["in_flight"], asked["every"])]
-    folder = _show(config, plan, ["", *lines, *_estimates(profile)], measured, rows)
+        return ["", *side_by_side(several, plan_for, asked["in_flight"], asked["every"])]
+
+    folder = _show(config, plan, ["", *lines, *_estimates(profile)], measured, others)
     if not choice.fits:
         _advise(choice)
         return None
@@ -136,11 +150,21 @@ def run(config: DictConfig) -> float | None:
     return choice.rate
 
 
-def _show(config: DictConfig, plan: Plan, lines: Sequence[str], measured: Profile, rows: Sequence[str] = ()) -> Path:
-    """Print the plan, remarks and other plans, and make the run's folder, with the profile where one was measured."""
+def _show(
+    config: DictConfig,
+    plan: Plan,
+    lines: Sequence[str],
+    measured: Profile,
+    others: Callable[[], Sequence[str]] = tuple,
+) -> Path:
+    """Print the plan, remarks and other plans, and make the run's folder, with the profile where one was measured.
+
+    The others are searched once the plan is printed, as that may take several times as long.
+    """
     if of_strategy(config, "compile", False):
         lines = [*lines, "- strategy.compile is not in these times: layers are measured without compilation"]
-    print(plan, *lines, *rows, "", sep="\n")
+    print(plan, *lines, sep="\n", flush=True)
+    print(*others(), "", sep="\n")
     folder = Path(config.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
     if config.profile is None:
@@ -197,3 +221,7 @@ def _picture(figure: Callable[[], Figure], folder: Path) -> str:
 def _timeline(choice: Choice) -> Timeline:
     times = [stage.times for stage in choice.stages]
     return Timeline.simulated(choice.simulation, times, choice.in_flight, [str(stage.slot) for stage in choice.stages])
+
+
+if __name__ == "__main__":
+    main()

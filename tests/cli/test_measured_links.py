@@ -98,3 +98,10 @@ def test_a_link_of_100_mbit_per_second_is_measured(tmp_path: Path) -> None:
     )
     assert cluster.link is not None
     assert 0.85 <= cluster.link.bandwidth / 12.5e6 <= 1.15
+
+
+@pytest.mark.parametrize("setting", ["profile=times.json", "devices=[RTX-3090]", "cluster=mixed_box"])
+def test_settings_of_a_plan_are_refused(plan: Run, setting: str) -> None:
+    """They had no effect, and nobody said so."""
+    _, error = plan("measure=links", setting, code=2)
+    assert "measure=links measures this machine and makes no plan" in error
