@@ -184,3 +184,16 @@ def test_a_simulation_that_ends_early_would_not_have_fitted(
         division = Division.of(problem.costs, seeded.sample(every, count), splits)
         whole, found = problem.simulated(division, in_flight), problem.better(division, in_flight, 0.0)
         assert found == whole or (found is None and not whole.fits)
+
+
+@pytest.mark.parametrize(("spare", "ends"), [(0, False), (-1, True)])
+def test_a_simulation_ends_where_one_byte_is_lacking_and_not_before(spare: int, ends: bool) -> None:
+    layers = [LayerBytes(str(number), 0, 50, 10) for number in range(4)]
+    profile = Profile("even", 1, layers, {"gpu": [Times(1.0, 2.0)] * 4}, {})
+    unlimited = Cluster([Node("box", [Device("gpu")] * 2)])
+    needed = estimate(profile, unlimited, unlimited.slots, (0, 2), 4).stages[0].memory.total
+    cluster = Cluster([Node("box", [Device("gpu", needed + spare)] * 2)])
+    problem = PlanningProblem(profile, cluster, cluster.slots)
+    found = problem.better(Division.of(problem.costs, (0, 0), (0, 2)), 4, 0.0)
+    assert (found is None) == ends
+    assert found is None or found.fits
