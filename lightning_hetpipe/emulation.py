@@ -59,12 +59,14 @@ class Padded:
         overruns: Those that computed for longer than they were to take: the emulated device is slower than told.
         longest: Seconds by which the worst of them did.
         computed: Seconds of computing in all passes and losses, without the sleep.
+        late: Seconds by which passes have ended later than they were to, all together: they overran, or woke up late.
     """
 
     passes: int = 0
     overruns: int = 0
     longest: float = 0.0
     computed: float = 0.0
+    late: float = 0.0
 
 
 class Emulation:
@@ -136,6 +138,7 @@ class Emulation:
         if now < end:
             self._sleep(end - now)
             now = self._now()
+        padded.late += now - start - seconds
         self._late[stage] = 0.0 if over > 0 else min(now - end, OVERSLEEP)
 
     def check(self, tolerated: float = 0.0) -> None:

@@ -61,6 +61,7 @@ def test_late_alarms_do_not_add_up() -> None:
     took = [take(emulation, sleeper, 1, "forward", 0.001) for _ in range(10)]
     assert sum(took) == pytest.approx(10 * 0.005 + 0.0002)  # and not ten times as much
     assert take(emulation, sleeper, 0, "forward", 0.0) == pytest.approx(0.0042)  # another stage owes nothing
+    assert [stage.late for stage in emulation.stages] == pytest.approx([0.0002, 0.0002])
 
 
 def test_what_is_later_than_an_alarm_stays() -> None:
@@ -68,6 +69,7 @@ def test_what_is_later_than_an_alarm_stays() -> None:
     emulation = Emulation(PADS, sleeper.now, sleeper.sleep)
     took = [take(emulation, sleeper, 1, "forward", 0.001) for _ in range(10)]
     assert sum(took) == pytest.approx(10 * 0.008 - 9 * OVERSLEEP)
+    assert emulation.stages[1].late == pytest.approx(10 * 0.003 - 9 * OVERSLEEP)
 
 
 def test_a_stage_that_computes_for_longer_is_said_to() -> None:
@@ -80,6 +82,7 @@ def test_a_stage_that_computes_for_longer_is_said_to() -> None:
     assert emulation.stages[0].passes == 4
     assert emulation.stages[0].overruns == 2
     assert emulation.stages[0].longest == pytest.approx(0.003)
+    assert emulation.stages[0].late == pytest.approx(0.003 + 0.001)
     with pytest.warns(
         UserWarning, match=r"stage 0 computed for longer than it is to take in 2 of 4 passes, by up to 3\.0 ms"
     ):
