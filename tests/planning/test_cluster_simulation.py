@@ -111,6 +111,9 @@ def test_an_update_goes_to_the_server_and_comes_back() -> None:
     assert far.published[0] == 3 + 10 + 0.25 + 10 + 0.25
     assert near.published[0] == 3 + 10 + 0.25 + 4
     assert near.waited > far.waited
+    assert [each.synchronised[0] for each in (near, far)] == [near.published[0] - 3, far.published[0] - 3]
+    for each in (near, far):
+        assert sum(each.synchronised) == pytest.approx(each.waited + each.moved)
     assert run.traffic == {
         "one out": 60.0,
         "one in": 60.0,

@@ -50,6 +50,7 @@ class SimulatedWorker:
         published: When version p came to be, for p = 1, 2, ...
         waited: Seconds for which its Lightning thread waited for slower virtual workers.
         moved: Seconds for which it pushed and pulled.
+        synchronised: Seconds of the two together at the end of each wave.
         staleness: The most minibatches of one other virtual worker u that the weights of a minibatch p lacked, of the
             ceil((p - 1) W_u / W_v) that u has computed where all go at their pace.
     """
@@ -58,6 +59,7 @@ class SimulatedWorker:
     published: tuple[float, ...]
     waited: float
     moved: float
+    synchronised: tuple[float, ...]
     staleness: int
 
 
@@ -226,6 +228,7 @@ class _Worker:
         self.push, self.pull = network.push(given.weights), network.pull(given.weights)
         self.latency = network.latency(given.weights)
         self.since = self.waited = self.moved = 0.0
+        self.synchronised: list[float] = []
         self.staleness = 0
         self.synchronises = False
         self.wakes = math.inf
@@ -281,7 +284,14 @@ class _ClusterRun:
                 act(now)
         return ClusterSimulation(
             tuple(
-                SimulatedWorker(each.wave, tuple(each.run.published), each.waited, each.moved, each.staleness)
+                SimulatedWorker(
+                    each.wave,
+                    tuple(each.run.published),
+                    each.waited,
+                    each.moved,
+                    tuple(each.synchronised),
+                    each.staleness,
+                )
                 for each in self._workers
             ),
             self._waves,
@@ -340,6 +350,8 @@ class _ClusterRun:
 
     def _pulled(self, worker: _Worker, now: float) -> None:
         worker.moved += now - worker.since
+        assert worker.run.wave_end is not None
+        worker.synchronised.append(now - worker.run.wave_end)
         worker.synchronises = False
         worker.run.synchronised(now)
         self._go_on(worker, now)
