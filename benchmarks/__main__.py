@@ -10,9 +10,11 @@ from pathlib import Path
 
 from benchmarks import (
     capture_costs,
+    cluster_simulation,
     compile,
     engine_cost,
     import_time,
+    paper_cluster,
     planning,
     recompute,
     results,
@@ -32,6 +34,7 @@ BENCHMARKS: Mapping[str, Callable[[Options], Outcome]] = {
     engine_cost.NAME: engine_cost.run,
     schedule.NAME: schedule.run,
     planning.NAME: planning.run,
+    paper_cluster.NAME: paper_cluster.run,
     **{name: partial(two_stages.run, name=name) for name in two_stages.TASKS},
     time_to_target.NAME: time_to_target.run,
     recompute.NAME: recompute.run,
@@ -39,6 +42,7 @@ BENCHMARKS: Mapping[str, Callable[[Options], Outcome]] = {
     capture_costs.NAME: capture_costs.run,
     transport.NAME: transport.run,
     virtual_workers.NAME: virtual_workers.run,
+    cluster_simulation.NAME: cluster_simulation.run,
     several_nodes.NAME: several_nodes.run,
     **{turns.name: turns.run for turns in (TIMELINE_COSTS, PREDICTION_COSTS)},
 }

@@ -55,7 +55,7 @@ def step_seconds(times: Sequence[Times], sizes: Sequence[int], link: Link, devic
         there = sum(when <= start for when, _ in ready)
         through = start + ring_seconds(sum(nbytes for _, nbytes in ready[:there]), link, devices)
         del ready[:there]
-    return max(now, through) + sum(each.update for each in times)
+    return through + sum(each.update for each in times)
 
 
 def ring_seconds(nbytes: float, link: Link, devices: int) -> float:
