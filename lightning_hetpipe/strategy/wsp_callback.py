@@ -11,11 +11,11 @@ import lightning as L
 
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.launch.wsp_settings import WSPSettings
+from lightning_hetpipe.rules.parameter_placement import PLACEMENTS
 from lightning_hetpipe.server.transport.security import Security, split
 from lightning_hetpipe.strategy.checks import one_of, seconds, switch, whole
 
 AGGREGATES = ("sum", "mean")
-PLACEMENTS = ("size", "round_robin", "local")
 DTYPES = ("bfloat16", "float16", "float32")
 
 

@@ -74,6 +74,28 @@ def test_each_plan_that_was_simulated_is_shown() -> None:
     assert seen
 
 
+@explores(50)
+@given(profiles(), clusters())
+def test_a_brief_search_finds_a_plan_where_the_longer_one_does(profile: Profile, cluster: Cluster) -> None:
+    """It simulates no more, and finds nothing that is faster by more than what ends the longer search."""
+    counts = []
+    found = []
+    for brief in (True, False):
+        seen: list[None] = []
+        found.append(best_plan(profile, cluster, brief=brief, progress=partial(seen.append, None)))
+        counts.append(len(seen))
+    short, long = found
+    assert short.fits == long.fits
+    assert not long.fits or short.rate * ENOUGH <= long.rate
+    assert counts[0] <= counts[1]
+
+
+def test_a_brief_search_says_nothing_of_what_would_help() -> None:
+    profile, cluster = even(memory=20)
+    assert best_plan(profile, cluster).help is not None
+    assert best_plan(profile, cluster, brief=True).help is None
+
+
 def test_synchronisation_asks_for_more_in_flight() -> None:
     """A wait of one stage time is hidden by about twice as many as there are stages (DESIGN, section 9)."""
     profile, cluster = even(memory=None)

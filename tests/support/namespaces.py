@@ -158,7 +158,9 @@ def _build(names: Sequence[str], limit: Sequence[str] | None) -> None:
         _ip("-n", switch, "link", "set", f"port{i}", "up")
         _ip("-n", name, "address", "add", f"10.0.0.{i}/24", "dev", "eth0")
         _ip("-n", name, "link", "set", "eth0", "up")
-        for where, device in ((switch, f"port{i}"), (name, "eth0")) if limit is not None else ():
+        for where, device in ((switch, f"port{i}"), (name, "eth0")):
+            if limit is None:
+                continue
             _run("tc", "-n", where, "qdisc", "add", "dev", device, "root", "tbf", *limit)
 
 

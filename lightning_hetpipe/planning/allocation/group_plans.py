@@ -26,6 +26,7 @@ class GroupPlans:
 
     def __init__(self, profile: Profile, cluster: Cluster, settings: dict[str, Any]) -> None:
         self._profile, self._cluster, self._settings = profile, cluster, settings
+        self._rates: dict[Kinds, float] = {}
         self._known: dict[tuple[Kinds, int | None], tuple[Choice, Group]] = {}
 
     def __len__(self) -> int:
@@ -34,6 +35,14 @@ class GroupPlans:
     def kinds(self, group: Sequence[DeviceSlot]) -> Kinds:
         """Kinds of the devices of ``group``: groups of equal kinds have equal plans."""
         return self._sorted(group)[0]
+
+    def rate(self, group: Sequence[DeviceSlot]) -> float:
+        """Minibatches per second of ``group``, as a brief search finds it; 0 where nothing fits."""
+        kinds, slots = self._sorted(group)
+        if kinds not in self._rates:
+            choice = best_plan(self._profile, self._cluster, slots, brief=True, **self._settings)
+            self._rates[kinds] = choice.rate if choice.fits else 0.0
+        return self._rates[kinds]
 
     def plan(self, group: Sequence[DeviceSlot], in_flight: int | None = None) -> Choice:
         """The plan of ``group``, at Nm = ``in_flight`` where that is given.

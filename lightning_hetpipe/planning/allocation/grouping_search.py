@@ -119,9 +119,11 @@ class _GroupingSearch:
     def __init__(self, allocator: Allocator, shares: bool) -> None:
         self._allocator = allocator
         self._shares = shares
-        self._rates: dict[Kinds, float] = {}
+        self._numbers: dict[Kinds, int] = {}
+        """Numbers of kinds of groups, which are faster to look up by."""
+        self._rates: dict[int, float] = {}
         self._values: dict[Blocks, float] = {}
-        self._made: dict[Alike, list[tuple[Group, Kinds]]] = {}
+        self._made: dict[Alike, list[tuple[Group, int]]] = {}
         cluster = allocator.cluster
         known: dict[object, int] = {}
         self._kind = [known.setdefault((node.own_link, node.devices), len(known)) for node in cluster.nodes]
@@ -197,7 +199,7 @@ class _GroupingSearch:
     def _grouping(self, division: Blocks) -> Grouping:
         """The groups that hold the model; others are left out."""
         groups = [group for block in division for group in self._groups(block)]
-        return tuple(group for group in groups if self._rate(group, self._allocator.plans.kinds(group)))
+        return tuple(group for group in groups if self._rate(group, self._number(group)))
 
     def _climb(self, at: Blocks) -> None:
         """Go uphill to where no single change is faster."""
@@ -265,11 +267,11 @@ class _GroupingSearch:
         """The same, where groups that are not planned yet are as fast as their devices together."""
         return self._together(division, self._hope)
 
-    def _together(self, division: Blocks, rate: Callable[[Group, Kinds], float]) -> float:
+    def _together(self, division: Blocks, rate: Callable[[Group, int], float]) -> float:
         found: list[float] = []
         for block in division:
             if (key := self._alike(block)) not in self._made:
-                self._made[key] = [(group, self._allocator.plans.kinds(group)) for group in self._groups(block)]
+                self._made[key] = [(group, self._number(group)) for group in self._groups(block)]
             found += (rate(*made) for made in self._made[key])
         return self._sum(found)
 
@@ -277,17 +279,19 @@ class _GroupingSearch:
         working = [rate for rate in rates if rate]
         return sum(working) if self._shares else len(working) * min(working, default=0.0)
 
-    def _hope(self, group: Group, kinds: Kinds) -> float:
+    def _number(self, group: Group) -> int:
+        return self._numbers.setdefault(self._allocator.plans.kinds(group), len(self._numbers))
+
+    def _hope(self, group: Group, number: int) -> float:
         """Minibatches per second of one virtual worker, or more where it is not planned yet."""
-        if kinds in self._rates:
-            return self._rates[kinds]
+        if number in self._rates:
+            return self._rates[number]
         return 0.0 if len(group) > self._longest else sum(map(self._allocator.speed, group))
 
-    def _rate(self, group: Group, kinds: Kinds) -> float:
+    def _rate(self, group: Group, number: int) -> float:
         """Minibatches per second of one virtual worker; 0 where it does not hold the model, or is too long to look."""
-        if kinds not in self._rates:
+        if number not in self._rates:
             if len(group) > self._longest or len(self._rates) >= PLANS:
                 return 0.0
-            choice = self._allocator.plans.plan(group)
-            self._rates[kinds] = choice.rate if choice.fits else 0.0
-        return self._rates[kinds]
+            self._rates[number] = self._allocator.plans.rate(group)
+        return self._rates[number]

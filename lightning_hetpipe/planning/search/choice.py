@@ -103,6 +103,7 @@ def best_plan(
     weights: WeightPolicy = STASH,
     every: int = 1,
     spread: bool = False,
+    brief: bool = False,
     progress: Callable[[], object] = unseen,
 ) -> Choice:
     """The plan with the most simulated throughput that is found to fit, at the smallest Nm within 1% of the best.
@@ -124,6 +125,8 @@ def best_plan(
         every: Minibatches of an optimizer step.
         spread: Whether ``in_flight=1`` asks for a spread run. It does in a fit, unless that compiles, has several
             virtual workers, or computes forwards of several stages again. One device alone asks for it, too.
+        brief: Whether a plan will do that takes little time to find, and may be some percent slower; nothing is said
+            then of what would help.
         progress: Called after each plan that was simulated.
 
     Raises:
@@ -144,17 +147,18 @@ def best_plan(
     )
     if in_flight is not None:
         problem.versions(in_flight).check()
-    search = _Search(problem)
+    search = _Search(problem, brief)
     if memory is not None and (in_flight == 1 or (in_flight is None and len(slots) == 1)):
         return search.spread(memory)
     return search.choose() if in_flight is None else search.at(in_flight)
 
 
 class _Search:
-    """The search for the plan of ``problem``."""
+    """The search for the plan of ``problem``, which is to take little time if it is ``brief``."""
 
-    def __init__(self, problem: PlanningProblem) -> None:
+    def __init__(self, problem: PlanningProblem, brief: bool = False) -> None:
         self._problem = problem
+        self._brief = brief
         self._plans: dict[int, PlansAt] = {}
         self._found: dict[int, Estimate | None] = {}
 
@@ -167,7 +171,8 @@ class _Search:
         fastest = max((found for found in self._found.values() if found), key=lambda found: found.rate, default=None)
         if fastest is None:
             return self._unfit(1, asked=False)
-        best = max(best, self._again(fastest.in_flight).rate)
+        if not self._brief:
+            best = max(best, self._again(fastest.in_flight).rate)
         plans = [found for _, found in sorted(self._found.items()) if found is not None]
         chosen = next(plan for plan in plans if plan.rate >= ENOUGH * best)
         while chosen.in_flight > 1 and chosen.in_flight - 1 not in self._found:
@@ -181,7 +186,7 @@ class _Search:
         plans = [found for _, found in sorted(self._found.items()) if found is not None]
         unfit = min((nm for nm, found in self._found.items() if found is None), default=None)
         reasons = _why(chosen, plans, unfit)
-        if unfit is not None and not self._problem.recompute:
+        if unfit is not None and not self._problem.recompute and not self._brief:
             # As many as keep all stages busy; to choose among fewer would take as long as to choose this plan.
             other = self._with_recompute()
             most = other.most(max(unfit, first), chosen.in_flight) or chosen.in_flight
@@ -210,7 +215,7 @@ class _Search:
     def plan(self, in_flight: int, floor: float = 0.0) -> Estimate | None:
         """The fastest plan that was found to fit; None where none was. See :meth:`PlansAt.best` for ``floor``."""
         if in_flight not in self._found:
-            self._found[in_flight] = self._at(in_flight).best(floor, GLIMPSE)
+            self._found[in_flight] = self._at(in_flight).best(floor, 0 if self._brief else GLIMPSE)
         return self._found[in_flight]
 
     def _again(self, in_flight: int) -> Estimate:
@@ -300,6 +305,8 @@ class _Search:
     def _unfit(self, in_flight: int, asked: bool) -> Choice:
         """The plan whose devices lack the least, and what would help."""
         found = self._at(in_flight).least_lacking()
+        if self._brief:
+            return self._choice(found, [])
         again = None
         if not self._problem.recompute:
             other = self._with_recompute()

@@ -27,7 +27,7 @@ Rows: TypeAlias = NDArray[np.intp]
 
 
 @dataclass(frozen=True)
-class Step:
+class Transition:
     """States that are reached by placing devices of ``kind``.
 
     Attributes:
@@ -50,11 +50,11 @@ class BlockStates(NamedTuple):
     """States of one block.
 
     Attributes:
-        steps: In the order in which devices are placed.
+        transitions: In the order in which devices are placed.
         nodes: The rows, by the node of their foremost device.
     """
 
-    steps: Sequence[Step]
+    transitions: Sequence[Transition]
     nodes: Sequence[tuple[int, Rows]]
 
 
@@ -63,14 +63,14 @@ class DeviceOrder:
 
     Attributes:
         stages: k, where it is given, else 1.
-        kind_of, step_of: For each row, the kind of its foremost device, and the step that it belongs to.
+        kind_of, transition_to: For each row, the kind of its foremost device, and the transition that it belongs to.
         blocks: Those of each block, in the order in which they are placed.
     """
 
     def __init__(self, costs: Costs, blocks: Sequence[Block], stages: int) -> None:
         self.stages = stages
         self.kind_of = [-1]
-        self.step_of: list[Step | None] = [None]
+        self.transition_to: list[Transition | None] = [None]
         self.blocks: list[BlockStates] = []
         self._node = [kind.node for kind in costs.kinds]
         self._sources: dict[int, tuple[Rows, Rows]] = {}
@@ -85,13 +85,13 @@ class DeviceOrder:
         return self._sources[row]
 
     def _sources_of(self, row: int) -> tuple[Rows, Rows]:
-        step = self.step_of[row]
-        assert step is not None
-        if step.first:
-            here = self._node_of[: step.start] == self._node_of[row]
+        transition = self.transition_to[row]
+        assert transition is not None
+        if transition.first:
+            here = self._node_of[: transition.start] == self._node_of[row]
             here[0] = False
             return np.flatnonzero(here), np.flatnonzero(~here)[1:]
-        near, far = step.near[row - step.rows.start], step.far[row - step.rows.start]
+        near, far = transition.near[row - transition.rows.start], transition.far[row - transition.rows.start]
         return near[near > 0], far[far > 0]
 
     def _add(self, block: Block) -> None:
@@ -102,7 +102,7 @@ class DeviceOrder:
             for place, number in enumerate(counts):
                 if number:
                     levels.setdefault((sum(counts), place), []).append(counts)
-        steps: list[Step] = []
+        transitions: list[Transition] = []
         for (level, place), these in sorted(levels.items()):
             kind, first = block[place][0], len(self.kind_of)
             near: list[list[int]] = []
@@ -115,12 +115,12 @@ class DeviceOrder:
                 rows[counts, place] = len(self.kind_of)
                 self.kind_of.append(kind)
             there = slice(first, len(self.kind_of))
-            step = Step(kind, there, _padded(near), _padded(far), start, level == 1)
-            steps.append(step)
-            self.step_of += [step] * (there.stop - first)
+            transition = Transition(kind, there, _padded(near), _padded(far), start, level == 1)
+            transitions.append(transition)
+            self.transition_to += [transition] * (there.stop - first)
         own = np.array([self._node[kind] for kind in self.kind_of[start:]], dtype=np.intp)
         nodes = [(int(node), start + np.flatnonzero(own == node)) for node in np.unique(own)]
-        self.blocks.append(BlockStates(steps, nodes))
+        self.blocks.append(BlockStates(transitions, nodes))
 
 
 def _padded(lists: Sequence[Sequence[int]]) -> Rows:

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from lightning_hetpipe.planning.model.costs import Costs, Floats
-from lightning_hetpipe.planning.search.device_orders import DeviceOrder, Rows, Step, Twins
+from lightning_hetpipe.planning.search.device_orders import DeviceOrder, Rows, Transition, Twins
 from lightning_hetpipe.planning.search.division import Division, Room
 
 CELLS = 1 << 20
@@ -124,28 +124,28 @@ class Ways:
         others = [[place for place in nodes.values() if place != here] for here in nodes.values()]
         behind = np.full((len(nodes), *shape[:2], shape[3]), np.inf)  # by the node of the foremost device
         for block in order.blocks:
-            for step in block.steps:
-                if step.first:
-                    here = nodes[costs.kinds[step.kind].node]
-                    self._least[:, 0, step.rows] = takes[step.kind].last[:, None]
+            for transition in block.transitions:
+                if transition.first:
+                    here = nodes[costs.kinds[transition.kind].node]
+                    self._least[:, 0, transition.rows] = takes[transition.kind].last[:, None]
                     sources = [behind[here, 0][:, None]]
                     if len(nodes) > 1:
                         sources.append(behind[others[here], 1].min(axis=0)[:, None])
                 else:
-                    rows = step.near, step.far
+                    rows = transition.near, transition.far
                     sources = [self._least[link][:, each].min(axis=2) for link, each in enumerate(rows)]
                 for link, each in enumerate(sources):
-                    self._place(step, link, each)
+                    self._place(transition, link, each)
             for node, own in block.nodes:  # any of these may lie behind any of the blocks to come
                 there = behind[nodes[node]]
                 np.minimum(there, self._least[:, :, own].min(axis=2), out=there)
 
-    def _place(self, step: Step, link: int, behind: Floats) -> None:
-        """Place the devices of ``step`` before ``behind``, (stages, rows, n + 1)."""
+    def _place(self, transition: Transition, link: int, behind: Floats) -> None:
+        """Place the devices of ``transition`` before ``behind``, (stages, rows, n + 1)."""
         for depth in range(self._order.stages - self._shift):
             if not self._shift or np.isfinite(behind[depth]).any():
-                found = self._least[:, depth + self._shift, step.rows]
-                np.minimum(found, self._takes[step.kind].least(behind[depth], link), out=found)
+                found = self._least[:, depth + self._shift, transition.rows]
+                np.minimum(found, self._takes[transition.kind].least(behind[depth], link), out=found)
 
     def best(self) -> Division | None:
         """The division with the least sum of times; None if there is none."""
@@ -193,11 +193,11 @@ class Ways:
 
     def _behind(self, at: _Partial, total: float) -> Iterator[_Partial]:
         """Yield what may stand behind the last stage of ``at``, as :meth:`_starts` does."""
-        takes, first, step = self._takes[at.kinds[-1]], at.splits[-1], self._order.step_of[at.row]
-        assert step is not None
+        takes, first, transition = self._takes[at.kinds[-1]], at.splits[-1], self._order.transition_to[at.row]
+        assert transition is not None
         depth, most = at.depth - self._shift, min(total, LONGEST)
         found: list[tuple[float, float, int, int, int]] = []
-        if step.first and not (self._shift and at.depth):  # none behind
+        if transition.first and not (self._shift and at.depth):  # none behind
             end = at.so_far + float(takes.last[at.link, first])
             found += [(end, math.inf, 0, 0, 0)] * (end <= most)
         for link, sources in enumerate(self._order.sources(at.row) if depth >= 0 else ()):
