@@ -275,11 +275,6 @@ def log_interval(trainer: L.Trainer) -> int:
     return int(getattr(trainer, "log_every_n_steps", 0))
 
 
-def logged_step(trainer: L.Trainer) -> int:
-    """Step at which Lightning logs what belongs to the minibatch whose step was the last one, or is not over yet."""
-    return max(0, trainer.fit_loop.epoch_loop._batches_that_stepped - 1)
-
-
 def has_gradient_hooks(parameter: nn.Parameter) -> bool:
     """Tell whether a user has put gradient hooks on ``parameter``."""
     return bool(parameter._backward_hooks) or bool(getattr(parameter, "_post_accumulate_grad_hooks", None))

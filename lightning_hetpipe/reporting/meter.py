@@ -9,9 +9,6 @@ from torch import Tensor
 
 from lightning_hetpipe.torch_private.tensors import pytree
 
-SAMPLES_PER_SECOND = "hetpipe/samples_per_second"
-"""A metric's name on loggers."""
-
 
 class Meter:
     """Samples, minibatches and seconds of training. Time counts between :meth:`start` and :meth:`stop` only."""
@@ -52,7 +49,7 @@ class Meter:
             busy_seconds: For each stage, the seconds in which it has computed so far.
         """
         seconds = max(self.seconds - self._until, 1e-9)
-        metrics = {SAMPLES_PER_SECOND: (self.samples - self._samples_until) / seconds}
+        metrics = {"hetpipe/samples_per_second": (self.samples - self._samples_until) / seconds}
         for stage, (busy, before) in enumerate(zip(busy_seconds, self._busy_until, strict=True)):
             metrics[f"hetpipe/stage_{stage}/busy"] = min(1.0, (busy - before) / seconds)
         # Little's law: what arrives per second, times how long each stays, is how many are there.

@@ -174,11 +174,12 @@ class Driver(Generic[F]):
         self.extensions.tell(Extension.discarded)
 
     @contextmanager
-    def evaluating(self) -> Iterator[None]:
-        """Around an evaluation: what is in flight waits."""
+    def evaluating(self, drains: bool = True) -> Iterator[None]:
+        """Around an evaluation: what is in flight waits; without ``drains`` nothing ever is."""
         number = self._loop.begun()
-        with self.extensions.around(Extension.draining, number):
-            self.drain()
+        if drains:
+            with self.extensions.around(Extension.draining, number):
+                self.drain()
         with self.extensions.around(Extension.evaluating, number):
             yield
 

@@ -270,7 +270,7 @@ class Fit(TrainerRun):
 
     def _spread_run(self, settings: RunSettings) -> SpreadRun:
         computed, optimizers = self._driver.computed, self._trainer.optimizers
-        run = SpreadRun(self._trainer, settings, self._generators, computed, self._operands, optimizers)
+        run = SpreadRun(self._module, settings, self._generators, computed, self._operands, optimizers)
         self._steps = SpreadSteps(self._driver, self._around)
         self._report = run.report
         self._lacking = lambda: spread_run.LACKING

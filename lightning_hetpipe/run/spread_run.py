@@ -29,10 +29,9 @@ from lightning_hetpipe.pipeline.random.generators import RandomGenerators, may_d
 from lightning_hetpipe.placement.layout import device_bytes, device_name, stage_count
 from lightning_hetpipe.placement.overflow import Overflow
 from lightning_hetpipe.planning.search.spread_plan import divided
-from lightning_hetpipe.reporting.meter import SAMPLES_PER_SECOND, Meter
+from lightning_hetpipe.reporting.meter import Meter
 from lightning_hetpipe.reporting.report import RunReport, StageReport
 from lightning_hetpipe.rules.spans import BACKWARD, FORWARD
-from lightning_hetpipe.run.extensions.telemetry import IntervalLog
 from lightning_hetpipe.run.finetuning import trains_frozen_later
 from lightning_hetpipe.run.lifecycle import Around, Extension
 from lightning_hetpipe.run.run_settings import RunSettings, nothing_to_recompute
@@ -49,17 +48,16 @@ class SpreadRun(Extension):
 
     def __init__(
         self,
-        trainer: L.Trainer,
+        module: L.LightningModule,
         settings: RunSettings,
         generators: RandomGenerators,
         computed: Callable[[str, int, float], None],
         operands: OperandsTogether,
         optimizers: Sequence[torch.optim.Optimizer],
     ) -> None:
-        module = trainer.lightning_module
         self._computed = computed
         self._operands = operands
-        finetuned = trains_frozen_later(trainer)
+        finetuned = trains_frozen_later(module.trainer)
         self._overflow = Overflow(module, settings.spread, settings.memory, optimizers, finetuned)
         self._module = module
         self._settings = settings
@@ -69,7 +67,6 @@ class SpreadRun(Extension):
         self._called: dict[str, Piece] = {}
         self._last: int | None = None  # the minibatch that was counted last; the first one is not
         self._meter = Meter(0)
-        self._log = IntervalLog(trainer)
         self._busy = 0.0
         self._is_busy = False
         draws = any(is_compiled(part) and may_draw(part) for part in module.modules())
@@ -77,7 +74,6 @@ class SpreadRun(Extension):
 
     @contextmanager
     def inline_step(self, minibatch: int) -> Iterator[None]:
-        self._log_after(minibatch - 1)
         with self._busily(FORWARD, minibatch), self._drawing(minibatch), self._operands.told(self._overflow):
             yield
 
@@ -104,17 +100,10 @@ class SpreadRun(Extension):
 
     def epoch_ends(self) -> None:
         self._meter.stop()
-        if self._last is not None:
-            self._log_after(self._last)
 
     def closed(self) -> None:
         for redirect in self._redirects:
             redirect.remove()
-
-    def _log_after(self, minibatch: int) -> None:
-        """Log what is known without stages, once the step of ``minibatch`` is over."""
-        if self._meter.minibatches:
-            self._log.after(minibatch, lambda: {SAMPLES_PER_SECOND: self._meter.interval([])[SAMPLES_PER_SECOND]})
 
     def report(self) -> RunReport:
         if self._last is None:

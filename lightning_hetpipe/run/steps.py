@@ -63,7 +63,7 @@ class SpreadSteps(Steps):
     """Steps of a spread run, whose minibatches are all Lightning's own."""
 
     def validate(self, native: Callable[[], Any]) -> Any:
-        with self._driver.evaluating():
+        with self._driver.evaluating(drains=False):
             return native()
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
@@ -93,18 +92,6 @@ def test_the_registry() -> None:
 def test_the_log_interval() -> None:
     trainer = quiet_trainer("auto", log_every_n_steps=7)
     assert of_lightning.log_interval(trainer) == 7, "metrics would not keep to the Trainer's interval"
-
-
-@guards("_batches_that_stepped")
-def test_the_step_that_is_logged() -> None:
-    steps = list[int]()
-
-    class Notes(L.Callback):
-        def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
-            steps.append(of_lightning.logged_step(trainer))
-
-    quiet_trainer("auto", callbacks=[Notes()], accumulate_grad_batches=2).fit(Learner(), batches(5))
-    assert steps == [0, 0, 0, 0, 1], "metrics would be logged beside Lightning's own"
 
 
 @guards("_Launcher")

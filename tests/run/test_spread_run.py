@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, cast
+from typing import Any
 
 import lightning as L
 import pytest
@@ -202,43 +202,21 @@ class Timed(Learner):
 
 
 @pytest.mark.parametrize("stages", [1, 2])
-@pytest.mark.parametrize("every", [1, 2, 3])
-def test_loggers_are_told_the_samples_per_second(every: int, stages: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Training alone counts, without the first minibatch of the fit; there are no stages that could be busy."""
-    clock, memory = Clock(), Memory()
+def test_the_report_counts_the_time_of_training_alone(stages: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without validation, and without the first minibatch of the fit."""
+    clock = Clock()
     monkeypatch.setattr("lightning_hetpipe.reporting.meter.perf_counter", clock)
     strategy = HetPipeStrategy(stages=stages, in_flight=1)
-    settings = {"max_epochs": 2, "val_check_interval": 2, "num_sanity_val_steps": 1}
-    trainer = quiet_trainer(strategy, logger=memory, log_every_n_steps=every, **settings)
-    trainer.fit(Timed(clock), batches(6), batches(1))
-    ours = [(step, row) for step, row in memory.logged if "hetpipe/samples_per_second" in row]
-    assert [step for step, _ in ours] == [p - 1 for p in range(2, 13) if p % every == 0]
-    assert all(row == pytest.approx({"hetpipe/samples_per_second": 4.0}) for _, row in ours)
+    settings: Any = {"max_epochs": 2, "val_check_interval": 2, "num_sanity_val_steps": 1}
+    quiet_trainer(strategy, **settings).fit(Timed(clock), batches(6), batches(1))
     assert strategy.last_run.samples_per_second == pytest.approx(4.0)
 
 
-def test_metrics_are_at_the_steps_of_lightnings_own() -> None:
-    """Each minibatch makes two optimizer steps."""
-
-    class Two(Learner):
-        def __init__(self) -> None:
-            super().__init__()
-            self.automatic_optimization = False
-
-        def training_step(self, batch: Any, batch_idx: int) -> None:
-            self.manual_backward(super().training_step(batch, batch_idx))
-            for optimizer in cast(Any, self.optimizers()):
-                optimizer.step()
-            self.log("theirs", float(batch_idx))
-
-        def configure_optimizers(self) -> Any:
-            return [torch.optim.SGD(part.parameters(), lr=0.01) for part in list(self.net.children())[::2]]
-
+def test_loggers_get_nothing_of_ours() -> None:
+    """There is no pipeline whose stages could be busy; such a run logs what a plain Trainer does."""
     memory = Memory()
-    quiet_trainer(HetPipeStrategy(in_flight=1), logger=memory, log_every_n_steps=2).fit(Two(), batches(6))
-    names = ("theirs", "hetpipe/samples_per_second")
-    theirs, ours = ([step for step, row in memory.logged if name in row] for name in names)
-    assert theirs == ours == [1, 3, 5]
+    quiet_trainer(HetPipeStrategy(), logger=memory, log_every_n_steps=1).fit(Learner(), batches(4))
+    assert not any(name.startswith("hetpipe/") for _, row in memory.logged for name in row)
 
 
 def test_the_report() -> None:

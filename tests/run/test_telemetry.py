@@ -183,8 +183,9 @@ class TestLastRun:
             assert stage.parameters == sum(p.numel() for p in nn.ModuleList(named).parameters())
             assert stage.versions_bytes == 4 * 4 * stage.parameters
             assert stage.held in range(1, 5)
-            counted = [stage.versions_bytes, stage.activations_bytes, stage.gradients_bytes, stage.memory_bytes]
-            assert all(counted)
+            assert stage.activations_bytes
+            assert stage.memory_bytes
+            assert bool(stage.gradients_bytes) == bool(stage.parameters)  # a Tanh may be alone on its stage
             assert stage.device_bytes is None
 
     @pytest.mark.parametrize(("stages", "in_flight"), [("auto", 1), (1, 1), (2, 3), (4, 5)])

@@ -8,7 +8,7 @@ from typing import Any
 
 import lightning as L
 
-from lightning_hetpipe.lightning_private import begun_minibatches, log_interval, logged_step
+from lightning_hetpipe.lightning_private import begun_minibatches, log_interval
 from lightning_hetpipe.pipeline.engine import Engine
 from lightning_hetpipe.pipeline.user.batch_in_flight import BatchInFlight
 from lightning_hetpipe.pipeline.user.minibatch import Minibatch
@@ -16,23 +16,6 @@ from lightning_hetpipe.placement.layout import Layout
 from lightning_hetpipe.reporting.meter import Meter
 from lightning_hetpipe.reporting.report import RunReport
 from lightning_hetpipe.run.lifecycle import Extension
-
-
-class IntervalLog:
-    """Logs metrics on the loggers of ``trainer``, at its interval."""
-
-    def __init__(self, trainer: L.Trainer) -> None:
-        self._trainer = trainer
-        self._logged = 0
-
-    def after(self, number: int, metrics: Callable[[], Mapping[str, float]]) -> None:
-        """Log ``metrics`` after minibatch ``number``, unless that was done or it is not one of the interval's."""
-        every = log_interval(self._trainer)
-        if not every or number % every or number == self._logged:
-            return
-        self._logged, found = number, dict(metrics())
-        for logger in self._trainer.loggers:
-            logger.log_metrics(found, step=logged_step(self._trainer))
 
 
 class Telemetry(Extension):
@@ -58,7 +41,7 @@ class Telemetry(Extension):
         self._synchronisation = synchronisation
         self._meter = Meter(len(engine.stages))
         self._staleness = 0
-        self._interval = IntervalLog(trainer)
+        self._logged = 0
         self._meter.start()
 
     def epoch_begins(self, first: int) -> None:
@@ -86,17 +69,17 @@ class Telemetry(Extension):
 
     def _log(self, number: int) -> None:
         """Logs the metrics after minibatch ``number``, at the Trainer's interval; not before the first counted one."""
-        if self._meter.minibatches:
-            self._interval.after(number, self._metrics)
-
-    def _metrics(self) -> dict[str, float]:
-        """Metrics of the time since the last call."""
+        every = log_interval(self._trainer)
+        if not every or number % every or number == self._logged or not self._meter.minibatches:
+            return
+        self._logged = number
         metrics = self._meter.interval([stage.stream.busy_seconds() for stage in self._engine.stages])
         for index, stage in enumerate(self._engine.stages):
             metrics[f"hetpipe/stage_{index}/memory_bytes"] = float(stage.memory.most_lately())
         metrics["hetpipe/staleness"] = float(self._staleness)
         metrics.update(self._synchronisation())
-        return metrics
+        for logger in self._trainer.loggers:
+            logger.log_metrics(metrics, step=max(0, self._trainer.global_step - 1))  # as Lightning counts them
 
     def report(self) -> RunReport:
         """The numbers so far."""
