@@ -16,6 +16,7 @@ from lightning_hetpipe.planning.model.profile import Profile
 from lightning_hetpipe.planning.model.stage_memory import optimizer_state
 from lightning_hetpipe.planning.plan.document import Plan
 from lightning_hetpipe.reporting.cluster_plots import draw_cluster
+from lightning_hetpipe.rules.parameter_placement import CANDIDATES
 from lightning_hetpipe.rules.versions import WeightPolicy
 
 if TYPE_CHECKING:
@@ -105,7 +106,7 @@ def _planned(settings: ClusterSettings, allocator: Allocator) -> ClusterPlans:
         assert chosen is not None, "the search refuses nothing"
         return ClusterPlans(chosen, others)
     if settings.allocation == "auto":
-        placements = ("size", "local") if settings.placement is None else (settings.placement,)
+        placements = CANDIDATES if settings.placement is None else (settings.placement,)
         return ClusterPlans(best_allocation(allocator, shares=shares, placements=placements, told=_told), ())
     grouping = GROUPINGS[settings.allocation](allocator.cluster, allocator.speed)
     placement = settings.placement or "size"

@@ -8,6 +8,8 @@ from collections.abc import Collection, Sequence
 from lightning_hetpipe.errors import SettingError
 
 PLACEMENTS = ("size", "round_robin", "local")
+CANDIDATES = ("size", "local")
+"""Placements among which a plan chooses: dealing parameters out in turn is never better than by size."""
 
 
 def place(sizes: Sequence[int], servers: int, how: str, homes: Sequence[Collection[int]] = ()) -> list[list[int]]:

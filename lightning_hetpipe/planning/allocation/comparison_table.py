@@ -11,7 +11,7 @@ from lightning_hetpipe.planning.allocation.grouping_search import best_allocatio
 from lightning_hetpipe.planning.allocation.groupings import GROUPINGS
 from lightning_hetpipe.planning.model.units import in_bytes
 from lightning_hetpipe.planning.plan.table import aligned
-from lightning_hetpipe.rules.parameter_placement import PLACEMENTS
+from lightning_hetpipe.rules.parameter_placement import CANDIDATES
 
 SIDE_BY_SIDE = (("np", "size"), ("hd", "size"), ("ed", "size"), ("ed", "local"))
 """The paper's allocations: grouping and placement of parameters."""
@@ -65,7 +65,7 @@ def compared(
                 yield Compared(name, placement, each, None, str(error))
                 continue
             yield Compared(name, placement, each, allocator.allocate(name, grouping, shares=each, placement=placement))
-        best = best_allocation(allocator, shares=each, placements=PLACEMENTS[::2], told=told)
+        best = best_allocation(allocator, shares=each, placements=CANDIDATES, told=told)
         yield Compared("auto", best.placement, each, best)
 
 
