@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import lightning as L
@@ -33,6 +34,7 @@ def peaks() -> list[int]:
 
 
 def limit(*bytes_of_each: int) -> None:
+    gc.collect()  # what other tests have left
     for index, each in enumerate(bytes_of_each):
         set_limit(index, int(MARGIN * each))
         torch.accelerator.reset_peak_memory_stats(index)

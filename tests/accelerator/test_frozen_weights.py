@@ -82,6 +82,17 @@ def check(stages: Sequence[StageEstimate], least: float = LEAST) -> None:
         assert least * stage.memory.total <= peaks()[stage.slot.number] <= MARGIN * stage.memory.total, str(stage.slot)
 
 
+class AfterTheFirst(L.Callback):
+    """Forgets what devices have held until the pipeline is full: with room for all, the first minibatch is spread by
+    bytes, and a device may hold more then than what its stage takes, where few weights are trained."""
+
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        if batch_idx == 2:
+            limit(*LARGE)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("in_flight", [2, 4])
 @pytest.mark.parametrize("weights", ["stash", "2bw", "pipeoptim"])
@@ -90,9 +101,9 @@ def test_a_pipeline_takes_what_its_plan_says(
 ) -> None:
     limit(*LARGE)
     strategy = HetPipeStrategy(stages=4, in_flight=in_flight, weights=weights, cluster=cluster(*LARGE))
-    trainer_on(accelerator, strategy, accumulate_grad_batches=4 if weights == "2bw" else 1).fit(
-        adapters(), words(20, 2)
-    )
+    every = 4 if weights == "2bw" else 1
+    trainer = trainer_on(accelerator, strategy, accumulate_grad_batches=every, callbacks=[AfterTheFirst()])
+    trainer.fit(adapters(), words(20, 2))
     check(planned[-1].stages)
 
 

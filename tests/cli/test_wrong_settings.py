@@ -210,7 +210,12 @@ TOGETHER = [  # settings that exclude each other, or are of no use here; files o
     ("plan", ["profile=small.json", "devices=[T4]"], "profile=small.json", "memory_bytes is 24 bytes, less than any"),
     ("plan", [*T4, "strategy.plan=p.json"], "strategy.plan=p.json", "is for hetpipe-train; leave it out"),
     ("plan", [*T4, "cluster=mixed_box"], "devices=['T4']", "leave one of them out."),
-    ("plan", [*T4, "strategy.virtual_workers=2"], "strategy.virtual_workers=2", "leave it out, and plan each with"),
+    (
+        "plan",
+        [*T4, "strategy.virtual_workers=2"],
+        "strategy.virtual_workers=2",
+        "how many there are follows from the allocation",
+    ),
     ("server", ["address=0.0.0.0:7070"], "address=0.0.0.0:7070", "security has no certificates"),
     ("server", ["address=0.0.0.0:0", "security.insecure=true"], "address=0.0.0.0:0", "HETPIPE_TOKEN is not set"),
     ("server", ["security.ca=ca.pem"], "security.ca=ca.pem", "needs security.certificate beside it"),

@@ -24,8 +24,9 @@ User code
     What ``training_step`` takes beside the layers, on the last stage's device: modules that are not pipelined, the
     minibatches in flight, and the loss (:class:`~lightning_hetpipe.planning.model.profile.UserBytes`).
 
-The first minibatch of a fit, of which there are no versions yet, is spread over all devices, and takes less; so does a
-run with one minibatch in flight (:mod:`lightning_hetpipe.planning.model.spread_memory`).
+The first minibatch of a fit, of which there are no versions yet, is spread over all devices by their room, and takes
+less; on a device that has the room it may take more than a stage of frozen weights does later. A run with one minibatch
+in flight is spread, too (:mod:`lightning_hetpipe.planning.model.spread_memory`).
 
 Gradients and activations are those of the moment at which they are most together. More gradients than these wait where
 Lightning's thread is slower than was simulated, or evaluates between two steps: on the host, where the device has no
