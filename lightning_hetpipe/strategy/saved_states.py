@@ -24,7 +24,7 @@ from lightning_hetpipe.rules.shares import whole_steps
 
 if TYPE_CHECKING:
     from lightning_hetpipe.workers.group import Group
-from lightning_hetpipe.workers.shared_data import Shares
+    from lightning_hetpipe.workers.shared_data import Shares
 
 _NOTE = "hetpipe"
 _LAST_CHANGES = "hetpipe_last_changes"
