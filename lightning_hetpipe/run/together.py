@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import lightning as L
@@ -27,23 +28,25 @@ def check_together(trainer: L.Trainer) -> None:
 
 def minibatches_per_step(trainer: L.Trainer, epoch: int) -> int:
     """Minibatches of an optimizer step in ``epoch``, of which a GradientAccumulationScheduler knows future ones."""
+    scheduler = _scheduler(trainer)
+    return trainer.accumulate_grad_batches if scheduler is None else scheduler.get_accumulate_grad_batches(epoch)
+
+
+def _scheduler(trainer: L.Trainer) -> GradientAccumulationScheduler | None:
     callbacks: list[Any] = getattr(trainer, "callbacks", [])  # set by a connector, without declaring it
-    for callback in callbacks:
-        if isinstance(callback, GradientAccumulationScheduler):
-            return callback.get_accumulate_grad_batches(epoch)
-    return trainer.accumulate_grad_batches
+    return next((each for each in callbacks if isinstance(each, GradientAccumulationScheduler)), None)
 
 
 def check_shares(trainer: L.Trainer, shares: Shares) -> None:
     """Refuse what waits at every step, or counts over epochs, where virtual workers have unequal ``shares``."""
     callbacks: list[Any] = getattr(trainer, "callbacks", [])
     if not shares.adapts:
-        last = trainer.max_epochs if trainer.max_epochs is not None else -1
-        schedulers = [callback for callback in callbacks if isinstance(callback, GradientAccumulationScheduler)]
-        changes = [epoch for scheduler in schedulers for epoch in scheduler.epochs if last < 0 or epoch < last]
-        for epoch in (trainer.current_epoch, *changes):
-            if epoch >= trainer.current_epoch:
-                check_steps(shares, minibatches_per_step(trainer, epoch))
+        first, last = trainer.current_epoch, trainer.max_epochs
+        end = math.inf if last is None or last < 0 else last
+        scheduler = _scheduler(trainer)
+        changes = [] if scheduler is None else [epoch for epoch in scheduler.epochs if first < epoch < end]
+        for epoch in (first, *changes):
+            check_steps(shares, minibatches_per_step(trainer, epoch))
     if any(map(asks_at_every_step, callbacks)):
         raise SettingError(
             "max_time, Timer and ModelCheckpoint(train_time_interval=...) ask virtual worker 0 after every step, and"
@@ -73,14 +76,15 @@ def check_steps(shares: Shares | None, every: int) -> None:
 
     ModelCheckpoint saves nothing where no step was made since it last did, and all save together.
     """
-    lengths = shares.lengths if shares is not None and shares.decided else ()
-    if shares is not None and any(length % every for length in lengths):
+    if shares is None or not shares.decided:
+        return
+    if any(length % every for length in shares.lengths):
         way = (
             "have a GradientAccumulationScheduler change it" if shares.adapts else f"set shares to multiples of {every}"
         )
         raise SettingError(
-            f"shares={list(lengths)} end waves within an optimizer step of accumulate_grad_batches={every} minibatches;"
-            f" {way}"
+            f"shares={list(shares.lengths)} end waves within an optimizer step of accumulate_grad_batches={every}"
+            f" minibatches; {way}"
         )
 
 
