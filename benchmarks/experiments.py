@@ -30,7 +30,7 @@ from benchmarks.experiments_table import Comparison, table
 from benchmarks.experiments_tasks import CORRECTION, TASKS
 from benchmarks.harness import ROOT
 from benchmarks.machine import describe_machine
-from benchmarks.results import replace_block
+from benchmarks.results import show_block
 
 KEPT = ROOT / "benchmarks" / "experiments.jsonl"
 DOCS = ROOT / "docs" / "staleness.md"
@@ -113,16 +113,8 @@ def measured(grid: Grid) -> str:
 def show(file: Path, says: str, folder: Path, docs: Path | None) -> None:
     """Writes table and pictures of the runs in ``file`` to ``folder``, and those of the docs, if given."""
     comparison = Comparison(read(file))
-    text = block(comparison, says)
     pictures = {PICTURES["survival"]: survival(comparison), PICTURES["curves"]: curves(comparison)}
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "experiments.md").write_text(text + "\n")
-    for name, picture in pictures.items():
-        (folder / name).write_text(picture)
-        if docs is not None:
-            (docs.parent / name).write_text(picture)
-    if docs is not None:
-        replace_block(docs, text, BEGIN, END)
+    show_block(block(comparison, says), pictures, folder / "experiments.md", docs, BEGIN, END)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -33,7 +33,7 @@ from benchmarks.headline_search import KEPT as SEARCHED
 from benchmarks.headline_search import best_rate
 from benchmarks.headline_worker import Job
 from benchmarks.machine import describe_machine
-from benchmarks.results import as_table, replace_block
+from benchmarks.results import as_table, show_block
 
 KEPT = ROOT / "benchmarks" / "headline.jsonl"
 PAGE = ROOT / "docs" / "virtual-workers.md"
@@ -167,13 +167,7 @@ def measured(found: Found) -> str:
 
 def show(found: Found, says: str, folder: Path, page: Path | None) -> None:
     """Write table and picture to ``folder``, and into the page of the docs, if given."""
-    text, picture = block(found, says), curves(found)
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "headline.md").write_text(text + "\n")
-    (folder / PICTURE).write_text(picture)
-    if page is not None:
-        (page.parent / PICTURE).write_text(picture)
-        replace_block(page, text, BEGIN, END)
+    show_block(block(found, says), {PICTURE: curves(found)}, folder / "headline.md", page, BEGIN, END)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

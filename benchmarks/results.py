@@ -134,6 +134,17 @@ def replace_block(page: Path, block: str, first: str = BEGIN, last: str = END) -
     page.write_text(text.replace(block_in(text, first, last), block))
 
 
+def show_block(block: str, pictures: Mapping[str, str], file: Path, page: Path | None, first: str, last: str) -> None:
+    """Write ``block`` to ``file``, and ``pictures``, by name, beside it; both into ``page`` of the docs, if given."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(block + "\n")
+    for folder in [file.parent] if page is None else [file.parent, page.parent]:
+        for name, picture in pictures.items():
+            (folder / name).write_text(picture)
+    if page is not None:
+        replace_block(page, block, first, last)
+
+
 def block_in(text: str, first: str = BEGIN, last: str = END) -> str:
     """The part of ``text`` from ``first`` to ``last``, both included.
 
