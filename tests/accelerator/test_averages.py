@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_hetpipe import HetPipeStrategy
 from tests.accelerator.four_devices import DEVICES, trainer_on
-from tests.accelerator.test_larger_than_a_device import Evaluated
+from tests.accelerator.large_models import Evaluated
 from tests.oracle import Batch, Outputs, Recipe
 from tests.support.accelerator import TestAccelerator, set_limit
 from tests.support.equality import assert_same

@@ -22,7 +22,7 @@ from lightning_hetpipe.planning.search.choice import Choice, best_plan
 from lightning_hetpipe.strategy.profiling_strategy import ProfilingStrategy
 from lightning_hetpipe.strategy.profiling_strategy import profile as profiled
 from tests.accelerator.four_devices import DEVICES, LARGE, MARGIN, SHARE, cluster, limit, peaks, trainer_on
-from tests.accelerator.test_larger_than_a_device import Evaluated, Writes
+from tests.accelerator.large_models import Evaluated, Writes
 from tests.exact.running import expect
 from tests.oracle import Batch, Outputs, Recipe, State
 from tests.support.accelerator import TestAccelerator

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -35,102 +34,17 @@ from lightning_hetpipe.run.automatic import CORRECTED
 from lightning_hetpipe.strategy.profiling_strategy import ProfilingStrategy
 from lightning_hetpipe.strategy.profiling_strategy import profile as profiled
 from tests.accelerator.four_devices import DEVICES, LARGE, MARGIN, SHARE, cluster, limit, peaks, trainer_on
+from tests.accelerator.large_models import Decoder, Evaluated, Writes, check_pipeline, gpt, resnet, translator
 from tests.exact.pipelines import Pinned
 from tests.exact.running import expect
 from tests.oracle import Batch, Outputs, Recipe, State
 from tests.support.accelerator import NAME, TestAccelerator, set_limit
-from tests.support.captured_models import GPT, Bottleneck, CrossBlock, Whole, Words
+from tests.support.captured_models import GPT
 from tests.support.equality import assert_same
 from tests.support.marks import quick
-from tests.support.models import ADAMW, CLASSES, SGD, WORDS, Learner, images, words
+from tests.support.models import ADAMW, WORDS, Learner, images, words
 from tests.support.strategies import stashing
 from tests.support.trainers import quiet_trainer
-
-
-class Evaluated(Learner):
-    """Validates, tests and predicts with the outputs of ``compute``."""
-
-    def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        self.log("loss", self.compute(batch)["loss"])
-
-    test_step = validation_step
-
-    def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        return self.compute(batch)["loss"]
-
-
-class Writes(Words, Evaluated):
-    pass
-
-
-class Sees(Whole, Evaluated):
-    pass
-
-
-class Decoder(nn.Module):
-    """Reads an encoder's output in each of six layers, as translators do."""
-
-    def __init__(self, width: int = 48) -> None:
-        super().__init__()
-        self.words = nn.Embedding(WORDS, width)
-        layers = [nn.TransformerEncoderLayer(width, 2, 2 * width, 0.0, batch_first=True) for _ in range(6)]
-        self.encoder = nn.ModuleList(layers)
-        self.decoder = nn.ModuleList([CrossBlock(width) for _ in range(6)])
-        self.head = nn.Linear(width, WORDS)
-
-    def forward(self, source: Tensor, target: Tensor) -> Tensor:
-        memory, x = self.words(source), self.words(target)
-        for layer in self.encoder:
-            memory = layer(memory)
-        for block in self.decoder:
-            x = block(x, memory)
-        y: Tensor = self.head(x)
-        return y
-
-
-class Translates(Evaluated):
-    def __init__(self) -> None:
-        super().__init__(ADAMW)
-        self.model = Decoder()
-
-    def compute(self, batch: Batch) -> Outputs:
-        (ids,) = batch
-        logits = self.model(ids, ids[:, :-1])
-        return {"loss": F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten()), "logits": logits.detach()}
-
-
-class ResNet(nn.Module):
-    """Activations weigh most at its beginning, weights at its end."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        widths = [16, 16, 16, 16, 16, 24, 24, 24, 24, 32, 32, 32, 32]
-        self.first = nn.Conv2d(1, widths[0], 3, padding=1)
-        self.blocks = nn.ModuleList([Bottleneck(one, other) for one, other in pairwise(widths)])
-        self.last = nn.Linear(widths[-1], CLASSES)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        for block in self.blocks:
-            x = block(x)
-        y: Tensor = self.last(x.mean((-2, -1)))
-        return y
-
-
-def gpt() -> tuple[Learner, DataLoader[Any]]:
-    torch.manual_seed(7)
-    return Writes(GPT(blocks=20, width=64), ADAMW), words(40, 8)
-
-
-def resnet() -> tuple[Learner, DataLoader[Any]]:
-    torch.manual_seed(7)
-    return Sees(ResNet(), SGD), images(40, 8)
-
-
-def translator() -> tuple[Learner, DataLoader[Any]]:
-    torch.manual_seed(7)
-    return Translates(), words(40, 8)
-
 
 MODELS = [gpt, resnet, translator]
 
@@ -148,27 +62,7 @@ def test_in_a_pipeline(
     accelerator: TestAccelerator,
     tmp_path: Path,
 ) -> None:
-    task, loader = make()
-    trainer_on(accelerator, stashing(stages=4, in_flight=in_flight, cluster=cluster(*LARGE))).fit(task, loader)
-    room = int(sum(stage.memory.total for stage in planned[-1].stages) / SHARE)
-
-    def strategy() -> HetPipeStrategy:
-        return stashing(stages=4, in_flight=in_flight, cluster=cluster(*[room] * DEVICES))
-
-    task, loader = make()
-    expected = expect(task, loader, in_flight, max_epochs=2)
-    limit(*[room] * DEVICES)
-    trainer = trainer_on(accelerator, strategy())
-    trainer.fit(task, loader, loader)
-    trainer.save_checkpoint(tmp_path / "half.ckpt")
-    again, _ = make()
-    resumed = trainer_on(accelerator, strategy(), max_epochs=2)
-    resumed.fit(again, loader, loader, ckpt_path=str(tmp_path / "half.ckpt"))
-    assert_same(expected.states[-1], State.of(again, resumed.optimizers[0]))
-    found = [resumed.validate(again, loader, verbose=False), resumed.test(again, loader, verbose=False)]
-    plain = quiet_trainer()
-    assert found == [plain.validate(again, loader, verbose=False), plain.test(again, loader, verbose=False)]
-    assert_same(plain.predict(again, loader), trainer_on(accelerator, strategy()).predict(again, loader))
+    check_pipeline(make, in_flight, planned, accelerator, tmp_path)
 
 
 def test_no_device_has_more_than_its_plan_says(

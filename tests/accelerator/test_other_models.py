@@ -14,16 +14,12 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_hetpipe.planning.model.estimate import Estimate
-from tests.accelerator.four_devices import LARGE, SHARE, cluster, limit, trainer_on
-from tests.accelerator.test_larger_than_a_device import Evaluated
-from tests.exact.running import expect
-from tests.oracle import Batch, Outputs, State
+from tests.accelerator.four_devices import SHARE
+from tests.accelerator.large_models import Evaluated, Translates, check_pipeline
+from tests.oracle import Batch, Outputs
 from tests.support.accelerator import TestAccelerator
 from tests.support.captured_models import CrossBlock
-from tests.support.equality import assert_same
 from tests.support.models import ADAMW, WORDS, Learner, words
-from tests.support.strategies import stashing
-from tests.support.trainers import quiet_trainer
 
 pytestmark = pytest.mark.usefixtures("own_profiles")
 
@@ -243,15 +239,9 @@ class Tied(nn.Module):
         return y
 
 
-class Summarises(Evaluated):
+class Summarises(Translates):
     def __init__(self) -> None:
-        super().__init__(ADAMW)
-        self.model = Tied()
-
-    def compute(self, batch: Batch) -> Outputs:
-        (ids,) = batch
-        logits = self.model(ids, ids[:, :-1])
-        return {"loss": F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten()), "logits": logits.detach()}
+        super().__init__(Tied())
 
 
 def summariser() -> tuple[Learner, Any]:
@@ -274,25 +264,4 @@ def test_it_trains_and_is_evaluated(
     tmp_path: Path,
 ) -> None:
     """``share`` is what a model needs, as a multiple of a device; layers of the U-Net are few and large."""
-    task, loader = make()
-    trainer_on(accelerator, stashing(stages=devices, in_flight=in_flight, cluster=cluster(*LARGE))).fit(task, loader)
-    room = int(sum(stage.memory.total for stage in planned[-1].stages) / share)
-
-    def trainer(**settings: Any) -> Any:
-        declared = cluster(*[room] * devices, *[1 << 20] * (4 - devices))
-        return trainer_on(accelerator, stashing(stages=devices, in_flight=in_flight, cluster=declared), **settings)
-
-    task, _ = make()
-    expected = expect(task, loader, in_flight, max_epochs=2)
-    limit(*[room] * devices)
-    first = trainer()
-    first.fit(task, loader, loader)
-    first.save_checkpoint(tmp_path / "half.ckpt")
-    again, _ = make()
-    resumed = trainer(max_epochs=2)
-    resumed.fit(again, loader, loader, ckpt_path=str(tmp_path / "half.ckpt"))
-    assert_same(expected.states[-1], State.of(again, resumed.optimizers[0]))
-    found = [resumed.validate(again, loader, verbose=False), resumed.test(again, loader, verbose=False)]
-    plain = quiet_trainer()
-    assert found == [plain.validate(again, loader, verbose=False), plain.test(again, loader, verbose=False)]
-    assert_same(plain.predict(again, loader), trainer().predict(again, loader))
+    check_pipeline(make, in_flight, planned, accelerator, tmp_path, devices, share)

@@ -19,7 +19,7 @@ from lightning_hetpipe.planning.search.choice import best_plan
 from lightning_hetpipe.strategy.profiling_strategy import ProfilingStrategy
 from lightning_hetpipe.strategy.profiling_strategy import profile as profiled
 from tests.accelerator.four_devices import DEVICES, LARGE, cluster, trainer_on
-from tests.accelerator.test_larger_than_a_device import Writes
+from tests.accelerator.large_models import Writes
 from tests.oracle import Batch, Outputs
 from tests.support.accelerator import NAME, TestAccelerator, set_limit
 from tests.support.captured_models import GPT

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_hetpipe import HetPipeStrategy
 from lightning_hetpipe.errors import SettingError
 from tests.accelerator.four_devices import DEVICES, SHARE, peaks, trainer_on
-from tests.accelerator.test_larger_than_a_device import Evaluated
+from tests.accelerator.large_models import Evaluated
 from tests.exact.running import expect
 from tests.oracle import Batch, Outputs
 from tests.support.accelerator import NAME, TestAccelerator, set_limit
