@@ -16,12 +16,16 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass
 
 from lightning_hetpipe.launch import parent_watch
+from lightning_hetpipe.launch.child_work import work_of
 from lightning_hetpipe.launch.lost_workers import lost_workers, say
 from lightning_hetpipe.server.process import parent_death
 from lightning_hetpipe.server.process.server_process import how
 
 NOTICE_AFTER = 10.0
 """Seconds that this process, at its end, waits for children before it says so."""
+
+LONGEST = 30
+"""Graces in which a child's interpreter must have been taken down, even if it works all the time."""
 
 OnEnd = Callable[[int, int], None]
 """Takes the virtual worker's number on its node and its process's return code, negative for a signal."""
@@ -268,12 +272,25 @@ class Children:
         self.ended = True
 
     def reap(self, grace: float) -> None:
-        """Wait until nothing of them is left, which only takes a moment, once they have come to their end."""
-        if not self._gone(grace, wholly=True):
+        """Wait until nothing of them is left, once they have come to their end; end by force those that hang.
+
+        Python takes a moment to free what a program has held, and many times as long on a busy machine. So only those
+        hang whose processes have all slept for ``grace`` seconds, or that are still there after many times as long.
+        """
+        until = time.monotonic() + LONGEST * grace
+        worked = self._worked()
+        while not self._gone(grace, wholly=True):
+            before, worked = worked, self._worked()
+            late = time.monotonic() > until
             for child in self._still():
-                say(f"{child} did not end {grace:g} seconds after its program, and is killed")
-                child.process.kill()
-            self._gone(None, wholly=True)
+                if late or worked.get(child.local) == before.get(child.local):
+                    how_long = f"{LONGEST * grace:g} seconds" if late else f"{grace:g} seconds without work"
+                    say(f"{child} did not end in {how_long} after its program, and is killed")
+                    lost_workers.exit_with_one()
+                    self._signal(child, signal.SIGKILL)
+
+    def _worked(self) -> dict[int, frozenset[object]]:
+        return {child.local: work_of(child.process.pid) for child in self._still()}
 
     def _ask(self, signum: int, whom: Callable[[Child], bool]) -> None:
         for child in filter(whom, self._still()):

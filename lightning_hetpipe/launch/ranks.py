@@ -77,11 +77,8 @@ def find_rank(
             f"num_nodes={num_nodes}, but the plan has virtual workers on {_nodes(len(planned))}; set"
             f" num_nodes={len(planned)}, or plan for {_nodes(num_nodes)}"
         )
-    if isinstance(environment, SLURMEnvironment) and _OF_SRUN - os.environ.keys():
-        environment = LightningEnvironment()  # a script that names the plugin, started by a user without srun
-    child = this_child()
-    is_ours = isinstance(environment, LightningEnvironment) or not environment.creates_processes_externally
-    if child is None and not is_ours:
+    child, environment = this_child(), _starter(environment)
+    if child is None and _has_started(environment):
         return _as_started(virtual_workers, num_nodes, environment, planned)
     of_nodes = tuple(planned) or (virtual_workers,) * num_nodes
     if len(of_nodes) > num_nodes:
@@ -113,6 +110,24 @@ def find_rank(
     return Rank(sum(of_nodes[:node]) + local, sum(of_nodes), node, local, here, num_nodes, role, known)
 
 
+def count_nodes(num_nodes: int, environment: ClusterEnvironment) -> int:
+    """Number of nodes on which processes run: the Trainer's ``num_nodes``, or as torchrun or the like has it."""
+    if not _has_started(_starter(environment)):
+        return num_nodes
+    return next((int(os.environ[name]) for name in _NODES if name in os.environ), num_nodes)
+
+
+def _starter(environment: ClusterEnvironment) -> ClusterEnvironment:
+    if isinstance(environment, SLURMEnvironment) and _OF_SRUN - os.environ.keys():
+        return LightningEnvironment()  # a script that names the plugin, started by a user without srun
+    return environment
+
+
+def _has_started(environment: ClusterEnvironment) -> bool:
+    """True if torchrun, SLURM or the like has started and numbered all processes."""
+    return not isinstance(environment, LightningEnvironment) and environment.creates_processes_externally
+
+
 def other_number(virtual_workers: int, running: int) -> SettingError:
     """The error of a program that asks for another number of virtual workers than its processes are."""
     return SettingError(
@@ -125,7 +140,7 @@ def other_number(virtual_workers: int, running: int) -> SettingError:
 def _as_started(virtual_workers: int, num_nodes: int, environment: ClusterEnvironment, planned: Sequence[int]) -> Rank:
     """The rank where each process that was started is a virtual worker; nodes may have different numbers of them."""
     size, node, local = environment.world_size(), environment.node_rank(), environment.local_rank()
-    nodes = next((int(os.environ[name]) for name in _NODES if name in os.environ), num_nodes)
+    nodes = count_nodes(num_nodes, environment)
     if num_nodes not in (1, nodes):
         raise SettingError(f"num_nodes={num_nodes}, but processes were started on {nodes}; leave num_nodes out")
     per_node = _started_here(size, node)

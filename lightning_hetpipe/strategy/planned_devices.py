@@ -9,10 +9,11 @@ from datetime import timedelta
 from typing import Any, Literal
 
 import torch
+from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_hetpipe.emulation import Emulation
-from lightning_hetpipe.launch.ranks import devices_of
+from lightning_hetpipe.launch.ranks import count_nodes, devices_of
 from lightning_hetpipe.placement import progress
 from lightning_hetpipe.placement.device_placement import DevicePlacement
 from lightning_hetpipe.placement.layout import place
@@ -99,7 +100,8 @@ class PlannedDevices(VirtualWorkers):
     def _planned_workers(self) -> list[int]:
         if self.plan is None:
             return []
-        is_emulated = self.cluster is not None and self._num_nodes == 1 and self._is_on_cpu
+        nodes = count_nodes(self._num_nodes, self.cluster_environment or LightningEnvironment())
+        is_emulated = self.cluster is not None and nodes == 1 and self._is_on_cpu
         return settings.workers_as_planned(self.virtual_workers, self.plan, is_emulated)
 
     @property

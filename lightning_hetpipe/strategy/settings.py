@@ -136,7 +136,7 @@ def workers_as_planned(virtual_workers: int, plan: Plan, emulated: bool) -> list
             raise SettingError(
                 f"the plan for {plan.model} has a virtual worker with stages on several nodes ({index}, on"
                 f" {', '.join(worker.nodes)}), which is planned only; plan each virtual worker for the devices of one"
-                " node, or give the cluster, too, to emulate it on a CPU"
+                " node, or give the cluster, too, and start all on one machine, to emulate them on its CPU"
             )
     order = [worker.nodes[-1] for worker in plan.virtual_workers]
     if len([*groupby(order)]) != len(on_nodes):

@@ -130,6 +130,31 @@ def test_a_child_that_outstays_the_program_is_ended(meeting: Meeting, first: Pro
     ]
 
 
+@pytest.mark.parametrize("hangs", [False, True])
+def test_an_interpreter_that_is_taken_down_slowly_is_killed_only_if_it_does_nothing(
+    meeting: Meeting, first: Process, hangs: bool
+) -> None:
+    """On a busy machine a run that had finished was killed 10 seconds after its end, and the exit code was 1."""
+    first.ask("lose_patience")
+    _, child = meeting.launched(first)
+    child.ask("end_slowly")
+    for process in (child, first):
+        for _ in range(2):
+            assert process.ask("return") == {"did": "return"}
+    assert child.hear() == {"works_on": True}
+    assert first.hear() == {"closed": True}
+    assert not select.select([child.connection], [], [], 1.5)[0], "it was killed while it worked"
+    assert child.ask("sleep") == {"did": "sleep"}
+    if not hangs:
+        child.order("return")
+    child.ended()
+    code, _, err = meeting.ends()
+    why = "did not end in 0.5 seconds without work after its program, and is killed"
+    assert (code, stated(err)) == (
+        (1, [f"hetpipe: virtual worker 1 (process {child.pid}) {why}."]) if hangs else (0, [])
+    )
+
+
 @pytest.mark.parametrize("stubborn", [False, True])
 def test_an_exception_ends_all(meeting: Meeting, first: Process, stubborn: bool) -> None:
     if stubborn:

@@ -536,47 +536,6 @@ def test_a_cluster_of_several_virtual_workers_needs_a_plan() -> None:
         HetPipeStrategy(cluster=box("T4"), virtual_workers=2)
 
 
-def of_several(*nodes: str) -> Plan:
-    """A virtual worker on each of ``nodes``."""
-    stage = planned(0).virtual_workers[0].stages[0]
-    workers = [
-        PlannedWorker(10.0, (replace(stage, node=node, device=f"cpu:{index}"),)) for index, node in enumerate(nodes)
-    ]
-    return replace(planned(0), virtual_workers=tuple(workers))
-
-
-@pytest.mark.parametrize(
-    ("plan", "settings", "said"),
-    [
-        (
-            planned(0, 2),
-            {"virtual_workers": 2},
-            "virtual_workers=2, but the plan for MLP has 1; leave virtual_workers out",
-        ),
-        (of_several("box", "box"), {"virtual_workers": 3}, "virtual_workers=3, but the plan for MLP has 2; leave"),
-        (of_several("a", "b", "b"), {"virtual_workers": 2}, "the plan for MLP has 1, 2 on its nodes; leave"),
-        (
-            of_several("a", "b"),
-            {},
-            "the plan has virtual workers on 2 nodes, and num_nodes=1; set Trainer(num_nodes=2)",
-        ),
-        (
-            of_several("a", "b", "a"),
-            {},
-            "has its virtual workers on a, b, a, in this order; list those of one node one",
-        ),
-        (
-            replace(of_several("a", "a"), spread=True),
-            {},
-            "the plan for MLP is of a spread run, which has one virtual wor",
-        ),
-    ],
-)
-def test_a_plan_of_several_virtual_workers_that_cannot_be_run(plan: Plan, settings: dict[str, Any], said: str) -> None:
-    with refused(said):
-        quiet_trainer(HetPipeStrategy(plan=plan, **settings))
-
-
 # Found.
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
+import select
 import signal
 import socket
 import sys
@@ -137,6 +139,24 @@ class Obedient:
         """At its end it waits for nobody any longer than this."""
         self.end_timeout = self.grace = GRACE
         self.reply(did="hurry")
+
+    def end_slowly(self) -> None:
+        """When its program is over, its interpreter works on until the test says something, and then waits for more."""
+        child = parent_watch.this_child()
+        assert child is not None
+        atexit.unregister(child.leaves)
+        atexit.register(self.work_on)
+        atexit.register(child.leaves)
+        self.reply(did="end_slowly")
+
+    def work_on(self) -> None:
+        self.reply(works_on=True)
+        while not select.select([self.socket], [], [], 0)[0]:
+            pass
+        self.obey()
+
+    def sleep(self) -> None:
+        self.reply(did="sleep")
 
     def speak_soon(self) -> None:
         children.NOTICE_AFTER = GRACE

@@ -1,0 +1,91 @@
+"""Plans of several virtual workers, as a strategy reads them: on which nodes they run, and which cannot be run."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from lightning_hetpipe import Cluster, HetPipeStrategy, Node, Plan
+from lightning_hetpipe.planning.plan.document import PlannedWorker
+from tests.placement.test_plans import planned
+from tests.support.small import refused
+from tests.support.trainers import quiet_trainer
+
+
+def of_several(*nodes: str) -> Plan:
+    """A virtual worker on each of ``nodes``."""
+    stage = planned(0).virtual_workers[0].stages[0]
+    workers = [
+        PlannedWorker(10.0, (replace(stage, node=node, device=f"cpu:{index}"),)) for index, node in enumerate(nodes)
+    ]
+    return replace(planned(0), virtual_workers=tuple(workers))
+
+
+@pytest.mark.parametrize(
+    ("plan", "settings", "said"),
+    [
+        (
+            planned(0, 2),
+            {"virtual_workers": 2},
+            "virtual_workers=2, but the plan for MLP has 1; leave virtual_workers out",
+        ),
+        (of_several("box", "box"), {"virtual_workers": 3}, "virtual_workers=3, but the plan for MLP has 2; leave"),
+        (of_several("a", "b", "b"), {"virtual_workers": 2}, "the plan for MLP has 1, 2 on its nodes; leave"),
+        (
+            of_several("a", "b"),
+            {},
+            "the plan has virtual workers on 2 nodes, and num_nodes=1; set Trainer(num_nodes=2)",
+        ),
+        (
+            of_several("a", "b", "a"),
+            {},
+            "has its virtual workers on a, b, a, in this order; list those of one node one",
+        ),
+        (
+            replace(of_several("a", "a"), spread=True),
+            {},
+            "the plan for MLP is of a spread run, which has one virtual wor",
+        ),
+    ],
+)
+def test_a_plan_of_several_virtual_workers_that_cannot_be_run(plan: Plan, settings: dict[str, Any], said: str) -> None:
+    with refused(said):
+        quiet_trainer(HetPipeStrategy(plan=plan, **settings))
+
+
+NODES = Cluster([Node("a", ["2xcpu"]), Node("b", ["2xcpu"])])
+
+
+@pytest.fixture
+def torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This process is the second of two that torchrun has started, each on a machine of its own."""
+    values = {
+        "RANK": 1,
+        "LOCAL_RANK": 0,
+        "WORLD_SIZE": 2,
+        "GROUP_RANK": 1,
+        "LOCAL_WORLD_SIZE": 1,
+        "GROUP_WORLD_SIZE": 2,
+    }
+    of_all = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": 29500, "TORCHELASTIC_RUN_ID": "a"}
+    for name, value in (values | of_all).items():
+        monkeypatch.setenv(name, str(value))
+
+
+@pytest.mark.usefixtures("torchrun")
+def test_emulated_nodes_that_torchrun_has_started_are_those_of_the_plan() -> None:
+    """All devices were taken for emulated on one machine, and the plan was said to be for 1 node."""
+    strategy = HetPipeStrategy(plan=of_several("a", "b"), cluster=NODES)
+    quiet_trainer(strategy)
+    assert (strategy.world_size, strategy.global_rank, strategy.node_rank) == (2, 1, 1)
+
+
+@pytest.mark.usefixtures("torchrun")
+def test_virtual_workers_across_nodes_are_emulated_on_one_machine_only() -> None:
+    stages = planned(0, 2).virtual_workers[0].stages
+    across = PlannedWorker(10.0, tuple(replace(stage, node=node) for stage, node in zip(stages, "ab", strict=True)))
+    plan = replace(planned(0, 2), virtual_workers=(across,))
+    with refused("which is planned only; plan each virtual worker for the devices of one node, or give the cluster"):
+        quiet_trainer(HetPipeStrategy(plan=plan, cluster=NODES))
