@@ -98,8 +98,9 @@ port = server.add_insecure_port("127.0.0.1:0")
 server.start()
 print(port, flush=True)
 with grpc.insecure_channel(f"127.0.0.1:{sys.stdin.readline().strip()}") as channel:
-    channel.subscribe(lambda state: None, try_to_connect=True)
+    call = channel.unary_unary("/a/b").future(b"", wait_for_ready=True)  # connects
     sys.stdin.readline()
+    call.cancel()
 server.stop(None).wait(20)
 """
 
