@@ -173,8 +173,8 @@ class Allocator:
             return Allocation(name, grouping, tuple(choices), (1,) * len(choices), placement, (), self._distance, None)
         found: list[Allocation] = []
         for more in range(HIDING + 1):
-            choices = [self.plans.plan(group, in_flight + more) for group in grouping]
-            if not all(choice.fits for choice in choices):
+            choices = [self.plans.plan(group, in_flight + more, fewer=more > 0) for group in grouping]
+            if any(choice.in_flight < in_flight + more for choice in choices):
                 break
             found.append(self._simulated(name, grouping, choices, shares, placement))
             alone = throughput(found[-1].lengths, [choice.rate for choice in choices])
@@ -194,8 +194,8 @@ class Allocator:
         if not all(choice.fits for choice in alone):
             return None
         found = max(choice.in_flight for choice in alone)
-        while found > 1 and not all(self.plans.plan(group, found).fits for group in grouping):
-            found -= 1
+        while (most := min(self.plans.plan(group, found, fewer=True).in_flight for group in grouping)) < found:
+            found = most  # another one may have found no plan there
         return found
 
     def waves(self, rates: Sequence[float], in_flight: int, shares: bool) -> tuple[int, ...]:

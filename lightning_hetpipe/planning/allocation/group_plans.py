@@ -27,7 +27,7 @@ class GroupPlans:
     def __init__(self, profile: Profile, cluster: Cluster, settings: dict[str, Any]) -> None:
         self._profile, self._cluster, self._settings = profile, cluster, settings
         self._rates: dict[Kinds, float] = {}
-        self._known: dict[tuple[Kinds, int | None], tuple[Choice, Group]] = {}
+        self._known: dict[tuple[Kinds, int | None, bool], tuple[Choice, Group]] = {}
 
     def __len__(self) -> int:
         return len(self._known)
@@ -44,17 +44,20 @@ class GroupPlans:
             self._rates[kinds] = choice.rate if choice.fits else 0.0
         return self._rates[kinds]
 
-    def plan(self, group: Sequence[DeviceSlot], in_flight: int | None = None) -> Choice:
-        """The plan of ``group``, at Nm = ``in_flight`` where that is given.
+    def plan(self, group: Sequence[DeviceSlot], in_flight: int | None = None, *, fewer: bool = False) -> Choice:
+        """The plan of ``group``, at Nm = ``in_flight`` where that is given, or at ``fewer`` where none fits there.
 
         Raises:
             SettingError: as :func:`~lightning_hetpipe.planning.search.choice.best_plan` does.
         """
         kinds, slots = self._sorted(group)
-        if (kinds, in_flight) not in self._known:
-            choice = best_plan(self._profile, self._cluster, slots, in_flight=in_flight, **self._settings)
-            self._known[kinds, in_flight] = choice, slots
-        choice, others = self._known[kinds, in_flight]
+        if (key := (kinds, in_flight, fewer)) not in self._known:
+            asked = {**self._settings, "in_flight": in_flight, "fewer": fewer}
+            choice = best_plan(self._profile, self._cluster, slots, **asked)
+            self._known[key] = choice, slots
+            if choice.fits and fewer:
+                self._known[kinds, choice.in_flight, False] = self._known[kinds, choice.in_flight, True] = choice, slots
+        choice, others = self._known[key]
         mine = dict(zip(others, slots, strict=True))
         return replace(
             choice,

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from lightning_hetpipe.errors import SettingError
@@ -25,6 +25,7 @@ from lightning_hetpipe.planning.model.profile import Profile
 from lightning_hetpipe.planning.model.spread_memory import SpreadMemory
 from lightning_hetpipe.planning.model.stage_memory import optimizer_state
 from lightning_hetpipe.planning.model.units import in_seconds
+from lightning_hetpipe.planning.search.divider import FEW_BOUNDARIES, MOST_BOUNDARIES
 from lightning_hetpipe.planning.search.division import Division
 from lightning_hetpipe.planning.search.plans import ENOUGH, GLIMPSE, MUCH, PlansAt
 from lightning_hetpipe.planning.search.problem import Loads, PlanningProblem, unseen
@@ -80,13 +81,18 @@ class Choice(Estimate):
         idle: Devices that the plan does not use.
         tried: The results of each Nm that was searched.
         reasons: Sentences that explain the choice.
-        help: Changes that would make it fit; None where it does.
+        advise: Finds what would make it fit, which may take longer than to find the plan; None where it fits.
     """
 
     idle: tuple[DeviceSlot, ...]
     tried: tuple[Tried, ...]
     reasons: tuple[str, ...]
-    help: Help | None = None
+    advise: Callable[[], Help] | None = field(default=None, repr=False, compare=False)
+
+    @cached_property
+    def help(self) -> Help | None:
+        """Changes that would make it fit; None where it does."""
+        return None if self.advise is None else self.advise()
 
 
 def best_plan(
@@ -97,6 +103,7 @@ def best_plan(
     optimizer: str | float = "adam",
     ordered: bool = False,
     in_flight: int | None = None,
+    fewer: bool = False,
     recompute: bool = False,
     synchronise: float = 0.0,
     stages: int | None = None,
@@ -118,6 +125,7 @@ def best_plan(
             for each byte of the weights.
         ordered: Whether stages are to lie on the devices in their given order; some may be left out all the same.
         in_flight: Nm, where it is not to be chosen.
+        fewer: Whether the plan may be for the largest Nm below ``in_flight`` at which one fits, if none does there.
         recompute: Whether forwards are computed again for their backwards.
         synchronise: Seconds that a wave's end waits for the parameter servers.
         stages: k, where it is not to be chosen.
@@ -125,8 +133,7 @@ def best_plan(
         every: Minibatches of an optimizer step.
         spread: Whether ``in_flight=1`` asks for a spread run. It does in a fit, unless that compiles, has several
             virtual workers, or computes forwards of several stages again. One device alone asks for it, too.
-        brief: Whether a plan will do that takes little time to find, and may be some percent slower; nothing is said
-            then of what would help.
+        brief: Whether a plan will do that takes little time to find, and may be some percent slower.
         progress: Called after each plan that was simulated.
 
     Raises:
@@ -142,15 +149,17 @@ def best_plan(
         )
     state, alone = optimizer_state(optimizer), (stages or len(slots)) == 1
     memory = SpreadMemory.of(optimizer) if spread and (alone or not recompute) else None
-    problem = PlanningProblem(
-        profile, cluster, slots, ordered, state, recompute, stages, synchronise, weights, every, memory, progress
-    )
+    boundaries = FEW_BOUNDARIES if brief else MOST_BOUNDARIES
+    asked = (ordered, state, recompute, stages, synchronise, weights, every, memory, progress, boundaries)
+    problem = PlanningProblem(profile, cluster, slots, *asked)
     if in_flight is not None:
         problem.versions(in_flight).check()
     search = _Search(problem, brief)
     if memory is not None and (in_flight == 1 or (in_flight is None and len(slots) == 1)):
         return search.spread(memory)
-    return search.choose() if in_flight is None else search.at(in_flight)
+    if in_flight is None:
+        return search.choose()
+    return search.at((fewer and search.most(in_flight)) or in_flight)
 
 
 class _Search:
@@ -208,9 +217,11 @@ class _Search:
         found = self._found[1] = spread_plan(replace(self._problem, recompute=False), memory)
         if found.fits:
             return self._choice(found, [_one_after_another(found)])
-        again = None if self._problem.recompute else self._with_recompute().most(1)
-        reasons = ["even with one minibatch in flight the model does not fit"]
-        return self._choice(found, reasons, Help(None, again, _lacking(found)))
+
+        def advise() -> Help:
+            return Help(None, None if self._problem.recompute else self._with_recompute().most(1), _lacking(found))
+
+        return self._choice(found, ["even with one minibatch in flight the model does not fit"], advise)
 
     def plan(self, in_flight: int, floor: float = 0.0) -> Estimate | None:
         """The fastest plan that was found to fit; None where none was. See :meth:`PlansAt.best` for ``floor``."""
@@ -290,7 +301,9 @@ class _Search:
         """Nm below which no plan is within 1% of the fastest, whatever the memory."""
         room = self._problem.room(1, Loads(), math.inf)
         cap = self._fastest / ENOUGH * (1 + 1e-9)
-        least = min(sum(each.takes) for each in self._problem.divider.fastest(cap, room))
+        # Where only some boundaries are looked at, those near the fastest one's may be the only ones within the cap.
+        divisions = [*self._problem.divider.fastest(cap, room), *self._unlimited(MANY)]
+        least = min(sum(each.takes) for each in divisions if each.bottleneck <= cap)
         enough = max(1, math.ceil((least + self._problem.synchronise) / cap - 1e-9)) if cap else 1
         return self._problem.versions(enough).most_in_flight
 
@@ -305,26 +318,28 @@ class _Search:
     def _unfit(self, in_flight: int, asked: bool) -> Choice:
         """The plan whose devices lack the least, and what would help."""
         found = self._at(in_flight).least_lacking()
-        if self._brief:
-            return self._choice(found, [])
-        again = None
-        if not self._problem.recompute:
-            other = self._with_recompute()
-            if asked:
-                again = other.most(in_flight)
-            elif (choice := other.choose()).fits:
-                again = choice.in_flight
-        reasons = [f"no plan was found that fits at Nm = {in_flight}; this one lacks the least memory"]
-        fewer, memory = self.most(in_flight - 1), self._problem.spread
-        if fewer is None and memory is not None and spread_plan(self._problem, memory).fits:
-            fewer = 1
         self._found = {in_flight: None}
-        return self._choice(found, reasons, Help(fewer, again, _lacking(found)))
+
+        def advise() -> Help:
+            again = None
+            if not self._problem.recompute:
+                other = self._with_recompute()
+                if asked:
+                    again = other.most(in_flight)
+                elif (choice := other.choose()).fits:
+                    again = choice.in_flight
+            fewer, memory = self.most(in_flight - 1), self._problem.spread
+            if fewer is None and memory is not None and spread_plan(self._problem, memory).fits:
+                fewer = 1
+            return Help(fewer, again, _lacking(found))
+
+        reasons = [f"no plan was found that fits at Nm = {in_flight}; this one lacks the least memory"]
+        return self._choice(found, reasons, advise)
 
     def _with_recompute(self) -> _Search:
         return _Search(replace(self._problem, recompute=True, spread=None))
 
-    def _choice(self, found: Estimate, reasons: Sequence[str], help_: Help | None = None) -> Choice:
+    def _choice(self, found: Estimate, reasons: Sequence[str], advise: Callable[[], Help] | None = None) -> Choice:
         used = {stage.slot for stage in found.stages}
         return Choice(
             found.stages,
@@ -336,7 +351,7 @@ class _Search:
             idle=tuple(slot for slot in self._problem.slots if slot not in used),
             tried=tuple(_tried(in_flight, plan) for in_flight, plan in sorted(self._found.items())),
             reasons=tuple(reasons),
-            help=help_,
+            advise=advise,
         )
 
 

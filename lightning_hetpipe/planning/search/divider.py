@@ -30,6 +30,9 @@ from lightning_hetpipe.planning.search.dynamic_programme import SLIGHT, StageTak
 MOST_BOUNDARIES = 128
 """Number of boundaries between layers above which only some are looked at, and then all near those that were chosen."""
 
+FEW_BOUNDARIES = 32
+"""As many for a brief search."""
+
 CLOSE = 1.001
 """Ratio of an upper and a lower bound of the least period at which the search for it ends."""
 
@@ -48,20 +51,25 @@ class Divider:
         costs: Seconds of stages.
         stages: k, where it is given.
         ordered: Whether the devices, each of a kind of its own, stay in their order.
+        boundaries: Number of boundaries between layers above which only some are looked at.
 
     Attributes:
         exact: Whether every order of every subset is looked through.
+        whole: Whether all boundaries are looked at.
         twins: Nodes that may change places.
     """
 
-    def __init__(self, costs: Costs, stages: int | None = None, ordered: bool = False) -> None:
+    def __init__(
+        self, costs: Costs, stages: int | None = None, ordered: bool = False, boundaries: int = MOST_BOUNDARIES
+    ) -> None:
         self.costs = costs
         orders, self.exact = orders_of_blocks(costs, ordered)
         self._orders = [DeviceOrder(costs, blocks, stages or 1) for blocks in orders]
         self._shift = int(stages is not None)
         self.twins = Twins(costs, ordered)
         self._slowest = self._bound()
-        self._gap = max(1, -(-costs.layers // MOST_BOUNDARIES))
+        self._gap = max(1, -(-costs.layers // boundaries))
+        self.whole = self._gap == 1
         self._boundaries = np.unique([*range(0, costs.layers, self._gap), costs.layers])
 
     def least(

@@ -93,7 +93,7 @@ class StageTakes:
         """Least sums of a stage and of what lies ``behind`` it, (rows, n + 1), by the link to the stage before and by
         the first boundary."""
         if len(behind) <= FEW:
-            found: Floats = (behind.take(self.ends, axis=1) + self.stage[link][:, None]).min(axis=2)
+            found: Floats = np.minimum.reduce(behind.take(self.ends, axis=1) + self.stage[link][:, None], axis=2)
             return found
         stage, ends = self._by_start
         found = np.empty((len(LINKS), *behind.shape))

@@ -163,7 +163,7 @@ class PlansAt:
                 if not self._is_enough(self._period(division), floor):
                     self._look(division, floor)
             if self._is_enough(period, floor):
-                self.complete = problem.divider.exact
+                self.complete = problem.divider.exact and problem.divider.whole
                 break
 
     def _climb(self, floor: float, work: int) -> None:

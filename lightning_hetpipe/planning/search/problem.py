@@ -17,7 +17,7 @@ from lightning_hetpipe.planning.model.estimate import Estimate, SimulatedStages,
 from lightning_hetpipe.planning.model.profile import Profile
 from lightning_hetpipe.planning.model.simulate import StageLoad
 from lightning_hetpipe.planning.model.spread_memory import SpreadMemory
-from lightning_hetpipe.planning.search.divider import Divider
+from lightning_hetpipe.planning.search.divider import MOST_BOUNDARIES, Divider
 from lightning_hetpipe.planning.search.division import Division, Fits, Room
 from lightning_hetpipe.rules.versions import STASH, Versions, WeightPolicy
 
@@ -70,6 +70,7 @@ class PlanningProblem:
         every: Minibatches of an optimizer step.
         spread: What devices hold with one minibatch in flight, where that is a spread run; None where it is a pipeline.
         progress: Called after each simulation.
+        boundaries: Number of boundaries between layers above which only some are looked at.
     """
 
     profile: Profile
@@ -84,6 +85,7 @@ class PlanningProblem:
     every: int = 1
     spread: SpreadMemory | None = None
     progress: Callable[[], object] = unseen
+    boundaries: int = MOST_BOUNDARIES
 
     def versions(self, in_flight: int) -> Versions:
         """The versions that minibatches use at Nm = ``in_flight``."""
@@ -97,7 +99,7 @@ class PlanningProblem:
     @cached_property
     def divider(self) -> Divider:
         """Divider of the layers."""
-        return Divider(self.costs, self.stages, self.ordered)
+        return Divider(self.costs, self.stages, self.ordered, self.boundaries)
 
     def lightest(self, in_flight: int, period: float = math.inf) -> Loads:
         """Least loads of stages whose division has a period of ``period`` seconds or less.
