@@ -197,7 +197,7 @@ class VirtualWorkers(HostWeights):
         if self._group is not None:
             if collectives.runs_ahead(self._in_flight_now):
                 raise collectives.ahead(what)
-            if isinstance(self._shared, Synchroniser) and not self._shared.may_meet():
+            if isinstance(self._shared, Synchroniser) and not self._shared.meet():
                 raise collectives.apart(what)
             if not collectives.is_logging():
                 self._waiting_call = what

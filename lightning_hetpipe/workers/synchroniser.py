@@ -73,8 +73,8 @@ class Synchroniser:
         self.shares = shares
         self.lengths = (1,) * group.size
         """W_v of each virtual worker."""
-        self.may_meet: Callable[[], bool] = lambda: True
-        """False while virtual workers with shares of their own are at different places."""
+        self.meet: Callable[[], bool] = lambda: True
+        """Prepares a call that all virtual workers make; False while those with shares of their own are apart."""
         self._least = 1  # the length of the shortest wave, which is Nm
         self._why = ""
         self._waited = 0.0

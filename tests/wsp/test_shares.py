@@ -71,13 +71,15 @@ def test_unequal_waves_shares_and_cuts(tmp_path: Path) -> None:
 
     Virtual worker 0's third minibatch, at which a validation is due, lies in the second wave, its sixth in the third;
     its fifth step, at which a checkpoint is due, in the third wave of the first epoch, and its tenth in the second of
-    the second: all do so at the ends of these waves. Another run goes on from the first checkpoint.
+    the second: all do so at the ends of these waves. Another run goes on from the first checkpoint. In a last one,
+    virtual worker 0 saves after its last minibatch, while the other one has a wave to go after as many waves.
     """
     cuts = job(tmp_path / "cuts", 21, [2, 4], "transformer", validate=True, saves={"every_n_train_steps": 5})
     cuts.more["trainer"] = {"val_check_interval": 3}
     mean = job(tmp_path / "mean", 9, [4, 1], wsp={"aggregate": "mean"}, in_flight=3)
     again = job(tmp_path / "again", 21, [2, 4], "transformer", resume=str(cuts.folder / "step=6.ckpt"))
-    found = run_all(cuts, mean, again)
+    ahead = job(tmp_path / "ahead", 10, [2, 6], saves={"every_n_train_steps": 2})
+    found = run_all(cuts, mean, again, ahead)
     runs = expected(cuts, cuts=[2, 3])
     check(cuts, found[0], runs)
     assert [len(each["outputs"]) for each in found[0]] == [14, 28]
@@ -92,6 +94,11 @@ def test_unequal_waves_shares_and_cuts(tmp_path: Path) -> None:
     check(mean, found[1], expected(mean, mean=True))  # which divides by N, as ever
     states = [run.states[count] for run, count in zip(runs, (6, 12), strict=True)]
     check(again, found[2], resumed_from(cuts.folder / "step=6.ckpt", states, (6, 12), again))
+    runs = expected(ahead)
+    check(ahead, found[3], runs)
+    assert [len(each["outputs"]) for each in found[3]] == [4, 16]
+    for step in (2, 4):
+        check_checkpoint(ahead.folder / f"step={step}.ckpt", runs[0].states[step])
 
 
 def test_shares_follow_the_rates_of_the_epoch_before(tmp_path: Path) -> None:

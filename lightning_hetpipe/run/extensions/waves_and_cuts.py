@@ -82,7 +82,7 @@ class WavesAndCuts(Extension):
             on_requeue(trainer, self._on_requeue),
             Redirect(trainer.fit_loop.epoch_loop, "on_run_start", self._on_epoch),
         ]
-        synchroniser.may_meet = self._may_meet
+        synchroniser.meet = self._meet
 
     def closed(self) -> None:
         for redirect in self._redirects:
@@ -120,10 +120,17 @@ class WavesAndCuts(Extension):
             self._intervals.begin()
         redirect.original(*args)
 
-    def _may_meet(self) -> bool:
-        """False within a wave, where virtual workers with shares of their own come at different times, if at all."""
+    def _meet(self) -> bool:
+        """Prepare a call that all make; False within a wave, where those with shares of their own come at other times.
+
+        After the last minibatch of an epoch, others may still have waves to go, and wait for the last wave of this one
+        before they come here: so this is a cut.
+        """
         if self._intervals is None or not self._running or self._evaluates or self._trainer.interrupted:
             return True
+        if self._intervals.is_last() and not in_a_step(self._trainer):
+            with self._pausing():
+                self._cut(LAST_SAVE)
         return self._intervals.ends_wave()
 
     def placed(self) -> None:
@@ -184,7 +191,7 @@ class WavesAndCuts(Extension):
                     "a checkpoint is saved in the middle of a step, where virtual workers hold different weights and"
                     " cannot wait for each other; save it in on_train_batch_end, or at the end of an epoch"
                 )
-            if not self._may_meet():
+            if not self._meet():
                 raise SettingError(
                     "a checkpoint is saved within a wave, where virtual workers with unequal shares are at different"
                     f" places; save it after a multiple of {self._synchroniser.wave} minibatches on virtual worker"
