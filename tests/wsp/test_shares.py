@@ -104,7 +104,8 @@ def test_unequal_waves_shares_and_cuts(tmp_path: Path) -> None:
 def test_shares_follow_the_rates_of_the_epoch_before(tmp_path: Path) -> None:
     """The first epoch is dealt equally. Then virtual worker 1 is 2.5 times as fast, and stays so within the noise;
     after the third epoch it has become as slow as the other one. A run that goes on from the end of the second epoch
-    has its shares, which the checkpoint holds."""
+    has its shares, which the checkpoint holds. In another run the epochs with fewer batches of virtual worker 0 than
+    ``val_check_interval`` validate at their end."""
     paces = [[2.0, 5.0], [2.1, 4.9], [2.0, 2.0], [9.0, 1.0]]
     lengths = [(2, 2), (2, 5), (2, 5), (2, 2)]
     more = {"wsp": {"shares": "auto"}, "shares": 17, "saves": {"every_n_epochs": 1, "save_on_train_epoch_end": True}}
@@ -116,7 +117,11 @@ def test_shares_follow_the_rates_of_the_epoch_before(tmp_path: Path) -> None:
     assert [[len(epoch) for epoch in mine] for mine in data] == [[9, 5, 5, 9], [8, 12, 12, 8]]
     saved = whole.folder / f"step={9 + 5}.ckpt"
     again.more |= {"resume": str(saved), "paces": paces[2:]}
-    found, resumed = run_all(whole, again)
+    rare = Job(tmp_path / "rare", lengths=(0, 0), in_flight=2, more={**more, "paces": paces, "validate": True})
+    rare.folder.mkdir()
+    rare.more["trainer"] = {"max_epochs": 4, "val_check_interval": 9}
+    found, resumed, seldom = run_all(whole, again, rare)
+    assert [len(each["validated"]) for each in seldom] == [4, 4]
     # Of 9 minibatches validations come after 4 and 8, of 5 after 2 and 4; when virtual worker 0 has come to its eighth,
     # the other one has come to its last, so that this validation is at the end.
     cuts = {0: [2], 1: [1, 2], 2: [1, 2], 3: [2]}

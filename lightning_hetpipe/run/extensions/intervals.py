@@ -108,7 +108,9 @@ class Intervals:
         if trainer.max_steps >= 0:
             last = min(last, (first // every + trainer.max_steps - steps) * every)
         check_steps(self._synchroniser.shares, every)
-        told = Epoch(first, last, steps, every, self._checks)
+        # Shares may have become smaller than the interval, which Lightning has compared with the first epoch's.
+        checks = None if self._checks is None else min(self._checks, int(trainer.num_training_batches))
+        told = Epoch(first, last, steps, every, checks)
         group = self._synchroniser.group
         found = group.gather((group.index, *told), "the start of an epoch")
         self._epochs = {index: Epoch(*each) for index, *each in found}
