@@ -193,6 +193,7 @@ def train_with_strategy(task: Task) -> Iterator[Measurement]:
         recompute=task.recompute,
         compile=task.compile,
         timeline=task.timeline,
+        stage_hosts=task.stage_hosts,
         **policy,
     )
     metrics = collected_metrics() if task.workers > 1 else None

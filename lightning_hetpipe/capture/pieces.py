@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 
 from lightning_hetpipe.capture.captured import Captured
-from lightning_hetpipe.capture.sequentials import has_users_layers, is_plain_sequential, layers_of
+from lightning_hetpipe.capture.sequentials import has_users_layers, is_plain_sequential, layers_of, shares_draws
 from lightning_hetpipe.errors import SettingError, nearest
 from lightning_hetpipe.pipeline.autocast import Autocast
 from lightning_hetpipe.pipeline.random.generators import RandomGenerators
@@ -56,6 +56,7 @@ class Piece:
         autocast: What ``training_step`` had autocast do where it called the piece in the watched step.
         single: Its one layer, if it is one of torch.nn's own.
         captured: Its graphs, if it has any.
+        wants_graph: Whether it is to have a graph if it can: a stage with a process of its own runs nothing else.
     """
 
     name: str
@@ -65,11 +66,13 @@ class Piece:
     autocast: Autocast = field(default_factory=Autocast.current)
     single: SingleLayer | None = None
     captured: Captured | None = None
+    wants_graph: bool = False
 
     @staticmethod
-    def of(name: str, module: nn.Module) -> Piece:
+    def of(name: str, module: nn.Module, wants_graph: bool = False) -> Piece:
         """Make a piece of ``module``, which has no layers yet."""
-        return Piece(name, module, single=SingleLayer(module) if is_single(module) else None)
+        single = SingleLayer(module) if is_single(module) else None
+        return Piece(name, module, single=single, wants_graph=wants_graph)
 
     def needs_graph(self) -> bool:
         """Tell whether its layers can be seen in a graph only."""
@@ -77,7 +80,9 @@ class Piece:
 
     def may_have_graph(self) -> bool:
         """Tell whether it is to have a graph if it can, though its layers can be seen without one."""
-        return self.single is None and is_plain_sequential(self.module) and has_users_layers(self.module)
+        if self.single is not None or not is_plain_sequential(self.module) or shares_draws(self.module):
+            return False
+        return self.wants_graph or has_users_layers(self.module)
 
     def modules_of_layers(self) -> list[tuple[str, nn.Module]]:
         """Its layers by their names, as far as these can be seen without a graph."""

@@ -57,17 +57,18 @@ def is_torchs_own(module: nn.Module) -> bool:
 
 
 def has_users_layers(module: nn.Module) -> bool:
-    """Tell whether a layer of the Sequential ``module`` runs the user's code, which a graph can stand for.
+    """Tell whether a layer of the Sequential ``module`` runs the user's code, which a graph can stand for."""
+    return not all(is_torchs_own(layer) for _, layer in layers_of("", module))
 
-    Not where a module that may draw random numbers is in several layers: its draws are named by the layer (law L7), and
-    in a graph they would be named by the module.
+
+def shares_draws(module: nn.Module) -> bool:
+    """Tell whether a module that may draw random numbers is in several layers of the Sequential ``module``.
+
+    Its draws are named by the layer (law L7), and in a graph they would be named by the module.
     """
-    layers = [layer for _, layer in layers_of("", module)]
-    if all(map(is_torchs_own, layers)):
-        return False
     seen, shared = set[nn.Module](), set[nn.Module]()
-    for layer in layers:
+    for _, layer in layers_of("", module):
         parts = set(layer.modules())
         shared |= seen & parts
         seen |= parts
-    return not any(map(may_draw, shared))
+    return any(map(may_draw, shared))

@@ -92,6 +92,7 @@ class TrainingWatch(Watch):
             named one always is.)
         changed_later: Tells of a layer what a callback will do to it, if that is something that no graph follows.
         capture_timeout: Seconds after which nothing more is taken apart.
+        wants_graphs: Whether Sequentials of torch's own modules are to have graphs, too.
 
     Attributes:
         apart: What was taken apart, once :meth:`check` was called.
@@ -108,6 +109,7 @@ class TrainingWatch(Watch):
         frozen_too: bool = False,
         capture_timeout: float = CAPTURE_TIMEOUT,
         changed_later: Callable[[nn.Module], str | None] = lambda layer: None,
+        wants_graphs: bool = False,
     ) -> None:
         super().__init__(root, names, generators)
         self.apart = TakenApart()
@@ -117,6 +119,7 @@ class TrainingWatch(Watch):
         self._frozen_too = frozen_too
         self._changed_later = changed_later
         self._capture_timeout = capture_timeout
+        self._wants_graphs = wants_graphs
         self._calls: list[CallNode] = []
         self._open: list[CallNode] = []
         self._thread = 0
@@ -217,7 +220,7 @@ class TrainingWatch(Watch):
         """Run the module that is called, once and as it is, and note what the call shows."""
         began, before = _now(), self._observing
         earlier = [each for each in self._calls if each.piece.module is call.module and not self._open]
-        node = CallNode(earlier[0].piece if earlier else Piece.of(call.name, call.module))
+        node = CallNode(earlier[0].piece if earlier else Piece.of(call.name, call.module, self._wants_graphs))
         (self._open[-1].inner if self._open else self._calls).append(node)
         self._open.append(node)
         try:

@@ -115,6 +115,11 @@ class Buffers:
         """Buffers as ``minibatch`` left them."""
         return self._of(minibatch) if self._names else ()
 
+    def mirror(self, minibatch: int, left: Sequence[Tensor]) -> None:
+        """Hold what the forward of ``minibatch`` has left elsewhere."""
+        if self._names:
+            self._left[minibatch % len(self._left)] = [*left]
+
     def publish(self, minibatch: int, live: Sequence[Tensor]) -> bool:
         """Takes over what callbacks did to the ``live`` buffers after ``minibatch``, or refuses it by name.
 

@@ -32,9 +32,11 @@ from lightning_hetpipe.pipeline.user.parameter_view import ParameterView, Versio
 from lightning_hetpipe.pipeline.user.piece_call import PieceCall
 from lightning_hetpipe.pipeline.user.runner_pool import RunnerPool
 from lightning_hetpipe.pipeline.values import Gradients, Value
-from lightning_hetpipe.pipeline.weight_stash import WeightStash
+from lightning_hetpipe.pipeline.weight_stash import VersionedLayers, WeightStash
 from lightning_hetpipe.rules.schedule import Segment, Work, calls, route, segments
 from lightning_hetpipe.rules.versions import STASH, Reading, Versions
+
+MakeStage = Callable[..., Stage]
 
 
 class Engine(RunnerPool[Minibatch]):
@@ -53,6 +55,7 @@ class Engine(RunnerPool[Minibatch]):
         planned: The memory of each stage, as its plan has it; by default no limit.
         versions: Gives the versions from one on, at which the pipeline starts empty; by default those of weight
             stashing.
+        make_stage: Makes the stages that do not hold the loss, of the arguments of :class:`Stage`.
 
     Attributes:
         calls: The calls of ``training_step``.
@@ -73,6 +76,7 @@ class Engine(RunnerPool[Minibatch]):
         called: Sequence[int] | None = None,
         planned: Sequence[PlannedMemory] = (),
         versions: Callable[[int], Versions] | None = None,
+        make_stage: MakeStage = Stage,
     ) -> None:
         super().__init__("hetpipe-runner", settings.in_flight, settings.torch_threads, timeout)
         self.streams = streams or Streams()
@@ -92,7 +96,7 @@ class Engine(RunnerPool[Minibatch]):
                 found[step.segment.index] = after.segment
         self._turn = next(step for step in self._route if step.work is Work.TURN)
         self.stages = [
-            Stage(
+            (Stage if index == self._turn.segment.stage else make_stage)(
                 index,
                 device,
                 [segment for segment in self._segments if segment.stage == index],
@@ -254,7 +258,9 @@ class Engine(RunnerPool[Minibatch]):
             for device, parameters in outside.items():
                 own = nn.ParameterList(parameters)
                 self._outside.append((Live([[own]]), WeightStash(nn.ModuleList([own]), self._buffers, device)))
-        stashes = [(live, stage.stash) for live, stage in zip(self.live, self.stages, strict=True)]
+        stashes: list[tuple[Live, VersionedLayers]] = [
+            (live, stage.stash) for live, stage in zip(self.live, self.stages, strict=True)
+        ]
         layers = [layer.module for layer in self._layers]
         self._weights = VersionedTensors(self._root, [*stashes, *self._outside], layers, self._changing)
         self._computed = [

@@ -9,15 +9,15 @@ from __future__ import annotations
 import builtins
 import math
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 from torch.fx.node import map_aggregate
 
-from lightning_hetpipe.pipeline.graph_layer import GraphLayer, LayerGraph, here, own_path
-from lightning_hetpipe.pipeline.plain_code import NotPlain, PlainCode
+from lightning_hetpipe.pipeline.graph_layer import Code, GraphLayer, LayerGraph, here, own_path
+from lightning_hetpipe.pipeline.plain_code import NotPlain
 from lightning_hetpipe.pipeline.random.generators import drawn
 from lightning_hetpipe.pipeline.stage import Layer
 from lightning_hetpipe.torch_private.graphs import HigherOrderOperator, OperatorOverload
@@ -37,36 +37,58 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
 
 _NAMES = {function: name for name, function in _FUNCTIONS.items()}
 
-_CODE = PlainCode()
+_LIBRARIES = ("aten", "prims")
+"""Operators that each process has which has imported torch."""
 
 
-def encode_layers(layers: list[Layer]) -> bytes:
-    """``layers``, which are parts of captured graphs, with the tensors that they hold now.
+def layers_as_data(layers: Sequence[Layer]) -> list[Any]:
+    """``layers``, which are parts of captured graphs, with the tensors that they hold now, as plain data.
 
     Raises:
-        NotPlain: for a layer that has no graph, or whose graph calls what is no registered operator.
+        NotPlain: for a layer that has no graph, or whose graph calls what is no operator of torch's own.
     """
     tensors: dict[int, Tensor] = {}
     written = [_layer(layer, tensors) for layer in layers]
     held = [(tensor, isinstance(tensor, nn.Parameter), tensor.requires_grad) for tensor in tensors.values()]
-    return _CODE.encode([written, held])
+    return [written, held]
 
 
-def decode_layers(data: bytes) -> list[Layer]:
-    """The layers that :func:`encode_layers` was given; what they shared they share again.
+def layers_of_data(data: Sequence[Any]) -> list[Layer]:
+    """The layers that :func:`layers_as_data` was given; what they shared they share again.
 
     Raises:
-        NotPlain: if ``data`` is nothing that :func:`encode_layers` gives.
+        NotPlain: for what no graph can call.
     """
-    written, held = _CODE.decode(data)
+    written, held = data
     tensors = [nn.Parameter(tensor, wanted) if parameter else tensor for tensor, parameter, wanted in held]
     return [_read_layer(each, tensors) for each in written]
 
 
-def _layer(layer: Layer, tensors: dict[int, Tensor]) -> dict[str, Any]:
+def new_variants(layers: Sequence[Layer], known: Sequence[int]) -> list[Any]:
+    """The variants of the graphs of ``layers`` beside the first so many that are ``known`` of each, as plain data.
+
+    Raises:
+        NotPlain: for what is no operator of torch's own.
+    """
+    return [_variants(_code(layer), first) for layer, first in zip(layers, known, strict=True)]
+
+
+def add_variants(layers: Sequence[Layer], data: Sequence[Any]) -> None:
+    """Add what :func:`new_variants` has given."""
+    for layer, written in zip(layers, data, strict=True):
+        _add(_code(layer), written)
+
+
+def _code(layer: Layer) -> Code:
     module = layer.module
     if not isinstance(module, GraphLayer) or len(module.code.graphs) != len(module.code.variants):
-        raise NotPlain(f"layer {layer.name} is a {type(module).__name__}, which has no graph")
+        raise NotPlain(f"layer '{layer.name}' is a {type(module).__name__}, which has no graph")
+    return module.code
+
+
+def _layer(layer: Layer, tensors: dict[int, Tensor]) -> dict[str, Any]:
+    code, module = _code(layer), layer.module
+    assert isinstance(module, GraphLayer)
     held = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
     for _, tensor in held:
         tensors.setdefault(id(tensor), tensor)
@@ -74,32 +96,44 @@ def _layer(layer: Layer, tensors: dict[int, Tensor]) -> dict[str, Any]:
     return {
         "name": layer.name,
         "kind": layer.kind,
+        "own": [layer.mutates_input, layer.aliases_input, layer.recompute],
         "device": module.device,
         "training": module.training,
         "held": {own_path(name): places[id(tensor)] for name, tensor in held},
-        "changes": [own_path(name) for name in sorted(module.code.changes)],
-        "variants": [
+        "variants": _variants(code, 0),
+    }
+
+
+def _variants(code: Code, first: int) -> dict[str, Any]:
+    return {
+        "changes": [own_path(name) for name in sorted(code.changes)],
+        "graphs": [
             {
                 "own": [own_path(name) if isinstance(name, str) else name for name in own],
                 "graph": _graph(graph.module),
                 "regions": [_graph(region) for region in graph.regions],
                 "outputs": graph.outputs,
             }
-            for graph, (_, own) in zip(module.code.graphs, module.code.variants, strict=True)
+            for graph, (_, own) in zip(code.graphs[first:], code.variants[first:], strict=True)
         ],
     }
+
+
+def _add(code: Code, written: Mapping[str, Any]) -> None:
+    for each in written["graphs"]:
+        graph = LayerGraph(
+            _read_graph(each["graph"]), [_read_graph(region) for region in each["regions"]], each["outputs"]
+        )
+        code.add_graph(graph, each["own"], written["changes"])
 
 
 def _read_layer(written: Mapping[str, Any], tensors: list[Tensor]) -> Layer:
     module = GraphLayer(written["device"])
     module.take({path: tensors[place] for path, place in written["held"].items()})
     module.train(written["training"])
-    for each in written["variants"]:
-        graph = LayerGraph(
-            _read_graph(each["graph"]), [_read_graph(region) for region in each["regions"]], each["outputs"]
-        )
-        module.code.add_graph(graph, each["own"], written["changes"])
-    return Layer(written["name"], module, kind=written["kind"])
+    _add(module.code, written["variants"])
+    mutates, aliases, again = written["own"]
+    return Layer(written["name"], module, mutates, aliases, written["kind"], again)
 
 
 def _graph(module: fx.GraphModule) -> dict[str, Any]:
@@ -141,6 +175,8 @@ def _attribute(module: nn.Module, path: str) -> Any:
 
 def _target(function: Any) -> str:
     if isinstance(function, OperatorOverload):
+        if function.namespace not in _LIBRARIES:
+            raise NotPlain(f"it calls {function}, which is no operator of torch's own")
         return str(function.name())  # type: ignore[no-untyped-call]  # torch has no types here
     if isinstance(function, HigherOrderOperator):
         return f"higher_order::{function.__name__}"
@@ -153,6 +189,8 @@ def _read_target(name: str) -> Any:
     namespace, found, path = name.partition("::")
     if not found:
         return _FUNCTIONS[name]
+    if namespace not in (*_LIBRARIES, "higher_order"):
+        raise NotPlain(f"a graph calls {name}, which is no operator of torch's own")
     packet, _, overload = path.partition(".")
     target = getattr(getattr(torch.ops, namespace), packet)
     if namespace != "higher_order":

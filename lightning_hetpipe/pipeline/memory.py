@@ -97,6 +97,7 @@ class Memory:
 
     Attributes:
         limited: Whether activations and waiting gradients have a limit.
+        visits: How often each minibatch comes to the stage.
         versions, activations, gradients: Bytes.
         total: Bytes of the three together, at any one time.
         on_host: Bytes of gradients that wait on the host, as the stage has no room for them.
@@ -105,7 +106,7 @@ class Memory:
 
     def __init__(self, planned: PlannedMemory | None = None, visits: int = 1) -> None:
         self.planned = planned
-        self._visits = visits
+        self.visits = visits
         self.limited = planned is not None and planned.room is not None
         self._room = math.inf if planned is None or planned.room is None else planned.room
         self.versions = Level()
@@ -134,7 +135,7 @@ class Memory:
         with self._lock:
             if not self._held:
                 return True
-            if self._visits > 1 and not self._largest:
+            if self.visits > 1 and not self._largest:
                 return False
             held = sum(max(self._largest, sum(visits.values())) for visits in self._held.values())
             return held + max(self._largest, coming) <= self._room
@@ -177,7 +178,7 @@ class Memory:
                 self.minibatches.add(1)
             self._add(self.activations, activations - held.get(visit, 0))
             held[visit] = activations
-            if len(held) == self._visits > 1:
+            if len(held) == self.visits > 1:
                 self._largest = max(self._largest, sum(held.values()))
 
     def release(self, minibatch: int, visit: Hashable, gradients: int = 0) -> None:
@@ -216,6 +217,16 @@ class Memory:
             self._largest = 0
             self._waiting.clear()
             self._out.clear()
+
+    def levels(self) -> list[Level]:
+        """All that is counted."""
+        return [self.versions, self.activations, self.gradients, self.on_host, self.total, self.minibatches]
+
+    def mirror(self, levels: Sequence[Sequence[int]]) -> None:
+        """Show what is counted elsewhere: of each of :meth:`levels` what it is now, and at the most."""
+        for level, (now, most) in zip(self.levels(), levels, strict=True):
+            level.now, level.most = now, most
+        self._since = max(self._since, self.total.now)
 
     def most_lately(self) -> int:
         """The most in total since this was last asked."""

@@ -1,6 +1,6 @@
 """Plain data to bytes and back: what messages and graphs are made of. Nothing is pickled, nothing names a class freely.
 
-    | length, 8 bytes | JSON of that length | the bytes of each tensor, in order |
+    | JSON | the bytes of each tensor, in order |
 
 JSON has ``None``, ``bool``, ``int`` and ``str`` as they are, and everything else as a list that begins with a tag.
 Records (named tuples and dataclasses) are known by name to who encodes and to who decodes. A tensor keeps its strides,
@@ -13,8 +13,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -23,7 +22,9 @@ from torch import Tensor
 from lightning_hetpipe.pipeline import left_out  # noqa: F401  # a structure may have its nodes
 from lightning_hetpipe.torch_private.tensors import pytree
 
-_LENGTH = struct.Struct(">Q")
+Take = Callable[[int], Tensor]
+"""Gives the next so many bytes, as a tensor of ``torch.uint8`` that nobody else has."""
+
 _NAMED = {kind.__name__: kind for kind in (list, tuple)}
 _OF_TORCH = (torch.dtype, torch.layout, torch.memory_format)
 
@@ -38,30 +39,30 @@ class PlainCode:
     def __init__(self, kinds: Iterable[type[Any]] = ()) -> None:
         self._kinds = {kind.__name__: kind for kind in kinds}
 
-    def encode(self, value: Any) -> bytes:
-        """
+    def write(self, value: Any) -> tuple[bytes, list[memoryview]]:
+        """JSON, and the bytes of each tensor, in the tensor's own memory where they lie there in order.
+
         Raises:
             NotPlain: for a value of any other kind.
         """
         tensors: list[Tensor] = []
         text = json.dumps(self._written(value, tensors), separators=(",", ":")).encode()
-        return b"".join([_LENGTH.pack(len(text)), text, *map(_bytes_of, tensors)])
+        return text, [*map(_bytes_of, tensors)]
 
-    def decode(self, data: bytes | memoryview) -> Any:
-        """
+    def read(self, text: bytes, take: Take) -> Any:
+        """The value that :meth:`write` was given.
+
+        Args:
+            text: JSON.
+            take: Is asked for the bytes of one tensor after the other.
+
         Raises:
-            NotPlain: if ``data`` is nothing that :meth:`encode` gives.
+            NotPlain: if they are nothing that :meth:`write` gives.
         """
-        view = memoryview(bytearray(data))  # tensors lie in it, and may be changed
         try:
-            (length,) = _LENGTH.unpack_from(view)
-            start = _LENGTH.size + length
-            value, end = self._read(json.loads(bytes(view[_LENGTH.size : start])), view, start)
-        except (KeyError, IndexError, ValueError, TypeError, struct.error) as error:
+            return self._read(json.loads(text), take)
+        except (KeyError, IndexError, ValueError, TypeError, AttributeError) as error:
             raise NotPlain(f"bytes that are no message ({error})") from error
-        if end != len(view):
-            raise NotPlain(f"{len(view) - end} bytes are left over")
-        return value
 
     def _written(self, value: Any, tensors: list[Tensor]) -> Any:
         if value is None or isinstance(value, bool | int | str):
@@ -88,35 +89,31 @@ class PlainCode:
             return ["list" if isinstance(value, list) else "tuple", *(self._written(each, tensors) for each in value)]
         raise NotPlain(f"a {type(value).__module__}.{type(value).__qualname__} has no place in a message")
 
-    def _read(self, written: Any, data: memoryview, at: int) -> tuple[Any, int]:
-        """The value of ``written``, whose tensors begin ``at`` that byte, and where they end."""
+    def _read(self, written: Any, take: Take) -> Any:
         if not isinstance(written, list):
-            return written, at
+            return written
         tag, *rest = written
         if tag == "tensor":
             dtype, shape, stride = rest
-            return _tensor_of(dtype, shape, stride, data, at)
+            return _tensor_of(dtype, shape, stride, take)
         if tag == "float":
-            return float.fromhex(rest[0]), at
+            return float.fromhex(rest[0])
         if tag == "device":
-            return torch.device(rest[0]), at
+            return torch.device(rest[0])
         if tag == "torch":
             found = getattr(torch, rest[0])
             if not isinstance(found, _OF_TORCH):
                 raise NotPlain(f"torch.{rest[0]} has no place in a message")
-            return found, at
+            return found
         if tag == "spec":
-            return pytree.treespec_loads(rest[0]), at
+            return pytree.treespec_loads(rest[0])
         name = rest.pop(0) if tag == "record" else None
-        parts = []
-        for each in rest if tag != "dict" else [half for pair in rest for half in pair]:
-            part, at = self._read(each, data, at)
-            parts.append(part)
-        if tag == "record":
-            return self._kinds[str(name)](*parts), at
         if tag == "dict":
-            return dict(zip(parts[::2], parts[1::2], strict=True)), at
-        return (slice(*parts) if tag == "slice" else _NAMED[tag](parts)), at
+            return {self._read(key, take): self._read(value, take) for key, value in rest}
+        parts = [self._read(each, take) for each in rest]
+        if tag == "record":
+            return self._kinds[str(name)](*parts)
+        return slice(*parts) if tag == "slice" else _NAMED[tag](parts)
 
 
 def _fields(record: Any) -> Iterable[Any]:
@@ -131,25 +128,28 @@ def _stored(shape: Sequence[int], stride: Sequence[int]) -> list[int]:
     return [min(size, 1) if step == 0 else size for size, step in zip(shape, stride, strict=True)]
 
 
-def _bytes_of(tensor: Tensor) -> bytes:
+def _bytes_of(tensor: Tensor) -> memoryview:
     if tensor.layout is not torch.strided:
         raise NotPlain(f"a tensor of layout {tensor.layout} has no place in a message")
-    stored = tensor.detach()
+    packed = tensor.detach()
     for dim, size in enumerate(_stored(tensor.shape, tensor.stride())):
-        stored = stored.narrow(dim, 0, size)
-    packed = torch.empty(stored.shape, dtype=stored.dtype)
-    packed.copy_(stored)
-    return bytes(packed.view(-1).view(torch.uint8).numpy()) if packed.numel() else b""
+        packed = packed.narrow(dim, 0, size)
+    if packed.device.type != "cpu" or not packed.is_contiguous() or packed.is_conj() or packed.is_neg():
+        packed = torch.empty(packed.shape, dtype=packed.dtype).copy_(packed)
+    if not packed.numel():
+        return memoryview(b"")
+    found: Any = packed.as_strided((packed.numel(),), (1,)).view(torch.uint8).numpy()
+    return memoryview(found)
 
 
-def _tensor_of(dtype: str, shape: list[int], stride: list[int], data: memoryview, at: int) -> tuple[Tensor, int]:
+def _tensor_of(dtype: str, shape: list[int], stride: list[int], take: Take) -> Tensor:
     kind = getattr(torch, dtype)
     if not isinstance(kind, torch.dtype):
         raise NotPlain(f"torch.{dtype} is no dtype")
     sizes = _stored(shape, stride)
-    length = math.prod(sizes) * kind.itemsize
-    found = torch.empty_strided(sizes, stride, dtype=kind)
-    if length:
-        sent = torch.frombuffer(data, dtype=torch.uint8, count=length, offset=at).clone()
-        found.copy_(sent.view(kind).view(sizes))
-    return found.as_strided(shape, stride), at + length
+    if not (length := math.prod(sizes) * kind.itemsize):
+        return torch.empty_strided(shape, stride, dtype=kind)
+    found = take(length).view(kind).view(sizes)
+    if list(found.stride()) != stride:
+        found = torch.empty_strided(sizes, stride, dtype=kind).copy_(found)
+    return found.as_strided(shape, stride)

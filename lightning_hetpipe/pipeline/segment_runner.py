@@ -18,7 +18,7 @@ from lightning_hetpipe.pipeline.random.generators import attach
 from lightning_hetpipe.pipeline.stage_messages import Backward, Forward, Sums
 from lightning_hetpipe.pipeline.streams import move
 from lightning_hetpipe.pipeline.values import Gradients, Value, blocks, gradients, gradients_apart, moved, tensors_of
-from lightning_hetpipe.pipeline.weight_stash import WeightStash
+from lightning_hetpipe.pipeline.weight_stash import VersionedLayers
 from lightning_hetpipe.rules.versions import Reading
 from lightning_hetpipe.torch_private.tensors import version_counter
 
@@ -63,7 +63,7 @@ class SegmentRunner:
     """
 
     def __init__(
-        self, layers: Sequence[Layer], start: int, stash: WeightStash, settings: StageSettings, device: torch.device
+        self, layers: Sequence[Layer], start: int, stash: VersionedLayers, settings: StageSettings, device: torch.device
     ) -> None:
         self.layers = list(layers)
         copies = list(stash.layers[start : start + len(layers)])

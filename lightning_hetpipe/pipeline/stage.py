@@ -39,7 +39,7 @@ from lightning_hetpipe.pipeline.stage_thread import Done, Parcel, StageThread
 from lightning_hetpipe.pipeline.streams import StreamEvent, Streams, move
 from lightning_hetpipe.pipeline.threads import Watchdog
 from lightning_hetpipe.pipeline.values import tensors_in
-from lightning_hetpipe.pipeline.weight_stash import WeightStash
+from lightning_hetpipe.pipeline.weight_stash import VersionedLayers, WeightStash
 from lightning_hetpipe.rules.call_order import CallOrder
 from lightning_hetpipe.rules.schedule import Segment
 
@@ -163,9 +163,7 @@ class Stage(StageThread):
 
     def copy_layers(self) -> None:
         """Makes the copies of the live layers, in place of earlier ones; nothing may be in flight."""
-        self.stash = WeightStash(
-            nn.ModuleList([layer.module for layer in self.layers]), self._settings.version_buffers, self.device
-        )
+        self.stash = self._new_stash(nn.ModuleList([layer.module for layer in self.layers]))
         self._runners: dict[int, SegmentRunner] = {}
         start = 0
         for segment in self.segments:
@@ -173,6 +171,10 @@ class Stage(StageThread):
             self._runners[segment.index] = SegmentRunner(own, start, self.stash, self._settings, self.device)
             start += len(own)
         self.stream.join(None, [tensor for buffer in self.stash.buffers for tensor in buffer.tensors])
+
+    def _new_stash(self, layers: nn.ModuleList) -> VersionedLayers:
+        """Copies of the live ``layers``, with room for their versions."""
+        return WeightStash(layers, self._settings.version_buffers, self.device)
 
     def let_go(self) -> None:
         """Gives the memory of versions, buffers and activations back."""

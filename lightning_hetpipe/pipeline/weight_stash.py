@@ -78,30 +78,28 @@ class VersionBuffer:
         return ((tensor, weights, move) for tensor, weights, move, is_trained in beside if is_trained)
 
 
-class WeightStash:
-    """A copy of a stage's ``live`` layers on ``device``, and at first ``size`` version buffers for its weights.
+class VersionedLayers:
+    """Layers that are bound to the weights of one version or another.
 
-    Publishing belongs to Lightning's thread, and touches only buffers that no minibatch in flight uses; binding belongs
-    to the stage's thread.
+    Args:
+        layers: All of a stage's.
+
+    Attributes:
+        parameters: Theirs, a shared one once.
+        bytes: Of each of them.
+        buffers: Room for versions.
     """
 
-    def __init__(self, live: nn.ModuleList, size: int, device: torch.device) -> None:
-        self.layers = copy_of(live, device)
-        self._live, self._device = live, device
-        self.parameters = list(self.layers.parameters())
-        self._modules = list(self.layers.modules())
-        self._frozen = {number: each.data for number, each in enumerate(self.parameters) if not each.requires_grad}
-        """By number, what versions share."""
-        self.buffers = [VersionBuffer() for _ in range(size)]
-        for buffer in self.buffers:
-            self._make_room(buffer, self.layers if buffer is self.buffers[0] else None)
+    def __init__(self, layers: nn.ModuleList) -> None:
+        self.layers = layers
+        self.parameters = list(layers.parameters())
         self.bytes = [parameter.nbytes for parameter in self.parameters]
+        self.buffers: list[VersionBuffer] = []
+        self._modules = list(layers.modules())
         self._total_bytes = sum(self.bytes)
         self._held: dict[Reading, VersionBuffer] = {}
-        self._newest: dict[int, VersionBuffer] = {}  # by steps; of weights that may still be the live ones
-        self._counters: list[int] = []
-        self._bound = self.buffers[0].tensors
-        self._bound_flags = self.buffers[0].flags
+        self._bound: list[Tensor] = []
+        self._bound_flags = Flags((), ())
 
     @property
     def held_bytes(self) -> int:
@@ -115,15 +113,76 @@ class WeightStash:
     def begin(self, version: Version) -> list[Tensor]:
         """Forget every version and publish ``version``: the pipeline starts empty."""
         self._held.clear()
-        self._newest.clear()
         return self.publish(version)
 
     def publish(self, version: Version) -> list[Tensor]:
-        """Copy the live weights as ``version``, where they are needed and differ from the version before.
+        """Have ``version``, where minibatches need it.
 
         Returns:
             Tensors that were made for it.
         """
+        raise NotImplementedError
+
+    def bind(self, weights: Reading) -> None:
+        """Have the layers be those of ``weights``: what they hold, what is frozen, and their modes."""
+        buffer = self._held[weights]
+        if buffer.tensors is not self._bound:
+            for parameter, tensor in zip(self.parameters, buffer.tensors, strict=True):
+                parameter.data = tensor
+            self._bound = buffer.tensors
+        if buffer.flags is not self._bound_flags:
+            if buffer.flags != self._bound_flags:
+                for parameter, wanted in zip(self.parameters, buffer.flags.requires_grad, strict=True):
+                    parameter.requires_grad_(wanted)
+                for module, training in zip(self._modules, buffer.flags.training, strict=True):
+                    module.training = training
+            self._bound_flags = buffer.flags
+
+    def let_go(self) -> None:
+        """Gives the memory of all buffers back, whoever still holds the layers."""
+        for buffer in self.buffers:
+            buffer.tensors.clear()
+        self._bound = []
+        for parameter in self.parameters:
+            parameter.data = parameter.data.new_empty(0)
+
+    def buffer(self, weights: Reading) -> VersionBuffer:
+        """The buffer that holds ``weights``."""
+        return self._held[weights]
+
+    def parameter(self, index: int, weights: Reading) -> nn.Parameter:
+        """A new leaf with ``weights`` of the live parameter number ``index``."""
+        buffer = self._held[weights]
+        return nn.Parameter(buffer.tensors[index].detach(), buffer.flags.requires_grad[index])
+
+
+class WeightStash(VersionedLayers):
+    """A copy of a stage's ``live`` layers on ``device``, and at first ``size`` version buffers for its weights.
+
+    Publishing belongs to Lightning's thread, and touches only buffers that no minibatch in flight uses; binding belongs
+    to the stage's thread.
+    """
+
+    def __init__(self, live: nn.ModuleList, size: int, device: torch.device) -> None:
+        super().__init__(copy_of(live, device))
+        self._live, self._device = live, device
+        frozen = {number: each.data for number, each in enumerate(self.parameters) if not each.requires_grad}
+        self._frozen = self._placed(frozen)
+        """By number, what versions share."""
+        self.buffers = [VersionBuffer() for _ in range(size)]
+        for buffer in self.buffers:
+            self._make_room(buffer, self.layers if buffer is self.buffers[0] else None)
+        self._newest: dict[int, VersionBuffer] = {}  # by steps; of weights that may still be the live ones
+        self._counters: list[int] = []
+        self._bound = self.buffers[0].tensors
+        self._bound_flags = self.buffers[0].flags
+
+    def begin(self, version: Version) -> list[Tensor]:
+        self._newest.clear()
+        return super().begin(version)
+
+    def publish(self, version: Version) -> list[Tensor]:
+        """Copy the live weights as ``version``, where they are needed and differ from the version before."""
         needed = set(version.needed)
         self._held = {reading: buffer for reading, buffer in self._held.items() if reading in needed}
         new = [reading for reading in version.needed if reading not in self._held]
@@ -160,7 +219,8 @@ class WeightStash:
         changed = unequal([(tensor, live[number].to(tensor.device)) for number, tensor in shared.items()])
         for number in [[*shared][place] for place in changed]:
             del shared[number]
-        copies = {n: each.detach().to(self._device, copy=True) for n, each in live.items() if n not in shared}
+        new = {n: each for n, each in live.items() if n not in shared}
+        copies = self._placed({n: each.detach().to(self._device, copy=True) for n, each in new.items()})
         self._frozen = {**shared, **copies}
         return [*copies.values()]
 
@@ -187,43 +247,20 @@ class WeightStash:
         if layers is None:
             # Weights of a copy each, as layers may want theirs in one block of memory (CUDA's RNNs).
             layers = copy_of(self._live, self._device, self._frozen)
-        own = [parameter.data for parameter in layers.parameters()]
-        buffer.tensors = [self._frozen.get(number, tensor) for number, tensor in enumerate(own)]
+        own = {n: each.data for n, each in enumerate(layers.parameters()) if n not in self._frozen}
+        own = self._placed(own)
+        every = {**own, **self._frozen}
+        buffer.tensors = [every[number] for number in range(len(self.parameters))]
         buffer.frozen = frozenset(self._frozen)
-        return [tensor for number, tensor in enumerate(own) if number not in self._frozen]
+        return [*own.values()]
 
-    def bind(self, weights: Reading) -> None:
-        """Have the layers be those of ``weights``: what they hold, what is frozen, and their modes."""
-        buffer = self._held[weights]
-        if buffer.tensors is not self._bound:
-            for parameter, tensor in zip(self.parameters, buffer.tensors, strict=True):
-                parameter.data = tensor
-            self._bound = buffer.tensors
-        if buffer.flags is not self._bound_flags:
-            if buffer.flags != self._bound_flags:
-                for parameter, wanted in zip(self.parameters, buffer.flags.requires_grad, strict=True):
-                    parameter.requires_grad_(wanted)
-                for module, training in zip(self._modules, buffer.flags.training, strict=True):
-                    module.training = training
-            self._bound_flags = buffer.flags
+    def _placed(self, tensors: dict[int, Tensor]) -> dict[int, Tensor]:
+        """New tensors of versions, by the parameters' numbers, where they are to lie."""
+        return tensors
 
     def let_go(self) -> None:
-        """Gives the memory of all buffers back, whoever still holds the layers."""
-        for buffer in self.buffers:
-            buffer.tensors.clear()
+        super().let_go()
         self._frozen.clear()
-        self._bound = []
-        for parameter in self.parameters:
-            parameter.data = parameter.data.new_empty(0)
-
-    def buffer(self, weights: Reading) -> VersionBuffer:
-        """The buffer that holds ``weights``."""
-        return self._held[weights]
-
-    def parameter(self, index: int, weights: Reading) -> nn.Parameter:
-        """A new leaf with ``weights`` of the live parameter number ``index``."""
-        buffer = self._held[weights]
-        return nn.Parameter(buffer.tensors[index].detach(), buffer.flags.requires_grad[index])
 
 
 def _moved(weights: Tensor, move: Move, steps: int, like: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ from torch import Tensor
 from lightning_hetpipe.capture.compiled_modules import look_through
 from lightning_hetpipe.capture.watch import TrainingWatch
 from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.hosts.stages_apart import StagesApart
 from lightning_hetpipe.lightning_private import (
     BEFORE_TRANSFER,
     DataFetcher,
@@ -34,7 +35,7 @@ from lightning_hetpipe.pipeline.engine import Engine
 from lightning_hetpipe.pipeline.live import Moves
 from lightning_hetpipe.pipeline.operands import OperandsTogether
 from lightning_hetpipe.pipeline.random.generators import RandomGenerators
-from lightning_hetpipe.pipeline.stage import StageSettings
+from lightning_hetpipe.pipeline.stage import Stage, StageSettings
 from lightning_hetpipe.pipeline.user.minibatch import Minibatch
 from lightning_hetpipe.pipeline.user.user_section import ProcessState
 from lightning_hetpipe.placement.layout import Layout, move_to_devices
@@ -298,6 +299,7 @@ class Fit(TrainerRun):
             each for each in self._around if in_flight > 1 and each in (self._prediction, self._correction)
         ]
         moved = self._move(layout)
+        stages = StagesApart()
         engine = Engine(
             [(piece.name, piece.layers) for piece in pieces],
             layout.split_points,
@@ -318,7 +320,10 @@ class Fit(TrainerRun):
             called=watch.called,
             planned=decision.planned,
             versions=versions,
+            make_stage=stages.make if settings.stage_hosts == "processes" else Stage,
         )
+        if settings.stage_hosts == "processes":
+            stages.tell()
         if self._prediction is not None:
             engine.moves = self._moves
         modules = [piece.module for piece in pieces]

@@ -62,6 +62,8 @@ class RunSettings:
     """Weight policies, of which the first is taken that devices have room for."""
     automatic: Automatic | None = None
     """Choice of the policy and the correction of rates, unless the user has made it."""
+    stage_hosts: Literal["threads", "processes"] = "threads"
+    """The place of each stage: a thread of this process, or a process of its own where that is possible."""
     waited_in: Callable[[], str | None] = lambda: None
     """Gives a call in which virtual workers have waited for each other since it last did."""
 

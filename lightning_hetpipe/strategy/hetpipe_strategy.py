@@ -98,6 +98,10 @@ class HetPipeStrategy(PlannedDevices):
         timeline: Whether to record what each stage did when: True for the last hundred minibatches, or the first and
             the last one to keep, such as ``(100, 120)``, counted over the run from 1. It is in
             ``last_run.timeline``, in the run's folder as a Chrome trace, and on TensorBoard as a picture.
+        stage_hosts: Where stages run: "threads" of one process, which share its Python interpreter; or "processes" of
+            their own, for every stage on a CPU whose layers were captured as graphs, but not for the last one, which
+            stays with the user's code and the optimizer. Results are the same, bit for bit. Processes pay where many
+            small operators have stages wait for the interpreter; each takes some seconds to start.
         plan: A Plan, or the path of one that ``hetpipe-plan`` has saved: its stages, on its devices, with its number in
             flight and its weight policy; and its virtual workers, each within one machine. Where it has several
             machines, one command on each, ``NODE_RANK=0`` on the plan's first, starts those of that machine. By
@@ -145,6 +149,7 @@ class HetPipeStrategy(PlannedDevices):
         compile: bool | str | Mapping[str, Any] = False,
         recompute: bool = False,
         timeline: bool | Sequence[int] = False,
+        stage_hosts: Literal["threads", "processes"] = "threads",
         lr_correction: int | Literal["auto"] | None = "auto",
         wsp: Any = None,
         start_method: str = "popen",
@@ -187,6 +192,7 @@ class HetPipeStrategy(PlannedDevices):
         self.module = settings.module_names(module)
         self.capture_timeout = checks.seconds("capture_timeout", capture_timeout)
         self._timeline = settings.timeline(timeline)
+        self.stage_hosts = settings.stage_hosts(stage_hosts, compiles=self.compile is not None, timeline=self._timeline)
         self.last_run = RunReport()
         self._run = TrainerRun()
         self._wanted: run_settings.RunSettings | None = None
@@ -228,6 +234,8 @@ class HetPipeStrategy(PlannedDevices):
                 run_settings.check_precision(self.precision_plugin)
             if self._group is not None:
                 together.check_together(trainer)
+            if self.stage_hosts == "processes":
+                settings.check_stage_hosts(wanted.devices, emulated=self._planner().placement.emulated)
             if self.compile is not None:
                 compile_setting.check(self.compile, self._devices())
         self._divide(trainer)
@@ -374,6 +382,7 @@ class HetPipeStrategy(PlannedDevices):
             virtual_worker=self.global_rank,
             virtual_workers=self.world_size,
             timeline=self._timeline,
+            stage_hosts=self.stage_hosts,
             waited_in=self._waited_in,
             resumed=None if self._asked_in_flight else self._resumed,
         )

@@ -24,6 +24,9 @@ LONGEST = 2000
 """Minibatches of a timeline: their trace has some 20 MB, the most that a viewer opens at ease."""
 
 
+HOSTS = ("threads", "processes")
+
+
 Stages = int | Literal["auto"]
 
 
@@ -163,6 +166,38 @@ def check_spread(plan: Plan, **settings: bool) -> None:
             raise SettingError(
                 f"{name} is for the stages of a pipeline, and the plan for {plan.model} is of a spread run, which takes"
                 f" less memory; leave {name} out, or plan with it"
+            )
+
+
+def stage_hosts(value: Any, *, compiles: bool, timeline: Window | None) -> Literal["threads", "processes"]:
+    """Check the setting that says where stages run.
+
+    Raises:
+        SettingError: for another value, and for settings that stages in processes do not know yet.
+    """
+    if value not in ("threads", "processes"):
+        raise SettingError(f"stage_hosts={value!r} must be 'threads' or 'processes'{nearest(str(value), HOSTS)}")
+    for name, is_set in (("compile", compiles), ("timeline", timeline is not None)):
+        if value == "processes" and is_set:
+            raise SettingError(
+                f"stage_hosts='processes' has stages in processes that know no {name} yet; leave {name} out, or"
+                " stage_hosts"
+            )
+    return "threads" if value == "threads" else "processes"
+
+
+def check_stage_hosts(devices: Sequence[torch.device], *, emulated: bool) -> None:
+    """Refuses stages in processes on ``devices`` other than CPUs, or on ``emulated`` ones."""
+    if emulated:
+        raise SettingError(
+            "stage_hosts='processes' has stages in processes of their own, which emulate no devices yet; leave"
+            " stage_hosts out, or cluster"
+        )
+    for device in devices:
+        if device.type != "cpu":
+            raise SettingError(
+                f"stage_hosts='processes' has stages on CPUs in processes of their own, not yet on {device}; leave"
+                " stage_hosts out"
             )
 
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_hetpipe.errors import Discarded
+from lightning_hetpipe.errors import Discarded, SettingError
 from lightning_hetpipe.pipeline.autocast import Autocast
-from lightning_hetpipe.pipeline.graph_code import decode_layers, encode_layers
-from lightning_hetpipe.pipeline.message_code import RemoteFailure, decode, encode
+from lightning_hetpipe.pipeline.graph_code import layers_as_data, layers_of_data
+from lightning_hetpipe.pipeline.message_code import RECORDS, RemoteFailure, of_record, to_record
 from lightning_hetpipe.pipeline.plain_code import NotPlain, PlainCode
 from lightning_hetpipe.pipeline.stage import Layer
 from lightning_hetpipe.pipeline.stage_messages import Backward, Failure, Forward
@@ -20,8 +20,27 @@ from lightning_hetpipe.pipeline.values import Addends, Value
 from lightning_hetpipe.rules.versions import Reading
 from tests.support.equality import assert_same
 
-CODE = PlainCode()
+CODE = PlainCode(RECORDS)
 X = torch.arange(24.0).reshape(2, 3, 4)
+
+
+def again(value: Any) -> Any:
+    """``value``, as it comes back from its bytes."""
+    text, tensors = CODE.write(value)
+    return read(text, b"".join(tensors))
+
+
+def read(text: bytes, data: bytes) -> Any:
+    source = memoryview(bytearray(data))
+
+    def take(length: int) -> Tensor:
+        nonlocal source
+        if length > len(source):
+            raise ValueError("there are no more")
+        found, source = source[:length], source[length:]
+        return torch.frombuffer(found, dtype=torch.uint8).clone()
+
+    return CODE.read(text, take)
 
 
 @pytest.mark.parametrize(
@@ -35,12 +54,11 @@ X = torch.arange(24.0).reshape(2, 3, 4)
     ],
 )
 def test_values(value: Any) -> None:
-    found = CODE.decode(CODE.encode(value))
-    assert repr(found) == repr(value)
+    assert repr(again(value)) == repr(value)
 
 
 def test_a_number_that_is_none() -> None:
-    assert math.isnan(CODE.decode(CODE.encode(math.nan)))
+    assert math.isnan(again(math.nan))
 
 
 @pytest.mark.parametrize(
@@ -60,7 +78,7 @@ def test_a_number_that_is_none() -> None:
     ],
 )
 def test_tensors(tensor: Tensor) -> None:
-    one, found, other = CODE.decode(CODE.encode([torch.ones(1, dtype=torch.uint8), tensor, X]))
+    one, found, other = again([torch.ones(1, dtype=torch.uint8), tensor, X])
     assert_same(tensor, found)
     assert_same([torch.ones(1, dtype=torch.uint8), X], [one, other])
     assert found.stride() == tensor.stride()
@@ -69,39 +87,64 @@ def test_tensors(tensor: Tensor) -> None:
 @pytest.mark.parametrize("value", [object(), {1, 2}, nn.Linear(1, 1), torch.eye(2).to_sparse()])
 def test_what_is_not_plain_is_refused(value: Any) -> None:
     with pytest.raises(NotPlain, match="has no place in a message"):
-        CODE.encode([value])
+        CODE.write([value])
 
 
 @pytest.mark.parametrize(
-    "spoil", [lambda data: data[:-1], lambda data: data + b"1", lambda data: b"", lambda data: b"1" * 9]
+    ("text", "data"),
+    [
+        (b"", b""),
+        (b"[1", b""),
+        (b'["none"]', b""),
+        (b'["record","Unknown",1]', b""),
+        (b'["record","Nth"]', b""),
+        (b'["torch","nn"]', b""),
+        (b'["torch","no dtype"]', b""),
+        (b'["tensor","float32",[2],[1]]', b"1234567"),
+        (b'["tensor","float32",[-2],[1]]', b"12345678"),
+        (b'["tensor","nn",[2],[1]]', b"12345678"),
+    ],
 )
-def test_spoilt_bytes_are_refused(spoil: Any) -> None:
+def test_spoilt_bytes_are_refused(text: bytes, data: bytes) -> None:
     with pytest.raises(NotPlain):
-        CODE.decode(spoil(CODE.encode([X])))
+        read(text, data)
+
+
+def test_a_tensor_whose_bytes_lie_in_order_is_not_copied() -> None:
+    tensor = torch.zeros(4)
+    _, (memory,) = CODE.write(tensor)
+    tensor += 1
+    assert bytes(memory) == bytes(torch.ones(4).numpy())
 
 
 def test_messages() -> None:
     value = Value.of({"x": X, "again": (X, 3)})
     forward = Forward(7, 1, value, Reading(5, 2), Autocast((("cpu", torch.bfloat16),), False), 1, True, last=True)
-    found = decode(encode(forward))
+    found = again(forward)
     assert found._replace(value=value) == forward
     assert_same(value.tree([X]), found.value.tree(found.value.tensors))
     backward = Backward(7, 1, 1, [X, None, Addends((X, X + 1))], {3: X}, (3,), True)
-    again = decode(encode(backward))
-    assert isinstance(again.gradients[2], Addends)
-    assert_same(list(backward), list(again))
+    other = again(backward)
+    assert isinstance(other.gradients[2], Addends)
+    assert_same(list(backward), list(other))
 
 
 def test_failures() -> None:
-    found = decode(encode(Failure(3, ZeroDivisionError("of a layer"))))
+    error = ZeroDivisionError("of a layer")
+    error.add_note("and a note")
+    found = of_record(again(to_record(Failure(3, error))))
     assert found.minibatch == 3
     assert isinstance(found.error, RemoteFailure)
-    assert str(found.error) == "ZeroDivisionError: of a layer"
-    assert isinstance(decode(encode(Failure(3, Discarded()))).error, Discarded)
+    assert str(found.error) == "ZeroDivisionError: of a layer\nand a note"
+    for kind in (Discarded, SettingError):
+        assert isinstance(of_record(again(to_record(Failure(3, kind("it"))))).error, kind)
 
 
 def test_layers_without_a_graph_are_refused() -> None:
-    with pytest.raises(NotPlain, match=r"layer net\.0 is a Linear, which has no graph"):
-        encode_layers([Layer("net.0", nn.Linear(1, 1))])
-    with pytest.raises(NotPlain, match="no message"):
-        decode_layers(b"nothing")
+    with pytest.raises(NotPlain, match=r"layer 'net\.0' is a Linear, which has no graph"):
+        layers_as_data([Layer("net.0", nn.Linear(1, 1))])
+    graph = {"nodes": [["call_function", "x", "os::system", [], {}]], "held": {}}
+    layer = {"name": "x", "kind": "", "device": torch.device("cpu"), "training": True, "held": {}}
+    variants: dict[str, Any] = {"changes": [], "graphs": [{"own": [], "graph": graph, "regions": [], "outputs": None}]}
+    with pytest.raises(NotPlain, match="a graph calls os::system"):
+        layers_of_data([[{**layer, "own": [False] * 3, "variants": variants}], []])

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from lightning_hetpipe.accelerator import accelerates
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.pipeline.live import Live
-from lightning_hetpipe.pipeline.weight_stash import WeightStash
+from lightning_hetpipe.pipeline.weight_stash import VersionedLayers
 from lightning_hetpipe.rules.versions import Reading
 from lightning_hetpipe.torch_private.modes import OwnMode, UntoldFunction, enter_function_mode, leave_function_mode
 from lightning_hetpipe.torch_private.tensors import behind_functorch, pytree, unseen_change, version_counter, viewed
@@ -48,7 +48,7 @@ _LASTING = {"register_hook", "register_post_accumulate_grad_hook", "requires_gra
 class _Weight:
     name: str
     live: nn.Parameter
-    stash: WeightStash
+    stash: VersionedLayers
     index: int  # in the stash
 
 
@@ -72,7 +72,7 @@ class VersionedTensors:
     def __init__(
         self,
         root: nn.Module,
-        stashes: Sequence[tuple[Live, WeightStash]],
+        stashes: Sequence[tuple[Live, VersionedLayers]],
         layers: Sequence[nn.Module],
         changing: Collection[int] = (),
     ) -> None:

@@ -1,0 +1,178 @@
+"""Messages between a stage's host and the process of Lightning's loop, beside those of the stage itself.
+
+    to the host      SetUp, first; Begin, Publish, NewLayers, NewVariants; Take, Look, Delivered; tasks of the stage
+    from the host    results of tasks; Taken and Looked, in the order in which these were asked for; Broken, last
+
+They travel in one order. So a version is at the host before the first minibatch that uses it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_hetpipe.pipeline.stage_messages import Flags, StageState, Version
+from lightning_hetpipe.rules.versions import Reading
+from lightning_hetpipe.server.transport.shared_memory import Place
+
+
+class SharedTensor(NamedTuple):
+    """Tensor in memory that several processes see.
+
+    Attributes:
+        place: Of its bytes; None where there are none.
+        dtype, shape, stride: Its own.
+    """
+
+    place: Place | None
+    dtype: torch.dtype
+    shape: Sequence[int]
+    stride: Sequence[int]
+
+
+@dataclass(frozen=True)
+class SetUp:
+    """The stage that the host is to be.
+
+    Attributes:
+        index: Its number.
+        segments: The fields of each of its segments.
+        layers: As data.
+        in_flight, torch_threads, default_dtype, recompute, buffers: As of ``StageSettings``.
+        run_seed, virtual_worker, deterministic: Of the random generators.
+        memory: The fields of its planned memory; None where there is no limit.
+        visits: How often each minibatch comes to it.
+        timeout: Seconds after which a wait in which nothing moves ends.
+        modes: Settings of torch that belong to a process.
+    """
+
+    index: int
+    segments: Sequence[Sequence[int]]
+    layers: Sequence[Any]
+    in_flight: int
+    torch_threads: int
+    default_dtype: torch.dtype | None
+    recompute: bool
+    buffers: int | None
+    run_seed: int
+    virtual_worker: int
+    deterministic: bool
+    memory: Sequence[int | None] | None
+    visits: int
+    timeout: float
+    modes: Sequence[Any]
+
+
+class PublishedWeights(NamedTuple):
+    """Weights that minibatches use from now on.
+
+    Attributes:
+        held: The number of the buffer with the weights of each reading, and the flags of its version.
+        buffers: The tensors of buffers that are new, or have new tensors.
+    """
+
+    held: Sequence[tuple[Reading, int, Flags]]
+    buffers: Mapping[int, Sequence[SharedTensor]]
+
+
+class Begin(NamedTuple):
+    """The pipeline starts empty at ``version``, whose parameters are in ``weights``."""
+
+    version: Version
+    forwards: int
+    weights: PublishedWeights
+
+
+class Publish(NamedTuple):
+    """Takes ``version``, the next one, whose parameters are in ``weights``."""
+
+    version: Version
+    weights: PublishedWeights
+
+
+class NewLayers(NamedTuple):
+    """The layers have changed in other ways than their weights; a :class:`Begin` follows."""
+
+    layers: Sequence[Any]
+
+
+class NewVariants(NamedTuple):
+    """Graphs of the layers for other kinds of inputs, as data; a :class:`Forward` with such inputs follows."""
+
+    graphs: Sequence[Any]
+
+
+class Take(NamedTuple):
+    """Hand over the gradients of ``minibatch``."""
+
+    minibatch: int
+
+
+class Look(NamedTuple):
+    """Show the state that the forwards of ``minibatch`` have left."""
+
+    minibatch: int
+
+
+class Delivered(NamedTuple):
+    """Weights have the gradients of ``minibatch``."""
+
+    minibatch: int
+
+
+class SparseTensor(NamedTuple):
+    """Gradient of an embedding that asks for sparse ones."""
+
+    indices: Tensor
+    values: Tensor
+    shape: Sequence[int]
+    coalesced: bool
+
+
+class Taken(NamedTuple):
+    """Answer to :class:`Take`.
+
+    Attributes:
+        gradients: Of weights, by number; dense ones are there until the next ones are taken.
+        memory: What is counted of the stage's memory: of each quantity what it is now, and at the most.
+        busy: Seconds that the stage has computed.
+    """
+
+    gradients: Mapping[int, SharedTensor | SparseTensor]
+    memory: Sequence[Sequence[int]]
+    busy: float
+
+
+class Looked(NamedTuple):
+    """Answer to :class:`Look`."""
+
+    state: StageState
+
+
+class Broken(NamedTuple):
+    """The host cannot go on; its last message."""
+
+    error: str
+
+
+RECORDS: Sequence[type[Any]] = (
+    Place,
+    SharedTensor,
+    SparseTensor,
+    SetUp,
+    PublishedWeights,
+    Begin,
+    Publish,
+    NewLayers,
+    NewVariants,
+    Take,
+    Look,
+    Delivered,
+    Taken,
+    Looked,
+    Broken,
+)

@@ -1,0 +1,286 @@
+"""A stage whose tasks run at a host, as the process of Lightning's loop has it."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.hosts.host_process import HostProcess
+from lightning_hetpipe.hosts.orders import (
+    Begin,
+    Broken,
+    Delivered,
+    Look,
+    Looked,
+    NewLayers,
+    NewVariants,
+    Publish,
+    SetUp,
+    SharedTensor,
+    SparseTensor,
+    Take,
+    Taken,
+)
+from lightning_hetpipe.hosts.shared_weights import SeenTensors, SharedStash
+from lightning_hetpipe.hosts.stage_host import modes
+from lightning_hetpipe.hosts.wire import CODE
+from lightning_hetpipe.pipeline.graph_code import layers_as_data, new_variants
+from lightning_hetpipe.pipeline.graph_layer import GraphLayer
+from lightning_hetpipe.pipeline.plain_code import NotPlain
+from lightning_hetpipe.pipeline.stage import FoundGradients, Layer, Stage
+from lightning_hetpipe.pipeline.stage_messages import Backward, Cancel, Failure, Forward, StageState, Version
+from lightning_hetpipe.pipeline.stage_thread import Parcel
+from lightning_hetpipe.pipeline.streams import HostStream
+from lightning_hetpipe.pipeline.weight_stash import VersionedLayers
+
+
+class HostLost(RuntimeError):
+    """The process of a stage has ended while it was needed."""
+
+
+def reason_to_stay(layers: list[Layer]) -> str | None:
+    """Tell why a stage with ``layers`` cannot run at a host; None if it can."""
+    try:
+        CODE.write(layers_as_data(layers))
+    except NotPlain as reason:
+        return str(reason)
+    return None
+
+
+class _RemoteStream(HostStream):
+    """Stream of a stage that computes elsewhere."""
+
+    def show(self, busy: float) -> None:
+        """Show the seconds that it has computed there."""
+        self._busy = busy
+
+
+class RemoteStage(Stage):
+    """A stage at a host. Its versions are here, in memory that the host sees, for user code and for the host.
+
+    Live weights, gradients and optimizers stay in this process, so that Lightning and its callbacks see what they
+    always do. Its arguments are those of :class:`~lightning_hetpipe.pipeline.stage.Stage`.
+    """
+
+    def __init__(self, *args: Any) -> None:
+        self._host: HostProcess | None = None
+        self._seen = SeenTensors()
+        self._answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._asked: dict[tuple[int, str], float] = {}
+        self._lock = threading.Lock()
+        self._lost: str | None = None
+        self._known: list[int] = []
+        super().__init__(*args)
+        self.stream = self._busy = _RemoteStream()
+
+    # The stage's life.
+
+    def start(self) -> None:
+        host = self._host = HostProcess()
+        settings, planned = self._settings, self.memory.planned
+        self._known = self._variants()
+        host.wire.send(
+            SetUp(
+                self.index,
+                [[part.index, part.piece, part.stage, part.first, part.last] for part in self.segments],
+                layers_as_data(self.layers),
+                settings.in_flight,
+                settings.torch_threads,
+                settings.default_dtype,
+                settings.recompute,
+                settings.buffers,
+                settings.generators.run_seed,
+                settings.generators.virtual_worker,
+                settings.generators.deterministic,
+                None if planned is None else [planned.total, planned.limit, planned.room],
+                self.memory.visits,
+                self._watchdog.seconds,
+                modes(),
+            )
+        )
+        name = f"{self._name}-results"
+        self._receiver = threading.Thread(target=self._receive, args=(host,), name=name, daemon=True)
+        self._receiver.start()
+
+    def close(self) -> None:
+        if self._host is not None:
+            self._host.wire.end()
+
+    def join(self, seconds: float) -> bool:
+        if self._host is None:
+            return True
+        self._host.join(seconds)
+        self._receiver.join(seconds)
+        if self._receiver.is_alive():
+            return False
+        self._host.wire.close()
+        return True
+
+    def describe(self) -> str:
+        if self._host is None:
+            return f"stage {self.index} has no process yet"
+        who = f"stage {self.index} (process {self._host.pid})"
+        if self._lost is not None:
+            return f"{who} {self._lost}"
+        with self._lock:
+            if not self._asked:
+                return f"{who} is idle"
+            (number, work), since = next(iter(self._asked.items()))
+        return f"{who} was given the {work} of minibatch {number} {time.monotonic() - since:.1f} s ago"
+
+    # Versions and states.
+
+    def copy_layers(self) -> None:
+        super().copy_layers()
+        if self._host is not None:
+            self._known = self._variants()
+            try:
+                self._send(NewLayers(layers_as_data(self.layers)))
+            except NotPlain as reason:
+                raise SettingError(
+                    f"the layers of stage {self.index} have changed, and now {reason}; leave stage_hosts out, or change"
+                    " them before fit"
+                ) from None
+
+    def _new_stash(self, layers: nn.ModuleList) -> VersionedLayers:
+        return SharedStash(layers, self._settings.version_buffers, self.device)
+
+    def begin(self, version: Version, forwards: int) -> None:
+        super().begin(version, forwards)
+        self._send(Begin(_without_weights(version), forwards, self._shared.published()))
+
+    def publish(self, version: Version) -> None:
+        super().publish(version)
+        self._send(Publish(_without_weights(version), self._shared.published()))
+
+    def state(self, minibatch: int) -> StageState:
+        found = self._ask(Look(minibatch))
+        assert isinstance(found, Looked)
+        for runner, left in zip(self._runners.values(), found.state.buffers, strict=True):
+            runner.buffers.mirror(minibatch, left)  # so that publishing finds what callbacks have changed
+        return found.state
+
+    def take(self, minibatch: int) -> FoundGradients:
+        taken = self._ask(Take(minibatch))
+        assert isinstance(taken, Taken)
+        found = FoundGradients()
+        found.gradients = {number: self._gradient(each) for number, each in taken.gradients.items()}
+        self.memory.mirror(taken.memory)
+        self._busy.show(taken.busy)
+        return found
+
+    def delivered(self, minibatch: int) -> None:
+        self._send(Delivered(minibatch))
+
+    def _gradient(self, sent: SharedTensor | SparseTensor) -> Tensor:
+        if isinstance(sent, SharedTensor):
+            return self._seen.of(sent).clone()
+        return torch.sparse_coo_tensor(sent.indices, sent.values, [*sent.shape], is_coalesced=sent.coalesced)
+
+    @property
+    def _shared(self) -> SharedStash:
+        assert isinstance(self.stash, SharedStash)
+        return self.stash
+
+    # Messages.
+
+    def put(self, parcel: Parcel) -> None:
+        message, host = parcel.message, self._host
+        assert host is not None
+        if parcel.event is not None:
+            parcel.event.synchronize()
+        for event in parcel.others:
+            event.synchronize()
+        if not isinstance(message, Cancel):
+            with self._lock:
+                self._asked[message.minibatch, _work(message)] = time.monotonic()
+        try:
+            if isinstance(message, Forward):
+                self._send_variants()
+            self._send(message)
+        except HostLost as error:
+            if not isinstance(message, Cancel):
+                self._done(Failure(message.minibatch, error), None)
+        except NotPlain as error:
+            self._done(Failure(message.minibatch, SettingError(f"{error}; leave stage_hosts out")), None)
+
+    def _variants(self) -> list[int]:
+        """Number of variants of each layer's graph."""
+        return [len(layer.module.code.graphs) for layer in self.layers if isinstance(layer.module, GraphLayer)]
+
+    def _send_variants(self) -> None:
+        """Send graphs that were made since the last ones were sent."""
+        now = self._variants()
+        if now == self._known:
+            return
+        with self._lock:
+            known, self._known = self._known, now
+            self._send(NewVariants(new_variants(self.layers, known)))
+
+    def _send(self, message: Any) -> None:
+        assert self._host is not None
+        try:
+            self._host.wire.send(message)
+        except OSError:
+            raise self._host_lost() from None
+
+    def _ask(self, message: Any) -> Any:
+        """Send ``message`` and wait for the answer."""
+        self._send(message)
+        found: list[Any] = []
+
+        def ready(seconds: float) -> bool:
+            try:
+                found.append(self._answers.get(timeout=seconds))
+            except queue.Empty:
+                if self._lost is not None:
+                    raise self._host_lost() from None
+            return bool(found)
+
+        self._watchdog.wait(ready, f"Lightning's thread for stage {self.index}")
+        return found[0]
+
+    def _host_lost(self) -> HostLost:
+        assert self._host is not None
+        if self._lost is None:
+            self._lost = self._host.told()
+        return HostLost(f"the process of stage {self.index} ({self._host.pid}) {self._lost}")
+
+    def _receive(self, host: HostProcess) -> None:
+        torch.set_num_threads(self._torch_threads)
+        while True:
+            try:
+                message = host.wire.receive()
+            except (EOFError, NotPlain):
+                break
+            if isinstance(message, Broken):
+                self._lost = f"cannot go on: {message.error}"
+                continue
+            if isinstance(message, Taken | Looked):
+                self._answers.put(message)
+                continue
+            with self._lock:
+                for key in [key for key in self._asked if key[0] == message.minibatch]:
+                    del self._asked[key]
+            self._watchdog.moved()
+            self._done(message, None)
+        error = self._host_lost()
+        with self._lock:
+            numbers = {number for number, _ in self._asked}
+            self._asked.clear()
+        for number in numbers:
+            self._done(Failure(number, error), None)
+
+
+def _without_weights(version: Version) -> Version:
+    return version._replace(parameters=(), moves=())
+
+
+def _work(message: Forward | Backward | Any) -> str:
+    return type(message).__name__.lower()

@@ -1,0 +1,133 @@
+"""Versions of a stage's weights in memory that its host sees: what is published is copied once, and sent nowhere."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.hosts.orders import PublishedWeights, SharedTensor
+from lightning_hetpipe.pipeline.stage_messages import Version
+from lightning_hetpipe.pipeline.weight_stash import VersionBuffer, VersionedLayers, WeightStash
+from lightning_hetpipe.server.transport.shared_memory import NoBlock, Views, place_of, shared
+
+_ALIGNED = 64
+
+
+class SharedMemory:
+    """A block of memory that other processes see, for as many tensors as have room in it."""
+
+    def __init__(self, size: int) -> None:
+        """
+        Raises:
+            SettingError: if this system shares no memory.
+        """
+        try:
+            self._memory = shared(max(size, 1))
+        except NoBlock as no:
+            raise SettingError(
+                f"stage_hosts='processes' needs memory that processes share, and {no}; leave stage_hosts out"
+            ) from None
+        self.size = size
+        self._used = 0
+
+    @staticmethod
+    def needed(tensors: Iterable[Tensor]) -> int:
+        """Bytes of a block that has room for ``tensors``."""
+        return sum(tensor.numel() * tensor.element_size() + _ALIGNED for tensor in tensors)
+
+    def clear(self) -> None:
+        """Its tensors are of no use any more."""
+        self._used = 0
+
+    def copy(self, tensor: Tensor) -> tuple[Tensor, SharedTensor]:
+        """A copy of ``tensor`` with its strides, where they leave no gaps, and where other processes find it."""
+        like = torch.empty_like(tensor, device="meta")
+        size = tensor.numel() * tensor.element_size()
+        described = tensor.dtype, list(like.shape), list(like.stride())
+        if not size:
+            return torch.empty_like(tensor), SharedTensor(None, *described)
+        first, self._used = self._used, self._used + -(-size // _ALIGNED) * _ALIGNED
+        memory = self._memory[first : first + size]
+        made = torch.frombuffer(memory, dtype=tensor.dtype).as_strided(like.shape, like.stride())
+        made.copy_(tensor)
+        return made, SharedTensor(place_of([memory]), *described)
+
+
+class SeenTensors:
+    """Tensors in the memory of another process."""
+
+    def __init__(self) -> None:
+        self._views = Views()
+
+    def of(self, shared: SharedTensor) -> Tensor:
+        """The tensor; the other process changes it, nobody sees changes that are made here.
+
+        Raises:
+            NoBlock: if it cannot be seen.
+        """
+        if shared.place is None:
+            return torch.empty_strided(shared.shape, shared.stride, dtype=shared.dtype)
+        memory = self._views.look(shared.place)
+        return torch.frombuffer(memory, dtype=shared.dtype).as_strided(shared.shape, shared.stride)
+
+
+class SharedStash(WeightStash):
+    """A stage's versions, in memory that its host sees."""
+
+    def __init__(self, live: nn.ModuleList, size: int, device: torch.device) -> None:
+        self._where: dict[int, tuple[Tensor, SharedTensor]] = {}  # by id of the tensor
+        self._told: dict[int, list[int]] = {}
+        super().__init__(live, size, device)
+
+    def _placed(self, tensors: dict[int, Tensor]) -> dict[int, Tensor]:
+        block = SharedMemory(SharedMemory.needed(tensors.values()))
+        placed = {}
+        for number, tensor in tensors.items():
+            placed[number], where = block.copy(tensor)
+            self._where[id(placed[number])] = placed[number], where
+        return placed
+
+    def published(self) -> PublishedWeights:
+        """Message to the host, about what it was not told before."""
+        numbers = {id(buffer): number for number, buffer in enumerate(self.buffers)}
+        new: dict[int, Sequence[SharedTensor]] = {}
+        for buffer in set(self._held.values()):
+            number = numbers[id(buffer)]
+            if [*map(id, buffer.tensors)] != self._told.get(number):
+                new[number] = [self._where[id(tensor)][1] for tensor in buffer.tensors]
+                self._told[number] = [*map(id, buffer.tensors)]
+        if new:  # others are gone
+            used = {*map(id, self._frozen.values()), *(id(each) for buffer in self.buffers for each in buffer.tensors)}
+            self._where = {key: found for key, found in self._where.items() if key in used}
+        held = [(reading, numbers[id(buffer)], buffer.flags) for reading, buffer in self._held.items()]
+        return PublishedWeights(held, new)
+
+
+class SeenStash(VersionedLayers):
+    """Versions that the process of Lightning's loop has published, for the ``layers`` of a host."""
+
+    def __init__(self, layers: nn.ModuleList) -> None:
+        super().__init__(layers)
+        self._seen = SeenTensors()
+        self._numbered: dict[int, VersionBuffer] = {}
+
+    def take(self, weights: PublishedWeights) -> None:
+        """Have what was published now."""
+        for number, tensors in weights.buffers.items():
+            buffer = self._numbered.setdefault(number, VersionBuffer())
+            buffer.tensors = [self._seen.of(each) for each in tensors]
+        self.buffers = [*self._numbered.values()]
+        self._held = {}
+        for reading, number, flags in weights.held:
+            self._held[reading] = self._numbered[number]
+            if self._numbered[number].flags != flags:
+                self._numbered[number].flags = flags
+
+    def begin(self, version: Version) -> list[Tensor]:
+        return self.publish(version)
+
+    def publish(self, version: Version) -> list[Tensor]:
+        return []

@@ -1,0 +1,208 @@
+"""A host: one stage, in a process that runs nothing of the user's.
+
+It has the stage's layers as graphs, and versions of its weights in memory of the process of Lightning's loop, from
+which all messages come. It ends when that process does.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_hetpipe.hosts.orders import (
+    Begin,
+    Broken,
+    Delivered,
+    Look,
+    Looked,
+    NewLayers,
+    NewVariants,
+    Publish,
+    PublishedWeights,
+    SetUp,
+    SharedTensor,
+    SparseTensor,
+    Take,
+    Taken,
+)
+from lightning_hetpipe.hosts.shared_weights import SeenStash, SharedMemory
+from lightning_hetpipe.hosts.wire import Wire
+from lightning_hetpipe.pipeline.graph_code import add_variants, layers_of_data
+from lightning_hetpipe.pipeline.memory import PlannedMemory
+from lightning_hetpipe.pipeline.random.generators import RandomGenerators
+from lightning_hetpipe.pipeline.readers_writer_lock import ReadersWriterLock
+from lightning_hetpipe.pipeline.stage import Layer, Stage, StageSettings
+from lightning_hetpipe.pipeline.stage_messages import Failure, Result
+from lightning_hetpipe.pipeline.stage_thread import Parcel
+from lightning_hetpipe.pipeline.streams import StreamEvent, Streams
+from lightning_hetpipe.pipeline.threads import Watchdog
+from lightning_hetpipe.pipeline.weight_stash import VersionedLayers
+from lightning_hetpipe.rules.schedule import Segment
+from lightning_hetpipe.torch_private.tensors import strided_parts
+
+DEVICE = torch.device("cpu")
+
+
+def modes() -> list[Any]:
+    """Settings of torch that belong to a process, and on which results depend."""
+    backends: Any = torch.backends
+    return [
+        torch.get_float32_matmul_precision(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+        backends.mkldnn.is_available() and backends.mkldnn.enabled,
+        backends.cuda.flash_sdp_enabled(),
+        backends.cuda.mem_efficient_sdp_enabled(),
+        backends.cuda.math_sdp_enabled(),
+    ]
+
+
+def set_modes(modes: Sequence[Any]) -> None:
+    """Have the settings of the process that :func:`modes` were read in."""
+    backends: Any = torch.backends
+    precision, deterministic, warn_only, mkldnn, flash, efficient, plain = modes
+    torch.set_float32_matmul_precision(precision)
+    torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
+    backends.mkldnn.set_flags(mkldnn)
+    backends.cuda.enable_flash_sdp(flash)
+    backends.cuda.enable_mem_efficient_sdp(efficient)
+    backends.cuda.enable_math_sdp(plain)
+
+
+class HostedStage(Stage):
+    """The stage, at its host."""
+
+    def take_layers(self, layers: Sequence[Layer]) -> None:
+        """Have other layers, before the pipeline starts."""
+        self.layers = [*layers]
+        self.copy_layers()
+
+    def see(self, weights: PublishedWeights) -> None:
+        """Have what was published now."""
+        assert isinstance(self.stash, SeenStash)
+        self.stash.take(weights)
+
+    def _new_stash(self, layers: nn.ModuleList) -> VersionedLayers:
+        return SeenStash(layers)
+
+
+class Host:
+    """The host at one end of ``wire``."""
+
+    def __init__(self, wire: Wire) -> None:
+        self._wire = wire
+        self._answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._gradients = SharedMemory(1)
+
+    def run(self) -> None:
+        """Do what messages ask for, until none comes any more.
+
+        What is sent has a thread of its own, so that whoever waits until this process takes a message never waits for
+        one that this process has for itself.
+        """
+        torch.set_num_threads(1)
+        sender = threading.Thread(target=self._send, name="hetpipe-host-sender", daemon=True)
+        sender.start()
+        with suppress(EOFError), ExitStack() as undo:
+            undo.callback(self._answers.put, None)
+            stage = self._stage(self._wire.receive())
+            stage.start()
+            undo.callback(stage.close)
+            try:
+                while True:
+                    self._serve(stage, self._wire.receive())
+            except EOFError:
+                raise
+            except Exception as error:
+                self._answers.put(Broken(f"{type(error).__name__}: {error}"))
+
+    def _stage(self, setup: SetUp) -> HostedStage:
+        set_modes(setup.modes)
+        segments = [Segment(*fields) for fields in setup.segments]
+        own = layers_of_data(setup.layers)
+        numbers = [number for segment in segments for number in segment.layers]
+        layers = dict(zip(numbers, own, strict=True))
+        settings = StageSettings(
+            RandomGenerators(setup.run_seed, setup.virtual_worker, deterministic=setup.deterministic),
+            setup.in_flight,
+            setup.torch_threads,
+            setup.default_dtype,
+            recompute=setup.recompute,
+            buffers=setup.buffers,
+        )
+        watchdog = Watchdog(setup.timeout, lambda: True, lambda: f"stage {setup.index} in a process of its own")
+        return HostedStage(
+            setup.index,
+            DEVICE,
+            segments,
+            [layers.get(number, own[0]) for number in range(max(numbers) + 1)],
+            settings,
+            watchdog,
+            ReadersWriterLock(watchdog),
+            _alone,
+            self._done,
+            Streams(),
+            None if setup.memory is None else PlannedMemory(*setup.memory),  # type: ignore[arg-type]
+            setup.visits,
+        )
+
+    def _serve(self, stage: HostedStage, message: Any) -> None:
+        if isinstance(message, Begin):
+            stage.see(message.weights)
+            stage.begin(message.version, message.forwards)
+        elif isinstance(message, Publish):
+            stage.see(message.weights)
+            stage.publish(message.version)
+        elif isinstance(message, NewLayers):
+            stage.take_layers(layers_of_data(message.layers))
+        elif isinstance(message, NewVariants):
+            add_variants(stage.layers, message.graphs)
+        elif isinstance(message, Take):
+            gradients = self._shared(stage.take(message.minibatch).gradients)
+            levels = [[level.now, level.most] for level in stage.memory.levels()]
+            self._answers.put(Taken(gradients, levels, stage.stream.busy_seconds()))
+        elif isinstance(message, Look):
+            self._answers.put(Looked(stage.state(message.minibatch)))
+        elif isinstance(message, Delivered):
+            stage.delivered(message.minibatch)
+        else:
+            stage.put(Parcel(message))
+
+    def _shared(self, gradients: dict[int, Tensor]) -> dict[int, SharedTensor | SparseTensor]:
+        """Copies of ``gradients`` where the other process sees them, in place of those before."""
+        strided = {number: each for number, each in gradients.items() if each.layout is torch.strided}
+        sparse = {number: _sparse(each) for number, each in gradients.items() if number not in strided}
+        if (needed := SharedMemory.needed(strided.values())) > self._gradients.size:
+            self._gradients = SharedMemory(needed)
+        self._gradients.clear()
+        return {**{number: self._gradients.copy(each)[1] for number, each in strided.items()}, **sparse}
+
+    def _done(self, result: Result, event: StreamEvent | None) -> None:
+        self._answers.put(result)
+
+    def _send(self) -> None:
+        torch.set_num_threads(1)
+        while (message := self._answers.get()) is not None:
+            try:
+                self._wire.send(message)
+            except OSError:
+                return  # nobody is there any more, which the other thread finds out, too
+            except Exception as error:
+                self._wire.send(Failure(message.minibatch, error))
+
+
+@contextmanager
+def _alone(number: int, who: str) -> Iterator[None]:
+    """This process computes nothing else."""
+    yield
+
+
+def _sparse(gradient: Tensor) -> SparseTensor:
+    indices, values = strided_parts(gradient)  # also of one that is not coalesced
+    return SparseTensor(indices, values, list(gradient.shape), gradient.is_coalesced())

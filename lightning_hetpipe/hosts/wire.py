@@ -1,0 +1,95 @@
+"""Wire between two processes of one machine: messages as frames on a connected socket, in order.
+
+    | length of the text, 8 bytes | text | the bytes of each tensor |
+
+The bytes of large tensors go from the sender's tensor to the socket and from there into the receiver's tensor.
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+import threading
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_hetpipe.hosts import orders
+from lightning_hetpipe.pipeline import message_code
+from lightning_hetpipe.pipeline.plain_code import NotPlain, PlainCode
+
+_LENGTH = struct.Struct(">Q")
+
+SMALL = 1 << 16
+"""Bytes of tensors that are sent together with the text."""
+
+CODE = PlainCode([*message_code.RECORDS, *orders.RECORDS])
+
+
+class Wire:
+    """One end of the wire. Any thread may send; one receives."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._lock = threading.Lock()
+
+    def send(self, message: Any) -> None:
+        """Send ``message``; its tensors must stay as they are meanwhile.
+
+        Raises:
+            NotPlain: for what is no message.
+            OSError: if the other process has ended.
+        """
+        text, tensors = CODE.write(message_code.to_record(message))
+        small = bytearray(_LENGTH.pack(len(text)) + text)
+        with self._lock:
+            for tensor in tensors:
+                if len(tensor) > SMALL:
+                    self._connection.sendall(small)
+                    self._connection.sendall(tensor)
+                    small = bytearray()
+                else:
+                    small += tensor
+            self._connection.sendall(small)
+
+    def receive(self) -> Any:
+        """The next message.
+
+        Raises:
+            EOFError: if none comes any more.
+            NotPlain: for bytes that are no message.
+        """
+        head = bytearray(_LENGTH.size)
+        self._fill(memoryview(head))
+        text = bytearray(*_LENGTH.unpack(head))
+        self._fill(memoryview(text))
+        return message_code.of_record(CODE.read(bytes(text), self._take))
+
+    def end(self) -> None:
+        """Send nothing any more; what the other process has sent can still be received."""
+        with suppress(OSError):  # it has ended
+            self._connection.shutdown(socket.SHUT_WR)
+
+    def close(self) -> None:
+        self._connection.close()
+
+    def _take(self, length: int) -> Tensor:
+        found = torch.empty(length, dtype=torch.uint8)
+        array: Any = found.numpy()
+        self._fill(memoryview(array))
+        return found
+
+    def _fill(self, memory: memoryview) -> None:
+        while len(memory):
+            try:
+                count = self._connection.recv_into(memory)
+            except ConnectionError:
+                count = 0
+            if not count:
+                raise EOFError("the other process has ended")
+            memory = memory[count:]
+
+
+__all__ = ["CODE", "NotPlain", "Wire"]
