@@ -8,6 +8,8 @@ labs=[paper]    some of the clusters
 methods=[ddp]   some of the methods
 folder=...      where runs, table and picture are kept; another folder, or an empty one, begins anew
 slower=4        have emulated devices and links take four times as long, on a machine that is busy
+replays=true    instead of runs, make replays of three seeds: training in the order of a simulated run, which waits for
+                nothing; of D = 0 they have the weights of runs, to rounding, at the simulated seconds
 write=true      put the table and the picture into the docs, too, and keep the runs beside the benchmarks
 
 Needs root on Linux, and the programs ip, tc and ss.
@@ -24,18 +26,21 @@ from datetime import date
 from pathlib import Path
 from typing import NoReturn
 
+import torch
+
 from benchmarks.experiments import settings
 from benchmarks.harness import ROOT, ProcessFailed, Spread
 from benchmarks.headline_cluster import COMPARED, LABS, METHODS, pace
 from benchmarks.headline_pictures import curves
 from benchmarks.headline_runs import IN_A_ROW, TARGET, Found, Result, keep, read, run
 from benchmarks.headline_search import KEPT as SEARCHED
-from benchmarks.headline_search import best_rate
+from benchmarks.headline_search import best_rate, replay
 from benchmarks.headline_worker import Job
 from benchmarks.machine import describe_machine
 from benchmarks.results import as_table, show_block
 
 KEPT = ROOT / "benchmarks" / "headline.jsonl"
+REPLAYS = ROOT / "benchmarks" / "headline_replays.jsonl"
 PAGE = ROOT / "docs" / "virtual-workers.md"
 PICTURE = "headline.svg"
 BEGIN, END = "<!-- headline: make headline ARGS=write=true -->", "<!-- end of headline -->"
@@ -60,6 +65,7 @@ class Options:
     methods: list[str] = field(default_factory=lambda: list(METHODS))
     folder: str = "outputs/headline"
     slower: float = 1.0
+    replays: bool = False
     write: bool = False
 
 
@@ -79,7 +85,7 @@ def options(arguments: Sequence[str]) -> Options:
 def jobs(given: Options, searched: Found) -> list[Job]:
     """The runs to make: seed by seed, so that what disturbs a shared machine for a while disturbs all methods."""
     found = []
-    for seed in FULL if given.full else SEEDS:
+    for seed in FULL if given.full or given.replays else SEEDS:
         for lab in given.labs:
             for method in COMPARED[lab]:
                 if method not in given.methods:
@@ -114,28 +120,40 @@ def _by_seed(found: Found, lab: str, method: str) -> Mapping[int, Result]:
     return {job.seed: result for job, result in found.items() if (job.lab, job.method) == (lab, method)}
 
 
-def table(found: Found) -> str:
+def table(found: Found, replays: Found) -> str:
     """All results, in Markdown."""
     rows: list[tuple[str, ...]] = [
-        ("", "learning rate", "seconds to the target", "sooner than DDP", "minibatches per second", "simulated", "late")
+        (
+            "",
+            "learning rate",
+            "seconds to the target",
+            "sooner than DDP",
+            "minibatches per second",
+            "simulated",
+            "late",
+            "seconds, replays",
+            "sooner, replays",
+        )
     ]
     for lab, methods in COMPARED.items():
-        there = [method for method in methods if _by_seed(found, lab, method)]
+        there = [method for method in methods if _by_seed(found, lab, method) or _by_seed(replays, lab, method)]
         if not there:
             continue
         rows.append((f"**{LABS[lab].title}**", *[""] * (len(rows[0]) - 1)))
         for method in there:
             results = _by_seed(found, lab, method)
-            rate = next(job.rate for job in found if (job.lab, job.method) == (lab, method))
+            rate = next(job.rate for job in (*found, *replays) if (job.lab, job.method) == (lab, method))
             rows.append(
                 (
                     METHODS[method].title,
                     f"{rate.lr:g}{f', momentum {rate.momentum:g}' if rate.momentum else ''}",
                     _cell(spread(found, lab, method), 0),
                     _cell(spread(found, lab, method, over="ddp"), 2),
-                    _cell(Spread.of(sum(each.minibatches) for each in results.values()), 1),
+                    _cell(Spread.of(sum(each.minibatches) for each in results.values()) if results else None, 1),
                     f"{pace(LABS[lab], METHODS[method]):.1f}",
-                    f"{100 * max(each.late for each in results.values()):.1f} %",
+                    f"{100 * max(each.late for each in results.values()):.1f} %" if results else "–",
+                    _cell(spread(replays, lab, method), 0),
+                    _cell(spread(replays, lab, method, over="ddp"), 2),
                 )
             )
     return "\n".join(as_table(rows))
@@ -148,9 +166,10 @@ def _cell(spread: Spread | None, digits: int) -> str:
     return middle if low == high else f"{middle} ({low} .. {high})"
 
 
-def block(found: Found, says: str) -> str:
+def block(found: Found, replays: Found, says: str) -> str:
     """The picture and the table, with what was measured."""
-    return "\n\n".join([BEGIN, f"![Accuracy over seconds, of HetPipe and DDP]({PICTURE})", table(found), says, END])
+    picture = f"![Accuracy over seconds, of HetPipe and DDP]({PICTURE})"
+    return "\n\n".join([BEGIN, picture, table(found, replays), says, END])
 
 
 def measured(found: Found) -> str:
@@ -161,13 +180,14 @@ def measured(found: Found) -> str:
         f"Measured {date.today().isoformat()}, {f'medians and ranges of {seeds} seeds' if seeds > 1 else 'one seed'},"
         f" on {machine['cpu']}, {machine['cpus']} CPUs, with the emulated clock {slower} times as slow. The target is"
         f" {100 * TARGET:.0f}% of the held-out images, as the median of {IN_A_ROW} copies of the weights in a row."
+        " Replays are training in the simulated order, without waiting: medians and ranges of three seeds."
         f" Python {machine['python']}, torch {machine['torch']}, lightning {machine['lightning']}."
     )
 
 
-def show(found: Found, says: str, folder: Path, page: Path | None) -> None:
+def show(found: Found, replays: Found, says: str, folder: Path, page: Path | None) -> None:
     """Write table and picture to ``folder``, and into the page of the docs, if given."""
-    show_block(block(found, says), {PICTURE: curves(found)}, folder / "headline.md", page, BEGIN, END)
+    show_block(block(found, replays, says), {PICTURE: curves(found)}, folder / "headline.md", page, BEGIN, END)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -180,6 +200,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     folder = Path(given.folder)
     file = folder / "runs.jsonl"
     failed = 0
+    if given.replays:
+        torch.set_num_threads(1)
+        for job in jobs(given, read(SEARCHED)):
+            if job not in read(REPLAYS):
+                print(f"replay of {job.lab}, {job.method}, seed {job.seed}", file=sys.stderr, flush=True)
+                keep(REPLAYS, job, replay(job))
+        return 0
     for job in jobs(given, read(SEARCHED)):
         if job in read(file):
             continue
@@ -200,7 +227,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     found = read(file)
     if given.write:
         shutil.copyfile(file, KEPT)
-    show(found, measured(found), folder, PAGE if given.write else None)
+    show(found, read(REPLAYS), measured(found), folder, PAGE if given.write else None)
     print((folder / "headline.md").read_text())
     return failed
 

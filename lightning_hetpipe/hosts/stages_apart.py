@@ -1,4 +1,4 @@
-"""Choice of the stages that have processes of their own: all whose layers have graphs, but not the one with the loss."""
+"""Choice of the stages that have processes of their own: those with graphs of all layers, and without the loss."""
 
 from __future__ import annotations
 
