@@ -43,6 +43,7 @@ def test_the_arguments_of_the_strategy_and_their_defaults() -> None:
         "compile": False,
         "recompute": False,
         "timeline": False,
+        "stage_hosts": "threads",
         "lr_correction": "auto",
         "wsp": None,
         "start_method": "popen",

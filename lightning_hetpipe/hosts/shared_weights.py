@@ -81,6 +81,8 @@ class SharedStash(WeightStash):
         self._where: dict[int, tuple[Tensor, SharedTensor]] = {}  # by id of the tensor
         self._told: dict[int, list[int]] = {}
         super().__init__(live, size, device)
+        for parameter, tensor in zip(self.parameters, self.buffers[0].tensors, strict=True):
+            parameter.data = tensor  # nothing is computed here, and so no copy of its own is needed
 
     def _placed(self, tensors: dict[int, Tensor]) -> dict[int, Tensor]:
         block = SharedMemory(SharedMemory.needed(tensors.values()))

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_hetpipe.capture.pieces import Piece
-from lightning_hetpipe.capture.sequentials import has_users_layers, is_torchs_own
+from lightning_hetpipe.capture.sequentials import has_users_layers, is_torchs_own, shares_draws
 from lightning_hetpipe.capture.watch import TrainingWatch
 from lightning_hetpipe.pipeline.random.generators import RandomGenerators
 from tests.capture.test_piece_search import Decides, Leaf
@@ -56,12 +56,12 @@ def test_which_sequentials_are_the_users() -> None:
 def test_a_module_in_two_layers_that_may_draw() -> None:
     """Random numbers are named by the layer, which a graph does not know."""
     block, linear, dropout = Block(), nn.Linear(4, 4), nn.Dropout(0.2)
-    assert has_users_layers(nn.Sequential(Block(), linear, nn.Tanh(), linear))
-    assert not has_users_layers(nn.Sequential(block, nn.Tanh(), block))
-    assert not has_users_layers(nn.Sequential(dropout, Block(), dropout))
+    assert not shares_draws(nn.Sequential(Block(), linear, nn.Tanh(), linear))
+    assert shares_draws(nn.Sequential(block, nn.Tanh(), block))
+    assert shares_draws(nn.Sequential(dropout, Block(), dropout))
     first, second = Block(), Block()
     second.drop = first.drop
-    assert not has_users_layers(nn.Sequential(first, second))
+    assert shares_draws(nn.Sequential(first, second))
     assert names(watched(nn.Sequential(block, nn.Tanh(), block)).pieces[0]) == ["net.0", "net.1", "net.2"]
 
 

@@ -211,6 +211,7 @@ def main(job: dict[str, Any]) -> None:
         timeout=job.get("timeout", 60),
         weights=job.get("weights", "stash"),
         lr_correction=job.get("lr_correction", "auto"),
+        stage_hosts=job.get("stage_hosts", "threads"),
     )
     recorder, validates, notes = Recorder(), Validates(), Notes()
     callbacks: list[L.Callback] = [validates, recorder, Acts(job.get("acts", ()), job["folder"])]

@@ -1,0 +1,28 @@
+"""Virtual workers whose stages have processes of their own compute what the oracle does, to the bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.marks import slow_except
+from tests.wsp.launch import Job, run_all
+from tests.wsp.test_exact import check, expected
+
+CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "resnet": ("resnet", {"validate": True, "trainer": {"val_check_interval": 2}}, {"cuts": [2, 4]}),
+    "dropout": ("transformer", {"trainer": {"accumulate_grad_batches": 2}}, {"accumulate": 2}),
+    "clipped": ("mlp", {"trainer": {"gradient_clip_val": 0.1}}, {"clip_norm": 0.1}),
+    "tied": ("tied", {}, {}),
+    "frozen": ("frozen", {}, {}),
+}
+
+
+@pytest.mark.parametrize("name", slow_except(CASES, "resnet"))
+def test_two(name: str, tmp_path: Path) -> None:
+    task, more, options = CASES[name]
+    job = Job(tmp_path, task, (4, 5), 3, 3, {"stage_hosts": "processes", **more})
+    (found,) = run_all(job)
+    check(job, found, expected(job, 3, **options))
