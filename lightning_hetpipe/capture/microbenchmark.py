@@ -121,6 +121,7 @@ class Microbenchmark:
                 parameter.requires_grad_(_has_gradient(parameter))
             value = replace(value, requires_grad=tuple(map(_has_gradient, value.tensors)))
         self._call = attach(self.scratch, layer.name)
+        self._mutates_input = layer.mutates_input
         self._parameters = list(self.scratch.parameters())
         self._value, self._piece, self._generators, self._default_dtype = value, piece, generators, default_dtype
 
@@ -135,10 +136,13 @@ class Microbenchmark:
         self.backward(inputs, self.forward(own))
 
     def inputs(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Fresh leaves, and copies of them for :meth:`forward`, since a layer may change what it is given."""
+        """Fresh leaves, and tensors for :meth:`forward`: the leaves, or copies where the layer changes its input.
+
+        A copy takes as long as many a layer, so that none is made for the others.
+        """
         leaves = self._value.leaves(self.device)
         with torch.enable_grad():
-            return leaves, [tensor.clone() for tensor in leaves]
+            return leaves, [tensor.clone() for tensor in leaves] if self._mutates_input else [*leaves]
 
     def forward(self, own: Sequence[Tensor]) -> list[Tensor]:
         """The outputs of a forward in training."""

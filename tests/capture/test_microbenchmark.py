@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hetpipe.capture import microbenchmark
-from lightning_hetpipe.capture.microbenchmark import ROUNDS, measure
+from lightning_hetpipe.capture.microbenchmark import ROUNDS, Microbenchmark, measure
 from lightning_hetpipe.capture.pieces import Piece
 from lightning_hetpipe.pipeline.autocast import Autocast
 from lightning_hetpipe.pipeline.random.generators import RandomGenerators
@@ -66,7 +66,8 @@ def piece_of(*modules: nn.Module, inputs: list[Tensor] | None = None) -> Piece:
     """A piece whose layers were given ``inputs`` in its only call, or all of them ``X``."""
     given = inputs or [X.clone().requires_grad_(index > 0) for index in range(len(modules))]
     net = nn.Sequential(*modules)
-    layers = [Layer(f"net.{index}", module) for index, module in enumerate(modules)]
+    changes = [getattr(module, "inplace", False) for module in modules]
+    layers = [Layer(f"net.{index}", *each) for index, each in enumerate(zip(modules, changes, strict=True))]
     return Piece("net", net, layers, [[Value.of(tensor) for tensor in given]])
 
 
@@ -120,6 +121,15 @@ def test_inputs_are_not_touched() -> None:
     measure([piece_of(nn.ReLU(inplace=True), nn.ReLU(inplace=True), inputs=inputs)], RandomGenerators(0), None, CPU)
     assert all(torch.equal(tensor.detach(), torch.full((3, 4), -1.0)) for tensor in inputs)
     assert all(tensor.grad is None for tensor in inputs)
+
+
+def test_inputs_are_copied_for_layers_that_change_them_only() -> None:
+    """A copy would take as long as many a layer."""
+    for inplace in (False, True):
+        (piece,) = [piece_of(nn.ReLU(inplace=inplace))]
+        benchmark = Microbenchmark(piece.layers[0], piece.inputs[0][0], piece, RandomGenerators(0), None, CPU)
+        leaves, own = benchmark.inputs()
+        assert (leaves[0].data_ptr() != own[0].data_ptr()) is inplace
 
 
 def test_each_layer_runs_forward_and_backward_once_a_round() -> None:
