@@ -100,8 +100,8 @@ class HetPipeStrategy(PlannedDevices):
             ``last_run.timeline``, in the run's folder as a Chrome trace, and on TensorBoard as a picture.
         stage_hosts: Where stages run: "threads" of one process, which share its Python interpreter; or "processes" of
             their own, for every stage on a CPU whose layers were captured as graphs, but not for the last one, which
-            stays with the user's code and the optimizer. Results are the same, bit for bit. Processes pay where many
-            small operators have stages wait for the interpreter; each takes some seconds to start.
+            stays with the user's code and the optimizer. Results are the same, bit for bit. Whether processes are
+            faster depends on the model: try both. Each takes some seconds to start.
         plan: A Plan, or the path of one that ``hetpipe-plan`` has saved: its stages, on its devices, with its number in
             flight and its weight policy; and its virtual workers, each within one machine. Where it has several
             machines, one command on each, ``NODE_RANK=0`` on the plan's first, starts those of that machine. By
