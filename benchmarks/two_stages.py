@@ -53,8 +53,8 @@ VARIANTS = (
 )
 
 WARM_UP = 33
-"""Minibatches before those that count: graphs are compared with their modules at minibatches 16, 32, 64 and so on, which
-takes as long as a minibatch does, and is next to nothing in a long run."""
+"""Minibatches before those that count: graphs are compared with their modules at minibatches 16, 32, 64 and so on,
+which takes as long as a minibatch does, and is next to nothing in a long run."""
 
 TASKS: Mapping[str, Task] = {
     NAME: Task("plain", warmup=WARM_UP),
