@@ -11,22 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.hosts import orders
 from lightning_hetpipe.hosts.host_process import HostProcess
-from lightning_hetpipe.hosts.orders import (
-    Begin,
-    Broken,
-    Delivered,
-    Look,
-    Looked,
-    NewLayers,
-    NewVariants,
-    Publish,
-    SetUp,
-    SharedTensor,
-    SparseTensor,
-    Take,
-    Taken,
-)
 from lightning_hetpipe.hosts.shared_weights import SeenTensors, SharedStash
 from lightning_hetpipe.hosts.stage_host import modes
 from lightning_hetpipe.hosts.wire import CODE
@@ -34,7 +20,7 @@ from lightning_hetpipe.pipeline.graph_code import layers_as_data, new_variants
 from lightning_hetpipe.pipeline.graph_layer import GraphLayer
 from lightning_hetpipe.pipeline.plain_code import NotPlain
 from lightning_hetpipe.pipeline.stage import FoundGradients, Layer, Stage
-from lightning_hetpipe.pipeline.stage_messages import Backward, Cancel, Failure, Forward, StageState, Version
+from lightning_hetpipe.pipeline.stage_messages import Backward, Cancel, Evaluate, Failure, Forward, StageState, Version
 from lightning_hetpipe.pipeline.stage_thread import Parcel
 from lightning_hetpipe.pipeline.streams import HostStream
 from lightning_hetpipe.pipeline.weight_stash import VersionedLayers
@@ -86,7 +72,7 @@ class RemoteStage(Stage):
         settings, planned = self._settings, self.memory.planned
         self._known = self._variants()
         host.wire.send(
-            SetUp(
+            orders.SetUp(
                 self.index,
                 [[part.index, part.piece, part.stage, part.first, part.last] for part in self.segments],
                 layers_as_data(self.layers),
@@ -141,7 +127,7 @@ class RemoteStage(Stage):
         if self._host is not None:
             self._known = self._variants()
             try:
-                self._send(NewLayers(layers_as_data(self.layers)))
+                self._send(orders.NewLayers(layers_as_data(self.layers)))
             except NotPlain as reason:
                 raise SettingError(
                     f"the layers of stage {self.index} have changed, and now {reason}; leave stage_hosts out, or change"
@@ -153,22 +139,22 @@ class RemoteStage(Stage):
 
     def begin(self, version: Version, forwards: int) -> None:
         super().begin(version, forwards)
-        self._send(Begin(_without_weights(version), forwards, self._shared.published()))
+        self._send(orders.Begin(_without_weights(version), forwards, self._shared.published()))
 
     def publish(self, version: Version) -> None:
         super().publish(version)
-        self._send(Publish(_without_weights(version), self._shared.published()))
+        self._send(orders.Publish(_without_weights(version), self._shared.published()))
 
     def state(self, minibatch: int) -> StageState:
-        found = self._ask(Look(minibatch))
-        assert isinstance(found, Looked)
+        found = self._ask(orders.Look(minibatch))
+        assert isinstance(found, orders.Looked)
         for runner, left in zip(self._runners.values(), found.state.buffers, strict=True):
             runner.buffers.mirror(minibatch, left)  # so that publishing finds what callbacks have changed
         return found.state
 
     def take(self, minibatch: int) -> FoundGradients:
-        taken = self._ask(Take(minibatch))
-        assert isinstance(taken, Taken)
+        taken = self._ask(orders.Take(minibatch))
+        assert isinstance(taken, orders.Taken)
         found = FoundGradients()
         found.gradients = {number: self._gradient(each) for number, each in taken.gradients.items()}
         self.memory.mirror(taken.memory)
@@ -176,10 +162,10 @@ class RemoteStage(Stage):
         return found
 
     def delivered(self, minibatch: int) -> None:
-        self._send(Delivered(minibatch))
+        self._send(orders.Delivered(minibatch))
 
-    def _gradient(self, sent: SharedTensor | SparseTensor) -> Tensor:
-        if isinstance(sent, SharedTensor):
+    def _gradient(self, sent: orders.SharedTensor | orders.SparseTensor) -> Tensor:
+        if isinstance(sent, orders.SharedTensor):
             return self._seen.of(sent).clone()
         return torch.sparse_coo_tensor(sent.indices, sent.values, [*sent.shape], is_coalesced=sent.coalesced)
 
@@ -221,7 +207,7 @@ class RemoteStage(Stage):
             return
         with self._lock:
             known, self._known = self._known, now
-            self._send(NewVariants(new_variants(self.layers, known)))
+            self._send(orders.NewVariants(new_variants(self.layers, known)))
 
     def _send(self, message: Any) -> None:
         assert self._host is not None
@@ -259,10 +245,10 @@ class RemoteStage(Stage):
                 message = host.wire.receive()
             except (EOFError, NotPlain):
                 break
-            if isinstance(message, Broken):
+            if isinstance(message, orders.Broken):
                 self._lost = f"cannot go on: {message.error}"
                 continue
-            if isinstance(message, Taken | Looked):
+            if isinstance(message, orders.Taken | orders.Looked):
                 self._answers.put(message)
                 continue
             with self._lock:
@@ -282,5 +268,5 @@ def _without_weights(version: Version) -> Version:
     return version._replace(parameters=(), moves=())
 
 
-def _work(message: Forward | Backward | Any) -> str:
+def _work(message: Forward | Backward | Evaluate) -> str:
     return type(message).__name__.lower()

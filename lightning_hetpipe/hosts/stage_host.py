@@ -15,22 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_hetpipe.hosts.orders import (
-    Begin,
-    Broken,
-    Delivered,
-    Look,
-    Looked,
-    NewLayers,
-    NewVariants,
-    Publish,
-    PublishedWeights,
-    SetUp,
-    SharedTensor,
-    SparseTensor,
-    Take,
-    Taken,
-)
+from lightning_hetpipe.hosts import orders
 from lightning_hetpipe.hosts.shared_weights import SeenStash, SharedMemory
 from lightning_hetpipe.hosts.wire import Wire
 from lightning_hetpipe.pipeline.graph_code import add_variants, layers_of_data
@@ -47,6 +32,9 @@ from lightning_hetpipe.rules.schedule import Segment
 from lightning_hetpipe.torch_private.tensors import strided_parts
 
 DEVICE = torch.device("cpu")
+
+SENDING = 5.0
+"""Seconds at the end in which answers are still sent."""
 
 
 def modes() -> list[Any]:
@@ -83,7 +71,7 @@ class HostedStage(Stage):
         self.layers = [*layers]
         self.copy_layers()
 
-    def see(self, weights: PublishedWeights) -> None:
+    def see(self, weights: orders.PublishedWeights) -> None:
         """Have what was published now."""
         assert isinstance(self.stash, SeenStash)
         self.stash.take(weights)
@@ -110,6 +98,7 @@ class Host:
         sender = threading.Thread(target=self._send, name="hetpipe-host-sender", daemon=True)
         sender.start()
         with suppress(EOFError), ExitStack() as undo:
+            undo.callback(sender.join, SENDING)  # else the process could end before its last message is sent
             undo.callback(self._answers.put, None)
             stage = self._stage(self._wire.receive())
             stage.start()
@@ -120,9 +109,9 @@ class Host:
             except EOFError:
                 raise
             except Exception as error:
-                self._answers.put(Broken(f"{type(error).__name__}: {error}"))
+                self._answers.put(orders.Broken(f"{type(error).__name__}: {error}"))
 
-    def _stage(self, setup: SetUp) -> HostedStage:
+    def _stage(self, setup: orders.SetUp) -> HostedStage:
         set_modes(setup.modes)
         segments = [Segment(*fields) for fields in setup.segments]
         own = layers_of_data(setup.layers)
@@ -153,28 +142,28 @@ class Host:
         )
 
     def _serve(self, stage: HostedStage, message: Any) -> None:
-        if isinstance(message, Begin):
+        if isinstance(message, orders.Begin):
             stage.see(message.weights)
             stage.begin(message.version, message.forwards)
-        elif isinstance(message, Publish):
+        elif isinstance(message, orders.Publish):
             stage.see(message.weights)
             stage.publish(message.version)
-        elif isinstance(message, NewLayers):
+        elif isinstance(message, orders.NewLayers):
             stage.take_layers(layers_of_data(message.layers))
-        elif isinstance(message, NewVariants):
+        elif isinstance(message, orders.NewVariants):
             add_variants(stage.layers, message.graphs)
-        elif isinstance(message, Take):
+        elif isinstance(message, orders.Take):
             gradients = self._shared(stage.take(message.minibatch).gradients)
             levels = [[level.now, level.most] for level in stage.memory.levels()]
-            self._answers.put(Taken(gradients, levels, stage.stream.busy_seconds()))
-        elif isinstance(message, Look):
-            self._answers.put(Looked(stage.state(message.minibatch)))
-        elif isinstance(message, Delivered):
+            self._answers.put(orders.Taken(gradients, levels, stage.stream.busy_seconds()))
+        elif isinstance(message, orders.Look):
+            self._answers.put(orders.Looked(stage.state(message.minibatch)))
+        elif isinstance(message, orders.Delivered):
             stage.delivered(message.minibatch)
         else:
             stage.put(Parcel(message))
 
-    def _shared(self, gradients: dict[int, Tensor]) -> dict[int, SharedTensor | SparseTensor]:
+    def _shared(self, gradients: dict[int, Tensor]) -> dict[int, orders.SharedTensor | orders.SparseTensor]:
         """Copies of ``gradients`` where the other process sees them, in place of those before."""
         strided = {number: each for number, each in gradients.items() if each.layout is torch.strided}
         sparse = {number: _sparse(each) for number, each in gradients.items() if number not in strided}
@@ -203,6 +192,6 @@ def _alone(number: int, who: str) -> Iterator[None]:
     yield
 
 
-def _sparse(gradient: Tensor) -> SparseTensor:
+def _sparse(gradient: Tensor) -> orders.SparseTensor:
     indices, values = strided_parts(gradient)  # also of one that is not coalesced
-    return SparseTensor(indices, values, list(gradient.shape), gradient.is_coalesced())
+    return orders.SparseTensor(indices, values, list(gradient.shape), gradient.is_coalesced())
