@@ -10,6 +10,7 @@ from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 
 from tests.support import forks, marks
@@ -78,6 +79,8 @@ def accelerator() -> Iterator[Any]:
 
 def pytest_configure(config: pytest.Config) -> None:
     marks.FEW = config.getoption("markexpr") == "not slow"
+    hypothesis.settings.register_profile("tests", derandomize=marks.FEW)
+    hypothesis.settings.load_profile("tests")
     if config.getoption("dist", "no") == "no" or hasattr(config, "workerinput"):
         forks.serve()
 

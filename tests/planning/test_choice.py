@@ -77,16 +77,29 @@ def test_each_plan_that_was_simulated_is_shown() -> None:
 @explores(50)
 @given(profiles(), clusters())
 def test_a_brief_search_finds_a_plan_where_the_longer_one_does(profile: Profile, cluster: Cluster) -> None:
-    """It simulates no more, and finds nothing that is faster by more than what ends the longer search."""
+    assert best_plan(profile, cluster, brief=True).fits == best_plan(profile, cluster).fits
+
+
+def test_a_brief_search_simulates_fewer_plans_where_memory_is_short() -> None:
+    layers = [LayerBytes(str(n), 10 + n % 3, 30 + 10 * (n % 4), 5) for n in range(24)]
+    times = {"a": [Times(1 + n % 3 / 10, 2) for n in range(24)], "b": [Times(2 + n % 2 / 5, 3) for n in range(24)]}
+    nodes = [Node(name, [Device(name, MEMORY)] * 2) for name in "ab"]
     counts = []
-    found = []
     for brief in (True, False):
         seen: list[None] = []
-        found.append(best_plan(profile, cluster, brief=brief, progress=partial(seen.append, None)))
+        progress = partial(seen.append, None)
+        assert best_plan(Profile("m", 1, layers, times, {}), Cluster(nodes), brief=brief, progress=progress).fits
         counts.append(len(seen))
-    short, long = found
-    assert short.fits == long.fits
-    assert not long.fits or (short.rate * ENOUGH <= long.rate and counts[0] <= counts[1])
+    assert counts[0] < counts[1]
+
+
+def test_more_in_flight_are_tried_where_one_stage_is_as_fast_with_fewer() -> None:
+    """Two stages of 3 s with their transfers are faster than one of 4 s with three in flight, and not with two."""
+    layers = [LayerBytes("first", 0, 1, 1), LayerBytes("second", 0, 0, 0)]
+    profile = Profile("m", 1, layers, {"a": [Times(0, 2), Times(0, 2)]}, {})
+    found = best_plan(profile, Cluster([Node(name, ["a"]) for name in ("one", "two")], Link(1.0)))
+    assert found.in_flight == 3
+    assert found.rate == pytest.approx(1 / 3)
 
 
 def test_what_would_help_is_looked_for_when_it_is_asked_for() -> None:

@@ -42,5 +42,8 @@ def fewer(everything: Sequence[T], some: Sequence[T]) -> Sequence[T]:
 
 
 def explores(examples: int) -> settings:
-    """Has hypothesis try so many cases, or a third of them where slow tests are left out, as in ``make test``."""
+    """Has hypothesis try so many cases, or a third of them where slow tests are left out, as in ``make test``.
+
+    ``make test`` tries the same cases each time, ``make test-all`` others each time (conftest.py).
+    """
     return settings(max_examples=max(1, examples // 3) if FEW else examples, deadline=None)

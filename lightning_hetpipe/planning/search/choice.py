@@ -265,7 +265,7 @@ class _Search:
             # Nothing is faster than 1 / T_max; what has not helped for as many as there are stages will not, nor what
             # has made plans slower as there is no memory for it.
             further = SHORT if self._at(in_flight).short else len(found.stages)
-            if best * self._fastest >= ENOUGH or len(found.stages) == 1 or in_flight > better + further:
+            if best * self._fastest >= ENOUGH or in_flight > better + further:
                 break
             in_flight += max(1, in_flight // 8)  # what is near is about as fast
         return best
