@@ -131,7 +131,7 @@ def run(config: DictConfig) -> float | None:
         if choice.fits:
             break
     stages_given = asked["stages"] is not None
-    distance = of_strategy(config, "wsp.clock_distance", 0)
+    distance = of_strategy(config, "wsp.clock_distance", None) or 0
     plan = Plan.of(choice, profile.model, names, cluster, guessed, distance, nominal)
     lines = _remarks(choice, cluster.assumed([stage.slot for stage in choice.stages]), stages_given)
 

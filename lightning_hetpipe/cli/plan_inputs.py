@@ -226,7 +226,7 @@ def cluster_settings(config: DictConfig, cluster: Cluster) -> ClusterSettings | 
         allocation,
         shares != "equal" if _is_given("strategy.wsp.shares") else None,
         of_strategy(config, "wsp.placement", "size") if _is_given("strategy.wsp.placement") else None,
-        of_strategy(config, "wsp.clock_distance", 0),
+        of_strategy(config, "wsp.clock_distance", None) or 0,
         None if wave == "auto" else wave,
         copies_kept(of_strategy(config, "wsp.update_dtype", None)),
     )

@@ -11,11 +11,15 @@ from lightning_hetpipe.server.transport.security import Security
 
 @dataclass(frozen=True)
 class WSPSettings:
-    """The checked arguments of a :class:`WSPCallback`."""
+    """The checked arguments of a :class:`WSPCallback`.
+
+    Attributes:
+        left_out: Names of those that nobody has set, which a plan says; they have their defaults here.
+    """
 
     clock_distance: int
     wave: int | Literal["auto"]
-    shares: tuple[int, ...] | Literal["equal", "auto"] | None
+    shares: tuple[int, ...] | Literal["equal", "auto"]
     aggregate: str
     update_dtype: str | None
     servers: tuple[str, ...] | None
@@ -24,6 +28,7 @@ class WSPSettings:
     lease: float
     end_timeout: float | None
     join_timeout: float
+    left_out: frozenset[str] = frozenset()
 
     def check_later(self, later: WSPSettings) -> None:
         """Check that a later Trainer of the program uses the same servers in the same way.

@@ -103,7 +103,8 @@ class HetPipeStrategy(PlannedDevices):
             stays with the user's code and the optimizer. Results are the same, bit for bit. Whether processes are
             faster depends on the model: try both. Each takes some seconds to start.
         plan: A Plan, or the path of one that ``hetpipe-plan`` has saved: its stages, on its devices, with its number in
-            flight and its weight policy; and its virtual workers, each within one machine. Where it has several
+            flight and its weight policy; and its virtual workers, each within one machine, with their clock distance,
+            waves and placement of parameters, where the WSPCallback sets none of its own. Where it has several
             machines, one command on each, ``NODE_RANK=0`` on the plan's first, starts those of that machine. By
             default, where devices differ, one is made at the start of a fit from measurements of the layers, which are
             kept on disk: the devices' order, the split points and, unless they are given, k and Nm. Results depend on

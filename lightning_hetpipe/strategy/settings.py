@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import groupby
 from typing import Any, Literal
 
@@ -11,8 +12,10 @@ import torch
 
 from lightning_hetpipe.errors import SettingError, nearest, of_file
 from lightning_hetpipe.launch.ranks import Rank
+from lightning_hetpipe.launch.wsp_settings import WSPSettings
 from lightning_hetpipe.pipeline.recorder import KEPT, Window
 from lightning_hetpipe.planning.plan.document import Plan
+from lightning_hetpipe.rules.shares import whole_steps
 from lightning_hetpipe.rules.versions import POLICIES, WeightPolicy
 from lightning_hetpipe.strategy.checks import whole
 from lightning_hetpipe.strategy.wsp_callback import WSPCallback
@@ -148,6 +151,37 @@ def workers_as_planned(virtual_workers: int, plan: Plan, emulated: bool) -> list
             " node one after another"
         )
     return found
+
+
+def wsp_as_planned(given: WSPSettings, plan: Plan) -> WSPSettings:
+    """Take the synchronisation of a plan, as far as nobody has set it."""
+    whole("the plan's clock_distance", plan.clock_distance, least=0)
+    lengths = {"wave", "shares"}
+    left_out = given.left_out if lengths <= given.left_out else given.left_out - lengths
+    return replace(given, **{name: value for name, value in _synchronisation(plan).items() if name in left_out})
+
+
+def other_than_planned(wsp: WSPSettings, plan: Plan) -> str:
+    """Say what of the synchronisation was set otherwise than the plan has it; nothing where all is as planned."""
+    pairs = [(name, getattr(wsp, name), value) for name, value in _synchronisation(plan).items()]
+    others = [f"{name}={_shown(own)}, where the plan has {_shown(its)}" for name, own, its in pairs if own != its]
+    return f"as set, this run has {', and '.join(others)}; the plan's figures are for its own" if others else ""
+
+
+def _synchronisation(plan: Plan) -> dict[str, Any]:
+    """Settings of a :class:`WSPCallback` that a plan says; its wave only where that is longer than by default."""
+    waves, equal = plan.waves, len(set(plan.waves)) == 1
+    longer = equal and waves[0] > whole_steps([plan.in_flight], plan.accumulate_grad_batches)[0]
+    return {
+        "clock_distance": plan.clock_distance,
+        "wave": waves[0] if longer else "auto",
+        "shares": "equal" if equal else waves,
+        "placement": plan.placement,
+    }
+
+
+def _shown(value: Any) -> str:
+    return repr([*value] if isinstance(value, tuple) else value)
 
 
 def check_planned_policy(asked: WeightPolicy | None, plan: Plan) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -230,6 +229,8 @@ class VirtualWorkers(HostWeights):
         global _group
         assert self.cluster_environment is not None
         wsp = self._wsp_settings()
+        if self.plan is not None and (said := settings.other_than_planned(wsp, self.plan)):
+            rank_zero_info(said)
         if _group is not None:
             _group.settings.check_later(wsp)
         found = servers.find(self._rank, self.cluster_environment, wsp, self.timeout)
@@ -290,10 +291,7 @@ class VirtualWorkers(HostWeights):
         if self.wsp is not None and self.wsp not in given:
             given.append(self.wsp)
         wsp = settings.only_wsp(given).settings
-        if wsp.shares is not None:
-            return wsp
-        waves = () if self.plan is None or wsp.wave != "auto" else self.plan.waves
-        return replace(wsp, shares=waves if len(set(waves)) > 1 else "equal")
+        return wsp if self.plan is None else settings.wsp_as_planned(wsp, self.plan)
 
     def _check_shares(self) -> None:
         """Refuse shares of another number of virtual workers."""

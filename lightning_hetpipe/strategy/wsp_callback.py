@@ -23,12 +23,13 @@ class WSPCallback(L.Callback):
     """Settings of the synchronisation of virtual workers; given to the Trainer as a callback, or to the strategy.
 
     Args:
-        clock_distance: D, how many waves a virtual worker may be ahead of the slowest one.
-        wave: W, minibatches per wave; by default Nm.
+        clock_distance: D, how many waves a virtual worker may be ahead of the slowest one; None is as the strategy's
+            ``plan`` has it, and 0 without one.
+        wave: W, minibatches per wave; by default as the strategy's ``plan`` has it, and Nm without one.
         shares: How virtual workers of unequal speed share the data and the length of waves: "equal", or minibatches per
             wave for each virtual worker, such as [4, 8], in proportion to which each epoch is dealt; "auto" measures
             their rates in each epoch, and has ``wave`` as the shortest wave; None is as the strategy's ``plan`` has it,
-            and "equal" without one.
+            unless ``wave`` is set, and "equal" without one.
         aggregate: "sum" adds the virtual workers' updates (the paper's rule), "mean" their mean.
         update_dtype: The dtype in which updates travel, such as "bfloat16"; by default each parameter's own. What is
             lost by it is added to the next update.
@@ -36,6 +37,7 @@ class WSPCallback(L.Callback):
         placement: Which server holds which parameter, where there are several: "size" balances their bytes,
             "round_robin" deals parameters out one by one, "local" leaves all of them to the first server, beside
             virtual worker 0: no other machine is needed then for weights to survive, but one link carries everything.
+            None is as the strategy's ``plan`` has it, and "size" without one.
         security: Certificates and token, as a ``Security`` or a mapping of its arguments; what is left out is taken
             from ``HETPIPE_*`` environment variables.
         lease: How long a virtual worker may be silent before the others go on without it.
@@ -50,13 +52,13 @@ class WSPCallback(L.Callback):
 
     def __init__(
         self,
-        clock_distance: int = 0,
+        clock_distance: int | None = None,
         wave: int | Literal["auto"] = "auto",
         shares: Sequence[int] | Literal["equal", "auto"] | None = None,
         aggregate: str = "sum",
         update_dtype: str | None = None,
         servers: Sequence[str] | None = None,
-        placement: str = "size",
+        placement: str | None = None,
         security: Security | Mapping[str, Any] | None = None,
         lease: timedelta | float = timedelta(seconds=30),
         end_timeout: timedelta | float | None = None,
@@ -65,24 +67,27 @@ class WSPCallback(L.Callback):
         if servers is not None and (not isinstance(servers, Sequence) or isinstance(servers, str) or not servers):
             raise SettingError(f"servers={servers!r} must be a list of addresses, such as ['10.0.0.1:5000'], or None")
         _check_addresses(servers or ())
+        own_wave = None if wave == "auto" else wave
+        planned = {"clock_distance": clock_distance, "wave": own_wave, "shares": shares, "placement": placement}
         self.settings = WSPSettings(
-            whole("clock_distance", clock_distance, least=0),
+            0 if clock_distance is None else whole("clock_distance", clock_distance, least=0),
             "auto" if wave == "auto" else whole("wave", wave, other=", or 'auto'"),
             _shares(shares, wave),
             one_of("aggregate", aggregate, AGGREGATES),
             None if update_dtype is None else one_of("update_dtype", update_dtype, DTYPES),
             None if servers is None else tuple(servers),
-            one_of("placement", placement, PLACEMENTS),
+            "size" if placement is None else one_of("placement", placement, PLACEMENTS),
             _security(security),
             seconds("lease", lease),
             None if end_timeout is None else seconds("end_timeout", end_timeout),
             seconds("join_timeout", join_timeout),
+            frozenset(name for name, value in planned.items() if value is None),
         )
 
 
-def _shares(given: Any, wave: Any) -> tuple[int, ...] | Literal["equal", "auto"] | None:
+def _shares(given: Any, wave: Any) -> tuple[int, ...] | Literal["equal", "auto"]:
     if given in (None, "equal", "auto"):
-        return given  # type: ignore[no-any-return]
+        return given or "equal"
     if isinstance(given, str) or not isinstance(given, Sequence) or not given:
         raise SettingError(
             f"shares={given!r} must be 'equal', 'auto', or the minibatches in a wave of each virtual worker, such as"

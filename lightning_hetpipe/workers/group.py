@@ -229,7 +229,7 @@ class Group:
         whole = self._gathered(buffer.getbuffer(), lambda index, part: found[index].extend(part))
         parts = {index: _loaded(found[index], index) for index in sorted(whole)}
         if others := [index for index, (theirs, _) in parts.items() if theirs != what]:
-            unequal = self.settings.shares not in (None, "equal")
+            unequal = self.settings.shares != "equal"
             raise RuntimeError(
                 f"virtual worker {self.index} called {what}, while virtual worker {others[0]} called"
                 f" {parts[others[0]][0]}: such a call has to be made by all of them, in the same order; look for one"

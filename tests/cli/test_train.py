@@ -123,7 +123,7 @@ def test_settings_reach_the_loggers_as_hyperparameters(train: Train, folder: Pat
         (file,) = folder.glob(f"outputs/*/*/{name}/hparams.yaml")
         logged: Any = OmegaConf.to_container(OmegaConf.load(file))
         assert logged["strategy"]["stages"] == 3
-        assert logged["strategy"]["wsp"]["clock_distance"] == 0
+        assert logged["strategy"]["wsp"]["aggregate"] == "sum"
         assert logged["model"]["lr"] == 0.01
         assert logged["tags"] == ["first", "try"]
 

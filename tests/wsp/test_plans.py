@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -46,12 +47,14 @@ def ran(found: list[dict[str, Any]], plan: Plan) -> None:
 
 
 def test_each_virtual_worker_has_stages_and_a_share_of_its_own(tmp_path: Path) -> None:
-    """One run has data for each virtual worker, the other divides the same data by the plan's waves."""
+    """One run has data for each virtual worker, and a clock distance of its own in place of the plan's; the other
+    divides the same data by the plan's waves."""
     stages = [("box/cpu:2", 0), ("box/cpu:0", 3)], [("box/cpu:1", 0), ("box/cpu:3", 2)]
-    equal, unequal = planned(*stages, in_flight=2), planned(*stages, in_flight=2, waves=(2, 5))
+    equal = replace(planned(*stages, in_flight=2), clock_distance=1, placement="round_robin")
+    unequal = planned(*stages, in_flight=2, waves=(2, 5))
     (tmp_path / "equal").mkdir()
     (tmp_path / "unequal").mkdir()
-    own = job(tmp_path / "equal", equal, (4, 5))
+    own = job(tmp_path / "equal", equal, (4, 5), wsp={"clock_distance": 0})
     shared = job(tmp_path / "unequal", unequal, (0, 0), shares=16)
     found = run_all(own, shared)
     ran(found[0], equal)
