@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 from lightning_hetpipe.errors import SettingError
 
@@ -12,7 +11,7 @@ CANDIDATES = ("size", "local")
 """Placements among which a plan chooses: dealing parameters out in turn is never better than by size."""
 
 
-def place(sizes: Sequence[int], servers: int, how: str, homes: Sequence[Collection[int]] = ()) -> list[list[int]]:
+def place(sizes: Sequence[int], servers: int, how: str, homes: Sequence[int] = ()) -> list[list[int]]:
     """Return the indices of the parameters on each server, ascending.
 
     Args:
@@ -20,12 +19,12 @@ def place(sizes: Sequence[int], servers: int, how: str, homes: Sequence[Collecti
         servers: How many there are. Server 0 is the coordinator, which lies beside virtual worker 0.
         how: "size" gives each parameter, the largest first, to the server that has the fewest bytes, so that each
             machine's link carries about the same; "round_robin" goes through them in turn; "local" leaves each with the
-            server beside the most virtual workers' stages that hold it, of several the first. Where stages of all
-            virtual workers that hold it lie on one node (the paper's ED-local, HetPipe, section 7), its updates cross
-            no network. Where each virtual worker lies on a node of its own, all are left with the coordinator, and no
-            other machine takes weights with it when it is lost.
-        homes: For each parameter, the server on the node of the stage that holds it, for each virtual worker on whose
-            node there is one; nothing of it where virtual workers lie on a node each.
+            server beside virtual worker 0's stage that holds it. Where the stages of all virtual workers that hold it
+            lie on one node (the paper's ED-local, HetPipe, section 7), its updates cross no network. Where virtual
+            worker 0 lies on one node, all are left with the coordinator. No machine without a stage of virtual worker
+            0, which nobody goes on without, takes weights with it when it is lost.
+        homes: For each parameter, the server beside virtual worker 0's stage that holds it; nothing where that is the
+            coordinator for all.
 
     Raises:
         SettingError: for another ``how``.
@@ -36,8 +35,7 @@ def place(sizes: Sequence[int], servers: int, how: str, homes: Sequence[Collecti
             found[index % servers].append(index)
     elif how == "local":
         for index in range(len(sizes)):
-            near = Counter(homes[index] if homes else ())
-            found[min(range(servers), key=lambda server: -near[server])].append(index)
+            found[homes[index] if homes else 0].append(index)
     elif how == "size":
         held = [0] * servers
         for index in sorted(range(len(sizes)), key=lambda index: (-sizes[index], index)):

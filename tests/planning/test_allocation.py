@@ -74,6 +74,25 @@ def test_local_placement_keeps_updates_within_nodes() -> None:
     assert far.network_bytes > 2 * near.network_bytes
 
 
+def test_local_placement_is_as_in_a_run() -> None:
+    """A run leaves all beside virtual worker 0; the plan had it on the node with more virtual workers. Servers are in
+    the order of virtual workers, of which the first lies on the second node here."""
+    three = cluster(["V"] * 2, ["R"] * 2, ["G"] * 2)
+    at = {(slot.node, slot.number): slot for slot in three.slots}
+    grouping = ((at[1, 0], at[1, 1]), (at[2, 0],), (at[2, 1],), (at[0, 0],), (at[0, 1],))
+    found = Allocator(PROFILE, three, optimizer="sgd").allocate("auto", grouping, shares=False, placement="local")
+    plan = Plan.of_allocation(found, "eight", [layer.name for layer in LAYERS], three)
+    assert (
+        [three.nodes[node].name for node in found.servers] == [*plan.workers_on_nodes] == ["node 1", "node 2", "node 0"]
+    )
+    assert found.simulation is not None
+    weights = sum(layer.parameters for layer in LAYERS)
+    served = {
+        f"{name} server in": weights * 5 * found.simulation.waves * (name == "node 1") for name in plan.workers_on_nodes
+    }
+    assert {name: nbytes for name, nbytes in found.simulation.traffic.items() if name in served} == served
+
+
 def test_staleness_grows_with_the_waves_of_others() -> None:
     """s_global of equal waves is HetPipe's, section 5.2, with s_local = Nm - 1."""
     equal = allocate("ed")

@@ -14,10 +14,9 @@ from lightning_hetpipe.rules.parameter_placement import place
 
 
 def server_nodes(workers: Sequence[Estimate]) -> list[int]:
-    """Nodes with a server: each with a stage, that of virtual worker 0's last stage first."""
-    last = workers[0].stages[-1].slot.node
+    """Nodes with a server: those of last stages in the order of virtual workers, as in a run; then others."""
     used = {stage.slot.node for worker in workers for stage in worker.stages}
-    return [last, *sorted(used - {last})]
+    return [*dict.fromkeys([*(worker.stages[-1].slot.node for worker in workers), *sorted(used)])]
 
 
 def worker_pipelines(
@@ -46,10 +45,9 @@ def _placed(
     """The weights of each virtual worker, by node and server."""
     homes = [_nodes(worker) for worker in workers]
     sizes = [*(layer.parameters for layer in profile.layers), profile.user.trained]
-    near = [[servers.index(nodes[index]) for nodes in homes if nodes[index] in servers] for index in range(len(sizes))]
-    server = {
-        index: number for number, indices in enumerate(place(sizes, len(servers), placement, near)) for index in indices
-    }
+    beside = [servers.index(node) for node in homes[0]]
+    placed = place(sizes, len(servers), placement, beside)
+    server = {index: number for number, indices in enumerate(placed) for index in indices}
     found = []
     for nodes in homes:
         held: Counter[tuple[int, int]] = Counter()
