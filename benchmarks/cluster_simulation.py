@@ -25,6 +25,7 @@ from benchmarks.harness import (
 from benchmarks.machine import describe_machine, provenance, two_cores
 from benchmarks.transport import measure as measure_transport
 from benchmarks.virtual_workers import number
+from lightning_hetpipe.planning.allocation.allocator import JITTER
 from lightning_hetpipe.planning.model.cluster import Cluster, Device, Link, Node
 from lightning_hetpipe.planning.model.cluster_simulation import ClusterSimulation, simulate_cluster
 from lightning_hetpipe.planning.model.pipeline_run import PlacedWeights, WorkerPipeline
@@ -54,6 +55,8 @@ WAVES, FAST_WAVES = 12, 20
 LARGE = 1024
 """Width of a model whose synchronisation takes long."""
 
+SEEDS = 5
+"""Simulations of each training, whose tasks differ as in plans, by :data:`JITTER`."""
 
 QUICK = ("equal, D = 0", "unequal, with shares, D = 0")
 
@@ -144,13 +147,19 @@ def seen(task: Task, announced: Sequence[Measurement]) -> Seen:
 
 
 def simulated(task: Task, costs: Costs) -> Seen:
-    """Simulate the same training."""
-    found = simulation(task, costs)
+    """Simulate the same training: medians of all seeds."""
+    found = [seen_in(task, simulation(task, costs, seed)) for seed in range(SEEDS)]
+    waits = tuple(median(own) for own in zip(*(each.waits for each in found), strict=True))
+    return Seen(median(each.rate for each in found), waits, max(each.staleness for each in found))
+
+
+def seen_in(task: Task, found: ClusterSimulation) -> Seen:
+    """Measure a simulation as the real training."""
     published, waits = zip(*((each.published, each.synchronised) for each in found.workers), strict=True)
     return _in_window(task, published, waits, found.staleness)
 
 
-def simulation(task: Task, costs: Costs) -> ClusterSimulation:
+def simulation(task: Task, costs: Costs, seed: int = 0) -> ClusterSimulation:
     """Simulate ``task`` on one node, whose server is as fast as ``costs`` say."""
     node = Node("here", [Device("cpu")], Link(costs.server))
     workers = [
@@ -166,6 +175,8 @@ def simulation(task: Task, costs: Costs) -> ClusterSimulation:
         cluster=Cluster([node]),
         servers=[0],
         clock_distance=task.clock_distance,
+        jitter=JITTER,
+        seed=seed,
     )
 
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_hetpipe.errors import SettingError
-from lightning_hetpipe.planning.allocation.allocator import Allocation, Allocator
+from lightning_hetpipe.planning.allocation.allocator import JITTER, Allocation, Allocator
 from lightning_hetpipe.planning.allocation.group_plans import GroupPlans
 from lightning_hetpipe.planning.allocation.grouping_search import ENOUGH, best_allocation
 from lightning_hetpipe.planning.allocation.groupings import GROUPINGS, Grouping
@@ -91,6 +91,18 @@ def test_local_placement_is_as_in_a_run() -> None:
         f"{name} server in": weights * 5 * found.simulation.waves * (name == "node 1") for name in plan.workers_on_nodes
     }
     assert {name: nbytes for name, nbytes in found.simulation.traffic.items() if name in served} == served
+
+
+def test_equal_virtual_workers_do_not_do_the_same_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With times equal to the last digit all sent their activations at the same moment, and planned too little."""
+    own = Allocator(
+        PROFILE, cluster(["V"] * 2, ["R"] * 2, ["G"] * 2, ["Q"] * 2, link=Link(4.0)), optimizer="sgd", in_flight=6
+    )
+    found = []
+    for jitter in (JITTER, 1e-4, 0.0):
+        monkeypatch.setattr("lightning_hetpipe.planning.allocation.allocator.JITTER", jitter)
+        found.append(own.allocate("ed", GROUPINGS["ed"](own.cluster, own.speed), shares=False, placement="local").rate)
+    assert min(found[:2]) > 1.1 * found[2], "how small the differences are does not matter"
 
 
 def test_staleness_grows_with_the_waves_of_others() -> None:

@@ -25,6 +25,11 @@ from lightning_hetpipe.rules.versions import STASH, WeightPolicy
 WAVES = 9
 """Simulated waves, of which the first third, and those of a clock distance, are the start."""
 
+JITTER = 0.01
+"""By how much simulated tasks of several virtual workers differ, as real ones do. With times that are equal to the last
+digit, equal virtual workers do the same at the same moment, wave after wave: all want the network at once, and ties
+decide. How small the differences are that end this does not matter."""
+
 MOST_DISTANCE = 16
 """Largest number of waves that a clock distance adds to these."""
 
@@ -220,6 +225,7 @@ class Allocator:
             cluster=self.cluster,
             servers=servers,
             clock_distance=self._distance,
+            jitter=JITTER if len(choices) > 1 else 0.0,
             versions=choices[0].versions,
         )
         where = (placement, tuple(servers), self._distance)
