@@ -37,11 +37,17 @@ SENDING = 5.0
 """Seconds at the end in which answers are still sent."""
 
 
+_PRECISE = ("matmul", "conv", "rnn")
+"""Operations of oneDNN that have a precision each."""
+
+
 def modes() -> list[Any]:
     """Settings of torch that belong to a process, and on which results depend."""
     backends: Any = torch.backends
     return [
-        torch.get_float32_matmul_precision(),
+        _matmul_precision(),
+        [getattr(backends.mkldnn, work).fp32_precision for work in _PRECISE],
+        _flushes_denormals(),
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),
         backends.mkldnn.is_available() and backends.mkldnn.enabled,
@@ -54,13 +60,29 @@ def modes() -> list[Any]:
 def set_modes(modes: Sequence[Any]) -> None:
     """Have the settings of the process that :func:`modes` were read in."""
     backends: Any = torch.backends
-    precision, deterministic, warn_only, mkldnn, flash, efficient, plain = modes
-    torch.set_float32_matmul_precision(precision)
+    precision, precisions, flushes, deterministic, warn_only, mkldnn, flash, efficient, plain = modes
+    if precision is not None:
+        torch.set_float32_matmul_precision(precision)
+    torch.set_flush_denormal(flushes)  # of this thread, and those that it starts
     torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
     backends.mkldnn.set_flags(mkldnn)
+    for work, each in zip(_PRECISE, precisions, strict=True):
+        getattr(backends.mkldnn, work).fp32_precision = each
     backends.cuda.enable_flash_sdp(flash)
     backends.cuda.enable_mem_efficient_sdp(efficient)
     backends.cuda.enable_math_sdp(plain)
+
+
+def _matmul_precision() -> str | None:
+    """Precision of products of matrices; None where it was set by ``torch.backends``, which torch refuses to mix."""
+    with suppress(RuntimeError):
+        return torch.get_float32_matmul_precision()
+    return None
+
+
+def _flushes_denormals() -> bool:
+    """Return True if this thread takes numbers that are not normal for zero, which torch only lets one set."""
+    return not torch.tensor([torch.finfo(torch.float32).tiny]).mul(0.5).item()
 
 
 class HostedStage(Stage):
