@@ -10,6 +10,7 @@ import subprocess
 import sys
 
 from lightning_hetpipe.hosts.wire import Wire
+from lightning_hetpipe.server.process.parent_death import guarded
 
 # The search path comes from the parent, as with multiprocessing, so that the child finds what the parent finds.
 CHILD = """
@@ -31,8 +32,9 @@ class HostProcess:
         own, its = socket.socketpair()
         with its:
             told = {"path": [os.path.abspath(each) for each in sys.path], "descriptor": its.fileno()}
+            # Beside the end of the wire, which others may keep open whom this process has forked.
             self._process = subprocess.Popen(
-                [sys.executable, "-c", CHILD, json.dumps(told), "hetpipe-host"],
+                guarded([sys.executable, "-c", CHILD, json.dumps(told), "hetpipe-host"]),
                 stdin=subprocess.DEVNULL,
                 pass_fds=[its.fileno()],
                 start_new_session=True,
@@ -50,6 +52,10 @@ class HostProcess:
         except subprocess.TimeoutExpired:
             return "does not answer any more"
         return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"has ended with exit code {code}"
+
+    def kill(self) -> None:
+        """End it by force, also where it is stopped."""
+        self._process.kill()
 
     def join(self, seconds: float) -> None:
         """Wait until it has ended, which it does once its end of the wire says so; after ``seconds`` by force."""

@@ -71,7 +71,10 @@ class RemoteStage(Stage):
         host = self._host = HostProcess()
         settings, planned = self._settings, self.memory.planned
         self._known = self._variants()
-        host.wire.send(
+        name = f"{self._name}-results"
+        self._receiver = threading.Thread(target=self._receive, args=(host,), name=name, daemon=True)
+        self._receiver.start()
+        self._send(
             orders.SetUp(
                 self.index,
                 [[part.index, part.piece, part.stage, part.first, part.last] for part in self.segments],
@@ -90,9 +93,6 @@ class RemoteStage(Stage):
                 modes(),
             )
         )
-        name = f"{self._name}-results"
-        self._receiver = threading.Thread(target=self._receive, args=(host,), name=name, daemon=True)
-        self._receiver.start()
 
     def close(self) -> None:
         if self._host is not None:
@@ -217,15 +217,24 @@ class RemoteStage(Stage):
             raise self._host_lost() from None
 
     def _ask(self, message: Any) -> Any:
-        """Send ``message`` and wait for the answer."""
+        """Send ``message`` and wait for the answer, which a host gives at once, whatever its stage computes.
+
+        Lightning's thread has the lock over user code meanwhile, so that the watchdog does not count this time.
+        """
         self._send(message)
+        assert self._host is not None
         found: list[Any] = []
+        host, since = self._host, time.monotonic()
 
         def ready(seconds: float) -> bool:
             try:
                 found.append(self._answers.get(timeout=seconds))
             except queue.Empty:
                 if self._lost is not None:
+                    raise self._host_lost() from None
+                if time.monotonic() - since > self._watchdog.seconds:
+                    self._lost = f"has not answered for {self._watchdog.seconds:g} s, and was ended"
+                    host.kill()
                     raise self._host_lost() from None
             return bool(found)
 

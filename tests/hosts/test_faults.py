@@ -61,8 +61,8 @@ def gone(pid: int) -> bool:
     return False
 
 
-def trained(callbacks: Sequence[L.Callback], layers: int = 5) -> None:
-    trainer = quiet_trainer(even(layers, 2, 3, stage_hosts="processes", timeout=60), callbacks=[*callbacks])
+def trained(callbacks: Sequence[L.Callback], layers: int = 5, timeout: float = 60) -> None:
+    trainer = quiet_trainer(even(layers, 2, 3, stage_hosts="processes", timeout=timeout), callbacks=[*callbacks])
     trainer.fit(Task(net()), vectors(40, 4))
 
 
@@ -73,6 +73,21 @@ def test_a_host_is_killed(sent: signal.Signals, how: str) -> None:
         trained([kills])
     assert kills.pids
     assert all(map(gone, kills.pids))
+
+
+def test_a_host_that_is_stopped() -> None:
+    """Lightning's thread waits for it with the lock over user code, whose time the watchdog does not count."""
+    kills = Kills(signal.SIGSTOP)
+    with pytest.raises(HostLost, match=r"the process of stage 0 \(\d+\) has not answered for 8 s, and was ended"):
+        trained([kills], timeout=8)
+    assert kills.pids
+    assert all(map(gone, kills.pids))
+
+
+def test_a_host_that_ends_before_it_is_set_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_hetpipe.hosts.host_process.CHILD", "import sys; sys.exit(7)")
+    with pytest.raises(HostLost, match=r"the process of stage 0 \(\d+\) has ended with exit code 7"):
+        trained([])
 
 
 def test_a_layer_that_fails_at_its_host(host_threads: list[HostThread]) -> None:
@@ -87,7 +102,9 @@ def test_a_layer_that_fails_at_its_host(host_threads: list[HostThread]) -> None:
 
 
 SCRIPT = """
+import os
 import sys
+import time
 import lightning as L
 import torch
 from tests.exact.pipelines import even
@@ -99,8 +116,13 @@ class Says(L.Callback):
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
         if batch_idx == 2:
             host = trainer.strategy._run.pipeline.stages[0]._host
-            print(host.pid, flush=True)
-            if sys.argv[1] == "hang":
+            fork = os.fork() if sys.argv[1] == "fork" else None  # it has this end of the wire, too
+            if fork == 0:
+                os.closerange(0, 3)
+                time.sleep(120)
+                os._exit(0)
+            print(host.pid, fork, flush=True)
+            if sys.argv[1] != "go on":
                 sys.stdin.readline()
 
 trainer = quiet_trainer(even(5, 2, 3, stage_hosts="processes"), callbacks=[Says()], max_epochs=-1)
@@ -108,7 +130,10 @@ trainer.fit(Task(net()), vectors(40, 4))
 """
 
 
-@pytest.mark.parametrize(("sent", "how"), [(signal.SIGKILL, "hang"), (signal.SIGINT, "go on"), (signal.SIGINT, "hang")])
+@pytest.mark.parametrize(
+    ("sent", "how"),
+    [(signal.SIGKILL, "hang"), (signal.SIGKILL, "fork"), (signal.SIGINT, "go on"), (signal.SIGINT, "hang")],
+)
 def test_a_host_ends_with_the_process_of_lightnings_loop(sent: signal.Signals, how: str) -> None:
     with subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(SCRIPT), how],
@@ -119,11 +144,14 @@ def test_a_host_ends_with_the_process_of_lightnings_loop(sent: signal.Signals, h
         text=True,
     ) as leader:
         assert leader.stdout is not None
-        pid = int(leader.stdout.readline())
+        first, fork = leader.stdout.readline().split()
+        pid = int(first)
         assert not gone(pid)
         leader.send_signal(sent)
         _, errors = leader.communicate(timeout=60)
         eventually(lambda: gone(pid), "the host has not ended")
+        if fork != "None":
+            os.kill(int(fork), signal.SIGKILL)
     assert leader.returncode != 0
     assert "could not end" not in errors
 
