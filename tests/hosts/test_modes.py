@@ -64,7 +64,7 @@ def test_they_are_read_and_set(name: str) -> None:
 
 
 class Tiny(nn.Module):
-    """What it computes is too small for normal numbers for a while."""
+    """Layers with values between them that are too small for normal numbers."""
 
     def __init__(self) -> None:
         super().__init__()
