@@ -14,6 +14,7 @@ import hypothesis
 import pytest
 
 from tests.support import forks, marks
+from tests.support.namespaces import Machine, Unavailable, network
 
 
 @pytest.fixture(autouse=True)
@@ -75,6 +76,16 @@ def accelerator() -> Iterator[Any]:
     accelerator.show()
     yield accelerator.TestAccelerator()
     accelerator.hide()
+
+
+@pytest.fixture
+def machines() -> Iterator[list[Machine]]:
+    """Two machines to train on, where this one may make them."""
+    try:
+        with network(2) as made:
+            yield made
+    except Unavailable as why:
+        pytest.skip(str(why))
 
 
 def pytest_configure(config: pytest.Config) -> None:

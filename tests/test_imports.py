@@ -24,10 +24,10 @@ LEAVES = {"accelerator", "errors", "redirect", "torch_private", "lightning_priva
 COMPUTES = {"capture", "pipeline", "emulation", "reporting", "planning", "rules"}
 BELOW: dict[str, set[str]] = {
     "__init__": {"strategy", "launch", "planning"},
-    "cli": {"strategy", "run", "placement", "workers", "launch", "server", "demo", "conf", *COMPUTES},
+    "cli": {"strategy", "run", "placement", "workers", "hosts", "launch", "server", "demo", "conf", *COMPUTES},
     "demo": {"strategy", "server", *COMPUTES},
     "strategy": {"run", "placement", "workers", "launch", "server", *COMPUTES},
-    "run": {"placement", "workers", "hosts", *COMPUTES},
+    "run": {"placement", "workers", "hosts", "server", *COMPUTES},
     "placement": {*COMPUTES},
     "workers": {"launch", "server", "pipeline", "rules"},
     "launch": {"server", "rules"},

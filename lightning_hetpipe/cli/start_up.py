@@ -23,6 +23,11 @@ def server() -> None:
     _start("hetpipe-server")
 
 
+def host() -> None:
+    """The console script hetpipe-host."""
+    _start("hetpipe-host")
+
+
 def _start(name: str) -> None:
     """Load the modules of ``name``, torch and Lightning among them, and run it."""
     try:

@@ -1,4 +1,4 @@
-"""Process of a host: started by the process of Lightning's loop, which it never outlives."""
+"""Process of a host: on this machine, started by the process of Lightning's loop, which it never outlives."""
 
 from __future__ import annotations
 
@@ -8,18 +8,20 @@ import signal
 import socket
 import subprocess
 import sys
+from typing import Any
 
 from lightning_hetpipe.hosts.wire import Wire
 from lightning_hetpipe.server.process.parent_death import guarded
 
 # The search path comes from the parent, as with multiprocessing, so that the child finds what the parent finds.
 CHILD = """
-import sys, json
-told = json.loads(sys.argv[1])
+import json, sys
+told = json.load(sys.stdin)
 sys.path[:] = told["path"]
 from lightning_hetpipe.hosts.host_process import child
-child(told["descriptor"])
+child(int(sys.argv[1]), told["security"])
 """
+"""Program of a host, whose argument is a descriptor, and whose input says what it has to know."""
 
 
 class HostProcess:
@@ -31,15 +33,22 @@ class HostProcess:
     def __init__(self) -> None:
         own, its = socket.socketpair()
         with its:
-            told = {"path": [os.path.abspath(each) for each in sys.path], "descriptor": its.fileno()}
+            told = {"path": [os.path.abspath(each) for each in sys.path], "security": None}
             # Beside the end of the wire, which others may keep open whom this process has forked.
             self._process = subprocess.Popen(
-                guarded([sys.executable, "-c", CHILD, json.dumps(told), "hetpipe-host"]),
-                stdin=subprocess.DEVNULL,
+                guarded([sys.executable, "-c", CHILD, str(its.fileno()), "hetpipe-host"]),
+                stdin=subprocess.PIPE,
                 pass_fds=[its.fileno()],
                 start_new_session=True,
             )
+            assert self._process.stdin is not None
+            with self._process.stdin as pipe:
+                pipe.write(json.dumps(told).encode())
         self.wire = Wire(own)
+
+    @property
+    def name(self) -> str:
+        return f"process {self._process.pid}"
 
     @property
     def pid(self) -> int:
@@ -66,16 +75,37 @@ class HostProcess:
             self._process.wait()
 
 
-def child(descriptor: int) -> None:
-    """Be a host, at the socket ``descriptor``."""
+def child(descriptor: int, security: dict[str, Any] | None) -> None:
+    """Be a host, at the socket ``descriptor``; with ``security`` for a process that has to show who it is."""
     from lightning_hetpipe.hosts.stage_host import Host
 
-    wire = Wire(socket.socket(fileno=descriptor))
+    raw = socket.socket(fileno=descriptor)
     try:
-        Host(wire).run()
+        connection = raw if security is None else _admitted(raw, security)
+        if connection is not None and not Host(Wire(connection)).run():
+            os._exit(1)
     except BaseException:
         import traceback
 
         traceback.print_exc()
         os._exit(1)
     os._exit(0)  # whatever a stage's thread computes, nobody waits for it
+
+
+def _admitted(raw: socket.socket, given: dict[str, Any]) -> Any:
+    """The connection, if whoever is at its other end is let in."""
+    from lightning_hetpipe.hosts.secured_socket import Connection, Refused, SecuredSocket, hear_hello
+    from lightning_hetpipe.hosts.wire import RELEASE
+    from lightning_hetpipe.server.transport.security import Security
+
+    security = Security(**given)
+    peer = raw.getpeername()[0]
+    raw.settimeout(20.0)
+    try:
+        connection: Connection = SecuredSocket(raw, security, None) if security.encrypted else raw
+        hear_hello(connection, security, RELEASE)
+    except (Refused, OSError) as refused:
+        print(f"hetpipe-host: a connection from {peer} was refused: {refused}", file=sys.stderr, flush=True)
+        return None
+    raw.settimeout(None)
+    return connection

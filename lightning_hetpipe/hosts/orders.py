@@ -1,7 +1,9 @@
 """Messages between a stage's host and the process of Lightning's loop, beside those of the stage itself.
 
-    to the host      SetUp, first; Begin, Publish, NewLayers, NewVariants; Take, Look, Delivered; tasks of the stage
-    from the host    results of tasks; Taken and Looked, in the order in which these were asked for; Broken, last
+    to the host      Put, Runs, Bring, at any time; SetUp, and then Begin, Publish, NewLayers, NewVariants, Take, Look,
+                     Delivered, and tasks of the stage
+    from the host    results of tasks; Brought, Taken and Looked, in the order in which these were asked for; Broken,
+                     last
 
 They travel in one order. So a version is at the host before the first minibatch that uses it.
 """
@@ -32,6 +34,12 @@ class SharedTensor(NamedTuple):
     dtype: torch.dtype
     shape: Sequence[int]
     stride: Sequence[int]
+
+
+class Held(NamedTuple):
+    """A tensor that the host has, by its number."""
+
+    number: int
 
 
 @dataclass(frozen=True)
@@ -76,7 +84,7 @@ class PublishedWeights(NamedTuple):
     """
 
     held: Sequence[tuple[Reading, int, Flags]]
-    buffers: Mapping[int, Sequence[SharedTensor]]
+    buffers: Mapping[int, Sequence[SharedTensor | Held]]
 
 
 class Begin(NamedTuple):
@@ -106,10 +114,64 @@ class NewVariants(NamedTuple):
     graphs: Sequence[Any]
 
 
+class Put(NamedTuple):
+    """Have ``value`` as number ``number``."""
+
+    number: int
+    value: Tensor
+
+
+class Run(NamedTuple):
+    """An operator on tensors that the host has, and others.
+
+    Attributes:
+        operator: Its name; it is one of torch's own.
+        args, kwargs: Its arguments, with a :class:`Held` for each tensor that the host has.
+        results: Numbers of the tensors that it makes; None if its result is the answer.
+        answers: Places of arguments of which those that are changed, and came with the order, are the answer.
+    """
+
+    operator: str
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+    results: Sequence[int] | None
+    answers: Sequence[int]
+
+
+class Runs(NamedTuple):
+    """Run operators, one after the other; of the last one the answer is wanted, if it has one.
+
+    Attributes:
+        each: The operators.
+        free: Numbers of tensors that nobody needs any more, after these.
+    """
+
+    each: Sequence[Run]
+    free: Sequence[int]
+
+
+class Bring(NamedTuple):
+    """Send the values of tensors that the host has."""
+
+    numbers: Sequence[int]
+
+
+class Brought(NamedTuple):
+    """Answer to :class:`Bring`, or to :class:`Runs` that have one."""
+
+    values: Any
+
+
 class Take(NamedTuple):
-    """Hand over the gradients of ``minibatch``."""
+    """Hand over the gradients of ``minibatch``.
+
+    Attributes:
+        minibatch: Its number.
+        numbers: For each weight the number under which the host keeps its gradient; none if it shows them.
+    """
 
     minibatch: int
+    numbers: Sequence[int]
 
 
 class Look(NamedTuple):
@@ -137,7 +199,8 @@ class Taken(NamedTuple):
     """Answer to :class:`Take`.
 
     Attributes:
-        gradients: Of weights, by number; dense ones are there until the next ones are taken.
+        gradients: Of weights, by number; dense ones that are shown are there until the next ones are taken. Of those
+            that the host keeps only the looks are here.
         memory: What is counted of the stage's memory: of each quantity what it is now, and at the most.
         busy: Seconds that the stage has computed.
     """
@@ -163,6 +226,12 @@ RECORDS: Sequence[type[Any]] = (
     Place,
     SharedTensor,
     SparseTensor,
+    Held,
+    Put,
+    Run,
+    Runs,
+    Bring,
+    Brought,
     SetUp,
     PublishedWeights,
     Begin,

@@ -5,7 +5,8 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -13,9 +14,9 @@ from torch import Tensor, nn
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.hosts import orders
 from lightning_hetpipe.hosts.host_process import HostProcess
-from lightning_hetpipe.hosts.shared_weights import SeenTensors, SharedStash
+from lightning_hetpipe.hosts.shared_weights import FoundStash, SeenTensors, SharedStash
 from lightning_hetpipe.hosts.stage_host import modes
-from lightning_hetpipe.hosts.wire import CODE
+from lightning_hetpipe.hosts.wire import CODE, Wire
 from lightning_hetpipe.pipeline.graph_code import layers_as_data, new_variants
 from lightning_hetpipe.pipeline.graph_layer import GraphLayer
 from lightning_hetpipe.pipeline.plain_code import NotPlain
@@ -24,6 +25,21 @@ from lightning_hetpipe.pipeline.stage_messages import Backward, Cancel, Evaluate
 from lightning_hetpipe.pipeline.stage_thread import Parcel
 from lightning_hetpipe.pipeline.streams import HostStream
 from lightning_hetpipe.pipeline.weight_stash import VersionedLayers
+
+
+class HostLink(Protocol):
+    """A host, as this process has it."""
+
+    wire: Wire
+
+    @property
+    def name(self) -> str: ...
+
+    def told(self) -> str: ...
+
+    def join(self, seconds: float) -> None: ...
+
+    def kill(self) -> None: ...
 
 
 class HostLost(RuntimeError):
@@ -51,34 +67,39 @@ class RemoteStage(Stage):
     """A stage at a host. Its versions are here, in memory that the host sees, for user code and for the host.
 
     Live weights, gradients and optimizers stay in this process, so that Lightning and its callbacks see what they
-    always do. Its arguments are those of :class:`~lightning_hetpipe.pipeline.stage.Stage`.
+    always do.
+
+    Args:
+        connect: Starts the host; by default a process of this machine.
+        args: Those of :class:`~lightning_hetpipe.pipeline.stage.Stage`.
     """
 
-    def __init__(self, *args: Any) -> None:
-        self._host: HostProcess | None = None
+    def __init__(self, connect: Callable[[], HostLink] | None, *args: Any) -> None:
+        self._start_host = connect or HostProcess
+        self._host: HostLink | None = None
         self._seen = SeenTensors()
         self._answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._asked: dict[tuple[int, str], float] = {}
         self._lock = threading.Lock()
+        self._asking = threading.Lock()  # answers come in the order of questions
         self._lost: str | None = None
         self._known: list[int] = []
+        self._is_set_up = False
         super().__init__(*args)
         self.stream = self._busy = _RemoteStream()
 
     # The stage's life.
 
     def start(self) -> None:
-        host = self._host = HostProcess()
+        if self._host is None:
+            self._connect()
         settings, planned = self._settings, self.memory.planned
         self._known = self._variants()
-        name = f"{self._name}-results"
-        self._receiver = threading.Thread(target=self._receive, args=(host,), name=name, daemon=True)
-        self._receiver.start()
         self._send(
             orders.SetUp(
                 self.index,
                 [[part.index, part.piece, part.stage, part.first, part.last] for part in self.segments],
-                layers_as_data(self.layers),
+                self._layers_as_data(),
                 settings.in_flight,
                 settings.torch_threads,
                 settings.default_dtype,
@@ -93,6 +114,17 @@ class RemoteStage(Stage):
                 modes(),
             )
         )
+        self._is_set_up = True
+
+    def _connect(self) -> None:
+        """Start the host, which knows nothing of the stage yet."""
+        host = self._host = self._start_host()
+        name = f"{self._name}-results"
+        self._receiver = threading.Thread(target=self._receive, args=(host,), name=name, daemon=True)
+        self._receiver.start()
+
+    def _layers_as_data(self) -> list[Any]:
+        return layers_as_data(self.layers)
 
     def close(self) -> None:
         if self._host is not None:
@@ -111,7 +143,7 @@ class RemoteStage(Stage):
     def describe(self) -> str:
         if self._host is None:
             return f"stage {self.index} has no process yet"
-        who = f"stage {self.index} (process {self._host.pid})"
+        who = f"stage {self.index} ({self._host.name})"
         if self._lost is not None:
             return f"{who} {self._lost}"
         with self._lock:
@@ -124,10 +156,10 @@ class RemoteStage(Stage):
 
     def copy_layers(self) -> None:
         super().copy_layers()
-        if self._host is not None:
+        if self._is_set_up:
             self._known = self._variants()
             try:
-                self._send(orders.NewLayers(layers_as_data(self.layers)))
+                self._send(orders.NewLayers(self._layers_as_data()))
             except NotPlain as reason:
                 raise SettingError(
                     f"the layers of stage {self.index} have changed, and now {reason}; leave stage_hosts out, or change"
@@ -139,11 +171,11 @@ class RemoteStage(Stage):
 
     def begin(self, version: Version, forwards: int) -> None:
         super().begin(version, forwards)
-        self._send(orders.Begin(_without_weights(version), forwards, self._shared.published()))
+        self._send(orders.Begin(_without_weights(version), forwards, self._published()))
 
     def publish(self, version: Version) -> None:
         super().publish(version)
-        self._send(orders.Publish(_without_weights(version), self._shared.published()))
+        self._send(orders.Publish(_without_weights(version), self._published()))
 
     def state(self, minibatch: int) -> StageState:
         found = self._ask(orders.Look(minibatch))
@@ -153,13 +185,16 @@ class RemoteStage(Stage):
         return found.state
 
     def take(self, minibatch: int) -> FoundGradients:
-        taken = self._ask(orders.Take(minibatch))
-        assert isinstance(taken, orders.Taken)
         found = FoundGradients()
-        found.gradients = {number: self._gradient(each) for number, each in taken.gradients.items()}
+        found.gradients = {number: self._gradient(each) for number, each in self._taken(minibatch, ()).items()}
+        return found
+
+    def _taken(self, minibatch: int, numbers: Sequence[int]) -> Mapping[int, orders.SharedTensor | orders.SparseTensor]:
+        taken = self._ask(orders.Take(minibatch, numbers))
+        assert isinstance(taken, orders.Taken)
         self.memory.mirror(taken.memory)
         self._busy.show(taken.busy)
-        return found
+        return taken.gradients
 
     def delivered(self, minibatch: int) -> None:
         self._send(orders.Delivered(minibatch))
@@ -167,12 +202,11 @@ class RemoteStage(Stage):
     def _gradient(self, sent: orders.SharedTensor | orders.SparseTensor) -> Tensor:
         if isinstance(sent, orders.SharedTensor):
             return self._seen.of(sent).clone()
-        return torch.sparse_coo_tensor(sent.indices, sent.values, [*sent.shape], is_coalesced=sent.coalesced)
+        return sparse_of(sent)
 
-    @property
-    def _shared(self) -> SharedStash:
-        assert isinstance(self.stash, SharedStash)
-        return self.stash
+    def _published(self) -> orders.PublishedWeights:
+        assert isinstance(self.stash, FoundStash)
+        return self.stash.published()
 
     # Messages.
 
@@ -217,11 +251,16 @@ class RemoteStage(Stage):
             raise self._host_lost() from None
 
     def _ask(self, message: Any) -> Any:
-        """Send ``message`` and wait for the answer, which a host gives at once, whatever its stage computes.
+        """Send ``message`` and wait for the answer; any thread may."""
+        with self._asking:
+            self._send(message)
+            return self._await_answer()
+
+    def _await_answer(self) -> Any:
+        """Wait for the answer to what was sent, which a host gives at once, whatever its stage computes.
 
         Lightning's thread has the lock over user code meanwhile, so that the watchdog does not count this time.
         """
-        self._send(message)
         assert self._host is not None
         found: list[Any] = []
         host, since = self._host, time.monotonic()
@@ -238,16 +277,16 @@ class RemoteStage(Stage):
                     raise self._host_lost() from None
             return bool(found)
 
-        self._watchdog.wait(ready, f"Lightning's thread for stage {self.index}")
+        self._watchdog.wait(ready, f"{threading.current_thread().name} for stage {self.index}")
         return found[0]
 
     def _host_lost(self) -> HostLost:
         assert self._host is not None
         if self._lost is None:
             self._lost = self._host.told()
-        return HostLost(f"the process of stage {self.index} ({self._host.pid}) {self._lost}")
+        return HostLost(f"the process of stage {self.index} ({self._host.name}) {self._lost}")
 
-    def _receive(self, host: HostProcess) -> None:
+    def _receive(self, host: HostLink) -> None:
         torch.set_num_threads(self._torch_threads)
         while True:
             try:
@@ -257,7 +296,7 @@ class RemoteStage(Stage):
             if isinstance(message, orders.Broken):
                 self._lost = f"cannot go on: {message.error}"
                 continue
-            if isinstance(message, orders.Taken | orders.Looked):
+            if isinstance(message, orders.Taken | orders.Looked | orders.Brought):
                 self._answers.put(message)
                 continue
             with self._lock:
@@ -271,6 +310,11 @@ class RemoteStage(Stage):
             self._asked.clear()
         for number in numbers:
             self._done(Failure(number, error), None)
+
+
+def sparse_of(sent: orders.SparseTensor) -> Tensor:
+    """The tensor that was ``sent``."""
+    return torch.sparse_coo_tensor(sent.indices, sent.values, [*sent.shape], is_coalesced=sent.coalesced)
 
 
 def _without_weights(version: Version) -> Version:

@@ -1,14 +1,14 @@
-"""Versions of a stage's weights in memory that its host sees: what is published is copied once, and sent nowhere."""
+"""Versions of a stage's weights where its host finds them: what is published is copied once, and sent nowhere."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from lightning_hetpipe.errors import SettingError
-from lightning_hetpipe.hosts.orders import PublishedWeights, SharedTensor
+from lightning_hetpipe.hosts.orders import Held, PublishedWeights, SharedTensor
 from lightning_hetpipe.pipeline.stage_messages import Version
 from lightning_hetpipe.pipeline.weight_stash import VersionBuffer, VersionedLayers, WeightStash
 from lightning_hetpipe.server.transport.shared_memory import NoBlock, Views, place_of, shared
@@ -74,28 +74,27 @@ class SeenTensors:
         return torch.frombuffer(memory, dtype=shared.dtype).as_strided(shared.shape, shared.stride)
 
 
-class SharedStash(WeightStash):
-    """A stage's versions, in memory that its host sees."""
+class FoundStash(WeightStash):
+    """A stage's versions, which its host finds."""
 
     def __init__(self, live: nn.ModuleList, size: int, device: torch.device) -> None:
-        self._where: dict[int, tuple[Tensor, SharedTensor]] = {}  # by id of the tensor
+        self._where: dict[int, tuple[Tensor, SharedTensor | Held]] = {}  # by id of the tensor
         self._told: dict[int, list[int]] = {}
         super().__init__(live, size, device)
-        for parameter, tensor in zip(self.parameters, self.buffers[0].tensors, strict=True):
-            parameter.data = tensor  # nothing is computed here, and so no copy of its own is needed
+
+    def _made(self, tensors: dict[int, Tensor]) -> dict[int, tuple[Tensor, SharedTensor | Held]]:
+        """Copies of ``tensors`` that the host finds, with where it does."""
+        raise NotImplementedError
 
     def _placed(self, tensors: dict[int, Tensor]) -> dict[int, Tensor]:
-        block = SharedMemory(SharedMemory.needed(tensors.values()))
-        placed = {}
-        for number, tensor in tensors.items():
-            placed[number], where = block.copy(tensor)
-            self._where[id(placed[number])] = placed[number], where
-        return placed
+        made = self._made(tensors)
+        self._where.update((id(tensor), (tensor, where)) for tensor, where in made.values())
+        return {number: tensor for number, (tensor, _) in made.items()}
 
     def published(self) -> PublishedWeights:
         """Message to the host, about what it was not told before."""
         numbers = {id(buffer): number for number, buffer in enumerate(self.buffers)}
-        new: dict[int, Sequence[SharedTensor]] = {}
+        new: dict[int, Sequence[SharedTensor | Held]] = {}
         for buffer in set(self._held.values()):
             number = numbers[id(buffer)]
             if [*map(id, buffer.tensors)] != self._told.get(number):
@@ -108,11 +107,30 @@ class SharedStash(WeightStash):
         return PublishedWeights(held, new)
 
 
-class SeenStash(VersionedLayers):
-    """Versions that the process of Lightning's loop has published, for the ``layers`` of a host."""
+class SharedStash(FoundStash):
+    """A stage's versions in memory of this process that the host sees."""
 
-    def __init__(self, layers: nn.ModuleList) -> None:
+    def __init__(self, live: nn.ModuleList, size: int, device: torch.device) -> None:
+        super().__init__(live, size, device)
+        for parameter, tensor in zip(self.parameters, self.buffers[0].tensors, strict=True):
+            parameter.data = tensor  # nothing is computed here, and so no copy of its own is needed
+
+    def _made(self, tensors: dict[int, Tensor]) -> dict[int, tuple[Tensor, SharedTensor | Held]]:
+        block = SharedMemory(SharedMemory.needed(tensors.values()))
+        return {number: block.copy(tensor) for number, tensor in tensors.items()}
+
+
+class SeenStash(VersionedLayers):
+    """Versions that the process of Lightning's loop has published, for the ``layers`` of a host.
+
+    Args:
+        layers: The layers.
+        held: Gives a tensor that the host holds.
+    """
+
+    def __init__(self, layers: nn.ModuleList, held: Callable[[int], Tensor]) -> None:
         super().__init__(layers)
+        self._held_by_number = held
         self._seen = SeenTensors()
         self._numbered: dict[int, VersionBuffer] = {}
 
@@ -120,7 +138,9 @@ class SeenStash(VersionedLayers):
         """Have what was published now."""
         for number, tensors in weights.buffers.items():
             buffer = self._numbered.setdefault(number, VersionBuffer())
-            buffer.tensors = [self._seen.of(each) for each in tensors]
+            buffer.tensors = [
+                self._held_by_number(each.number) if isinstance(each, Held) else self._seen.of(each) for each in tensors
+            ]
         self.buffers = [*self._numbered.values()]
         self._held = {}
         for reading, number, flags in weights.held:

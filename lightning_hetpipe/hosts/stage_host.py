@@ -16,10 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hetpipe.hosts import orders
+from lightning_hetpipe.hosts.host_memory import HeldTensors
 from lightning_hetpipe.hosts.shared_weights import SeenStash, SharedMemory
 from lightning_hetpipe.hosts.wire import Wire
 from lightning_hetpipe.pipeline.graph_code import add_variants, layers_of_data
 from lightning_hetpipe.pipeline.memory import PlannedMemory
+from lightning_hetpipe.pipeline.plain_code import NotPlain
 from lightning_hetpipe.pipeline.random.generators import RandomGenerators
 from lightning_hetpipe.pipeline.readers_writer_lock import ReadersWriterLock
 from lightning_hetpipe.pipeline.stage import Layer, Stage, StageSettings
@@ -29,6 +31,7 @@ from lightning_hetpipe.pipeline.streams import StreamEvent, Streams
 from lightning_hetpipe.pipeline.threads import Watchdog
 from lightning_hetpipe.pipeline.weight_stash import VersionedLayers
 from lightning_hetpipe.rules.schedule import Segment
+from lightning_hetpipe.torch_private.subclasses import address_of
 from lightning_hetpipe.torch_private.tensors import strided_parts
 
 DEVICE = torch.device("cpu")
@@ -86,7 +89,11 @@ def _flushes_denormals() -> bool:
 
 
 class HostedStage(Stage):
-    """The stage, at its host."""
+    """The stage, at its host, whose tensors are ``held``; other arguments are those of ``Stage``."""
+
+    def __init__(self, held: HeldTensors, *args: Any) -> None:
+        self.held = held
+        super().__init__(*args)
 
     def take_layers(self, layers: Sequence[Layer]) -> None:
         """Have other layers, before the pipeline starts."""
@@ -99,7 +106,7 @@ class HostedStage(Stage):
         self.stash.take(weights)
 
     def _new_stash(self, layers: nn.ModuleList) -> VersionedLayers:
-        return SeenStash(layers)
+        return SeenStash(layers, self.held.get)
 
 
 class Host:
@@ -108,10 +115,11 @@ class Host:
     def __init__(self, wire: Wire) -> None:
         self._wire = wire
         self._answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._gradients = SharedMemory(1)
+        self._gradients: SharedMemory | None = None
+        self._held = HeldTensors()
 
-    def run(self) -> None:
-        """Do what messages ask for, until none comes any more.
+    def run(self) -> bool:
+        """Do what messages ask for, until none comes any more; False if that could not be done.
 
         What is sent has a thread of its own, so that whoever waits until this process takes a message never waits for
         one that this process has for itself.
@@ -122,21 +130,44 @@ class Host:
         with suppress(EOFError), ExitStack() as undo:
             undo.callback(sender.join, SENDING)  # else the process could end before its last message is sent
             undo.callback(self._answers.put, None)
-            stage = self._stage(self._wire.receive())
-            stage.start()
-            undo.callback(stage.close)
+            stage: HostedStage | None = None
             try:
                 while True:
-                    self._serve(stage, self._wire.receive())
+                    message = self._wire.receive()
+                    if isinstance(message, orders.SetUp):
+                        torch.set_num_threads(message.torch_threads)
+                        stage = self._stage(message)
+                        stage.start()
+                        undo.callback(stage.close)
+                    elif not self._remembers(message):
+                        if stage is None:
+                            raise NotPlain("a message for a stage that is not set up")
+                        self._serve(stage, message)
             except EOFError:
                 raise
             except Exception as error:
                 self._answers.put(orders.Broken(f"{type(error).__name__}: {error}"))
+                return False
+        return True
+
+    def _remembers(self, message: Any) -> bool:
+        """Do what ``message`` asks for with tensors that are held; False if it asks for something else."""
+        if isinstance(message, orders.Runs):
+            answer = self._held.run(message)
+            if answer is not None:
+                self._answers.put(orders.Brought(_kept(answer)))
+        elif isinstance(message, orders.Put):
+            self._held.put(message.number, message.value)
+        elif isinstance(message, orders.Bring):
+            self._answers.put(orders.Brought(_kept(self._held.bring(message.numbers))))
+        else:
+            return False
+        return True
 
     def _stage(self, setup: orders.SetUp) -> HostedStage:
         set_modes(setup.modes)
         segments = [Segment(*fields) for fields in setup.segments]
-        own = layers_of_data(setup.layers)
+        own = layers_of_data(setup.layers, self._found)
         numbers = [number for segment in segments for number in segment.layers]
         layers = dict(zip(numbers, own, strict=True))
         settings = StageSettings(
@@ -149,6 +180,7 @@ class Host:
         )
         watchdog = Watchdog(setup.timeout, lambda: True, lambda: f"stage {setup.index} in a process of its own")
         return HostedStage(
+            self._held,
             setup.index,
             DEVICE,
             segments,
@@ -171,11 +203,12 @@ class Host:
             stage.see(message.weights)
             stage.publish(message.version)
         elif isinstance(message, orders.NewLayers):
-            stage.take_layers(layers_of_data(message.layers))
+            stage.take_layers(layers_of_data(message.layers, self._found))
         elif isinstance(message, orders.NewVariants):
             add_variants(stage.layers, message.graphs)
         elif isinstance(message, orders.Take):
-            gradients = self._shared(stage.take(message.minibatch).gradients)
+            found = stage.take(message.minibatch).gradients
+            gradients = self._keep(found, message.numbers) if message.numbers else self._shared(found)
             levels = [[level.now, level.most] for level in stage.memory.levels()]
             self._answers.put(orders.Taken(gradients, levels, stage.stream.busy_seconds()))
         elif isinstance(message, orders.Look):
@@ -189,10 +222,33 @@ class Host:
         """Copies of ``gradients`` where the other process sees them, in place of those before."""
         strided = {number: each for number, each in gradients.items() if each.layout is torch.strided}
         sparse = {number: _sparse(each) for number, each in gradients.items() if number not in strided}
-        if (needed := SharedMemory.needed(strided.values())) > self._gradients.size:
-            self._gradients = SharedMemory(needed)
-        self._gradients.clear()
-        return {**{number: self._gradients.copy(each)[1] for number, each in strided.items()}, **sparse}
+        needed, memory = SharedMemory.needed(strided.values()), self._gradients
+        if memory is None or needed > memory.size:
+            memory = self._gradients = SharedMemory(needed)
+        memory.clear()
+        return {**{number: memory.copy(each)[1] for number, each in strided.items()}, **sparse}
+
+    def _keep(
+        self, gradients: dict[int, Tensor], numbers: Sequence[int]
+    ) -> dict[int, orders.SharedTensor | orders.SparseTensor]:
+        """Hold ``gradients`` under ``numbers``; gives their looks."""
+        looks: dict[int, orders.SharedTensor | orders.SparseTensor] = {}
+        taken: set[int | None] = set()
+        for number, each in gradients.items():
+            if each.layout is torch.strided:
+                if (memory := address_of(each)) in taken:  # autograd may give one tensor to several
+                    each = each.clone(memory_format=torch.preserve_format)
+                taken.add(memory)
+                self._held.put(numbers[number], each)
+                looks[number] = orders.SharedTensor(None, each.dtype, list(each.shape), list(each.stride()))
+            else:
+                looks[number] = _sparse(each)
+        return looks
+
+    def _found(self, held: Any) -> Tensor:
+        """The tensor that is called ``held`` in layers as data."""
+        assert isinstance(held, orders.Held)
+        return self._held.get(held.number).data  # whose changes in place are not counted in graphs
 
     def _done(self, result: Result, event: StreamEvent | None) -> None:
         self._answers.put(result)
@@ -212,6 +268,13 @@ class Host:
 def _alone(number: int, who: str) -> Iterator[None]:
     """This process computes nothing else."""
     yield
+
+
+def _kept(answer: Any) -> Any:
+    """``answer`` as it is now: tensors may change before it is sent."""
+    if isinstance(answer, Tensor):
+        return answer.clone(memory_format=torch.preserve_format)
+    return [*map(_kept, answer)] if isinstance(answer, list | tuple) else answer
 
 
 def _sparse(gradient: Tensor) -> orders.SparseTensor:

@@ -2,35 +2,93 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
+from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.hosts.host_connection import HostConnection
+from lightning_hetpipe.hosts.owned_stage import OwnedStage
 from lightning_hetpipe.hosts.remote_stage import RemoteStage, reason_to_stay
 from lightning_hetpipe.pipeline.stage import Layer, Stage
 from lightning_hetpipe.rules.schedule import Segment
+from lightning_hetpipe.server.transport.security import Security
+
+
+def owns(device: torch.device) -> bool:
+    """Tell whether the host of a stage on ``device`` owns it, as no memory there is shared with this process."""
+    return device.type != "cpu"
 
 
 class StagesApart:
-    """Makes stages, and remembers which stay in this process, and why."""
+    """Makes stages, and remembers which stay in this process, and why.
 
-    def __init__(self) -> None:
+    Args:
+        all: Whether each stage is to have a process, where that is possible.
+        addresses: Of the hosts of stages that are on other machines, by their numbers.
+        security: Certificates and token for these.
+    """
+
+    def __init__(self, all: bool, addresses: Mapping[int, str], security: Security) -> None:
+        self._all, self._addresses, self._security = all, addresses, security
         self._apart: list[int] = []
         self._reasons: dict[int, str] = {}
+        self._stages: list[RemoteStage] = []
+
+    def adopt(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        """Have states of ``optimizers`` where their weights are."""
+        for stage in self._stages:
+            if isinstance(stage, OwnedStage):
+                stage.adopt(optimizers)
+
+    def close(self) -> None:
+        """End the processes."""
+        for stage in self._stages:
+            stage.close()
 
     def make(
         self, index: int, device: torch.device, segments: Sequence[Segment], layers: Sequence[Layer], *args: Any
     ) -> Stage:
         """Make stage ``index``, with the arguments of :class:`~lightning_hetpipe.pipeline.stage.Stage`."""
+        address = self._addresses.get(index)
+        if address is None and not self._all:
+            return Stage(index, device, segments, layers, *args)
         own = [layers[number] for segment in segments for number in segment.layers]
         reason = reason_to_stay(own)
-        if reason is None:
-            self._apart.append(index)
-            return RemoteStage(index, device, segments, layers, *args)
-        self._reasons[index] = reason
-        return Stage(index, device, segments, layers, *args)
+        if reason is not None and address is not None:
+            raise SettingError(
+                f"stage {index} is planned for another machine, and has to stay in this process, as {reason}; plan its"
+                " layers for the node of the last stage"
+            )
+        if reason is not None:
+            self._reasons[index] = reason
+            return Stage(index, device, segments, layers, *args)
+        self._apart.append(index)
+        stage: RemoteStage
+        if address is not None:
+            connect = partial(HostConnection, address, self._security)
+            stage = OwnedStage(connect, index, device, segments, layers, *args)
+        else:
+            kind = OwnedStage if owns(device) else RemoteStage
+            stage = kind(None, index, device, segments, layers, *args)
+        self._stages.append(stage)
+        return stage
+
+    def check(self, stages: Sequence[Stage]) -> None:
+        """Refuse a stage that is planned for another machine, and is here.
+
+        Raises:
+            SettingError: as it holds the loss.
+        """
+        for index in self._addresses:
+            if not isinstance(stages[index], RemoteStage):
+                raise SettingError(
+                    f"stage {index} is planned for another machine, and the loss follows it, which stays in this"
+                    " process; plan its layers for the node of the last stage"
+                )
 
     def tell(self) -> None:
         """Say so, once for all virtual workers."""
@@ -40,9 +98,12 @@ class StagesApart:
     def told(self) -> tuple[str, bool]:
         """The sentence that says which stages have processes, and whether none has, which is worth a warning."""
         reasons = [f"stage {index} stays in this process, as {reason}" for index, reason in self._reasons.items()]
-        if not self._apart:
+        if not self._apart and self._all:
             why = "; ".join(reasons) or "there is one stage, which has the loss and stays with the user's code"
             return f"stage_hosts='processes' changes nothing: {why}", True
+        if not self._all:
+            own = [f"stage {index} is at {address}" for index, address in self._addresses.items()]
+            return "; ".join(own), False
         names = " and ".join(map(str, self._apart))
         each = f"stages {names} have processes of their own" if len(self._apart) > 1 else f"stage {names} has a process"
         return "; ".join([each if len(self._apart) > 1 else f"{each} of its own", *reasons]), False

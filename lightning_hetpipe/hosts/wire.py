@@ -1,4 +1,4 @@
-"""Wire between two processes of one machine: messages as frames on a connected socket, in order.
+"""Wire between two processes: messages as frames on a connected socket, in order.
 
     | length of the text, 8 bytes | text | the bytes of each tensor |
 
@@ -11,14 +11,19 @@ import socket
 import struct
 import threading
 from contextlib import suppress
+from importlib import metadata
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_hetpipe.hosts import orders
+from lightning_hetpipe.hosts.secured_socket import Connection
 from lightning_hetpipe.pipeline import message_code
 from lightning_hetpipe.pipeline.plain_code import NotPlain, PlainCode
+
+RELEASE = f"lightning_hetpipe {metadata.version('lightning-hetpipe')} with torch {torch.__version__}"
+"""Release that both ends have to be of: so operators are called the same, and give the same bits."""
 
 _LENGTH = struct.Struct(">Q")
 
@@ -31,7 +36,7 @@ CODE = PlainCode([*message_code.RECORDS, *orders.RECORDS])
 class Wire:
     """One end of the wire. Any thread may send; one receives."""
 
-    def __init__(self, connection: socket.socket) -> None:
+    def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._lock = threading.Lock()
 

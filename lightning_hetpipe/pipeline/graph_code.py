@@ -7,6 +7,7 @@ these is known by a name in a table, or is an operator that torch has registered
 from __future__ import annotations
 
 import builtins
+import functools
 import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
@@ -41,26 +42,37 @@ _LIBRARIES = ("aten", "prims")
 """Operators that each process has which has imported torch."""
 
 
-def layers_as_data(layers: Sequence[Layer]) -> list[Any]:
+def layers_as_data(layers: Sequence[Layer], named: Callable[[Tensor], Any] = lambda tensor: tensor) -> list[Any]:
     """``layers``, which are parts of captured graphs, with the tensors that they hold now, as plain data.
+
+    Args:
+        layers: The layers.
+        named: Gives what stands for a tensor in the data.
 
     Raises:
         NotPlain: for a layer that has no graph, or whose graph calls what is no operator of torch's own.
     """
     tensors: dict[int, Tensor] = {}
     written = [_layer(layer, tensors) for layer in layers]
-    held = [(tensor, isinstance(tensor, nn.Parameter), tensor.requires_grad) for tensor in tensors.values()]
+    held = [(named(tensor), isinstance(tensor, nn.Parameter), tensor.requires_grad) for tensor in tensors.values()]
     return [written, held]
 
 
-def layers_of_data(data: Sequence[Any]) -> list[Layer]:
+def layers_of_data(data: Sequence[Any], found: Callable[[Any], Tensor] | None = None) -> list[Layer]:
     """The layers that :func:`layers_as_data` was given; what they shared they share again.
+
+    Args:
+        data: What it has given.
+        found: Gives the tensor for which something else stands in the data.
 
     Raises:
         NotPlain: for what no graph can call.
     """
     written, held = data
-    tensors = [nn.Parameter(tensor, wanted) if parameter else tensor for tensor, parameter, wanted in held]
+    tensors: list[Tensor] = []
+    for given, is_parameter, wanted in held:
+        tensor = given if isinstance(given, Tensor) or found is None else found(given)
+        tensors.append(nn.Parameter(tensor, wanted) if is_parameter else tensor)
     return [_read_layer(each, tensors) for each in written]
 
 
@@ -173,11 +185,36 @@ def _attribute(module: nn.Module, path: str) -> Any:
     return getattr(module.get_submodule(".".join(owners)), name)
 
 
+@functools.cache
+def operator_name(operator: OperatorOverload) -> str:
+    """The name of ``operator`` in messages.
+
+    Raises:
+        NotPlain: if it is not one of torch's own.
+    """
+    if operator.namespace not in _LIBRARIES:
+        raise NotPlain(f"it calls {operator}, which is no operator of torch's own")
+    return str(operator.name())  # type: ignore[no-untyped-call]  # torch has no types here
+
+
+@functools.cache
+def operator_of(name: str) -> OperatorOverload:
+    """The operator that is called ``name``.
+
+    Raises:
+        NotPlain: if that is not one of torch's own.
+    """
+    namespace, found, path = name.partition("::")
+    packet, _, overload = path.partition(".")
+    target = getattr(getattr(getattr(torch.ops, namespace), packet), overload or "default") if found else None
+    if namespace not in _LIBRARIES or not isinstance(target, OperatorOverload):
+        raise NotPlain(f"{name} is no operator of torch's own")
+    return target
+
+
 def _target(function: Any) -> str:
     if isinstance(function, OperatorOverload):
-        if function.namespace not in _LIBRARIES:
-            raise NotPlain(f"it calls {function}, which is no operator of torch's own")
-        return str(function.name())  # type: ignore[no-untyped-call]  # torch has no types here
+        return operator_name(function)
     if isinstance(function, HigherOrderOperator):
         return f"higher_order::{function.__name__}"
     if (name := _NAMES.get(function)) is not None:
@@ -189,13 +226,10 @@ def _read_target(name: str) -> Any:
     namespace, found, path = name.partition("::")
     if not found:
         return _FUNCTIONS[name]
-    if namespace not in (*_LIBRARIES, "higher_order"):
-        raise NotPlain(f"a graph calls {name}, which is no operator of torch's own")
-    packet, _, overload = path.partition(".")
-    target = getattr(getattr(torch.ops, namespace), packet)
     if namespace != "higher_order":
-        target = getattr(target, overload or "default")
-    if not isinstance(target, OperatorOverload | HigherOrderOperator):
+        return operator_of(name)
+    target = getattr(torch.ops.higher_order, path)
+    if not isinstance(target, HigherOrderOperator):
         raise NotPlain(f"{name} is no operator of torch's")
     return target
 

@@ -30,6 +30,7 @@ from lightning_hetpipe.pipeline.stage_messages import Flags, Move, Version
 from lightning_hetpipe.pipeline.streams import StreamEvent
 from lightning_hetpipe.pipeline.values import all_equal, unequal
 from lightning_hetpipe.rules.versions import Reading
+from lightning_hetpipe.torch_private.subclasses import address_of
 from lightning_hetpipe.torch_private.tensors import foreach_copy_, version_counter
 
 
@@ -164,8 +165,8 @@ class WeightStash(VersionedLayers):
     """
 
     def __init__(self, live: nn.ModuleList, size: int, device: torch.device) -> None:
-        super().__init__(copy_of(live, device))
         self._live, self._device = live, device
+        super().__init__(self._copy())
         frozen = {number: each.data for number, each in enumerate(self.parameters) if not each.requires_grad}
         self._frozen = self._placed(frozen)
         """By number, what versions share."""
@@ -246,13 +247,17 @@ class WeightStash(VersionedLayers):
         buffer.tensors = []  # so that its memory is free before there is more
         if layers is None:
             # Weights of a copy each, as layers may want theirs in one block of memory (CUDA's RNNs).
-            layers = copy_of(self._live, self._device, self._frozen)
+            layers = self._copy(self._frozen)
         own = {n: each.data for n, each in enumerate(layers.parameters()) if n not in self._frozen}
         own = self._placed(own)
         every = {**own, **self._frozen}
         buffer.tensors = [every[number] for number in range(len(self.parameters))]
         buffer.frozen = frozenset(self._frozen)
         return [*own.values()]
+
+    def _copy(self, frozen: Mapping[int, Tensor] | None = None) -> nn.ModuleList:
+        """A copy of the live layers, which shares the ``frozen`` ones, by their numbers."""
+        return copy_of(self._live, self._device, frozen)
 
     def _placed(self, tensors: dict[int, Tensor]) -> dict[int, Tensor]:
         """New tensors of versions, by the parameters' numbers, where they are to lie."""
@@ -273,7 +278,9 @@ def _moved(weights: Tensor, move: Move, steps: int, like: Tensor) -> Tensor:
 M = TypeVar("M", bound=nn.Module)
 
 
-def copy_of(live: M, device: torch.device | None, frozen: Mapping[int, Tensor] | None = None) -> M:
+def copy_of(
+    live: M, device: torch.device | None, frozen: Mapping[int, Tensor] | None = None, *, stays: bool = False
+) -> M:
     """A copy of ``live`` on ``device``; with None one of scratch, whose parameters share the live ones' memory, but
     not the hooks that users have put on them.
 
@@ -281,6 +288,7 @@ def copy_of(live: M, device: torch.device | None, frozen: Mapping[int, Tensor] |
         live: To be copied.
         device: Where the copy is to be.
         frozen: By its parameters' numbers, tensors that the copy shares.
+        stays: Whether copies of weights at a host are there, too.
 
     Raises:
         SettingError: where a layer holds what cannot be copied.
@@ -292,6 +300,10 @@ def copy_of(live: M, device: torch.device | None, frozen: Mapping[int, Tensor] |
     if device is None:
         for parameter in live.parameters():
             copies[id(parameter)] = nn.Parameter(parameter.detach(), parameter.requires_grad)
+    for parameter in live.parameters():
+        if device is not None and address_of(parameter) is None and not stays:
+            memory = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype)
+            copies[id(parameter)] = nn.Parameter(memory.copy_(parameter.detach()), parameter.requires_grad)
     parameters = list(live.parameters()) if frozen else []
     for number, tensor in (frozen or {}).items():
         copies[id(parameters[number])] = nn.Parameter(tensor, requires_grad=False)

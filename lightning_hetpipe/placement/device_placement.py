@@ -77,9 +77,11 @@ class DevicePlacement:
         on_cpu = all(device.type == "cpu" for device in devices)
         if declared is None:
             if on_cpu and plan is not None:
-                numbers = [stage.device_number or 0 for worker in plan.virtual_workers for stage in worker.stages]
+                stages = [(worker, stage) for worker in plan.virtual_workers for stage in worker.stages]
+                numbers = [stage.device_number or 0 for worker, stage in stages if stage.node == worker.leader]
                 devices = [*devices, *[devices[-1]] * (max(numbers, default=0) + 1 - len(devices))]
-            return cls(_named_as_in(plan, discovered_cluster(devices)), devices)
+            cluster = _named_as_in(plan, discovered_cluster(devices))
+            return cls(cluster, [*devices, *[CPU] * (len(cluster.slots) - len(devices))])
         if not on_cpu:
             return cls(_as_measured(declared.over(discovered_cluster(devices))), devices, declared=True)
         emulated = any(slot.device.name != "cpu" or slot.device.speed != 1.0 for slot in declared.slots)
@@ -155,11 +157,14 @@ def _as_measured(cluster: Cluster) -> Cluster:
 
 
 def _named_as_in(plan: Plan | None, found: Cluster) -> Cluster:
-    """Name the one discovered node as the plan's only one: machines have other names than people give them."""
-    if plan is None:
+    """Name the one discovered node as the plan's node of the last stage: machines have other names than people give
+    them. The plan's other nodes are what it says of them: their devices are at hosts."""
+    if plan is None or not plan.virtual_workers or not plan.virtual_workers[0].stages:
         return found
-    names = {stage.node for worker in plan.virtual_workers for stage in worker.stages}
-    if len(names) != 1:
-        return found
-    (node,) = found.nodes
-    return Cluster([Node(names.pop(), node.devices, node.link)], found.link)
+    worker, (node,) = plan.virtual_workers[0], found.nodes
+    nodes = [Node(worker.leader, node.devices, node.link)]
+    for name in worker.nodes:
+        if name != worker.leader:
+            named = {stage.device_number or 0: stage.device_name for stage in worker.stages if stage.node == name}
+            nodes.append(Node(name, [Device(named.get(number, "cpu")) for number in range(max(named) + 1)]))
+    return Cluster(nodes, found.link)

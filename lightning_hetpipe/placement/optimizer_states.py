@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_hetpipe.pipeline.values import nested_tensors
+from lightning_hetpipe.torch_private.subclasses import address_of
 
 Change = Callable[[Any, Tensor], Tensor]
 """Given the name of a state, if it has one, and its tensor; returns the one to take its place."""
@@ -72,4 +73,4 @@ def _changed(value: Any, change: Change, name: Any = None) -> Any:
 
 def _address(tensor: Tensor) -> int:
     """Address of the memory of ``tensor``; 0 if it has none of its own."""
-    return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else 0
+    return (address_of(tensor) or 0) if tensor.layout is torch.strided else 0

@@ -299,7 +299,8 @@ class Fit(TrainerRun):
             each for each in self._around if in_flight > 1 and each in (self._prediction, self._correction)
         ]
         moved = self._move(layout)
-        stages = StagesApart()
+        stages = StagesApart(settings.in_processes, settings.hosts, settings.security)
+        self._undo.callback(stages.close)
         engine = Engine(
             [(piece.name, piece.layers) for piece in pieces],
             layout.split_points,
@@ -320,10 +321,12 @@ class Fit(TrainerRun):
             called=watch.called,
             planned=decision.planned,
             versions=versions,
-            make_stage=stages.make if settings.stage_hosts == "processes" else Stage,
+            make_stage=stages.make if settings.in_processes or settings.hosts else Stage,
         )
-        if settings.stage_hosts == "processes":
+        if settings.in_processes or settings.hosts:
+            stages.check(engine.stages)
             stages.tell()
+            stages.adopt(trainer.optimizers)
         if self._prediction is not None:
             engine.moves = self._moves
         modules = [piece.module for piece in pieces]

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hetpipe.lightning_private import has_gradient_hooks
+from lightning_hetpipe.torch_private.subclasses import address_of
 
 
 def deliver(gradients: Mapping[nn.Parameter, Tensor], factor: float = 1.0) -> None:
@@ -32,9 +33,10 @@ def _own(gradient: Tensor, parameter: nn.Parameter, taken: set[int]) -> Tensor:
     """``gradient`` with memory of its own, laid out as the parameter: autograd may give one tensor to several."""
     if gradient.layout is not torch.strided:
         return gradient
-    memory = gradient.untyped_storage().data_ptr()
+    memory = address_of(gradient)
     if memory in taken or gradient.stride() != parameter.stride():
         return torch.empty_like(parameter, requires_grad=False).copy_(gradient)
-    taken.add(memory)
+    if memory is not None:  # else it is at a host, which has seen to it
+        taken.add(memory)
     # Not as a view, as a linear layer's is: `module.cpu()` would leave the tensor that it is a view of on the device.
     return gradient.data

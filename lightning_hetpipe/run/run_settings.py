@@ -23,6 +23,7 @@ from lightning_hetpipe.placement.planner import Decide
 from lightning_hetpipe.rules.versions import STASH, WeightPolicy
 from lightning_hetpipe.run.automatic import Automatic
 from lightning_hetpipe.run.lr_correction import Correction
+from lightning_hetpipe.server.transport.security import Security
 
 
 @dataclass(frozen=True)
@@ -62,8 +63,12 @@ class RunSettings:
     """Weight policies, of which the first is taken that devices have room for."""
     automatic: Automatic | None = None
     """Choice of the policy and the correction of rates, unless the user has made it."""
-    stage_hosts: Literal["threads", "processes"] = "threads"
-    """The place of each stage: a thread of this process, or a process of its own where that is possible."""
+    in_processes: bool = False
+    """True if each stage is to have a process of its own where that is possible."""
+    hosts: Mapping[int, str] = field(default_factory=dict)
+    """Addresses of the hosts of stages on other machines."""
+    security: Security = field(default_factory=Security)
+    """Certificates and token for these."""
     waited_in: Callable[[], str | None] = lambda: None
     """Gives a call in which virtual workers have waited for each other since it last did."""
 

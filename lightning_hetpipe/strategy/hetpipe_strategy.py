@@ -101,7 +101,10 @@ class HetPipeStrategy(PlannedDevices):
         stage_hosts: Where stages run: "threads" of one process, which share its Python interpreter; or "processes" of
             their own, for every stage on a CPU whose layers were captured as graphs, but not for the last one, which
             stays with the user's code and the optimizer. Results are the same, bit for bit. Whether processes are
-            faster depends on the model: try both. Each takes some seconds to start.
+            faster depends on the model: try both. Each takes some seconds to start. A mapping, such as
+            ``{"attic": "10.0.0.2:7071"}``, is for a plan whose virtual workers have stages on several machines: it has
+            for each of its nodes the address of the ``hetpipe-host`` there, but for the node of the last stage, on
+            which this program runs.
         plan: A Plan, or the path of one that ``hetpipe-plan`` has saved: its stages, on its devices, with its number in
             flight and its weight policy; and its virtual workers, each within one machine, with their clock distance,
             waves and placement of parameters, where the WSPCallback sets none of its own. Where it has several
@@ -150,7 +153,7 @@ class HetPipeStrategy(PlannedDevices):
         compile: bool | str | Mapping[str, Any] = False,
         recompute: bool = False,
         timeline: bool | Sequence[int] = False,
-        stage_hosts: Literal["threads", "processes"] = "threads",
+        stage_hosts: settings.StageHosts = "threads",
         lr_correction: int | Literal["auto"] | None = "auto",
         wsp: Any = None,
         start_method: str = "popen",
@@ -235,8 +238,9 @@ class HetPipeStrategy(PlannedDevices):
                 run_settings.check_precision(self.precision_plugin)
             if self._group is not None:
                 together.check_together(trainer)
-            if self.stage_hosts == "processes":
-                settings.check_stage_hosts(wanted.devices, emulated=self._planner().placement.emulated)
+            if self.stage_hosts != "threads":
+                emulated = self._planner().placement.emulated
+                settings.check_stage_hosts(self.stage_hosts, wanted.devices, emulated=emulated)
             if self.compile is not None:
                 compile_setting.check(self.compile, self._devices())
         self._divide(trainer)
@@ -383,7 +387,9 @@ class HetPipeStrategy(PlannedDevices):
             virtual_worker=self.global_rank,
             virtual_workers=self.world_size,
             timeline=self._timeline,
-            stage_hosts=self.stage_hosts,
+            in_processes=self.stage_hosts == "processes",
+            hosts=settings.stages_elsewhere(self._own_plan, self.stage_hosts),
+            security=self._wsp_settings().security.from_environment(),
             waited_in=self._waited_in,
             resumed=None if self._asked_in_flight else self._resumed,
         )

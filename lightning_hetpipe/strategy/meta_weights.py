@@ -20,6 +20,7 @@ from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.redirect import Redirect
 from lightning_hetpipe.strategy.empty_init import LOST, Origin, leave_on_meta, origin_of
 from lightning_hetpipe.torch_private.modules import reset_of
+from lightning_hetpipe.torch_private.subclasses import address_of
 from lightning_hetpipe.torch_private.tensors import give_memory, version_counter
 
 SHOWN = 3
@@ -35,9 +36,9 @@ def load(module: nn.Module, state: Mapping[str, Any], strict: bool) -> None:
         missing = set(getattr(loaded, "missing_keys", state))  # where an override tells nothing: what is unchanged
         names = _names(module)
         made.give_back([t for t in empty if all(name not in state or name in missing for name in names[id(t)])])
-    theirs = {t.untyped_storage().data_ptr() for t in state.values() if _is_bare(t)} - {0}
+    theirs = {address_of(t) for t in state.values() if _is_bare(t)} - {0, None}
     for tensor in _tensors(module):
-        if _is_bare(tensor) and tensor.untyped_storage().data_ptr() in theirs:
+        if _is_bare(tensor) and address_of(tensor) in theirs:
             tensor.data = tensor.data.clone()
 
 

@@ -41,6 +41,8 @@ class PlannedDevices(VirtualWorkers):
         SettingError: for settings that are wrong, or contradict the plan.
     """
 
+    stage_hosts: settings.StageHosts
+
     def __init__(
         self,
         stages: int | Literal["auto"] | Sequence[int],
@@ -102,7 +104,7 @@ class PlannedDevices(VirtualWorkers):
             return []
         nodes = count_nodes(self._num_nodes, self.cluster_environment or LightningEnvironment())
         is_emulated = self.cluster is not None and nodes == 1 and self._is_on_cpu
-        return settings.workers_as_planned(self.virtual_workers, self.plan, is_emulated)
+        return settings.workers_as_planned(self.virtual_workers, self.plan, is_emulated, self.stage_hosts)
 
     @property
     def _own_plan(self) -> Plan | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 from typing import Any, Literal
@@ -18,7 +18,7 @@ from lightning_hetpipe.planning.plan.document import Plan
 from lightning_hetpipe.rules.shares import whole_steps
 from lightning_hetpipe.rules.versions import POLICIES, WeightPolicy
 from lightning_hetpipe.strategy.checks import whole
-from lightning_hetpipe.strategy.wsp_callback import WSPCallback
+from lightning_hetpipe.strategy.wsp_callback import WSPCallback, check_address
 
 MOST = 1000
 """The largest number of stages, and of minibatches in flight: each is a thread."""
@@ -29,6 +29,8 @@ LONGEST = 2000
 
 HOSTS = ("threads", "processes")
 
+StageHosts = Literal["threads", "processes"] | Mapping[str, str]
+"""Place of stages; a mapping has the address of a host for each of a plan's nodes."""
 
 Stages = int | Literal["auto"]
 
@@ -117,13 +119,14 @@ def stages_as_planned(asked: Stages | list[Stages], plan: Plan) -> Stages | list
     return [as_planned("stages", asked, k) for k in planned if isinstance(k, int)]
 
 
-def workers_as_planned(virtual_workers: int, plan: Plan, emulated: bool) -> list[int]:
+def workers_as_planned(virtual_workers: int, plan: Plan, emulated: bool, hosts: StageHosts) -> list[int]:
     """Number of virtual workers on each node of a plan, in its order.
 
     Args:
         virtual_workers: The setting; 1 is its default, and leaves the number to the plan.
         plan: To be run.
         emulated: Whether all of its devices are emulated on this machine, which so is their only node.
+        hosts: Where stages run.
 
     Raises:
         SettingError: for another number in ``virtual_workers``, and for what is planned but cannot be run.
@@ -138,13 +141,15 @@ def workers_as_planned(virtual_workers: int, plan: Plan, emulated: bool) -> list
     if emulated:
         return found
     for index, worker in enumerate(plan.virtual_workers):
-        if len(worker.nodes) > 1:
+        known = hosts if isinstance(hosts, Mapping) else {}
+        if lacking := [node for node in worker.nodes if node not in (worker.leader, *known)]:
             raise SettingError(
                 f"the plan for {plan.model} has a virtual worker with stages on several nodes ({index}, on"
-                f" {', '.join(worker.nodes)}), which is planned only; plan each virtual worker for the devices of one"
+                f" {', '.join(worker.nodes)}); start hetpipe-host on {' and '.join(lacking)}, and say where, as in"
+                f" stage_hosts={{'{lacking[0]}': '10.0.0.2:7071'}}, or plan each virtual worker for the devices of one"
                 " node, or give the cluster, too, and start all on one machine, to emulate them on its CPU"
             )
-    order = [worker.nodes[-1] for worker in plan.virtual_workers]
+    order = [worker.leader for worker in plan.virtual_workers]
     if len([*groupby(order)]) != len(on_nodes):
         raise SettingError(
             f"the plan for {plan.model} has its virtual workers on {', '.join(order)}, in this order; list those of one"
@@ -203,32 +208,63 @@ def check_spread(plan: Plan, **settings: bool) -> None:
             )
 
 
-def stage_hosts(value: Any, *, compiles: bool, timeline: Window | None) -> Literal["threads", "processes"]:
+def stage_hosts(value: Any, *, compiles: bool, timeline: Window | None) -> StageHosts:
     """Check the setting that says where stages run.
 
     Raises:
         SettingError: for another value, and for settings that stages in processes do not know yet.
     """
-    if value not in ("threads", "processes"):
-        raise SettingError(f"stage_hosts={value!r} must be 'threads' or 'processes'{nearest(str(value), HOSTS)}")
+    if isinstance(value, Mapping):
+        for node, address in value.items():
+            check_address(f"stage_hosts[{node!r}]", address)
+        if not value:
+            raise SettingError("stage_hosts={} names no host; give 'threads', 'processes', or a host for each node")
+    elif value not in ("threads", "processes"):
+        raise SettingError(
+            f"stage_hosts={value!r} must be 'threads', 'processes', or a mapping of a plan's nodes to addresses of"
+            f" their hosts{nearest(str(value), HOSTS)}"
+        )
     for name, is_set in (("compile", compiles), ("timeline", timeline is not None)):
-        if value == "processes" and is_set:
+        if value != "threads" and is_set:
             raise SettingError(
-                f"stage_hosts='processes' has stages in processes that know no {name} yet; leave {name} out, or"
+                f"stage_hosts={value!r} has stages in processes that know no {name} yet; leave {name} out, or"
                 " stage_hosts"
             )
-    return "threads" if value == "threads" else "processes"
+    return {str(node): address for node, address in value.items()} if isinstance(value, Mapping) else value
 
 
-def check_stage_hosts(devices: Sequence[torch.device], *, emulated: bool) -> None:
+def stages_elsewhere(plan: Plan | None, hosts: StageHosts) -> dict[int, str]:
+    """Addresses of the hosts of stages that are not on the node of the last stage, of a plan of one virtual worker.
+
+    Raises:
+        SettingError: for hosts that are of no use.
+    """
+    if not isinstance(hosts, Mapping):
+        return {}
+    if plan is None:
+        raise SettingError(
+            f"stage_hosts={dict(hosts)!r} names hosts for the nodes of a plan, and there is none; give plan, too"
+        )
+    (worker,) = plan.virtual_workers
+    found = {number: stage for number, stage in enumerate(worker.stages) if stage.node != worker.leader}
+    for number, stage in found.items():
+        if stage.device_name != "cpu":
+            raise SettingError(
+                f"stage {number} of the plan for {plan.model} is on {stage.place} of {stage.node}, and hosts compute on"
+                " CPUs only yet; plan it for the node of the last stage, or for a CPU"
+            )
+    return {number: hosts[stage.node] for number, stage in found.items()}
+
+
+def check_stage_hosts(hosts: StageHosts, devices: Sequence[torch.device], *, emulated: bool) -> None:
     """Refuses stages in processes on ``devices`` other than CPUs, or on ``emulated`` ones."""
     if emulated:
         raise SettingError(
-            "stage_hosts='processes' has stages in processes of their own, which emulate no devices yet; leave"
+            f"stage_hosts={hosts!r} has stages in processes of their own, which emulate no devices yet; leave"
             " stage_hosts out, or cluster"
         )
     for device in devices:
-        if device.type != "cpu":
+        if hosts == "processes" and device.type != "cpu":
             raise SettingError(
                 f"stage_hosts='processes' has stages on CPUs in processes of their own, not yet on {device}; leave"
                 " stage_hosts out"

@@ -122,16 +122,24 @@ def _security(given: Security | Mapping[str, Any] | None) -> Security:
     return made
 
 
+def check_address(setting: str, address: Any) -> None:
+    """Refuse what is no address of a server.
+
+    Raises:
+        SettingError: which names the setting.
+    """
+    try:
+        port = split(address if isinstance(address, str) else "")[1]
+    except SettingError:
+        port = 0
+    if not port:
+        raise SettingError(
+            f"{setting}={address!r} is not host:port with a port from 1 to 65535, such as '10.0.0.1:5000'"
+        )
+
+
 def _check_addresses(servers: Sequence[str]) -> None:
     for number, address in enumerate(servers):
-        try:
-            port = split(address if isinstance(address, str) else "")[1]
-        except SettingError:
-            port = 0
-        if not port:
-            raise SettingError(
-                f"servers={list(servers)!r} holds {address!r}, which is not host:port with a port from 1 to 65535, such"
-                " as '10.0.0.1:5000'"
-            )
+        check_address(f"servers[{number}]", address)
         if address in servers[:number]:
             raise SettingError(f"servers={list(servers)!r} holds {address!r} twice; name each server once")

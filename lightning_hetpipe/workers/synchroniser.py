@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lightning_hetpipe.rules.shares import next_lengths, staleness_bound
 from lightning_hetpipe.rules.versions import STASH, WeightPolicy
+from lightning_hetpipe.torch_private.subclasses import address_of
 from lightning_hetpipe.torch_private.tensors import foreach_copy_
 from lightning_hetpipe.workers.collectives import tensors_of_first
 from lightning_hetpipe.workers.shared_data import Shares
@@ -361,7 +362,7 @@ class Synchroniser:
                 for (_, parameter), last, place, zero in zip(self._named, self._last, buffers, same, strict=True):
                     if zero:
                         place.zero_()
-                    elif parameter.device == last.device == place.device:
+                    elif parameter.device == last.device == place.device and address_of(parameter) is not None:
                         torch.sub(parameter.detach(), last, out=place)
                     else:
                         place.copy_(parameter.detach().to(last.device) - last)

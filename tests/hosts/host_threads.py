@@ -20,6 +20,7 @@ class HostThread:
         own, its = socket.socketpair()
         self.wire, self._its = Wire(own), Wire(its)
         self.pid = os.getpid()
+        self.name = f"process {self.pid}"
         self.thread = threading.Thread(target=self._run, name="hetpipe-host")
         self.thread.start()
         self.made.append(self)

@@ -25,6 +25,15 @@ def test_models(name: str, in_flight: int, stages: int, host_threads: list[HostT
     assert len(host_threads) == min(stages, layers) - 1
 
 
+@pytest.mark.parametrize(("name", "in_flight", "stages"), slow_except(ROWS, *QUICK))
+def test_stages_that_hosts_own(
+    name: str, in_flight: int, stages: int, host_threads: list[HostThread], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights, gradients and optimizer states are at hosts, as they are for stages on other machines."""
+    monkeypatch.setattr("lightning_hetpipe.hosts.stages_apart.owns", lambda device: True)
+    test_models(name, in_flight, stages, host_threads)
+
+
 @pytest.mark.parametrize("name", slow_except([(name,) for name in CASES], ("unet",)))
 def test_in_processes(name: str) -> None:
     _, loader, layers = CASES[name]
@@ -33,7 +42,11 @@ def test_in_processes(name: str) -> None:
 
 
 @pytest.mark.parametrize("weights", ["sync", "2bw", "xpipe", "pipeoptim"])
-def test_weight_policies(weights: str, host_threads: list[HostThread]) -> None:
+@pytest.mark.parametrize("owned", [False, True])
+def test_weight_policies(
+    weights: str, owned: bool, host_threads: list[HostThread], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lightning_hetpipe.hosts.stages_apart.owns", lambda device: owned)
     _, loader, layers = CASES["views"]
 
     def adam() -> Learner:

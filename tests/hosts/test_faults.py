@@ -48,7 +48,7 @@ class Kills(L.Callback):
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
         strategy: Any = trainer.strategy
         hosts = [stage for stage in strategy._run.pipeline.stages if isinstance(stage, RemoteStage)]
-        self.pids = [stage._host.pid for stage in hosts if stage._host is not None]
+        self.pids = [stage._host.pid for stage in hosts if isinstance(stage._host, HostProcess)]
         if trainer.global_step == self.after:
             os.kill(self.pids[0], self.sent)
 
@@ -69,7 +69,7 @@ def trained(callbacks: Sequence[L.Callback], layers: int = 5, timeout: float = 6
 @pytest.mark.parametrize(("sent", "how"), [(signal.SIGKILL, "SIGKILL"), (signal.SIGTERM, "SIGTERM")])
 def test_a_host_is_killed(sent: signal.Signals, how: str) -> None:
     kills = Kills(sent)
-    with pytest.raises(HostLost, match=rf"the process of stage 0 \(\d+\) was killed by {how}"):
+    with pytest.raises(HostLost, match=rf"the process of stage 0 \(process \d+\) was killed by {how}"):
         trained([kills])
     assert kills.pids
     assert all(map(gone, kills.pids))
@@ -187,7 +187,10 @@ def test_the_wire_carries_messages_of_any_size_in_order() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"stage_hosts": "process"}, r"stage_hosts='process' must be 'threads' or 'processes'; did you mean"),
+        (
+            {"stage_hosts": "process"},
+            r"stage_hosts='process' must be 'threads', 'processes', or a mapping .*; did you mean 'processes'",
+        ),
         ({"stage_hosts": "processes", "compile": "eager"}, "leave compile out, or stage_hosts"),
         ({"stage_hosts": "processes", "timeline": True}, "leave timeline out, or stage_hosts"),
     ],

@@ -99,8 +99,13 @@ class PlannedWorker:
 
     @property
     def nodes(self) -> tuple[str, ...]:
-        """The machines that its stages lie on; more than one are planned, and run emulated only."""
+        """The machines that its stages lie on."""
         return tuple(dict.fromkeys(stage.node for stage in self.stages))
+
+    @property
+    def leader(self) -> str:
+        """The machine of its last stage, on which the user's code runs."""
+        return self.stages[-1].node
 
 
 @dataclass(frozen=True)
@@ -259,7 +264,7 @@ class Plan:
     @property
     def workers_on_nodes(self) -> dict[str, int]:
         """Number of virtual workers on each machine, by the machine of their last stage."""
-        return dict(Counter(worker.nodes[-1] for worker in self.virtual_workers))
+        return dict(Counter(worker.leader for worker in self.virtual_workers))
 
     @property
     def versions(self) -> Versions:

@@ -65,7 +65,7 @@ def serve(
     Raises:
         SettingError: if the address cannot be had, or the certificates cannot be used.
     """
-    with _Signals() as signals:
+    with Signals() as signals:
         server = GrpcServer(handler, address, security)
         try:
             with server:
@@ -97,10 +97,10 @@ def end(code: int) -> NoReturn:
     os._exit(code)
 
 
-class _Signals:
+class Signals:
     """SIGTERM and SIGINT as bytes in a pipe: a signal handler may take no lock, so it cannot set an event."""
 
-    def __enter__(self) -> _Signals:
+    def __enter__(self) -> Signals:
         self._read, self._write = os.pipe()
         os.set_blocking(self._write, False)
         self._before = {each: signal.signal(each, self._note) for each in (signal.SIGTERM, signal.SIGINT)}
@@ -115,12 +115,20 @@ class _Signals:
     def _note(self, number: int, frame: FrameType | None) -> None:
         os.write(self._write, bytes([number]))
 
+    def fileno(self) -> int:
+        """The descriptor that can be read once there was one."""
+        return self._read
+
+    def read(self) -> int:
+        """Return the number of the first one that was not read."""
+        return os.read(self._read, 1)[0]
+
     def wait(self, parent: ParentLink | None) -> int:
         """Return the first signal's number, or `PARENT_GONE`."""
         watched = [self._read] if parent is None else [self._read, parent.descriptor]
         while True:
             readable, _, _ = select.select(watched, [], [], None if parent is None else _LOOK)
             if self._read in readable:
-                return os.read(self._read, 1)[0]
+                return self.read()
             if parent is not None and parent.broken(readable):
                 return PARENT_GONE

@@ -1,0 +1,61 @@
+"""Connection to a host on another machine, which `hetpipe-host` there has made for it."""
+
+from __future__ import annotations
+
+import socket
+from contextlib import suppress
+
+from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.hosts.secured_socket import Connection, Refused, SecuredSocket, dialled, say_hello
+from lightning_hetpipe.hosts.wire import RELEASE, Wire
+from lightning_hetpipe.server.transport.security import Security, split
+
+ANSWERING = 60.0
+"""Seconds in which a host has to answer: its process imports torch meanwhile."""
+
+
+class HostConnection:
+    """A host at ``address``, with the interface of a ``HostProcess``.
+
+    Raises:
+        SettingError: if nobody answers there, or this process is not let in.
+    """
+
+    def __init__(self, address: str, security: Security) -> None:
+        self._address = address
+        setting = f"stage_hosts: the host at {address}"
+        security.check(address)
+        raw = dialled(split(address), setting, ANSWERING)
+        connection: Connection = raw
+        try:
+            if security.encrypted:
+                connection = SecuredSocket(raw, security, split(address)[0])
+            say_hello(connection, security, RELEASE)
+        except Refused as refused:
+            raw.close()
+            raise SettingError(f"{setting} does not let this process in: {refused}") from None
+        except TimeoutError:
+            raw.close()
+            raise SettingError(
+                f"{setting} does not answer within {ANSWERING:.0f} s; is that hetpipe-host, and do both have"
+                " certificates, or neither?"
+            ) from None
+        raw.settimeout(None)
+        self._connection = connection
+        self.wire = Wire(connection)
+
+    @property
+    def name(self) -> str:
+        return f"host {self._address}"
+
+    def told(self) -> str:
+        """Say how it has ended, as the end of a sentence."""
+        return "has closed the connection, or its machine cannot be reached any more"
+
+    def join(self, seconds: float) -> None:
+        """Its process ends by itself."""
+
+    def kill(self) -> None:
+        """End the connection, and with it the process."""
+        with suppress(OSError):  # it has ended
+            self._connection.shutdown(socket.SHUT_RDWR)

@@ -1,0 +1,249 @@
+"""Tensors at a host: their numbers, as this process knows them, and the table in which the host has them."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Container, Mapping, Sequence
+from contextlib import AbstractContextManager
+from itertools import count
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+
+from lightning_hetpipe.hosts import orders
+from lightning_hetpipe.pipeline.graph_code import operator_name, operator_of
+from lightning_hetpipe.torch_private.graphs import OperatorOverload
+from lightning_hetpipe.torch_private.tensors import pytree
+
+MOST_WAITING = 64
+"""Largest number of operators that are sent together."""
+
+
+class HostMemory:
+    """Memory of a host, from this process. Any thread may use it.
+
+    Operators that nothing waits for are sent together; :meth:`flush` sends those that are left.
+
+    Args:
+        send: Sends an order; the host obeys one after the other.
+        asking: Is held by whoever asks, until the answer is there.
+        answer: Waits for the answer to what was sent.
+    """
+
+    def __init__(
+        self, send: Callable[[Any], None], asking: AbstractContextManager[Any], answer: Callable[[], Any]
+    ) -> None:
+        self._send = send
+        self._asking = asking
+        self._answer = answer
+        self._numbers = count()
+        self._handles: WeakValueDictionary[int, Handle] = WeakValueDictionary()
+        self.tensors: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
+        """Tensors of this process with values there, by their ``id``."""
+        self._waiting: list[orders.Run] = []
+        self._free: deque[int] = deque()
+        self._lock = threading.RLock()  # garbage may be collected within
+
+    def new(self) -> Handle:
+        """Handle of a tensor that the host is about to have."""
+        handle = Handle(self, next(self._numbers))
+        self._handles[handle.number] = handle
+        return handle
+
+    def put(self, value: Tensor) -> Handle:
+        """Have a copy of ``value`` at the host.
+
+        Raises:
+            NotPlain: for a tensor that cannot be sent.
+        """
+        handle = self.new()
+        with self._lock:
+            self.flush()
+            self._send(orders.Put(handle.number, value))
+        return handle
+
+    def run(
+        self,
+        func: OperatorOverload,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        results: Sequence[int],
+        answers: Sequence[int],
+        *,
+        waits: bool,
+    ) -> Sequence[Tensor]:
+        """Run ``func`` at the host.
+
+        Args:
+            func: An operator.
+            args, kwargs: Its arguments, with :class:`~lightning_hetpipe.hosts.orders.Held` for what is at the host.
+            results: Numbers of the tensors that it makes.
+            answers: Places of arguments some of which are not at the host and are changed.
+            waits: Whether it may be sent later, as no tensor of this process is among its arguments.
+
+        Returns:
+            What those have become that are not at the host and are changed.
+
+        Raises:
+            NotPlain: for an operator that is not torch's own, or an argument that cannot be sent.
+        """
+        order = orders.Run(operator_name(func), args, kwargs, results, answers)
+        if answers:
+            changed: Sequence[Tensor] = self._asked(order)
+            return changed
+        with self._lock:
+            self._waiting.append(order)
+            if not waits or len(self._waiting) >= MOST_WAITING:
+                self.flush()
+        return ()
+
+    def value(self, func: OperatorOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """The result, other than tensors, of ``func`` at the host."""
+        return self._asked(orders.Run(operator_name(func), args, kwargs, None, ()))
+
+    def bring(self, numbers: Sequence[int]) -> Sequence[Tensor]:
+        """Copies of tensors that are at the host."""
+        with self._asking:
+            with self._lock:
+                self.flush()
+                self._send(orders.Bring(numbers))
+            values: Sequence[Tensor] = self._answer().values
+        return values
+
+    def close(self, useless: Container[int] = ()) -> None:
+        """Bring all that is at the host and still of use, before it ends; but for tensors that are ``useless``."""
+        handles = [each for each in self._handles.values() if each.number not in useless]
+        for handle, value in zip(handles, self.bring([each.number for each in handles]), strict=True):
+            handle.value = value
+
+    def let_go(self, number: int) -> None:
+        """Nobody needs this tensor any more; the host is told with the next operator."""
+        self._free.append(number)  # no lock: garbage is collected anywhere
+
+    def flush(self) -> None:
+        """Send the operators that wait."""
+        with self._lock:
+            if self._waiting:
+                self._send(self._taken())
+
+    def _asked(self, order: orders.Run) -> Any:
+        with self._asking:
+            with self._lock:
+                self._waiting.append(order)
+                self._send(self._taken())
+            return self._answer().values
+
+    def _taken(self) -> orders.Runs:
+        free = [self._free.popleft() for _ in range(len(self._free))]
+        taken, self._waiting = orders.Runs(self._waiting, free), []
+        return taken
+
+
+class Handle:
+    """A tensor in ``memory``, by ``number``.
+
+    Attributes:
+        value: Itself, once the host has ended.
+    """
+
+    __slots__ = ("__weakref__", "_memory", "name", "number", "value")
+
+    def __init__(self, memory: HostMemory, number: int) -> None:
+        self._memory = memory
+        self.number = number
+        self.name = orders.Held(number)
+        self.value: Tensor | None = None
+
+    @property
+    def owner(self) -> HostMemory | None:
+        """The memory; None once the host has ended."""
+        return self._memory if self.value is None else None
+
+    @property
+    def memory(self) -> HostMemory:
+        """The memory, also of a host that has ended."""
+        return self._memory
+
+    def bring(self) -> Tensor:
+        """A copy of the tensor; itself, once the host has ended."""
+        return self._memory.bring([self.number])[0] if self.value is None else self.value
+
+    def __del__(self) -> None:
+        if self.value is None:
+            self._memory.let_go(self.number)
+
+
+class HeldTensors:
+    """The table, at the host."""
+
+    def __init__(self) -> None:
+        self._held: dict[int, Tensor] = {}
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def put(self, number: int, value: Tensor) -> None:
+        self._held[number] = value
+
+    def get(self, number: int) -> Tensor:
+        return self._held[number]
+
+    def bring(self, numbers: Sequence[int]) -> list[Tensor]:
+        return [self._held[number] for number in numbers]
+
+    def run(self, runs: orders.Runs) -> Any:
+        """Run operators; gives what is to be answered to the last one, or None.
+
+        Raises:
+            NotPlain: for what is no operator of torch's own.
+        """
+        answer = None
+        with torch.no_grad():
+            for each in runs.each:
+                answer = self._run(each)
+        for number in runs.free:
+            self._held.pop(number, None)
+        return answer
+
+    def _run(self, order: orders.Run) -> Any:
+        func = operator_of(order.operator)
+        args = [self._found(each) for each in order.args]
+        kwargs = {name: self._found(each) for name, each in order.kwargs.items()}
+        result = func(*args, **kwargs)
+        if order.results is None:
+            return result
+        if order.results:
+            known = {id(each) for each in _leaves((args, kwargs))}
+            new = [each for each in _leaves(result) if id(each) not in known]
+            self._held.update(zip(order.results, new, strict=True))
+        if not order.answers:
+            return None
+        changed: list[Tensor] = []
+        for place in order.answers:
+            if place < len(args):
+                changed += _sent(args[place], order.args[place])
+            else:
+                name = func._schema.arguments[place].name
+                changed += _sent(kwargs.get(name), order.kwargs.get(name))
+        return changed
+
+    def _found(self, value: Any) -> Any:
+        if isinstance(value, orders.Held):
+            return self._held[value.number]
+        if isinstance(value, list | tuple):
+            return [self._found(each) for each in value]
+        return value
+
+
+def _leaves(values: Any) -> list[Tensor]:
+    return [each for each in pytree.tree_leaves(values) if isinstance(each, Tensor)]
+
+
+def _sent(value: Any, sent: Any) -> list[Tensor]:
+    """The tensors of ``value`` that have come with the order."""
+    if isinstance(value, list):
+        return [each for own, its in zip(value, sent, strict=True) for each in _sent(own, its)]
+    return [value] if isinstance(sent, Tensor) else []

@@ -1,0 +1,132 @@
+"""A stage at a host that owns it: live weights, gradients, optimizer states and versions are there.
+
+The live parameters become :class:`~lightning_hetpipe.hosts.remote_tensor.RemoteTensor`s, and stay the same objects: the
+user's optimizer, clipping, callbacks and hooks work with them as ever, and what they compute is computed at the host.
+When the stage ends, values come home, and parameters are what they were.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_hetpipe.hosts import orders
+from lightning_hetpipe.hosts.host_memory import HostMemory
+from lightning_hetpipe.hosts.remote_stage import HostLink, HostLost, RemoteStage, sparse_of
+from lightning_hetpipe.hosts.remote_tensor import RemoteTensor, come_home, local, move_out, remote
+from lightning_hetpipe.hosts.shared_weights import FoundStash
+from lightning_hetpipe.pipeline.graph_code import layers_as_data
+from lightning_hetpipe.pipeline.stage import FoundGradients
+from lightning_hetpipe.pipeline.weight_stash import VersionedLayers, copy_of
+
+
+class OwnedStash(FoundStash):
+    """A stage's versions in the ``memory`` of the host that owns it; other arguments are those of ``WeightStash``."""
+
+    def __init__(self, memory: HostMemory, *args: Any) -> None:
+        self.memory = memory
+        super().__init__(*args)
+
+    def let_go(self) -> None:
+        """Nothing of it is here."""
+
+    def numbers(self) -> set[int]:
+        """Numbers of the tensors of versions, and of the layers that they are bound to."""
+        every = [
+            *self.parameters,
+            *self._frozen.values(),
+            *(each for buffer in self.buffers for each in buffer.tensors),
+        ]
+        return {each.handle.number for each in every if isinstance(each, RemoteTensor)}
+
+    def _copy(self, frozen: Mapping[int, Tensor] | None = None) -> nn.ModuleList:
+        return copy_of(self._live, self._device, frozen, stays=True)
+
+    def _made(self, tensors: dict[int, Tensor]) -> dict[int, tuple[Tensor, orders.SharedTensor | orders.Held]]:
+        found: dict[int, tuple[Tensor, orders.SharedTensor | orders.Held]] = {}
+        for number, tensor in tensors.items():
+            is_there = isinstance(tensor, RemoteTensor) and tensor.handle.owner is self.memory
+            placed = tensor if is_there else remote(local(tensor), self.memory)
+            assert isinstance(placed, RemoteTensor)
+            found[number] = placed, placed.handle.name
+        return found
+
+
+class OwnedStage(RemoteStage):
+    """The stage, as the process of Lightning's loop has it; its arguments are those of ``RemoteStage``."""
+
+    def __init__(self, connect: Callable[[], HostLink] | None, *args: Any) -> None:
+        self._moved: list[nn.Parameter] = []
+        super().__init__(connect, *args)
+
+    def adopt(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        """Have the states that ``optimizers`` keep of its weights at the host, too."""
+        own = set(self._moved)
+        for optimizer in optimizers:
+            for parameter, state in optimizer.state.items():
+                if parameter not in own:
+                    continue
+                for name, value in state.items():
+                    if isinstance(value, Tensor) and value.shape == parameter.shape and value.dim():
+                        state[name] = remote(value, self._memory)
+
+    def close(self) -> None:
+        try:
+            if self._host is not None and self._lost is None:
+                with suppress(HostLost):
+                    self._come_home()
+        finally:
+            super().close()
+
+    def copy_layers(self) -> None:
+        if self._host is None:
+            self._connect()
+        self._move_out()
+        super().copy_layers()
+
+    def take(self, minibatch: int) -> FoundGradients:
+        assert isinstance(self.stash, OwnedStash)
+        handles = [self._memory.new() for _ in self.stash.parameters]
+        looks = self._taken(minibatch, [handle.number for handle in handles])
+        found = FoundGradients()
+        for number, look in looks.items():
+            if isinstance(look, orders.SparseTensor):
+                found.gradients[number] = sparse_of(look)
+            else:
+                like = torch.empty_strided(look.shape, look.stride, dtype=look.dtype, device="meta")
+                found.gradients[number] = RemoteTensor(handles[number], like)
+        return found
+
+    def _connect(self) -> None:
+        super()._connect()
+        self._memory = HostMemory(super()._send, self._asking, self._await_answer)
+
+    def _new_stash(self, layers: nn.ModuleList) -> VersionedLayers:
+        return OwnedStash(self._memory, layers, self._settings.version_buffers, self.device)
+
+    def _layers_as_data(self) -> list[Any]:
+        return layers_as_data(self.layers, lambda each: each.handle.name if isinstance(each, RemoteTensor) else each)
+
+    def _send(self, message: Any) -> None:
+        self._memory.flush()
+        super()._send(message)
+
+    def _move_out(self) -> None:
+        """Have the live weights at the host."""
+        for parameter in nn.ModuleList([layer.module for layer in self.layers]).parameters():
+            if isinstance(parameter, RemoteTensor):
+                continue
+            move_out(parameter, self._memory)
+            self._moved.append(parameter)
+
+    def _come_home(self) -> None:
+        """Have all values in this process: weights, gradients, the optimizers' states, and what else is of use."""
+        assert isinstance(self.stash, OwnedStash)
+        self._memory.close(self.stash.numbers())
+        for tensor in [*self._memory.tensors.values()]:
+            if tensor.is_leaf and isinstance(tensor, RemoteTensor) and tensor.handle.owner is None:
+                come_home(tensor)

@@ -1,0 +1,198 @@
+"""Encrypted sockets that one thread may read while another one writes, and who is let in at their ends."""
+
+from __future__ import annotations
+
+import json
+import socket
+import ssl
+import struct
+import threading
+from typing import Any, Protocol
+
+from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.server.transport.security import Security
+
+_PART = 1 << 18
+_HEAD = struct.Struct(">I")
+_LONGEST_HELLO = 1 << 14  # bytes
+
+
+class Connection(Protocol):
+    """The part of a socket that messages need."""
+
+    def sendall(self, data: Any, /) -> None: ...
+
+    def recv_into(self, memory: memoryview, /) -> int: ...
+
+    def shutdown(self, how: int, /) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Refused(Exception):
+    """The other end does not let this process in, for the reason in the message."""
+
+
+class SecuredSocket:
+    """A connection over ``raw`` with certificates on both sides.
+
+    ``ssl.SSLSocket`` has one state for both directions, which two threads must not use at once. Here it is locked only
+    while bytes are encrypted or decrypted, and never while anybody waits for the network.
+
+    Args:
+        raw: Connected, with a timeout, which the handshake keeps.
+        security: The files.
+        host: The name that the other side's certificate must have; None at the side that was dialled.
+
+    Raises:
+        SettingError: if the files cannot be used.
+        Refused: if the other side shows no certificate that the ``ca`` has signed.
+    """
+
+    def __init__(self, raw: socket.socket, security: Security, host: str | None) -> None:
+        security.read()  # says what is wrong with the files
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if host is None else ssl.PROTOCOL_TLS_CLIENT)
+        context.minimum_version = ssl.TLSVersion.TLSv1_3
+        context.load_cert_chain(str(security.certificate), security.key, password="")
+        context.load_verify_locations(security.ca)
+        context.verify_mode = ssl.CERT_REQUIRED
+        self._raw = raw
+        self._arrived, self._leaving = ssl.MemoryBIO(), ssl.MemoryBIO()
+        self._state = context.wrap_bio(self._arrived, self._leaving, server_side=host is None, server_hostname=host)
+        self._crypting, self._sending = threading.Lock(), threading.Lock()
+        try:
+            self._shake_hands()
+        except ssl.SSLError as error:
+            raise Refused(f"certificates do not fit ({error.reason or error})") from None
+
+    def _shake_hands(self) -> None:
+        while True:
+            try:
+                self._state.do_handshake()
+            except ssl.SSLWantReadError:
+                self._raw.sendall(self._leaving.read())
+                if not (data := self._raw.recv(_PART)):
+                    raise Refused("the connection was closed while certificates were shown") from None
+                self._arrived.write(data)
+            else:
+                self._raw.sendall(self._leaving.read())
+                return
+
+    def sendall(self, data: Any) -> None:
+        memory = memoryview(data).cast("B")
+        with self._sending:
+            for first in range(0, len(memory), _PART):
+                with self._crypting:
+                    self._state.write(memory[first : first + _PART])
+                    crypted = self._leaving.read()
+                self._raw.sendall(crypted)
+
+    def recv_into(self, memory: memoryview) -> int:
+        while True:
+            with self._crypting:
+                try:
+                    count: Any = self._state.read(len(memory), memory)  # with a buffer, the number of bytes
+                    return int(count)
+                except ssl.SSLWantReadError:
+                    pass
+                except ssl.SSLError as error:
+                    raise ConnectionError(str(error)) from None
+            if not (data := self._raw.recv(_PART)):
+                return 0
+            with self._crypting:
+                self._arrived.write(data)
+
+    def shutdown(self, how: int) -> None:
+        self._raw.shutdown(how)
+
+    def close(self) -> None:
+        self._raw.close()
+
+
+def say_hello(connection: Connection, security: Security, release: str) -> None:
+    """Show the token to a host that was dialled.
+
+    Raises:
+        Refused: if it does not let this process in.
+    """
+    _tell(connection, {"token": security.token, "release": release})
+    answer = _hear(connection)
+    if reason := answer.get("refused"):
+        raise Refused(str(reason))
+    if answer.get("release") != release:
+        raise Refused(f"it is of release {answer.get('release')}, and this process of {release}")
+
+
+def hear_hello(connection: Connection, security: Security, release: str) -> None:
+    """Let in whoever shows the token.
+
+    Raises:
+        Refused: if it does not.
+    """
+    shown = _hear(connection)
+    reason = None
+    if not security.admits(shown.get("token") if isinstance(shown.get("token"), str) else None):
+        reason = "HETPIPE_TOKEN is another one there; set the same one for both"
+    elif shown.get("release") != release:
+        reason = f"it is of release {release}, and the caller of {shown.get('release')}; install the same on both"
+    _tell(connection, {"release": release} if reason is None else {"refused": reason})
+    if reason is not None:
+        raise Refused(reason)
+
+
+def _tell(connection: Connection, message: dict[str, Any]) -> None:
+    text = json.dumps(message).encode()
+    connection.sendall(_HEAD.pack(len(text)) + text)
+
+
+def _hear(connection: Connection) -> dict[str, Any]:
+    (length,) = _HEAD.unpack(_read(connection, _HEAD.size))
+    if length > _LONGEST_HELLO:
+        raise Refused("it speaks another protocol")
+    try:
+        found = json.loads(_read(connection, length))
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise Refused("it speaks another protocol")
+    return found
+
+
+def _read(connection: Connection, length: int) -> bytearray:
+    found = bytearray(length)
+    memory = memoryview(found)
+    while len(memory):
+        try:
+            count = connection.recv_into(memory)
+        except ConnectionError:
+            count = 0
+        if not count:
+            raise Refused("it has closed the connection")
+        memory = memory[count:]
+    return found
+
+
+def dialled(address: tuple[str, int], setting: str, seconds: float) -> socket.socket:
+    """A connection to ``address``, which has a timeout of so many seconds.
+
+    Raises:
+        SettingError: which names ``setting``.
+    """
+    try:
+        found = socket.create_connection(address, seconds)
+    except OSError as error:
+        raise SettingError(
+            f"{setting}: nobody answers there ({error.strerror or error}); start hetpipe-host on that machine, with"
+            " address=0.0.0.0 and this port, or correct the address"
+        ) from None
+    keep_alive(found)
+    return found
+
+
+def keep_alive(connection: socket.socket) -> None:
+    """Send small messages at once, and notice within a minute that the other machine is gone."""
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (("TCP_KEEPIDLE", 20), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 4)):
+        if hasattr(socket, name):
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

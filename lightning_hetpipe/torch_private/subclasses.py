@@ -1,0 +1,44 @@
+"""Private names of torch for subclasses of Tensor that hold no memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+T = TypeVar("T", bound=Tensor)
+
+as_plain: Callable[[], AbstractContextManager[None]] = torch._C.DisableTorchFunctionSubclass
+"""Gives a context in which functions of subclasses run as those of a plain tensor, down to their operators."""
+
+
+def make_without_memory(cls: type[T], like: Tensor, device: torch.device) -> T:
+    """A tensor of class ``cls`` with sizes, strides and dtype of ``like``, and no memory: each operator on it is a call
+    of ``cls.__torch_dispatch__``."""
+    make: Any = torch.Tensor._make_wrapper_subclass
+    made: T = make(cls, like.size(), strides=like.stride(), dtype=like.dtype, layout=like.layout, device=device)
+    return made
+
+
+def address_of(tensor: Tensor) -> int | None:
+    """The address of the memory of ``tensor``; None if it has none in this process."""
+    return tensor.untyped_storage().data_ptr() if type(tensor) in (Tensor, nn.Parameter) else None
+
+
+def exchange(one: Tensor, other: Tensor) -> None:
+    """Have ``one`` be what ``other`` is, and the other way round, for whoever refers to them; hooks stay with them.
+
+    As ``torch.utils.swap_tensors``, which refuses tensors that something refers to weakly, or whose graph still lives:
+    a graph that was made before goes on to mean the tensor that it was made of.
+    """
+    pair: list[Any] = [one, other]  # torch has no types here
+    hooks = [(each._backward_hooks, getattr(each, "_post_accumulate_grad_hooks", None)) for each in pair]
+    one.__class__, other.__class__ = other.__class__, one.__class__
+    one.__dict__, other.__dict__ = other.__dict__, one.__dict__
+    torch._C._swap_tensor_impl(one, other)
+    for each, (before, after) in zip(pair, hooks, strict=True):
+        each._backward_hooks = before
+        each._post_accumulate_grad_hooks = after

@@ -1,0 +1,295 @@
+"""Stages at hosts that `hetpipe-host` serves, as on other machines: same bits, and one clear error for a fault."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import nn
+
+from lightning_hetpipe import HetPipeStrategy
+from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.hosts.remote_stage import HostLost
+from lightning_hetpipe.hosts.remote_tensor import RemoteTensor
+from lightning_hetpipe.planning.plan.document import Plan, PlannedStage, PlannedWorker
+from tests.exact.running import assert_equal, expect, fit
+from tests.server.transports import certificates, eventually
+from tests.support.models import ADAMW, CLASSES, Task, vectors
+from tests.support.strategies import stashing
+from tests.support.trainers import quiet_trainer
+
+LAYERS = 6
+
+
+class Hosts:
+    """A running hetpipe-host."""
+
+    def __init__(self, process: subprocess.Popen[str], address: str) -> None:
+        self.process, self.address = process, address
+
+    def children(self) -> list[int]:
+        path = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
+        return [*map(int, path.read_text().split())]
+
+
+@contextmanager
+def serving(environment: dict[str, str]) -> Iterator[Hosts]:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "lightning_hetpipe.cli.hetpipe_host", "address=127.0.0.1:0"],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**{name: value for name, value in os.environ.items() if not name.startswith("HETPIPE")}, **environment},
+        start_new_session=True,
+    )
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        assert line.startswith("hetpipe-host: serving 127.0.0.1:"), line
+        yield Hosts(process, line.split()[2].rstrip(";"))
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 128 + signal.SIGTERM
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[Hosts]:
+    with serving({}) as found:
+        yield found
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    layers = [nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 8), nn.Dropout(0.2), nn.Linear(8, CLASSES)]
+    return nn.Sequential(*layers)
+
+
+def task() -> Task:
+    return Task(net(), ADAMW)
+
+
+def plan(*nodes: str, workers: int = 1, device: str = "cpu") -> Plan:
+    """Stages of two layers each on ``nodes``."""
+
+    def worker(index: int) -> PlannedWorker:
+        stages = [
+            PlannedStage(
+                node,
+                f"{device if node != nodes[-1] else 'cpu'}:{index * len(nodes) + number}",
+                2 * number,
+                2 * number + 1,
+                0.001,
+                1000,
+                None,
+            )
+            for number, node in enumerate(nodes)
+        ]
+        return PlannedWorker(1000.0, tuple(stages))
+
+    names = tuple(f"net.{number}" for number in range(LAYERS))
+    return Plan("Task", 3, 3, 0, 0.001, 1000.0, tuple(map(worker, range(workers))), names)
+
+
+def apart(hosts: Hosts, *nodes: str, **settings: Any) -> HetPipeStrategy:
+    elsewhere = {node: hosts.address for node in nodes if node != nodes[-1]}
+    return stashing(plan=plan(*nodes), stage_hosts=elsewhere, **settings)
+
+
+def test_a_virtual_worker_over_machines_has_the_oracles_bits(hosts: Hosts) -> None:
+    """Two of its stages are at hosts, with their weights, gradients and optimizer states."""
+    expected = expect(task(), vectors(40, 4), 3)
+    assert_equal(expected, fit(task(), vectors(40, 4), strategy=apart(hosts, "attic", "cellar", "desk")))
+    eventually(lambda: not hosts.children(), "a host has not ended")
+
+
+class Seen(L.Callback):
+    """Notes where weights, gradients and states are while training runs."""
+
+    def __init__(self) -> None:
+        self.remote: set[str] = set()
+
+    def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: Any, optimizer: Any) -> None:
+        for name, parameter in pl_module.named_parameters():
+            states = [each for each in optimizer.state[parameter].values() if each.dim()]
+            if all(isinstance(each, RemoteTensor) for each in (parameter, parameter.grad, *states)):
+                self.remote.add(name)
+
+
+def test_all_of_a_stage_is_at_its_host_and_comes_home(hosts: Hosts) -> None:
+    seen, learner = Seen(), task()
+    fit(learner, vectors(40, 4), [seen], strategy=apart(hosts, "attic", "attic", "desk"))
+    assert seen.remote == {"net.0.weight", "net.0.bias", "net.1.weight", "net.1.bias", "net.3.weight", "net.3.bias"}
+    assert all(type(parameter) is nn.Parameter for parameter in learner.parameters())
+
+
+@pytest.mark.parametrize("from_hosts", [True, False])
+def test_checkpoints_are_those_of_threads(from_hosts: bool, hosts: Hosts, tmp_path: Path) -> None:
+    """A run that is resumed with its stages elsewhere goes on as one that was not."""
+    strategies: list[Callable[[], HetPipeStrategy]] = [
+        lambda: apart(hosts, "attic", "attic", "desk"),
+        lambda: stashing(plan=plan("desk", "desk", "desk")),
+    ]
+    saved = []
+    for number, strategy in enumerate(strategies):
+        saves = ModelCheckpoint(tmp_path / str(number), every_n_train_steps=5, save_top_k=-1)
+        quiet_trainer(strategy(), callbacks=[saves], enable_checkpointing=True).fit(task(), vectors(40, 4))
+        saved.append(next((tmp_path / str(number)).glob("*step=5*")))
+    one, other = (torch.load(path, weights_only=True) for path in saved)
+    assert_alike(one["state_dict"], other["state_dict"])
+    assert_alike(one["optimizer_states"], other["optimizer_states"])
+    found = [
+        fit(task(), vectors(40, 4), strategy=strategy(), ckpt_path=str(saved[not from_hosts]))
+        for strategy in strategies
+    ]
+    assert_equal(found[0], found[1])
+
+
+def assert_alike(one: Any, other: Any) -> None:
+    if isinstance(one, torch.Tensor):
+        assert type(one) is type(other)
+        assert torch.equal(one, other)
+    elif isinstance(one, dict):
+        assert one.keys() == other.keys()
+        for key in one:
+            assert_alike(one[key], other[key])
+    elif isinstance(one, list):
+        for pair in zip(one, other, strict=True):
+            assert_alike(*pair)
+    else:
+        assert one == other
+
+
+class Kill(L.Callback):
+    def __init__(self, hosts: Hosts) -> None:
+        self.hosts = hosts
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        if trainer.global_step == 4:
+            os.kill(self.hosts.children()[0], signal.SIGKILL)
+
+
+def test_a_host_that_is_killed_ends_its_virtual_worker(hosts: Hosts) -> None:
+    with pytest.raises(HostLost, match=rf"stage 0 \(host {hosts.address}\) has closed the connection"):
+        fit(task(), vectors(40, 4), [Kill(hosts)], strategy=apart(hosts, "attic", "desk", "desk", timeout=60))
+    assert_equal(
+        expect(task(), vectors(20, 4), 3), fit(task(), vectors(20, 4), strategy=apart(hosts, "attic", "desk", "desk"))
+    )
+
+
+class Interrupted(L.Callback):
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        if trainer.global_step == 4:
+            raise ArithmeticError("of the user's")
+
+
+def test_after_an_error_weights_are_home(hosts: Hosts) -> None:
+    learner = task()
+    with pytest.raises(ArithmeticError):
+        quiet_trainer(apart(hosts, "attic", "desk", "desk"), callbacks=[Interrupted()]).fit(learner, vectors(40, 4))
+    assert all(type(parameter) is nn.Parameter for parameter in learner.parameters())
+    eventually(lambda: not hosts.children(), "a host has not ended")
+
+
+def test_another_token_is_not_let_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving({"HETPIPE_TOKEN": "one"}) as found:
+        for token, lets in (("other", False), ("", False), ("one", True)):
+            monkeypatch.setenv("HETPIPE_TOKEN", token)
+            strategy = apart(found, "attic", "desk", "desk")
+            if lets:
+                fit(task(), vectors(8, 4), strategy=strategy)
+            else:
+                with pytest.raises(SettingError, match=r"does not let this process in: HETPIPE_TOKEN is another one"):
+                    fit(task(), vectors(8, 4), strategy=strategy)
+
+
+def test_certificates_on_both_sides(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same bits; who has none is not let in."""
+    folder = certificates()
+    variables = {f"HETPIPE_{name.upper()}": str(folder / f"{name}.pem") for name in ("ca", "certificate", "key")}
+    with serving({**variables, "HETPIPE_TOKEN": "one"}) as found:
+        with monkeypatch.context() as patch:
+            for name, value in {**variables, "HETPIPE_TOKEN": "one"}.items():
+                patch.setenv(name, value)
+            expected = expect(task(), vectors(40, 4), 3)
+            assert_equal(expected, fit(task(), vectors(40, 4), strategy=apart(found, "attic", "attic", "desk")))
+        monkeypatch.setenv("HETPIPE_TOKEN", "one")
+        assert "does not let this process in" in refused(apart(found, "attic", "desk", "desk"))
+
+
+class Custom(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
+        return value * 1
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        return gradients[0]
+
+
+class Own(nn.Module):
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = Custom.apply(value)  # type: ignore[no-untyped-call]  # torch has no types here
+        return found
+
+
+def refused(strategy: HetPipeStrategy, module: nn.Sequential | None = None) -> str:
+    with pytest.raises(SettingError) as caught:
+        fit(Task(module or net(), ADAMW), vectors(8, 4), strategy=strategy)
+    return str(caught.value)
+
+
+def test_a_layer_without_a_graph_has_to_be_planned_for_the_last_node(hosts: Hosts) -> None:
+    layers = [*net()]
+    text = refused(apart(hosts, "attic", "desk", "desk"), nn.Sequential(layers[0], Own(), *layers[2:]))
+    assert "stage 0 is planned for another machine, and has to stay in this process, as layer" in text
+    assert "which has no graph; plan its layers for the node of the last stage" in text
+
+
+def test_nobody_at_an_address(hosts: Hosts) -> None:
+    strategy = stashing(plan=plan("attic", "desk", "desk"), stage_hosts={"attic": "127.0.0.1:1"})
+    assert "the host at 127.0.0.1:1: nobody answers there" in refused(strategy)
+
+
+def test_hosts_compute_on_cpus() -> None:
+    strategy = stashing(plan=plan("attic", "desk", "desk", device="RTX-3090"), stage_hosts={"attic": "127.0.0.1:1"})
+    assert "stage 0 of the plan for Task is on RTX-3090:0 of attic, and hosts compute on CPUs only" in refused(strategy)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"stage_hosts": {"attic": "127.0.0.1:1"}, "stages": 2}, "names hosts for the nodes of a plan"),
+        ({"plan": plan("attic", "desk", "desk")}, r"start hetpipe-host on attic, and say where, as in stage_hosts="),
+        (
+            {"plan": plan("attic", "cellar", "desk"), "stage_hosts": {"attic": "127.0.0.1:1"}},
+            "start hetpipe-host on cellar, and say where",
+        ),
+    ],
+)
+def test_plans_and_hosts_that_do_not_fit(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(SettingError, match=message):
+        fit(task(), vectors(8, 4), strategy=stashing(**settings))
+
+
+@pytest.mark.parametrize(
+    ("hosts", "message"),
+    [
+        ({"attic": "there"}, r"stage_hosts\['attic'\]='there' is not host:port"),
+        ({"attic": 5}, r"stage_hosts\['attic'\]=5 is not host:port"),
+        ({}, "stage_hosts={} names no host"),
+    ],
+)
+def test_wrong_hosts(hosts: Any, message: str) -> None:
+    with pytest.raises(SettingError, match=message):
+        HetPipeStrategy(stage_hosts=hosts)

@@ -1,0 +1,73 @@
+"""A virtual worker over two machines of a network: the same bits, and its weights do not cross the network."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+import torch
+
+from tests.support.namespaces import Machine, finished
+from tests.wsp.launch import ROOT, SECONDS
+
+PROGRAM = """
+import sys
+
+import torch
+from torch import nn
+
+from lightning_hetpipe import WSPCallback
+from tests.hosts.test_other_machines import plan
+from tests.support.models import ADAMW, CLASSES, Task, vectors
+from tests.support.strategies import stashing
+from tests.support.trainers import quiet_trainer
+
+torch.manual_seed(0)
+wide = [nn.Linear(6, 512), nn.Tanh(), nn.Linear(512, 512), nn.Tanh(), nn.Linear(512, 8), nn.Linear(8, CLASSES)]
+learner, (saved, *address) = Task(nn.Sequential(*wide), ADAMW), sys.argv[1:]
+wsp = WSPCallback(security={"insecure": True})
+where = {"stage_hosts": {"attic": address[0]}, "wsp": wsp} if address else {}
+strategy = stashing(plan=plan(*(["attic"] if address else ["desk"]) * 2, "desk"), **where)
+quiet_trainer(strategy, gradient_clip_val=0.5).fit(learner, vectors(256, 4))
+torch.save(learner.state_dict(), saved)
+"""
+
+WEIGHTS = 4 * (6 * 512 + 512 + 512 * 512 + 512)
+"""Bytes of those that are at the host."""
+
+MINIBATCHES = 64
+
+
+def test_weights_stay_where_their_stage_is(machines: list[Machine], tmp_path: Path) -> None:
+    desk, attic = machines
+    environment = {"PYTHONPATH": ROOT, "HETPIPE_TOKEN": "one"}
+    python = [sys.executable, "-c", PROGRAM]
+    host = attic.start(
+        [
+            python[0],
+            "-m",
+            "lightning_hetpipe.cli.hetpipe_host",
+            f"address={attic.address}:7071",
+            "security.insecure=true",
+        ],
+        tmp_path,
+        environment,
+    )
+    assert host.stdout is not None
+    assert host.stdout.readline() == f"hetpipe-host: serving {attic.address}:7071; Ctrl-C ends it.\n"
+    before = desk.transferred()
+    runs = [
+        desk.start([*python, tmp_path / f"{number}.pt", *where], tmp_path, environment)
+        for number, where in enumerate(([], [f"{attic.address}:7071"]))
+    ]
+    for code, _, err in finished(runs, SECONDS):
+        assert code == 0, err
+    alone, over = (torch.load(tmp_path / f"{number}.pt") for number in range(2))
+    assert all(torch.equal(alone[name], over[name]) for name in alone)
+    # There at the start, and home at the end with its gradient and the two moments of Adam.
+    assert WEIGHTS < desk.transferred() - before < 12 * WEIGHTS < MINIBATCHES * WEIGHTS
+    os.killpg(host.pid, signal.SIGINT)
+    assert [code for code, _, _ in finished([host], SECONDS)] == [130]
+    assert attic.programs() == []
