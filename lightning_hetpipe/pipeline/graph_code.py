@@ -38,6 +38,9 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
 
 _NAMES = {function: name for name, function in _FUNCTIONS.items()}
 
+_OF_FILES = ("from_file",)
+"""Operators that read files of whoever runs them."""
+
 _LIBRARIES = ("aten", "prims")
 """Operators that each process has which has imported torch."""
 
@@ -204,10 +207,12 @@ def operator_of(name: str) -> OperatorOverload:
     Raises:
         NotPlain: if that is not one of torch's own.
     """
-    namespace, found, path = name.partition("::")
+    namespace, _, path = name.partition("::")
     packet, _, overload = path.partition(".")
-    target = getattr(getattr(getattr(torch.ops, namespace), packet), overload or "default") if found else None
-    if namespace not in _LIBRARIES or not isinstance(target, OperatorOverload):
+    target = None
+    if namespace in _LIBRARIES and packet not in _OF_FILES:
+        target = getattr(getattr(getattr(torch.ops, namespace), packet, None), overload or "default", None)
+    if not isinstance(target, OperatorOverload):
         raise NotPlain(f"{name} is no operator of torch's own")
     return target
 

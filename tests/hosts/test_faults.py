@@ -78,7 +78,9 @@ def test_a_host_is_killed(sent: signal.Signals, how: str) -> None:
 def test_a_host_that_is_stopped() -> None:
     """Lightning's thread waits for it with the lock over user code, whose time the watchdog does not count."""
     kills = Kills(signal.SIGSTOP)
-    with pytest.raises(HostLost, match=r"the process of stage 0 \(\d+\) has not answered for 8 s, and was ended"):
+    with pytest.raises(
+        HostLost, match=r"the process of stage 0 \(process \d+\) has not answered for 8 s, and was ended"
+    ):
         trained([kills], timeout=8)
     assert kills.pids
     assert all(map(gone, kills.pids))
@@ -86,7 +88,7 @@ def test_a_host_that_is_stopped() -> None:
 
 def test_a_host_that_ends_before_it_is_set_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lightning_hetpipe.hosts.host_process.CHILD", "import sys; sys.exit(7)")
-    with pytest.raises(HostLost, match=r"the process of stage 0 \(\d+\) has ended with exit code 7"):
+    with pytest.raises(HostLost, match=r"the process of stage 0 \(process \d+\) has ended with exit code 7"):
         trained([])
 
 

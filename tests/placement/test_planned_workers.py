@@ -87,5 +87,5 @@ def test_virtual_workers_across_nodes_are_emulated_on_one_machine_only() -> None
     stages = planned(0, 2).virtual_workers[0].stages
     across = PlannedWorker(10.0, tuple(replace(stage, node=node) for stage, node in zip(stages, "ab", strict=True)))
     plan = replace(planned(0, 2), virtual_workers=(across,))
-    with refused("which is planned only; plan each virtual worker for the devices of one node, or give the cluster"):
+    with refused("start hetpipe-host on a, and say where, as in stage_hosts={'a': "):
         quiet_trainer(HetPipeStrategy(plan=plan, cluster=NODES))

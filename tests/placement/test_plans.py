@@ -429,15 +429,13 @@ def test_a_plan_of_a_spread_run_has_no_stages_for_settings(settings: dict[str, A
         HetPipeStrategy(plan=replace(planned(0, 3, in_flight=1), spread=True), **settings)
 
 
-def test_stages_on_several_nodes_are_planned_only(measured: Says) -> None:
+def test_stages_on_several_nodes_need_hosts(measured: Says) -> None:
     """A run said that a node of that name is not there."""
     measured({"T4": 0.3}, cpu=0.01)
     first, second = planned(0, 3, device="T4").virtual_workers[0].stages
     worker = PlannedWorker(10.0, (replace(first, node="other", device="T4:0"), second))
     plan = replace(planned(0, 3, device="T4"), virtual_workers=(worker,))
-    said = (
-        "the plan for MLP has a virtual worker with stages on several nodes (0, on other, box), which is planned only"
-    )
+    said = "has a virtual worker with stages on several nodes (0, on other, box); start hetpipe-host on other"
     with refused(said):
         quiet_trainer(HetPipeStrategy(plan=plan))
     both = Cluster([Node("box", ["T4"]), Node("other", ["T4"])])
