@@ -240,7 +240,8 @@ class HetPipeStrategy(PlannedDevices):
                 together.check_together(trainer)
             if self.stage_hosts != "threads":
                 emulated = self._planner().placement.emulated
-                settings.check_stage_hosts(self.stage_hosts, wanted.devices, emulated=emulated)
+                spread = wanted.is_spread
+                settings.check_stage_hosts(self.stage_hosts, wanted.devices, emulated=emulated, spread=spread)
             if self.compile is not None:
                 compile_setting.check(self.compile, self._devices())
         self._divide(trainer)

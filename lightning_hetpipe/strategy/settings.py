@@ -9,6 +9,7 @@ from itertools import groupby
 from typing import Any, Literal
 
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_hetpipe.errors import SettingError, nearest, of_file
 from lightning_hetpipe.launch.ranks import Rank
@@ -256,8 +257,22 @@ def stages_elsewhere(plan: Plan | None, hosts: StageHosts) -> dict[int, str]:
     return {number: hosts[stage.node] for number, stage in found.items()}
 
 
-def check_stage_hosts(hosts: StageHosts, devices: Sequence[torch.device], *, emulated: bool) -> None:
-    """Refuses stages in processes on ``devices`` other than CPUs, or on ``emulated`` ones."""
+def check_stage_hosts(
+    hosts: StageHosts, devices: Sequence[torch.device], *, emulated: bool, spread: bool = False
+) -> None:
+    """Refuses stages in processes on ``devices`` other than CPUs, or on ``emulated`` ones, and hosts for a ``spread``
+    run, which has no stages; warns where that leaves processes out."""
+    if spread and isinstance(hosts, Mapping):
+        raise SettingError(
+            f"stage_hosts={dict(hosts)!r} is for stages, and one minibatch in flight has none, as the step runs on the"
+            " model as it is; plan with more in flight, or leave stage_hosts out"
+        )
+    if spread:
+        rank_zero_warn(
+            f"stage_hosts={hosts!r} changes nothing: one minibatch is in flight, and so there are no stages; set"
+            " in_flight to more, or leave stage_hosts out"
+        )
+        return
     if emulated:
         raise SettingError(
             f"stage_hosts={hosts!r} has stages in processes of their own, which emulate no devices yet; leave"

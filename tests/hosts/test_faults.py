@@ -208,6 +208,12 @@ def test_one_stage_has_no_process_and_says_so() -> None:
         trainer.fit(Task(net()), vectors(12, 4))
 
 
+def test_one_minibatch_in_flight_has_no_process_and_says_so() -> None:
+    trainer = quiet_trainer(HetPipeStrategy(stages=2, in_flight=1, stage_hosts="processes"))
+    with pytest.warns(UserWarning, match="stage_hosts='processes' changes nothing: one minibatch is in flight"):
+        trainer.fit(Task(net()), vectors(12, 4))
+
+
 def test_a_stage_without_a_graph_stays_and_says_why(host_threads: list[HostThread]) -> None:
     class Two(Task):
         def __init__(self) -> None:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -264,6 +265,12 @@ def test_nobody_at_an_address(hosts: Hosts) -> None:
 def test_hosts_compute_on_cpus() -> None:
     strategy = stashing(plan=plan("attic", "desk", "desk", device="RTX-3090"), stage_hosts={"attic": "127.0.0.1:1"})
     assert "stage 0 of the plan for Task is on RTX-3090:0 of attic, and hosts compute on CPUs only" in refused(strategy)
+
+
+def test_a_spread_run_has_no_stages_for_hosts() -> None:
+    one = replace(plan("attic", "desk", "desk"), in_flight=1, wave=1, spread=True)
+    strategy = HetPipeStrategy(plan=one, stage_hosts={"attic": "127.0.0.1:1"})
+    assert "is for stages, and one minibatch in flight has none" in refused(strategy)
 
 
 @pytest.mark.parametrize(
