@@ -28,6 +28,7 @@ from tests.server.transports import certificates, eventually
 from tests.support.models import ADAMW, CLASSES, Task, vectors
 from tests.support.strategies import stashing
 from tests.support.trainers import quiet_trainer
+from tests.wsp.launch import ROOT
 
 LAYERS = 6
 
@@ -112,6 +113,47 @@ def test_a_virtual_worker_over_machines_has_the_oracles_bits(hosts: Hosts) -> No
     expected = expect(task(), vectors(40, 4), 3)
     assert_equal(expected, fit(task(), vectors(40, 4), strategy=apart(hosts, "attic", "cellar", "desk")))
     eventually(lambda: not hosts.children(), "a host has not ended")
+
+
+TWO = """
+import sys
+
+import torch
+
+from lightning_hetpipe import WSPCallback
+from tests.hosts.test_other_machines import plan, task
+from tests.support.models import vectors
+from tests.support.strategies import stashing
+from tests.support.trainers import quiet_trainer
+
+saved, *address = sys.argv[1:]
+where = {"stage_hosts": {"attic": address[0]}} if address else {}
+nodes = ("attic", "desk", "desk") if address else ("desk", "desk", "desk")
+learner = task()
+strategy = stashing(plan=plan(*nodes, workers=2), wsp=WSPCallback(aggregate="mean"), **where)
+trainer = quiet_trainer(strategy, max_epochs=2)
+trainer.fit(learner, vectors(40, 4), vectors(12, 4))
+if trainer.is_global_zero:
+    torch.save(learner.state_dict(), saved)
+"""
+
+
+def test_two_virtual_workers_over_machines(hosts: Hosts, tmp_path: Path) -> None:
+    """Waves of weights that are at hosts."""
+    found = []
+    for number, where in enumerate(([], [hosts.address])):
+        saved = tmp_path / f"{number}.pt"
+        program = tmp_path / "two.py"
+        program.write_text(TWO)
+        subprocess.run([sys.executable, program, saved, *where], check=True, timeout=120, env=within(ROOT))
+        found.append(torch.load(saved))
+    assert_alike(*found)
+    eventually(lambda: not hosts.children(), "a host has not ended")
+
+
+def within(folder: Path) -> dict[str, str]:
+    """The environment of a program that finds the modules in ``folder``."""
+    return {**os.environ, "PYTHONPATH": str(folder)}
 
 
 class Seen(L.Callback):
