@@ -128,5 +128,11 @@ class OwnedStage(RemoteStage):
         assert isinstance(self.stash, OwnedStash)
         self._memory.close(self.stash.numbers())
         for tensor in [*self._memory.tensors.values()]:
-            if tensor.is_leaf and isinstance(tensor, RemoteTensor) and tensor.handle.owner is None:
+            if isinstance(tensor, RemoteTensor) and tensor.handle.owner is None and _is_leaf(tensor):
                 come_home(tensor)
+
+
+def _is_leaf(tensor: Tensor) -> bool:
+    with suppress(RuntimeError):  # torch does not tell it of a view from no_grad whose base was changed with gradients
+        return tensor.is_leaf
+    return False

@@ -90,9 +90,10 @@ def _copied(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
         found: Tensor = memo[id(tensor)]
         return found
     copied = tensor.detach().clone()
-    made = nn.Parameter(copied, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else copied
+    is_parameter = isinstance(tensor, nn.Parameter)
+    made = nn.Parameter(copied, tensor.requires_grad) if is_parameter else copied
     memo[id(tensor)] = made.requires_grad_(tensor.requires_grad)
-    if tensor.grad is not None:
+    if tensor.grad is not None and not is_parameter:  # as torch copies a parameter without its gradient
         own = isinstance(tensor.grad, RemoteTensor)  # within this function, torch would not ask for another one
         made.grad = _copied(tensor.grad, memo) if own else copy.deepcopy(tensor.grad, memo)
     return made
@@ -107,7 +108,7 @@ def _here(name: str) -> Callable[..., Any]:
     return call
 
 
-_VALUES = ("numpy", "tolist", "__array__", "__reduce_ex__")
+_VALUES = ("numpy", "tolist", "__array__", "__format__", "__reduce_ex__")
 _FUNCTIONS: dict[Any, Callable[..., Any]] = {
     Tensor.data.__get__: _data,  # type: ignore[attr-defined]  # torch declares an attribute
     Tensor.data.__set__: _set_data,  # type: ignore[attr-defined]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import signal
 import subprocess
@@ -23,7 +24,7 @@ from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.hosts.remote_stage import HostLost
 from lightning_hetpipe.hosts.remote_tensor import RemoteTensor
 from lightning_hetpipe.planning.plan.document import Plan, PlannedStage, PlannedWorker
-from tests.exact.running import assert_equal, expect, fit
+from tests.exact.running import assert_equal, assert_same_run, expect, fit
 from tests.server.transports import certificates, eventually
 from tests.support.models import ADAMW, CLASSES, Task, vectors
 from tests.support.strategies import stashing
@@ -242,6 +243,25 @@ def test_after_an_error_weights_are_home(hosts: Hosts) -> None:
         quiet_trainer(apart(hosts, "attic", "desk", "desk"), callbacks=[Interrupted()]).fit(learner, vectors(40, 4))
     assert all(type(parameter) is nn.Parameter for parameter in learner.parameters())
     eventually(lambda: not hosts.children(), "a host has not ended")
+
+
+class KeepsView(L.Callback):
+    """Copies the module, and keeps a view of a weight."""
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, *_: Any) -> None:
+        assert all(each.grad is None for each in copy.deepcopy(pl_module.net).parameters())
+        assert float(f"{pl_module.net[0].weight.norm():.4f}") > 0
+        with torch.no_grad():
+            self.view = pl_module.net[0].weight.view(-1)
+        pl_module.net[0].weight.data.mul_(0.9)
+        with torch.no_grad():
+            self.view.add_(0.1)
+
+
+def test_copies_and_views_of_weights_are_those_of_threads(hosts: Hosts) -> None:
+    here = fit(task(), vectors(40, 4), [KeepsView()], strategy=stashing(plan=plan("desk", "desk", "desk")))
+    there = fit(task(), vectors(40, 4), [KeepsView()], strategy=apart(hosts, "attic", "attic", "desk"))
+    assert_same_run(here, there)
 
 
 def test_another_token_is_not_let_in(monkeypatch: pytest.MonkeyPatch) -> None:
