@@ -9,17 +9,16 @@ from contextlib import closing
 from typing import Any, Literal, NoReturn
 
 import hydra
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from lightning_hetpipe.cli import config_checks
 from lightning_hetpipe.cli.building import built
-from lightning_hetpipe.cli.console_script import FAILED, INTERRUPTED, TERMINATED, ConsoleScript
-from lightning_hetpipe.cli.entry import enter, job, report
+from lightning_hetpipe.cli.console_script import FAILED, ConsoleScript
+from lightning_hetpipe.cli.entry import enter, job
 from lightning_hetpipe.cli.server_status import laid_out
-from lightning_hetpipe.cli.targets import TargetSignature
-from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.cli.serving import SIGNALS, announcing, check_security, check_token, refuse_sweeps, security_of
 from lightning_hetpipe.server.transport.interface import STATUS, CallRefused, Unreachable
-from lightning_hetpipe.server.transport.security import Security, is_loopback, split
+from lightning_hetpipe.server.transport.security import Security
 
 PROGRAM = ConsoleScript(
     "hetpipe-server",
@@ -29,8 +28,6 @@ PROGRAM = ConsoleScript(
 )
 
 _COMMANDS = ("serve", STATUS)
-_SWEEP = {"-m", "--multirun", "hydra.mode=MULTIRUN"}
-_SIGNALS = {2: INTERRUPTED, 15: TERMINATED}
 
 
 def main() -> None:
@@ -40,9 +37,7 @@ def main() -> None:
     """
     if sys.argv[1:2] and sys.argv[1] in _COMMANDS:
         sys.argv[1] = f"command={sys.argv[1]}"
-    if _SWEEP.intersection(sys.argv[1:]):
-        refusal = SettingError("-m would start servers one after another; start hetpipe-server once for each address.")
-        sys.exit(report(refusal, PROGRAM))
+    refuse_sweeps(PROGRAM, "servers")
     enter(_application, PROGRAM)
 
 
@@ -59,13 +54,9 @@ def run(config: DictConfig) -> None:
         CallRefused, Unreachable: by the server that is asked.
     """
     _check(config)
-    security = Security(**OmegaConf.to_container(config.security, resolve=True))  # type: ignore[arg-type]
-    security.check(config.address)
-    if config.command != STATUS and security.token is None and not is_loopback(split(config.address)[0]):
-        raise SettingError(
-            f"address={config.address} is open to other machines, and HETPIPE_TOKEN is not set, so that anybody there"
-            " could call; set it to a long random value, the same for all servers and virtual workers."
-        )
+    security = security_of(config)
+    if config.command != STATUS:
+        check_token(config, security, "servers")
     if config.command == STATUS:
         print(laid_out(ask(config.address, security, config.timeout)))
     else:
@@ -98,27 +89,14 @@ def _serve(config: DictConfig, security: Security) -> NoReturn:
 
     handler: Any = built(config, "service", object)
 
-    def ready(address: str) -> None:
-        if security.token is None:
-            print(
-                "hetpipe-server: HETPIPE_TOKEN is not set, so that any user of this machine may connect; set it to a"
-                " long random value, the same for all servers and virtual workers.",
-                file=sys.stderr,
-                flush=True,
-            )
-        print(f"hetpipe-server: serving {address}; Ctrl-C ends it.", flush=True)
-
-    end(_SIGNALS.get(serve(handler, config.address, security, ready), 0))
+    end(SIGNALS.get(serve(handler, config.address, security, announcing(PROGRAM, security, "servers")), 0))
 
 
 def _check(config: DictConfig) -> None:
     config_checks.check(
         config, PROGRAM, needs=("service",), bounds=dict.fromkeys(("timeout", "service.lease"), (0.001, math.inf))
     )
-    if not isinstance(config.address, str):
-        raise SettingError(f"address={config.address} must be host:port, such as 127.0.0.1:5000 or [::1]:5000.")
-    security: Any = OmegaConf.to_container(config.security, resolve=True)
-    config_checks.check_arguments("security", security, TargetSignature.of(Security), "security")
+    check_security(config, 5000)
 
 
 if __name__ == "__main__":

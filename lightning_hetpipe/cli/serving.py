@@ -1,0 +1,80 @@
+"""Console scripts that serve until a signal: what hetpipe-server and hetpipe-host have in common."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from lightning_hetpipe.cli import config_checks
+from lightning_hetpipe.cli.console_script import INTERRUPTED, TERMINATED, ConsoleScript
+from lightning_hetpipe.cli.entry import report
+from lightning_hetpipe.cli.targets import TargetSignature
+from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.server.transport.security import Security, is_loopback, split
+
+SIGNALS = {2: INTERRUPTED, 15: TERMINATED}
+"""Exit codes of signals that end it."""
+
+_SWEEP = {"-m", "--multirun", "hydra.mode=MULTIRUN"}
+
+
+def refuse_sweeps(program: ConsoleScript, served: str) -> None:
+    """End with an error if a sweep is asked for, which would start what is ``served`` one after another."""
+    if _SWEEP.intersection(sys.argv[1:]):
+        text = f"-m would start {served} one after another; start {program.name} once for each address."
+        sys.exit(report(SettingError(text), program))
+
+
+def check_security(config: DictConfig, port: int) -> None:
+    """Check the types of ``address``, for which ``port`` is an example, and of ``security``.
+
+    Raises:
+        SettingError: which names the setting.
+    """
+    if not isinstance(config.address, str):
+        raise SettingError(f"address={config.address} must be host:port, such as 127.0.0.1:{port} or [::1]:{port}.")
+    security: Any = OmegaConf.to_container(config.security, resolve=True)
+    config_checks.check_arguments("security", security, TargetSignature.of(Security), "security")
+
+
+def security_of(config: DictConfig) -> Security:
+    """The security of ``config``, whose types are checked.
+
+    Raises:
+        SettingError: if it does not suffice for the address.
+    """
+    security = Security(**OmegaConf.to_container(config.security, resolve=True))  # type: ignore[arg-type]
+    security.check(config.address)
+    return security
+
+
+def check_token(config: DictConfig, security: Security, served: str) -> None:
+    """Refuse an address that is open to others without a token, for what is ``served``.
+
+    Raises:
+        SettingError: which says so.
+    """
+    if security.token is None and not is_loopback(split(config.address)[0]):
+        raise SettingError(
+            f"address={config.address} is open to other machines, and HETPIPE_TOKEN is not set, so that anybody there"
+            f" could call; set it to a long random value, the same for all {served} and virtual workers."
+        )
+
+
+def announcing(program: ConsoleScript, security: Security, served: str) -> Callable[[str], None]:
+    """A function that prints the address once it serves, and warns where there is no token."""
+
+    def ready(address: str) -> None:
+        if security.token is None:
+            print(
+                f"{program.name}: HETPIPE_TOKEN is not set, so that any user of this machine may connect; set it to a"
+                f" long random value, the same for all {served} and virtual workers.",
+                file=sys.stderr,
+                flush=True,
+            )
+        print(f"{program.name}: serving {address}; Ctrl-C ends it.", flush=True)
+
+    return ready
