@@ -146,13 +146,14 @@ class Handle:
     """A tensor in ``memory``, by ``number``.
 
     Attributes:
+        memory: Also of a host that has ended.
         value: Itself, once the host has ended.
     """
 
-    __slots__ = ("__weakref__", "_memory", "name", "number", "value")
+    __slots__ = ("__weakref__", "memory", "name", "number", "value")
 
     def __init__(self, memory: HostMemory, number: int) -> None:
-        self._memory = memory
+        self.memory = memory
         self.number = number
         self.name = orders.Held(number)
         self.value: Tensor | None = None
@@ -160,20 +161,15 @@ class Handle:
     @property
     def owner(self) -> HostMemory | None:
         """The memory; None once the host has ended."""
-        return self._memory if self.value is None else None
-
-    @property
-    def memory(self) -> HostMemory:
-        """The memory, also of a host that has ended."""
-        return self._memory
+        return self.memory if self.value is None else None
 
     def bring(self) -> Tensor:
         """A copy of the tensor; itself, once the host has ended."""
-        return self._memory.bring([self.number])[0] if self.value is None else self.value
+        return self.memory.bring([self.number])[0] if self.value is None else self.value
 
     def __del__(self) -> None:
         if self.value is None:
-            self._memory.let_go(self.number)
+            self.memory.let_go(self.number)
 
 
 class HeldTensors:
