@@ -65,6 +65,14 @@ class HostMemory:
             self._send(orders.Put(handle.number, value))
         return handle
 
+    def block(self, size: int) -> Handle:
+        """Have zeroed bytes at the host, which servers on its machine see."""
+        handle = self.new()
+        with self._lock:
+            self.flush()
+            self._send(orders.SharedBlock(handle.number, size))
+        return handle
+
     def run(
         self,
         func: OperatorOverload,

@@ -78,11 +78,13 @@ class HostProcess:
 def child(descriptor: int, security: dict[str, Any] | None) -> None:
     """Be a host, at the socket ``descriptor``; with ``security`` for a process that has to show who it is."""
     from lightning_hetpipe.hosts.stage_host import Host
+    from lightning_hetpipe.server.transport.security import Security
 
     raw = socket.socket(fileno=descriptor)
     try:
         connection = raw if security is None else _admitted(raw, security)
-        if connection is not None and not Host(Wire(connection)).run():
+        given = None if security is None else Security(**security)
+        if connection is not None and not Host(Wire(connection), given).run():
             os._exit(1)
     except BaseException:
         import traceback

@@ -1,9 +1,9 @@
 """Messages between a stage's host and the process of Lightning's loop, beside those of the stage itself.
 
-    to the host      Put, Runs, Bring, at any time; SetUp, and then Begin, Publish, NewLayers, NewVariants, Take, Look,
-                     Delivered, and tasks of the stage
-    from the host    results of tasks; Brought, Taken and Looked, in the order in which these were asked for; Broken,
-                     last
+    to the host      Put, SharedBlock, Runs, Bring, CallServer, at any time; SetUp, and then Begin, Publish, NewLayers,
+                     NewVariants, Take, Look, Delivered, and tasks of the stage
+    from the host    results of tasks; ServerAnswered; Brought, Taken and Looked, in the order in which these were
+                     asked for; Broken, last
 
 They travel in one order. So a version is at the host before the first minibatch that uses it.
 """
@@ -121,6 +121,47 @@ class Put(NamedTuple):
     value: Tensor
 
 
+class SharedBlock(NamedTuple):
+    """Have ``size`` zeroed bytes as number ``number``, which servers on the host's machine see."""
+
+    number: int
+    size: int
+
+
+class CallServer(NamedTuple):
+    """Call a parameter server.
+
+    Attributes:
+        call: The number of the call.
+        address: The server's.
+        method, header, timeout: As of ``Channel.call``; the header as bytes in a tensor.
+        body, into: Blocks, for the body of the call and of its answer.
+    """
+
+    call: int
+    address: str
+    method: str
+    header: Tensor
+    body: Held | None
+    into: Held | None
+    timeout: float
+
+
+class ServerAnswered(NamedTuple):
+    """Answer to :class:`CallServer`.
+
+    Attributes:
+        call: The number of the call.
+        header: Of the server's answer.
+        refused, silent: Why the server has refused the call, or not answered; else None.
+    """
+
+    call: int
+    header: Tensor
+    refused: str | None
+    silent: str | None
+
+
 class Run(NamedTuple):
     """An operator on tensors that the host has, and others.
 
@@ -228,6 +269,9 @@ RECORDS: Sequence[type[Any]] = (
     SparseTensor,
     Held,
     Put,
+    SharedBlock,
+    CallServer,
+    ServerAnswered,
     Run,
     Runs,
     Bring,

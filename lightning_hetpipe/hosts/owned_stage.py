@@ -18,6 +18,7 @@ from lightning_hetpipe.hosts import orders
 from lightning_hetpipe.hosts.host_memory import HostMemory
 from lightning_hetpipe.hosts.remote_stage import HostLink, HostLost, RemoteStage, sparse_of
 from lightning_hetpipe.hosts.remote_tensor import RemoteTensor, come_home, local, move_out, remote
+from lightning_hetpipe.hosts.server_calls import HostHolder
 from lightning_hetpipe.hosts.shared_weights import FoundStash
 from lightning_hetpipe.pipeline.graph_code import layers_as_data
 from lightning_hetpipe.pipeline.stage import FoundGradients
@@ -101,9 +102,14 @@ class OwnedStage(RemoteStage):
                 found.gradients[number] = RemoteTensor(handles[number], like)
         return found
 
+    def has(self, parameter: Tensor) -> bool:
+        """Tell whether the host has ``parameter``."""
+        return isinstance(parameter, RemoteTensor) and parameter.handle.owner is self._memory
+
     def _connect(self) -> None:
         super()._connect()
         self._memory = HostMemory(super()._send, self._asking, self._await_answer)
+        self.holder = HostHolder(self._memory, self._send)
 
     def _new_stash(self, layers: nn.ModuleList) -> VersionedLayers:
         return OwnedStash(self._memory, layers, self._settings.version_buffers, self.device)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.hosts import orders
 from lightning_hetpipe.hosts.host_process import HostProcess
+from lightning_hetpipe.hosts.server_calls import HostHolder
 from lightning_hetpipe.hosts.shared_weights import FoundStash, SeenTensors, SharedStash
 from lightning_hetpipe.hosts.stage_host import modes
 from lightning_hetpipe.hosts.wire import CODE, Wire
@@ -73,6 +74,9 @@ class RemoteStage(Stage):
         connect: Starts the host; by default a process of this machine.
         args: Those of :class:`~lightning_hetpipe.pipeline.stage.Stage`.
     """
+
+    holder: HostHolder | None = None
+    """The host, for the weights that it has."""
 
     def __init__(self, connect: Callable[[], HostLink] | None, *args: Any) -> None:
         self._start_host = connect or HostProcess
@@ -296,6 +300,10 @@ class RemoteStage(Stage):
             if isinstance(message, orders.Broken):
                 self._lost = f"cannot go on: {message.error}"
                 continue
+            if isinstance(message, orders.ServerAnswered):
+                assert self.holder is not None
+                self.holder.answered(message)
+                continue
             if isinstance(message, orders.Taken | orders.Looked | orders.Brought):
                 self._answers.put(message)
                 continue
@@ -305,6 +313,8 @@ class RemoteStage(Stage):
             self._watchdog.moved()
             self._done(message, None)
         error = self._host_lost()
+        if self.holder is not None:
+            self.holder.lose(error)
         with self._lock:
             numbers = {number for number, _ in self._asked}
             self._asked.clear()

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from lightning_hetpipe.hosts import orders
 from lightning_hetpipe.hosts.host_memory import HeldTensors
+from lightning_hetpipe.hosts.server_calls import ServerCalls
 from lightning_hetpipe.hosts.shared_weights import SeenStash, SharedMemory
 from lightning_hetpipe.hosts.wire import Wire
 from lightning_hetpipe.pipeline.graph_code import add_variants, layers_of_data
@@ -31,6 +32,8 @@ from lightning_hetpipe.pipeline.streams import StreamEvent, Streams
 from lightning_hetpipe.pipeline.threads import Watchdog
 from lightning_hetpipe.pipeline.weight_stash import VersionedLayers
 from lightning_hetpipe.rules.schedule import Segment
+from lightning_hetpipe.server.protocol.shard import block_of
+from lightning_hetpipe.server.transport.security import Security
 from lightning_hetpipe.torch_private.subclasses import address_of
 from lightning_hetpipe.torch_private.tensors import strided_parts
 
@@ -110,10 +113,11 @@ class HostedStage(Stage):
 
 
 class Host:
-    """The host at one end of ``wire``."""
+    """The host at one end of ``wire``, with ``security`` for its calls of servers."""
 
-    def __init__(self, wire: Wire) -> None:
+    def __init__(self, wire: Wire, security: Security | None = None) -> None:
         self._wire = wire
+        self._calls = ServerCalls(security, self._answer_call)
         self._answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._gradients: SharedMemory | None = None
         self._held = HeldTensors()
@@ -130,6 +134,7 @@ class Host:
         with suppress(EOFError), ExitStack() as undo:
             undo.callback(sender.join, SENDING)  # else the process could end before its last message is sent
             undo.callback(self._answers.put, None)
+            undo.callback(self._calls.close)
             stage: HostedStage | None = None
             try:
                 while True:
@@ -158,6 +163,11 @@ class Host:
                 self._answers.put(orders.Brought(_kept(answer)))
         elif isinstance(message, orders.Put):
             self._held.put(message.number, message.value)
+        elif isinstance(message, orders.SharedBlock):
+            self._held.put(message.number, block_of(message.size))
+        elif isinstance(message, orders.CallServer):
+            blocks = [None if held is None else self._held.get(held.number) for held in (message.body, message.into)]
+            self._calls.make(message, *blocks)
         elif isinstance(message, orders.Bring):
             self._answers.put(orders.Brought(_kept(self._held.bring(message.numbers))))
         else:
@@ -252,6 +262,9 @@ class Host:
 
     def _done(self, result: Result, event: StreamEvent | None) -> None:
         self._answers.put(result)
+
+    def _answer_call(self, answer: orders.ServerAnswered) -> None:
+        self._answers.put(answer)
 
     def _send(self) -> None:
         torch.set_num_threads(1)

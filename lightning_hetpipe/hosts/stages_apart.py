@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from torch import Tensor
 
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.hosts.host_connection import HostConnection
@@ -15,7 +16,10 @@ from lightning_hetpipe.hosts.owned_stage import OwnedStage
 from lightning_hetpipe.hosts.remote_stage import RemoteStage, reason_to_stay
 from lightning_hetpipe.pipeline.stage import Layer, Stage
 from lightning_hetpipe.rules.schedule import Segment
-from lightning_hetpipe.server.transport.security import Security
+from lightning_hetpipe.server.process.held_weights import HERE, WeightHolder
+from lightning_hetpipe.server.process.sessions import SessionChannel
+from lightning_hetpipe.server.transport.interface import Channel
+from lightning_hetpipe.server.transport.security import Security, is_loopback, split
 
 
 def owns(device: torch.device) -> bool:
@@ -37,12 +41,36 @@ class StagesApart:
         self._apart: list[int] = []
         self._reasons: dict[int, str] = {}
         self._stages: list[RemoteStage] = []
+        self._unreached: dict[int, str] = {}
 
     def adopt(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
         """Have states of ``optimizers`` where their weights are."""
         for stage in self._stages:
             if isinstance(stage, OwnedStage):
                 stage.adopt(optimizers)
+
+    def holder(self, channel: Channel, parameter: Tensor) -> WeightHolder:
+        """The holder of ``parameter``, where it is to be sent to the server that ``channel`` leads to."""
+        stage = self._owner(parameter)
+        if stage is None or stage.index not in self._addresses:
+            return HERE
+        assert stage.holder is not None
+        assert isinstance(channel, SessionChannel)
+        inside = is_loopback(split(channel.address)[0]) and not is_loopback(split(self._addresses[stage.index])[0])
+        why = f"{channel.address} is of this machine alone" if inside else stage.holder.cannot_reach(channel)
+        if why is None:
+            return stage.holder
+        self._unreached.setdefault(stage.index, why)
+        return HERE
+
+    def machine(self, parameter: Tensor) -> str:
+        """The machine that has ``parameter``, as the host of its address; empty for this one."""
+        stage = self._owner(parameter)
+        return split(self._addresses[stage.index])[0] if stage is not None and stage.index in self._addresses else ""
+
+    def _owner(self, parameter: Tensor) -> OwnedStage | None:
+        stages = (stage for stage in self._stages if isinstance(stage, OwnedStage))
+        return next((stage for stage in stages if stage.has(parameter)), None)
 
     def close(self) -> None:
         """End the processes."""
@@ -89,6 +117,14 @@ class StagesApart:
                     f"stage {index} is planned for another machine, and the loss follows it, which stays in this"
                     " process; plan its layers for the node of the last stage"
                 )
+
+    def tell_unreached(self) -> None:
+        """Say which weights go to servers by this process, once :meth:`holder` was asked for all."""
+        for index, why in self._unreached.items():
+            rank_zero_info(
+                f"hetpipe: updates of stage {index} go to the servers by way of this process, as its host cannot call"
+                f" them itself: {why}; WSPCallback(servers=[...]) names others that it may reach"
+            )
 
     def tell(self) -> None:
         """Say so, once for all virtual workers."""

@@ -10,7 +10,7 @@ run as the first one.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -23,6 +23,7 @@ from torch import Tensor
 from lightning_hetpipe.capture.compiled_modules import look_through
 from lightning_hetpipe.capture.watch import TrainingWatch
 from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.hosts.remote_stage import HostLost
 from lightning_hetpipe.hosts.stages_apart import StagesApart
 from lightning_hetpipe.lightning_private import (
     BEFORE_TRANSFER,
@@ -160,6 +161,7 @@ class Fit(TrainerRun):
     def close(self) -> None:
         with self._undo:
             self._undo.callback(self._driver.close)
+            self._undo.callback(self._let_go)
             if not self._is_reported:
                 self.finish_report()
 
@@ -327,6 +329,8 @@ class Fit(TrainerRun):
             stages.check(engine.stages)
             stages.tell()
             stages.adopt(trainer.optimizers)
+        self._synchroniser.hold(stages.holder, stages.machine)
+        stages.tell_unreached()
         if self._prediction is not None:
             engine.moves = self._moves
         modules = [piece.module for piece in pieces]
@@ -364,6 +368,10 @@ class Fit(TrainerRun):
         self.pipeline, self.devices = engine, layout.devices
         driver.start(engine)
         engine.begin(number - 1, forwards=number)
+
+    def _let_go(self) -> None:
+        with suppress(HostLost):  # the fit fails with it already
+            self._synchroniser.let_go()
 
     def _most_steps(self) -> int:
         return self.pipeline.versions.most_steps if isinstance(self.pipeline, Engine) else 0

@@ -37,7 +37,8 @@ class WSPCallback(L.Callback):
         placement: Which server holds which parameter, where there are several: "size" balances their bytes,
             "round_robin" deals parameters out one by one, "local" leaves all of them to the first server, beside
             virtual worker 0: no other machine is needed then for weights to survive, but one link carries everything.
-            None is as the strategy's ``plan`` has it, and "size" without one.
+            Where virtual worker 0 has stages on several machines, "local" leaves each parameter to the server of its
+            stage's machine. None is as the strategy's ``plan`` has it, and "size" without one.
         security: Certificates and token, as a ``Security`` or a mapping of its arguments; what is left out is taken
             from ``HETPIPE_*`` environment variables.
         lease: How long a virtual worker may be silent before the others go on without it.

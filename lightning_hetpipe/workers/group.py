@@ -29,7 +29,7 @@ from lightning_hetpipe.launch.lost_workers import Uncaught, say
 from lightning_hetpipe.launch.servers import FoundServers
 from lightning_hetpipe.launch.wsp_settings import WSPSettings
 from lightning_hetpipe.server.process.client import Client, ServersUnheard
-from lightning_hetpipe.server.protocol.identifiers import PeerFailed
+from lightning_hetpipe.server.protocol.identifiers import COORDINATOR, PeerFailed
 from lightning_hetpipe.server.protocol.messages import Departed
 from lightning_hetpipe.server.transport.interface import STATUS, CallRefused, Unreachable
 from lightning_hetpipe.workers.join_handshake import NOTICE_AFTER, JoinHandshake
@@ -93,6 +93,7 @@ class Group:
         self._exits = ExitStack()
         self._launch: Client | None = None
         self._fit: Client | None = None
+        self._fit_settings: Sequence[str] = ()
         self._ordinal = itertools.count(1)
         self._fit_ordinal = itertools.count(1)
         self._failed = False
@@ -166,9 +167,22 @@ class Group:
             settings: Settings that must be the same on all, as "name=value".
         """
         self._handshake.check_lease()
+        self._fit_settings = settings
         self._fit, weights = self._handshake.join(_next_session("fit"), named, settings)
         self._fit_ordinal = itertools.count(1)
         return weights
+
+    def place_on(self, machines: Sequence[str], named: Sequence[tuple[str, Tensor]]) -> None:
+        """Have each parameter on the server of its machine from now on, in another session; all call it together.
+
+        Args:
+            machines: The host of the machine's address, for each parameter; empty for that of virtual worker 0.
+            named: The parameters as all hold them, by name.
+        """
+        homes = [self._handshake.server_on(machine) if machine else COORDINATOR for machine in machines]
+        self.leave_fit()
+        self._fit, _ = self._handshake.join(_next_session("fit"), named, self._fit_settings, homes=homes)
+        self._fit_ordinal = itertools.count(1)
 
     def lose(self, gone: Mapping[int, str]) -> None:
         """Note, from any thread, how virtual workers have ended; joining a session, which takes all, fails then."""

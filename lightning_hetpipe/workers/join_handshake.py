@@ -30,6 +30,7 @@ from lightning_hetpipe.server.protocol.messages import Departed, Parameter, Trai
 from lightning_hetpipe.server.protocol.sharding import place
 from lightning_hetpipe.server.transport.grpc_channel import GrpcChannel
 from lightning_hetpipe.server.transport.interface import STATUS, Unreachable
+from lightning_hetpipe.server.transport.security import split
 
 LEASES_TO_END = 2.0
 """Leases after which a killed launch is forgotten, and its servers serve the next one."""
@@ -90,6 +91,11 @@ class JoinHandshake:
         """Seconds to wait for others that live: long, as their user code may take its time."""
         return max(LONGEST_WAIT, self.timeout)
 
+    def server_on(self, machine: str) -> int:
+        """The number of the server on ``machine``, the host of its address; the coordinator's where there is none."""
+        machines = [split(channel.address)[0] for channel in self._channels]
+        return machines.index(machine) if machine in machines else COORDINATOR
+
     def connect(self, servers: Sequence[str]) -> None:
         """Connect to the further ones of these servers, the coordinator's first; those that are connected stay."""
         for address in servers[len(self._channels) :]:
@@ -101,6 +107,7 @@ class JoinHandshake:
         named: Sequence[tuple[str, Tensor]] = (),
         settings: Sequence[str] = (),
         servers: Sequence[int] | None = None,
+        homes: Sequence[int] = (),
     ) -> tuple[Client, list[Tensor]]:
         """Join a session, once all others do, and no other launch is there; gives VW 0's weights.
 
@@ -109,6 +116,7 @@ class JoinHandshake:
             named: The parameters, by name.
             settings: Settings that must be the same on all, as "name=value".
             servers: The servers of the session, if not those that get parameters.
+            homes: The server beside each parameter's stage, for ``placement="local"``; all the coordinator's if none.
 
         Raises:
             SettingError: if this one differs from the others; or another launch has the servers, and keeps them.
@@ -120,7 +128,7 @@ class JoinHandshake:
             Parameter(name, tuple(tensor.shape), _name(tensor.dtype), rounded or _name(tensor.dtype))
             for name, tensor in named
         )
-        placed = place(parameters, len(self._channels), self.settings.placement)
+        placed = place(parameters, len(self._channels), self.settings.placement, homes)
         # A server that has nothing to keep is not asked for anything: it may be lost.
         used = servers or [server for server, its in enumerate(placed) if its or server == COORDINATOR]
         if self.found.launch and parameters:
@@ -225,7 +233,7 @@ class JoinHandshake:
             parameters,
         )
         return Client(
-            [SessionChannel(self._channels[server], session) for server in servers],
+            [SessionChannel(self._channels[server], session, self._channels[server].address) for server in servers],
             signature,
             placed,
             self.index,

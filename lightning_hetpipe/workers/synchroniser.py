@@ -13,6 +13,8 @@ from torch import Tensor
 
 from lightning_hetpipe.rules.shares import next_lengths, staleness_bound
 from lightning_hetpipe.rules.versions import STASH, WeightPolicy
+from lightning_hetpipe.server.process.held_weights import HERE, WeightHolder
+from lightning_hetpipe.server.transport.interface import Channel
 from lightning_hetpipe.torch_private.subclasses import address_of
 from lightning_hetpipe.torch_private.tensors import foreach_copy_
 from lightning_hetpipe.workers.collectives import tensors_of_first
@@ -45,6 +47,13 @@ class NoSynchroniser:
 
     wave: int | None = None
     """W; there are none."""
+
+    def hold(self, holder: Callable[[Channel, Tensor], WeightHolder], machine: Callable[[Tensor], str]) -> None:
+        """Nothing is sent."""
+
+    def let_go(self) -> None:
+        """There are no copies."""
+
     shares: Shares | None = None
 
     def agree(self, in_flight: int, weights: WeightPolicy, every: int = 1) -> tuple[int, WeightPolicy]:
@@ -84,6 +93,7 @@ class Synchroniser:
         self._named = list(module.named_parameters())
         self._counted = 0  # the newest version that is part of a wave
         self._open = 0  # minibatches in the wave that is open
+        self._holds = False  # weights are at others than this process
         self.last_cut = 0
         """The number of the last cut."""
 
@@ -113,6 +123,27 @@ class Synchroniser:
                     if copy.device != (home := _home(parameter)):
                         copies[index] = copy.to(target or home)
 
+    def hold(self, holder: Callable[[Channel, Tensor], WeightHolder], machine: Callable[[Tensor], str]) -> None:
+        """Have updates and weights at holders of the parameters, which send them to servers themselves.
+
+        With ``placement="local"`` the server of a parameter is that on the machine of virtual worker 0's holder.
+
+        Args:
+            holder: Gives the holder of a parameter, for calls of the server that a channel leads to.
+            machine: Gives the machine of a parameter, as the host of its address; empty for this one.
+        """
+        if self.group.settings.placement == "local":
+            machines, *_ = self.group.gather([machine(parameter) for _, parameter in self._named], "where weights are")
+            if any(machines):  # no wave has ended yet, so that these are the weights of all
+                self.group.place_on(machines, [(n, last) for (n, _), last in zip(self._named, self._last, strict=True)])
+        self._holds = any(address_of(parameter) is None for _, parameter in self._named)
+        if self._holds:
+            self.group.weights.hold(lambda channel, index: holder(channel, self._named[index][1]))
+        for copies in (self._last, self._roundings):
+            for index, (copy, (_, parameter)) in enumerate(zip(copies, self._named, strict=False)):
+                if parameter.requires_grad and address_of(copy) != address_of(parameter) is None:
+                    copies[index] = torch.empty_like(parameter.detach()).copy_(copy)
+
     @property
     def rounded(self) -> list[Tensor]:
         """The roundings to ``update_dtype`` of each parameter so far, to go into its next update; else empty."""
@@ -128,8 +159,11 @@ class Synchroniser:
                 rounding.copy_(before)
 
     def let_go(self) -> None:
-        """Give the memory of the copies back; nothing is synchronised any more."""
+        """Give the memory of the copies back, before holders end; nothing is synchronised any more."""
         self._last, self._roundings = [], []
+        if self._holds:
+            self._holds = False
+            self.group.weights.hold(lambda channel, index: HERE)
 
     def agree(self, in_flight: int, weights: WeightPolicy, every: int = 1) -> tuple[int, WeightPolicy]:
         """Agree on Nm, the largest that any virtual worker would choose; on W, which depends on it; and on the weight

@@ -31,8 +31,6 @@ from tests.support.strategies import stashing
 from tests.support.trainers import quiet_trainer
 from tests.wsp.launch import ROOT
 
-LAYERS = 6
-
 
 class Hosts:
     """A running hetpipe-host."""
@@ -100,7 +98,7 @@ def plan(*nodes: str, workers: int = 1, device: str = "cpu") -> Plan:
         ]
         return PlannedWorker(1000.0, tuple(stages))
 
-    names = tuple(f"net.{number}" for number in range(LAYERS))
+    names = tuple(f"net.{number}" for number in range(2 * len(nodes)))
     return Plan("Task", 3, 3, 0, 0.001, 1000.0, tuple(map(worker, range(workers))), names)
 
 

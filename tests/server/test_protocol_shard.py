@@ -271,3 +271,76 @@ def test_placement(how: str, placed: list[list[int]]) -> None:
 def test_a_placement_that_is_not_known_is_refused() -> None:
     with pytest.raises(SettingError, match=r"placement='random'\) is not known; use 'size'"):
         place([], 1, "random")
+
+
+PART = st.lists(st.booleans(), min_size=7, max_size=7).map(
+    lambda own: tuple(i for i, is_own in enumerate(own) if is_own)
+)
+KINDS = st.sampled_from(["bfloat16", "float32", "float64", "int8"])
+
+
+@settings(deadline=None)
+@given(PART, st.lists(st.tuples(st.integers(0, 3), KINDS), min_size=7, max_size=7), st.booleans())
+def test_an_update_in_parts_is_the_same_update(part: tuple[int, ...], kinds: list[tuple[int, str]], swap: bool) -> None:
+    parameters = tuple(parameter(f"p{i}", [size], dtype) for i, (size, dtype) in enumerate(kinds))
+    rest = tuple(i for i in range(7) if i not in part)
+    layout = ShardLayout(parameters, update=True)
+    values = [torch.arange(size) + i for i, (size, _) in enumerate(kinds)]
+    whole, split = loaded(parameters, 1.0), loaded(parameters, 1.0)
+    send(whole, StageUpdate(0, 0, "g", 0), block(layout, values))
+    for own in filter(None, (rest, part) if swap else (part, rest)):
+        send(split, StageUpdate(0, 0, "g", 0, own), block(layout.only(own), [values[i] for i in own]))
+    _, expected = send(whole, Read(0, 0, "g", 0, commits((0, 0))))
+    _, found = send(split, Read(0, 0, "g", 0, commits((0, 0))))
+    assert found == expected
+    weights = ShardLayout(parameters, update=False)
+    views = weights.views(torch.frombuffer(bytearray(expected) or bytearray(1), dtype=torch.uint8))
+    for own in filter(None, (part, rest)):
+        _, some_bytes = send(split, Read(0, 0, "g", 1, (), own))
+        own_views = weights.only(own).views(torch.frombuffer(bytearray(some_bytes) or bytearray(1), dtype=torch.uint8))
+        assert all(torch.equal(view, views[i]) for view, i in zip(own_views, own, strict=True))
+
+
+def some_of(*numbers: int) -> bytes:
+    layout = ShardLayout(PARAMETERS, update=True).only(numbers)
+    return block(layout, [torch.ones(PARAMETERS[number].shape) for number in numbers])
+
+
+def test_an_update_is_added_once_all_parts_are_there() -> None:
+    shard = loaded()
+    send(shard, StageUpdate(0, 0, "g", 0, (0, 2)), some_of(0, 2))
+    assert refused(shard, Read(0, 0, "g", 0, commits((0, 0)))) is Refusal.MALFORMED
+    assert refused(shard, StageUpdate(0, 0, "g", 0, (0, 2)), some_of(0, 2)) is Refusal.STALE  # it is there
+    assert refused(shard, StageUpdate(0, 0, "g", 0, (0, 1)), some_of(0, 1)) is Refusal.MALFORMED
+    send(shard, StageUpdate(0, 0, "g", 0, (1,)), some_of(1))
+    assert [weight.sum().item() for weight in read(shard, 0, commits((0, 0)))] == [3, 4, 1]
+    assert refused(shard, StageUpdate(0, 0, "g", 0, (1,)), some_of(1)) is Refusal.STALE  # it was added
+
+
+def test_parts_of_a_former_update_are_dropped() -> None:
+    """It was never pushed, as its virtual worker was lost."""
+    shard = loaded()
+    send(shard, StageUpdate(0, 0, "g", 0, (0, 2)), some_of(0, 2))
+    send(shard, StageUpdate(0, 1, "g", 0, (0,)), some_of(0))
+    send(shard, StageUpdate(0, 1, "g", 0, (1, 2)), some_of(1, 2))
+    layout = ShardLayout(PARAMETERS, update=True)
+    assert shard.bytes_held == ShardLayout(PARAMETERS, update=False).size + sum(
+        layout.only(part).size for part in ((0,), (1, 2))
+    )
+    assert [weight.sum().item() for weight in read(shard, 0, (Commit(UpdateId(0, 1, 0), 1),))] == [3, 4, 1]
+
+
+@pytest.mark.parametrize("part", [(3,), (-1,), (1, 0), (0, 0)])
+def test_numbers_of_no_parameters(part: tuple[int, ...]) -> None:
+    shard = loaded()
+    assert refused(shard, StageUpdate(0, 0, "g", 0, part), b"") is Refusal.MALFORMED
+    assert refused(shard, Read(0, 0, "g", 0, (), part)) is Refusal.MALFORMED
+
+
+def test_parts_arrive_at_the_same_time_unless_they_overlap() -> None:
+    shard = loaded()
+    shard.open(StageUpdate(0, 0, "g", 0, (0, 2)), len(some_of(0, 2)))
+    with pytest.raises(RemoteFault) as caught:
+        shard.open(StageUpdate(0, 0, "g", 0), len(update_of(1.0)))
+    assert caught.value.refusal is Refusal.BUSY
+    assert shard.open(StageUpdate(0, 0, "g", 0, (1,)), len(some_of(1)))

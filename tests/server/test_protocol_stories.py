@@ -581,7 +581,7 @@ def test_an_answer_to_another_question_is_the_servers_fault() -> None:
         world.vws[0].member.heard(Joined("g", CommitIndex(1, 0, (), ()), 0, 0, ()))
 
 
-FIRST = signature(2)
+FIRST = dataclasses.replace(signature(2), parameters=(parameter("layer0.weight"), parameter("layer1.weight")))
 
 
 @pytest.mark.parametrize(

@@ -6,13 +6,14 @@ What a world checks at every pull, and at its end, are the laws L3 to L5.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from itertools import pairwise, takewhile
 
 import torch
 from torch import Tensor
 
+from lightning_hetpipe.server.process.held_weights import decisive
 from lightning_hetpipe.server.protocol.actions import Ask, AskShards, Body, Goal, MemberState
 from lightning_hetpipe.server.protocol.coordinator import Coordinator
 from lightning_hetpipe.server.protocol.identifiers import COORDINATOR, Commit, Refusal, RemoteFault, UpdateId
@@ -21,6 +22,7 @@ from lightning_hetpipe.server.protocol.messages import (
     Answer,
     Granted,
     Parameter,
+    Read,
     Request,
     ShardRequest,
     StageUpdate,
@@ -50,7 +52,8 @@ def parameter(name: str, shape: Sequence[int] = (3,), dtype: str = "float32", up
 
 
 def signature(n: int, servers: int = 2, distance: int = 0, aggregate: str = "sum") -> TrainingSignature:
-    parameters = tuple(parameter(f"layer{server}.weight") for server in range(servers))
+    kinds = [("weight", (2,)), ("bias", (1,))]
+    parameters = tuple(parameter(f"layer{server}.{name}", shape) for server in range(servers) for name, shape in kinds)
     return TrainingSignature("0.1.0", n, distance, aggregate, servers, (), parameters)
 
 
@@ -73,7 +76,10 @@ class Server:
 
 @dataclass
 class World:
-    """``n`` VWs with ``servers`` servers, each of which owns one parameter of three elements."""
+    """``n`` VWs with ``servers`` servers, each of which owns two parameters, of two elements and of one.
+
+    VW 1 sends updates and takes weights of each parameter by itself.
+    """
 
     n: int
     distance: int = 0
@@ -94,7 +100,9 @@ class World:
         self._sums: list[tuple[UpdateId, list[Tensor]]] = []
         self.generator = torch.Generator().manual_seed(self.n * 100 + self.distance)
         self.signature = signature(self.n, self.servers, self.distance, self.aggregate)
-        self.layouts = [ShardLayout((each,), update=False) for each in self.signature.parameters]
+        every = self.signature.parameters
+        self.owned = [every[start : start + 2] for start in range(0, len(every), 2)]
+        self.layouts = [ShardLayout(own, update=False) for own in self.owned]
         self.server = [self._server() for _ in range(self.servers)]
         for vw in range(self.n):
             self.begin(vw, 0)
@@ -106,7 +114,7 @@ class World:
         return Server(Shard(epoch), Coordinator(epoch, LEASE))
 
     def begin(self, vw: int, incarnation: int) -> VW:
-        member = Member(vw, incarnation, self.signature, [(each,) for each in self.signature.parameters])
+        member = Member(vw, incarnation, self.signature, self.owned)
         blocks = [[self._random(layout) for layout in self.layouts] for _ in range(2)]
         self.vws[vw] = VW(member, blocks, [block_of(layout.size) for layout in self.layouts])
         member.join()
@@ -157,7 +165,7 @@ class World:
         for server, message in messages.items():
             if one.member.state is not state:
                 break
-            answer, body = self._send(server, message, self._body(one, action, server), fault)
+            answer, body = self._ask(server, message, self._body(one, action, server), fault)
             if answer is None:
                 continue
             if isinstance(answer, Granted):
@@ -190,6 +198,19 @@ class World:
             case Body.KEPT:
                 return one.kept
         return b""
+
+    def _ask(
+        self, server: int, message: Request | ShardRequest, body: bytes | memoryview, fault: Fault
+    ) -> tuple[Answer | RemoteFault | None, bytes]:
+        """Send ``message``, perhaps in parts, of which ``fault`` befalls one."""
+        if message.vw != 1 or not isinstance(message, StageUpdate | Read):
+            return self._send(server, message, body, fault)
+        bodies = (body[:8], body[8:])
+        given = [
+            self._send(server, replace(message, part=(number,)), own, Fault.NONE if number == self.now % 2 else fault)
+            for number, own in enumerate(bodies)
+        ]
+        return decisive([answer for answer, _ in given]), b"".join(reply for _, reply in given)
 
     def _send(
         self, server: int, message: Request | ShardRequest, body: bytes | memoryview, fault: Fault

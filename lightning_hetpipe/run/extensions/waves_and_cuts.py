@@ -90,7 +90,6 @@ class WavesAndCuts(Extension):
         if self._intervals is not None:
             self._intervals.close()
         self._synchroniser.group.waiting = nullcontext
-        self._synchroniser.let_go()
 
     def epoch_begins(self, first: int) -> None:
         if not self._compared:

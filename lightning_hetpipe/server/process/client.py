@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Self
 
 from torch import Tensor
 
+from lightning_hetpipe.server.process.held_weights import HeldWeights, ShardCall, WeightHolder, decisive
 from lightning_hetpipe.server.process.service import COORDINATOR_METHOD, SHARD_METHOD
 from lightning_hetpipe.server.protocol.actions import Ask, AskShards, Body, Goal, MemberState
 from lightning_hetpipe.server.protocol.identifiers import COORDINATOR, LocalFault, PeerFailed, Refusal, RemoteFault
@@ -32,7 +33,6 @@ from lightning_hetpipe.server.protocol.messages import (
     decode,
     encode,
 )
-from lightning_hetpipe.server.protocol.shard import ShardLayout, block_of, copy_finite, memory_of
 from lightning_hetpipe.server.transport.interface import CallRefused, Channel, Unreachable
 
 LONGEST_WAIT = 3600.0
@@ -109,11 +109,7 @@ class Client:
         self.bytes_pushed = 0
         self.bytes_pulled = 0
         self._channels = channels
-        self._placement = placement
-        self._weight_layouts = [ShardLayout(parameters, update=False) for parameters in owned]
-        self._update_layouts = [ShardLayout(parameters, update=True) for parameters in owned]
-        self._weights = [[block_of(layout.size) for layout in self._weight_layouts] for _ in range(2)]
-        self._update = [block_of(layout.size) for layout in self._update_layouts]
+        self._held = HeldWeights(signature.parameters, placement)
         self._silence = ""
         """The transport's error of the last call without an answer; it names the server."""
         self._part = b""
@@ -126,8 +122,8 @@ class Client:
         self._on_departed = departed
         self._departed: set[Departed] = set()
         self._hears = threading.Lock()
-        # One thread for each server, and one to join again.
-        self._pool = ThreadPoolExecutor(len(channels) + 1, thread_name_prefix=name)
+        self._name = name
+        self._pool = self._new_pool()
         self._busy = threading.Lock()
         """Held while the member makes requests."""
         self._stopped = threading.Event()
@@ -167,8 +163,21 @@ class Client:
             ServersSilent: after ``timeout`` or ``longest_wait``; ``NotJoined`` after ``join_timeout``.
             Cancelled: after ``cancel``.
         """
-        self._write(self._weight_layouts, self._weights[self.member.newest], weights)
+        for view, value in zip(self._held.weights(self.member.newest), weights, strict=True):
+            view.copy_(value)
         return self._do(self.member.join)
+
+    def hold(self, holder: Callable[[Channel, int], WeightHolder]) -> None:
+        """Have weights and updates at other holders from now on, which call servers for them.
+
+        Args:
+            holder: Gives the holder of a parameter, by its index, for calls of the server that a channel leads to.
+        """
+        with self._busy:
+            self.member.check_idle()
+            self._held.hold(lambda server, index: holder(self._channels[server], index), self.member.newest)
+            self._pool.shutdown()
+            self._pool = self._new_pool()
 
     def synchronise(self, update: Sequence[Tensor], *, cut: bool = False) -> list[Tensor]:
         """End a wave: push ``update`` and return w_global, which includes it. Raises as ``join`` does; and
@@ -184,7 +193,7 @@ class Client:
         """Tensors for the next update; given to ``synchronise`` or ``arrive``, they are not copied."""
         with self._busy:
             self.member.check_idle()
-        return self._in_order(self._update_layouts, self._update)
+        return self._held.update()
 
     def arrive(self, cut: int, update: Sequence[Tensor] | None = None, *, admit: bool = False) -> list[Tensor]:
         """Wait at a cut for all others, after pushing a short wave's ``update``; return the weights that all get."""
@@ -229,33 +238,22 @@ class Client:
 
     # Requests.
 
-    def _write(self, layouts: Sequence[ShardLayout], blocks: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-        for indices, layout, block in zip(self._placement, layouts, blocks, strict=True):
-            for index, view in zip(indices, layout.views(block), strict=True):
-                view.copy_(values[index])
+    def _new_pool(self) -> ThreadPoolExecutor:
+        """One thread for each call that is made at once, and one to join again."""
+        return ThreadPoolExecutor(self._held.parts + 1, thread_name_prefix=self._name)
 
     def _take(self, update: Sequence[Tensor]) -> None:
         self.member.check_idle()
-        for indices, layout, block in zip(self._placement, self._update_layouts, self._update, strict=True):
-            for index, parameter, view in zip(indices, layout.parameters, layout.views(block), strict=True):
-                if not copy_finite(view, update[index]):
-                    wave = self.member.clock
-                    raise LocalFault(
-                        f"the update of wave {wave} has a NaN or infinity in '{parameter.name}', and is not pushed"
-                    )
-
-    def _in_order(self, layouts: Sequence[ShardLayout], blocks: Sequence[Tensor]) -> list[Tensor]:
-        found: dict[int, Tensor] = {}
-        for indices, layout, block in zip(self._placement, layouts, blocks, strict=True):
-            found.update(zip(indices, layout.views(block), strict=True))
-        return [found[index] for index in sorted(found)]
+        if (name := self._held.take(update)) is not None:
+            wave = self.member.clock
+            raise LocalFault(f"the update of wave {wave} has a NaN or infinity in '{name}', and is not pushed")
 
     def _do(self, begin: Callable[[], None]) -> list[Tensor]:
         with self._busy:
             self.check()
             begin()
             self._drive()
-            return self._in_order(self._weight_layouts, self._weights[self.member.newest])
+            return self._held.weights(self.member.newest)
 
     def _drive(self) -> None:
         """Make the member's requests until it has nothing more to do."""
@@ -309,42 +307,42 @@ class Client:
             assert self.member.gathered is not None
             self._result = bytearray(self.member.gathered.size)
             into = [memoryview(self._result)]
-        return self._call(COORDINATOR, COORDINATOR_METHOD, action.message, body, into)
+        return self._call(action.message, body, into)
 
     def _ask_shards(self, action: AskShards) -> dict[int, Answer | RemoteFault]:
         newest = self.member.newest
+        calls = [call for each in action.messages.items() for call in self._held.calls(action.body, *each, newest)]
+        if action.body is Body.UPDATE:
+            self.bytes_pushed += sum(call.body.numel() for call in calls if call.body is not None)
+        self.bytes_pulled += sum(call.into.numel() for call in calls if call.into is not None)
+        # A single one is made by this thread: on busy cores, each thread that has to wake up delays all VWs.
+        answers = (self._pool.map if len(calls) > 1 else map)(self._call_shard, calls)
+        found: dict[int, list[Answer | RemoteFault | None]] = {}
+        for call, answer in zip(calls, answers, strict=True):
+            found.setdefault(call.server, []).append(answer)
+        known = {server: decisive(given) for server, given in found.items()}
+        return {server: answer for server, answer in known.items() if answer is not None}
 
-        def ask(item: tuple[int, ShardRequest]) -> tuple[int, Answer | RemoteFault | None]:
-            server, message = item
-            body: Sequence[memoryview] = ()
-            into: Sequence[memoryview] = ()
-            if action.body is Body.UPDATE:
-                body = [memory_of(self._update[server])]
-                self.bytes_pushed += self._update[server].numel()
-            elif action.body is Body.WEIGHTS:
-                body = [memory_of(self._weights[newest][server])]
-            elif action.body is Body.INCOMING:
-                into = [memory_of(self._weights[1 - newest][server])]
-                self.bytes_pulled += self._weights[newest][server].numel()
-            return server, self._call(server, SHARD_METHOD, message, body, into)
-
-        items: Mapping[int, ShardRequest] = action.messages
-        # A single server is asked from this thread: on busy cores, each thread that has to wake up delays all VWs.
-        answers = list((self._pool.map if len(items) > 1 else map)(ask, items.items()))
-        return {server: answer for server, answer in answers if answer is not None}
+    def _call_shard(self, call: ShardCall) -> Answer | RemoteFault | None:
+        channel, by = self._channels[call.server], call.by
+        return self._answered(
+            call.message, lambda header: by.call(channel, SHARD_METHOD, header, call.body, call.into, self.timeout)
+        )
 
     def _call(
         self,
-        server: int,
-        method: str,
-        message: Request | ShardRequest,
-        body: Sequence[memoryview],
-        into: Sequence[memoryview],
+        message: Request,
+        body: Sequence[memoryview] = (),
+        into: Sequence[memoryview] = (),
         timeout: float | None = None,
     ) -> Answer | RemoteFault | None:
-        """Return the answer; ``None`` if none came."""
+        """Return the coordinator's answer; ``None`` if none came."""
+        channel, timeout = self._channels[COORDINATOR], timeout or self.timeout
+        return self._answered(message, lambda header: channel.call(COORDINATOR_METHOD, header, body, into, timeout))
+
+    def _answered(self, message: Request | ShardRequest, call: Callable[[bytes], bytes]) -> Answer | RemoteFault | None:
         try:
-            header = self._channels[server].call(method, encode(message), body, into, timeout or self.timeout)
+            header = call(encode(message))
         except Unreachable as silence:
             self._silence = str(silence)
             return None
@@ -372,7 +370,7 @@ class Client:
             joined = self.member.state is not MemberState.OUTSIDE
             message = self.member.leave(failure)
         deadline, pause = time.monotonic() + min(TIME_TO_LEAVE, self._lease), threading.Event()
-        while joined and self._call(COORDINATOR, COORDINATOR_METHOD, message, (), (), min(2.0, self.timeout)) is None:
+        while joined and self._call(message, timeout=min(2.0, self.timeout)) is None:
             if time.monotonic() > deadline:
                 break
             pause.wait(0.1)
@@ -387,7 +385,7 @@ class Client:
 
     def _say_alive(self) -> None:
         heartbeat = self.member.heartbeat()
-        answer = self._call(COORDINATOR, COORDINATOR_METHOD, heartbeat, (), (), self._lease / 3)
+        answer = self._call(heartbeat, timeout=self._lease / 3)
         if not isinstance(answer, RemoteFault):
             return
         if answer.refusal is Refusal.FAILED:

@@ -168,11 +168,19 @@ def _parts(method: str) -> tuple[str, str]:
 
 
 class SessionChannel:
-    """Channel to one ``session`` over ``channel``, which stays open when this one is closed."""
+    """Channel to one ``session`` over ``channel``, which stays open when this one is closed.
 
-    def __init__(self, channel: Channel, session: str) -> None:
+    ``address``: the server's, for other processes that call it.
+    """
+
+    def __init__(self, channel: Channel, session: str, address: str = "") -> None:
         self._channel = channel
         self._session = session
+        self.address = address
+
+    def method(self, name: str) -> str:
+        """The method ``name`` of the session, for whoever calls the server by its address."""
+        return f"{self._session}/{name}"
 
     def call(
         self,
@@ -182,7 +190,7 @@ class SessionChannel:
         into: Sequence[memoryview] = (),
         timeout: float = TIMEOUT,
     ) -> bytes:
-        return self._channel.call(f"{self._session}/{method}", header, body, into, timeout)
+        return self._channel.call(self.method(method), header, body, into, timeout)
 
     def close(self) -> None:
         """Leave the channel to the other sessions."""

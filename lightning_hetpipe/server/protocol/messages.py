@@ -210,17 +210,26 @@ class Load(InGeneration):
 
 @dataclass(frozen=True)
 class StageUpdate(InGeneration):
-    """Keep an update, the body, until it is committed."""
+    """Keep an update, the body, until it is committed.
+
+    ``part``: the numbers, ascending, of those of the shard's parameters that the body has; empty for all. Other parts
+    of the update come in other requests; a pull finds all of them or none.
+    """
 
     clock: int
+    part: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
 class Read(InGeneration):
-    """Ask for the weights after ``tail``, the commits that follow the first ``start`` ones of the generation."""
+    """Ask for the weights after ``tail``, the commits that follow the first ``start`` ones of the generation.
+
+    ``part``: as of a ``StageUpdate``, for the weights that are wanted.
+    """
 
     start: int
     tail: tuple[Commit, ...]
+    part: tuple[int, ...] = ()
 
 
 # Answers.

@@ -9,6 +9,9 @@
 Only a ``Load`` that names the present content replaces it, so weights that come late (from a VW that was thought dead)
 do not.
 
+A VW's update may come in parts, one for each process that has weights of the VW. A part has some of the shard's
+parameters, and no two parts of an update have one in common. Only an update all of whose parts are here can be added.
+
 Bounds: host memory holds the weights, once, and one update of each VW, arriving or staged until the first pull after
 its commit, in a block that is kept for its next one: (1 + N) times the shard's bytes. The update of a VW whose memory
 the server sees stays in the VW's memory, and takes none of the server's. A VW pushes again, and so changes that memory,
@@ -84,6 +87,25 @@ class ShardLayout:
             for start, dtype, shape in self.places
         ]
 
+    def only(self, part: Sequence[int]) -> ShardLayout:
+        """Layout of some of the parameters, by their numbers; of all for none."""
+        return ShardLayout(tuple(self.parameters[number] for number in part), self.update) if part else self
+
+    def pieces(self, block: Tensor, part: Sequence[int]) -> list[memoryview]:
+        """Bytes of ``block`` that are laid out as :meth:`only` says, in as few pieces as possible."""
+        if not part:
+            return [memory_of(block)]
+        found: list[memoryview] = []
+        begin = end = filled = 0
+        for number, (target, dtype, shape) in zip(part, self.only(part).places, strict=True):
+            source, gap = self.places[number][0], target - filled
+            if source - gap != end:  # it does not follow in the block as it does in the part
+                found += [memory_of(block[begin:end]), memoryview(bytes(gap))]
+                begin = source
+            end = source + math.prod(shape) * dtype.itemsize
+            filled = target + end - source
+        return [piece for piece in (*found, memory_of(block[begin:end])) if len(piece)]
+
     def not_finite(self, views: Sequence[Tensor]) -> str | None:
         """Name of the first parameter with a NaN or infinity."""
         for parameter, view in zip(self.parameters, views, strict=True):
@@ -142,6 +164,18 @@ def add(weight: Tensor, updates: Sequence[tuple[Tensor, int]]) -> None:
             part.add_(addend)
 
 
+@dataclass
+class StagedUpdate:
+    """An update, with the blocks of its parts."""
+
+    id: UpdateId
+    blocks: dict[tuple[int, ...], Tensor] = field(default_factory=dict)
+
+
+def _overlap(part: Sequence[int], other: Sequence[int]) -> bool:
+    return not part or not other or not set(part).isdisjoint(other)
+
+
 class Shard:
     """
     Args:
@@ -154,7 +188,7 @@ class Shard:
         self.loaded = False
         self.applied = 0
         """Commits of the generation that have been added."""
-        self.staged: dict[int, tuple[UpdateId, Tensor]] = {}
+        self.staged: dict[int, StagedUpdate] = {}
         self._limit = limit
         self._weights = block_of(0)
         self._views: list[Tensor] = []
@@ -162,15 +196,17 @@ class Shard:
         """By VW, the last update that was added."""
         self._weight_layout = ShardLayout((), update=False)
         self._update_layout = ShardLayout((), update=True)
-        self._arriving: set[int] = set()
-        """VWs whose weights or update are arriving."""
-        self._blocks: dict[int, Tensor] = {}
-        """By VW, the block that receives its updates; it is used again, as fresh memory costs more than a copy."""
+        self._arriving: set[tuple[int, tuple[int, ...]]] = set()
+        """VWs whose weights or update are arriving, and the part."""
+        self._blocks: dict[tuple[int, tuple[int, ...]], Tensor] = {}
+        """By VW and part, the block that receives its updates; it is used again, as fresh memory costs more than a
+        copy."""
 
     @property
     def bytes_held(self) -> int:
         """Bytes of weights and updates, in this process's memory and in that of VWs."""
-        seen = [block for vw, (_, block) in self.staged.items() if vw not in self._blocks]
+        staged = ((vw, *each) for vw, update in self.staged.items() for each in update.blocks.items())
+        seen = [block for vw, part, block in staged if (vw, part) not in self._blocks]
         return sum(block.numel() for block in (self._weights, *self._blocks.values(), *seen))
 
     def open(self, message: ShardRequest, size: int, offered: memoryview | None = None) -> memoryview:
@@ -181,7 +217,7 @@ class Shard:
         """
         if isinstance(message, Load):
             self._check_load(message, size)
-            self._check_idle(message.vw)
+            self._check_idle(message)
             # The former weights are of no use from here on: free their memory first.
             self.content, self.loaded, self.applied = message.generation, False, 0
             self._weights, self._views = block_of(0), []
@@ -190,26 +226,31 @@ class Shard:
             self._last = {update.vw: update for update in message.included}
         elif isinstance(message, StageUpdate):
             self._check_stage(message, size)
-            self._check_idle(message.vw)
-            self.staged.pop(message.vw, None)  # it was never pushed, or is of a former incarnation
+            self._check_idle(message)
+            if (staged := self.staged.get(message.vw)) is not None and staged.id != _id(message):
+                del self.staged[message.vw]  # it was never pushed, or is of a former incarnation
         elif size:
             raise RemoteFault(Refusal.MALFORMED, f"{size} bytes do not come with a {type(message).__name__}")
         else:
             return memoryview(bytearray())
-        self._arriving.add(message.vw)
+        sender = _sender(message)
+        self._arriving.add(sender)
         if isinstance(message, Load):
             return memory_of(block_of(size))
+        for vw, part in [*self._blocks]:
+            useless = part != message.part or offered is not None
+            if vw == message.vw and useless and _overlap(part, message.part):
+                del self._blocks[vw, part]
         if offered is not None:
-            self._blocks.pop(message.vw, None)
             return offered
-        if message.vw not in self._blocks:
-            self._blocks[message.vw] = torch.empty(size, dtype=torch.uint8)
-        return memory_of(self._blocks[message.vw])
+        if sender not in self._blocks:
+            self._blocks[sender] = torch.empty(size, dtype=torch.uint8)
+        return memory_of(self._blocks[sender])
 
     def abandoned(self, message: ShardRequest) -> None:
         """Note that the body for which ``open`` gave memory will not come."""
         if isinstance(message, Load | StageUpdate):
-            self._arriving.discard(message.vw)
+            self._arriving.discard(_sender(message))
 
     def run(self, message: ShardRequest, body: memoryview) -> tuple[Holding, Sequence[memoryview]]:
         """Return the answer, and the weights for a ``Read``; ``body`` is what ``open`` gave.
@@ -223,13 +264,15 @@ class Shard:
             self._load(message, body)
         elif isinstance(message, StageUpdate):
             self._check_stage(message, len(body))
-            self.staged[message.vw] = UpdateId(message.vw, message.incarnation, message.clock), _taken(body)
+            staged = self.staged.setdefault(message.vw, StagedUpdate(_id(message)))
+            staged.blocks[message.part] = _taken(body)
         elif isinstance(message, Read):
             return self._read(message)
         return Holding(self.content), ()
 
-    def _check_idle(self, vw: int) -> None:
-        if vw in self._arriving:
+    def _check_idle(self, message: Load | StageUpdate) -> None:
+        vw, own = _sender(message)
+        if any(other == vw and _overlap(own, part) for other, part in self._arriving):
             raise RemoteFault(Refusal.BUSY, f"an earlier request of VW {vw} is still arriving")
 
     def _check_load(self, message: Load, size: int) -> None:
@@ -256,15 +299,22 @@ class Shard:
 
     def _check_stage(self, message: StageUpdate, size: int) -> None:
         self._check_content(message.generation)
-        vw = message.vw
-        update = UpdateId(vw, message.incarnation, message.clock)
-        last = self.staged[vw][0] if vw in self.staged else self._last.get(vw)
-        if last is not None and last >= update:
+        self._check_part(message.part)
+        update, staged = _id(message), self.staged.get(message.vw)
+        last = self._last.get(message.vw) if staged is None else staged.id
+        here = staged.blocks if staged is not None and staged.id == update else {}
+        if (last is not None and last >= update and not here) or message.part in here:
             raise RemoteFault(Refusal.STALE, f"the shard has received {update} before")
-        if size != self._update_layout.size:
-            raise RemoteFault(
-                Refusal.MALFORMED, f"{size} bytes of an update for parameters of {self._update_layout.size} bytes"
-            )
+        if any(_overlap(message.part, part) for part in here):
+            raise RemoteFault(Refusal.MALFORMED, f"parts of {update} have parameters in common")
+        wanted = self._update_layout.only(message.part).size
+        if size != wanted:
+            raise RemoteFault(Refusal.MALFORMED, f"{size} bytes of an update for parameters of {wanted} bytes")
+
+    def _check_part(self, part: Sequence[int]) -> None:
+        count = len(self._update_layout.parameters)
+        if list(part) != sorted({*part}) or (part and not 0 <= part[0] <= part[-1] < count):
+            raise RemoteFault(Refusal.MALFORMED, f"a part of {count} parameters has the numbers {list(part)[:9]}")
 
     def examine(self, message: StageUpdate, body: memoryview) -> None:
         """Check all of the update, which takes time; changes nothing.
@@ -272,7 +322,7 @@ class Shard:
         Raises:
             RemoteFault: if it has a NaN or infinity.
         """
-        layout = self._update_layout
+        layout = self._update_layout.only(message.part)
         name = layout.not_finite(layout.views(_taken(body))) if len(body) == layout.size else None
         if name is not None:
             raise RemoteFault(
@@ -283,27 +333,46 @@ class Shard:
 
     def _read(self, message: Read) -> tuple[Holding, Sequence[memoryview]]:
         self._check_content(message.generation)
+        self._check_part(message.part)
         end = message.start + len(message.tail)
         if self.applied > end:
             raise RemoteFault(Refusal.STALE, f"the shard is at commit {self.applied} already, behind {end}")
         if self.applied < message.start:
             raise RemoteFault(Refusal.MALFORMED, f"commits {self.applied} to {message.start} are missing")
         self._apply(message.tail[self.applied - message.start :])
-        return Holding(self.content), (memory_of(self._weights),)
+        return Holding(self.content), self._weight_layout.pieces(self._weights, message.part)
 
     def _apply(self, commits: Sequence[Commit]) -> None:
         updates: list[tuple[list[Tensor], int]] = []
         staged = dict(self.staged)
         for commit in commits:
-            staged_id, block = staged.pop(commit.update.vw, (None, None))
-            if staged_id != commit.update or block is None or commit.divisor < 1:
+            update = staged.pop(commit.update.vw, None)
+            if update is None or update.id != commit.update or commit.divisor < 1:
                 raise RemoteFault(Refusal.MALFORMED, f"{commit.update} is to be added, but was never staged")
-            updates.append((self._update_layout.views(block), commit.divisor))
+            updates.append((self._views_of(update), commit.divisor))
         for index, weight in enumerate(self._views):
             add(weight, [(views[index], divisor) for views, divisor in updates])
         self.staged = staged
         self._last.update((commit.update.vw, commit.update) for commit in commits)
         self.applied += len(commits)
+
+    def _views_of(self, update: StagedUpdate) -> list[Tensor]:
+        """All parameters of ``update``, from its parts."""
+        layout, found = self._update_layout, dict[int, Tensor]()
+        for part, block in update.blocks.items():
+            numbers = part or range(len(layout.parameters))
+            found.update(zip(numbers, layout.only(part).views(block), strict=True))
+        if len(found) < len(layout.parameters):
+            raise RemoteFault(Refusal.MALFORMED, f"{update.id} is to be added, and parts of it were never staged")
+        return [found[number] for number in range(len(found))]
+
+
+def _id(message: StageUpdate) -> UpdateId:
+    return UpdateId(message.vw, message.incarnation, message.clock)
+
+
+def _sender(message: Load | StageUpdate) -> tuple[int, tuple[int, ...]]:
+    return message.vw, message.part if isinstance(message, StageUpdate) else ()
 
 
 def _taken(body: memoryview) -> Tensor:

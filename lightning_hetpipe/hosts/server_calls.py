@@ -1,0 +1,161 @@
+"""Calls of parameter servers that a host makes for the client of its virtual worker, with weights that it has itself.
+
+The process of Lightning's loop says when and what to call, and has the answers without their bodies.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import count
+
+import torch
+from torch import Tensor
+
+from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.hosts import orders
+from lightning_hetpipe.hosts.host_memory import HostMemory
+from lightning_hetpipe.hosts.remote_tensor import RemoteTensor
+from lightning_hetpipe.server.process.sessions import SessionChannel
+from lightning_hetpipe.server.protocol.shard import memory_of
+from lightning_hetpipe.server.transport.grpc_channel import GrpcChannel
+from lightning_hetpipe.server.transport.interface import STATUS, CallRefused, Channel, Unreachable
+from lightning_hetpipe.server.transport.security import Security
+
+AT_ONCE = 8
+"""Largest number of calls that a host makes at the same time."""
+
+REACHING = 5.0
+"""Seconds in which a server has to answer a host that calls it for the first time."""
+
+
+class HostHolder:
+    """The host as a :class:`~lightning_hetpipe.server.process.held_weights.WeightHolder`, in Lightning's process.
+
+    Args:
+        memory: The host's.
+        send: Sends an order to the host, behind all operators so far.
+    """
+
+    def __init__(self, memory: HostMemory, send: Callable[[orders.CallServer], None]) -> None:
+        self._memory = memory
+        self._send = send
+        self._numbers = count()
+        self._calls: dict[int, Future[orders.ServerAnswered]] = {}
+        self._lock = threading.Lock()
+        self._lost: Exception | None = None
+        self._reached: dict[str, str | None] = {}
+
+    def block(self, size: int) -> Tensor:
+        return RemoteTensor(self._memory.block(size), torch.empty(size, dtype=torch.uint8, device="meta"))
+
+    def call(
+        self, channel: Channel, method: str, header: bytes, body: Tensor | None, into: Tensor | None, timeout: float
+    ) -> bytes:
+        assert isinstance(channel, SessionChannel)
+        return self._called(channel.address, channel.method(method), header, _held(body), _held(into), timeout)
+
+    def cannot_reach(self, channel: Channel) -> str | None:
+        """Why the host cannot call the server that ``channel`` leads to; None if it can."""
+        assert isinstance(channel, SessionChannel)
+        address = channel.address
+        if address not in self._reached:
+            try:
+                self._called(address, STATUS, b"", None, None, REACHING)
+                self._reached[address] = None
+            except (CallRefused, Unreachable) as reason:
+                self._reached[address] = str(reason)
+        return self._reached[address]
+
+    def answered(self, answer: orders.ServerAnswered) -> None:
+        """Take an answer from the host."""
+        with self._lock:
+            call = self._calls.pop(answer.call)
+        call.set_result(answer)
+
+    def lose(self, error: Exception) -> None:
+        """Raise ``error`` in all calls, as the host has ended."""
+        with self._lock:
+            self._lost, calls = error, [*self._calls.values()]
+            self._calls.clear()
+        for call in calls:
+            call.set_exception(error)
+
+    def _called(
+        self,
+        address: str,
+        method: str,
+        header: bytes,
+        body: orders.Held | None,
+        into: orders.Held | None,
+        timeout: float,
+    ) -> bytes:
+        with self._lock:
+            if self._lost is not None:
+                raise self._lost
+            number = next(self._numbers)
+            call = self._calls[number] = Future()
+        text = torch.tensor([*header], dtype=torch.uint8)
+        self._send(orders.CallServer(number, address, method, text, body, into, timeout))
+        answer = call.result()  # its host gives one within the timeout, or is lost
+        if answer.refused is not None:
+            raise CallRefused(answer.refused)
+        if answer.silent is not None:
+            raise Unreachable(answer.silent)
+        return bytes(answer.header.tolist())
+
+
+class ServerCalls:
+    """The same at the host.
+
+    Args:
+        security: Certificates and token for servers, as the host itself has them; None where it has none.
+        answer: Sends an answer.
+    """
+
+    def __init__(self, security: Security | None, answer: Callable[[orders.ServerAnswered], None]) -> None:
+        self._security = security
+        self._answer = answer
+        self._channels: dict[str, GrpcChannel] = {}
+        self._pool = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="hetpipe-host-calls")
+
+    def make(self, order: orders.CallServer, body: Tensor | None, into: Tensor | None) -> None:
+        """Make a call; its answer is sent when it is there."""
+        self._pool.submit(self._make, order, body, into)
+
+    def close(self) -> None:
+        """End the calls that are under way."""
+        for channel in self._channels.values():
+            channel.close()
+        self._pool.shutdown(cancel_futures=True)
+
+    def _make(self, order: orders.CallServer, body: Tensor | None, into: Tensor | None) -> None:
+        header, refused, silent = b"", None, None
+        try:
+            header = self._channel(order.address).call(
+                order.method, bytes(order.header.tolist()), _bytes(body), _bytes(into), order.timeout
+            )
+        except Unreachable as reason:
+            silent = str(reason)
+        except (CallRefused, SettingError) as reason:
+            refused = str(reason)
+        except Exception as error:
+            refused = f"{type(error).__name__}: {error}"
+        self._answer(orders.ServerAnswered(order.call, torch.tensor([*header], dtype=torch.uint8), refused, silent))
+
+    def _channel(self, address: str) -> GrpcChannel:
+        if address not in self._channels:
+            self._channels[address] = GrpcChannel(address, self._security)
+        return self._channels[address]
+
+
+def _held(block: Tensor | None) -> orders.Held | None:
+    if block is None:
+        return None
+    assert isinstance(block, RemoteTensor)
+    return block.handle.name
+
+
+def _bytes(block: Tensor | None) -> list[memoryview]:
+    return [] if block is None else [memory_of(block)]

@@ -1,0 +1,203 @@
+"""Weights of a VW at their holders: processes that have some of its parameters, and send their updates themselves.
+
+A holder is the client's process, but for stages that other machines have: weights of such a stage cross no network
+where the server is on the machine of the stage.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from torch import Tensor
+
+from lightning_hetpipe.server.protocol.actions import Body
+from lightning_hetpipe.server.protocol.identifiers import Refusal, RemoteFault
+from lightning_hetpipe.server.protocol.messages import Answer, Parameter, Read, ShardRequest, StageUpdate
+from lightning_hetpipe.server.protocol.shard import ShardLayout, block_of, copy_finite, memory_of
+from lightning_hetpipe.server.transport.interface import Channel
+
+
+class WeightHolder(Protocol):
+    """A process that has parameters, and calls servers for the client."""
+
+    def block(self, size: int) -> Tensor:
+        """Zeroed bytes in that process."""
+        ...
+
+    def call(
+        self, channel: Channel, method: str, header: bytes, body: Tensor | None, into: Tensor | None, timeout: float
+    ) -> bytes:
+        """Call the server that ``channel`` leads to as `Channel.call` does, with blocks for bodies."""
+        ...
+
+
+class _Here:
+    """The client's own process."""
+
+    def block(self, size: int) -> Tensor:
+        return block_of(size)
+
+    def call(
+        self, channel: Channel, method: str, header: bytes, body: Tensor | None, into: Tensor | None, timeout: float
+    ) -> bytes:
+        """As :meth:`WeightHolder.call`."""
+        sent, taken = ([] if block is None else [memory_of(block)] for block in (body, into))
+        return channel.call(method, header, sent, taken, timeout)
+
+
+HERE: WeightHolder = _Here()
+
+
+class WeightPart:
+    """Parameters of one server that one holder has.
+
+    Args:
+        indices: The server's parameters, by their indices in the model.
+        parameters: All of the model.
+        numbers: Those of the part, by their numbers in the server's shard.
+        holder: Who has them.
+
+    Attributes:
+        part: As in a ``StageUpdate``.
+        indices: Of its parameters in the model.
+        weights: Two blocks: of the last pull, and of the next.
+        weight_views: The parameters in these.
+        update, update_views: Likewise, for the update.
+    """
+
+    def __init__(
+        self, indices: Sequence[int], parameters: Sequence[Parameter], numbers: Sequence[int], holder: WeightHolder
+    ) -> None:
+        self.part = () if len(numbers) == len(indices) else tuple(numbers)
+        self.indices = [indices[number] for number in numbers]
+        self.holder = holder
+        self._parameters = tuple(parameters[index] for index in self.indices)
+        weights, update = (ShardLayout(self._parameters, update=which) for which in (False, True))
+        self.weights = [holder.block(weights.size) for _ in range(2)]
+        self.weight_views = [weights.views(block) for block in self.weights]
+        self.update = holder.block(update.size)
+        self.update_views = update.views(self.update)
+
+    def take(self, update: Sequence[Tensor]) -> str | None:
+        """Have an ``update`` of the model; gives the name of the first parameter that is not finite.
+
+        What is not in this process is looked at by the server alone.
+        """
+        for parameter, index, view in zip(self._parameters, self.indices, self.update_views, strict=True):
+            if self.holder is HERE:
+                if not copy_finite(view, update[index]):
+                    return parameter.name
+            elif update[index] is not view:
+                view.copy_(update[index])
+        return None
+
+
+@dataclass(frozen=True)
+class ShardCall:
+    """One call of a server's shard, with a body or room for the answer's."""
+
+    server: int
+    message: ShardRequest
+    by: WeightHolder = HERE
+    body: Tensor | None = None
+    into: Tensor | None = None
+
+
+class HeldWeights:
+    """Weights and updates of a VW, at their holders, which is this process at first.
+
+    Args:
+        parameters: All of the model.
+        placement: For each server, the indices of its parameters.
+    """
+
+    def __init__(self, parameters: Sequence[Parameter], placement: Sequence[Sequence[int]]) -> None:
+        self._parameters = parameters
+        self._placement = placement
+        self._parts = self._held_by(lambda server, index: HERE)
+
+    @property
+    def parts(self) -> int:
+        """Number of calls that are made at once."""
+        return sum(map(len, self._parts))
+
+    def hold(self, holder: Callable[[int, int], WeightHolder], newest: int) -> None:
+        """Move the weights in the blocks ``newest``, 0 or 1, to other holders.
+
+        Args:
+            holder: Gives that of a parameter, by its server and its index.
+        """
+        before, self._parts = self.weights(newest), self._held_by(holder)
+        for view, value in zip(self.weights(newest), before, strict=True):
+            view.copy_(value)
+
+    def weights(self, newest: int) -> list[Tensor]:
+        """All parameters in the blocks ``newest``."""
+        return self._in_order(lambda part: part.weight_views[newest])
+
+    def update(self) -> list[Tensor]:
+        """All parameters in the blocks of the update."""
+        return self._in_order(lambda part: part.update_views)
+
+    def take(self, update: Sequence[Tensor]) -> str | None:
+        """As :meth:`WeightPart.take`."""
+        names = (part.take(update) for part in itertools.chain(*self._parts))
+        return next((name for name in names if name is not None), None)
+
+    def calls(self, body: Body, server: int, message: ShardRequest, newest: int) -> list[ShardCall]:
+        """The calls that ask ``server`` what ``message`` does, where ``newest`` are the blocks of the last pull."""
+        parts = self._parts[server]
+        if body is Body.WEIGHTS:
+            return [ShardCall(server, message, body=self._whole(server, newest))]
+        if isinstance(message, StageUpdate):
+            return [ShardCall(server, replace(message, part=own.part), own.holder, body=own.update) for own in parts]
+        if isinstance(message, Read):
+            return [
+                ShardCall(server, replace(message, part=own.part), own.holder, into=own.weights[1 - newest])
+                for own in parts
+            ]
+        return [ShardCall(server, message)]
+
+    def _held_by(self, holder: Callable[[int, int], WeightHolder]) -> list[list[WeightPart]]:
+        """The parts of each server."""
+        found: list[list[WeightPart]] = []
+        for server, indices in enumerate(self._placement):
+            numbers: dict[WeightHolder, list[int]] = {}
+            for number, index in enumerate(indices):
+                numbers.setdefault(holder(server, index), []).append(number)
+            parts = numbers.items() or [(HERE, list[int]())]
+            found.append([WeightPart(indices, self._parameters, own, each) for each, own in parts])
+        return found
+
+    def _in_order(self, views: Callable[[WeightPart], Sequence[Tensor]]) -> list[Tensor]:
+        found: dict[int, Tensor] = {}
+        for part in itertools.chain(*self._parts):
+            found.update(zip(part.indices, views(part), strict=True))
+        return [found[index] for index in sorted(found)]
+
+    def _whole(self, server: int, newest: int) -> Tensor:
+        """The weights of the last pull that a server has, in one block of this process."""
+        parts, indices = self._parts[server], self._placement[server]
+        if len(parts) == 1 and parts[0].holder is HERE:
+            return parts[0].weights[newest]
+        layout = ShardLayout(tuple(self._parameters[index] for index in indices), update=False)
+        block, values = block_of(layout.size), self.weights(newest)
+        every = sorted(index for each in self._placement for index in each)
+        by_index = dict(zip(every, values, strict=True))
+        for index, view in zip(indices, layout.views(block), strict=True):
+            view.copy_(by_index[index])
+        return block
+
+
+def decisive(answers: Sequence[Answer | RemoteFault | None]) -> Answer | RemoteFault | None:
+    """The answer of a server, of those that it has given to calls for parts, or has not given."""
+
+    def precedence(answer: Answer | RemoteFault | None) -> int:
+        if isinstance(answer, RemoteFault):
+            return 2 if answer.refusal is Refusal.STALE else 0  # stale is what has come before
+        return 1 if answer is None else 3
+
+    return min(answers, key=precedence)

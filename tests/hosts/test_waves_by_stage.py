@@ -1,0 +1,130 @@
+"""Virtual workers over several machines: each machine pushes and pulls the weights of its own stages."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.hosts.test_other_machines import serving
+from tests.support.namespaces import Machine, Unavailable, finished, network
+from tests.wsp.launch import ROOT, SECONDS
+
+PROGRAM = """
+import json
+import os
+import sys
+
+import torch
+from torch import nn
+
+from lightning_hetpipe import WSPCallback
+from tests.hosts.test_other_machines import plan
+from tests.support.models import ADAMW, CLASSES, Task, vectors
+from tests.support.strategies import stashing
+from tests.support.trainers import quiet_trainer
+
+saved, nodes, workers, wsp, settings = sys.argv[1], *map(json.loads, sys.argv[2:])
+torch.manual_seed(0)
+narrow = [6, *[8] * (len(nodes) - 1), CLASSES]
+pairs = [(nn.Linear(before, 8192), nn.Linear(8192, after)) for before, after in zip(narrow, narrow[1:])]
+learner = Task(nn.Sequential(*(each for pair in pairs for each in pair)), ADAMW)
+wsp = WSPCallback(placement="local", security={"insecure": True}, aggregate="mean", **wsp)
+strategy = stashing(plan=plan(*nodes, workers=workers), wsp=wsp, **settings)
+trainer = quiet_trainer(strategy)
+trainer.fit(learner, vectors(4 * 90 * workers, 4))
+if trainer.is_global_zero:
+    torch.save(learner.state_dict(), saved)
+"""
+
+STAGE = 4 * (6 * 8192 + 8192 + 8192 * 8 + 8)
+"""Bytes of the first stage's weights; others have more."""
+
+WAVES = 30
+"""Number of waves, each of three minibatches."""
+
+
+def program(saved: Path, nodes: list[str], workers: int, wsp: dict[str, Any], **settings: Any) -> list[Any]:
+    return [sys.executable, "-c", PROGRAM, saved, *map(json.dumps, (nodes, workers, wsp, settings))]
+
+
+def environment() -> dict[str, Any]:
+    return {"PYTHONPATH": ROOT, "HETPIPE_TOKEN": "one", "OMP_NUM_THREADS": 1}
+
+
+def serve(machine: Machine, folder: Path, command: str, port: int) -> None:
+    """Start a server or hosts on ``machine``, and wait until they listen."""
+    words = [sys.executable, "-m", f"lightning_hetpipe.cli.{command}", f"address={machine.address}:{port}"]
+    process = machine.start([*words, "security.insecure=true"], folder, environment())
+    assert process.stdout is not None
+    assert f"serving {machine.address}:{port}" in process.stdout.readline()
+
+
+def done(process: subprocess.Popen[str]) -> str:
+    ((code, _, err),) = finished([process], SECONDS)
+    assert code == 0, err
+    return err
+
+
+def ed_local(machines: list[Machine], folder: Path) -> None:
+    """Each virtual worker has a stage on each machine, whose server has the weights of these."""
+    *others, desk = machines
+    names = [f"node{number}" for number in range(len(machines))]
+    here = folder / "here.pt"
+    done(desk.start(program(here, names[-1:] * len(names), len(names), {}), folder, environment()))
+    for machine in machines:
+        serve(machine, folder, "hetpipe_server", 7070)
+    for machine in others:
+        serve(machine, folder, "hetpipe_host", 7071)
+    servers = [f"{each.address}:7070" for each in (desk, *others)]
+    hosts = {name: f"{each.address}:7071" for name, each in zip(names, others, strict=False)}
+    before, there = others[0].transferred(), folder / "there.pt"
+    command = program(there, names, len(names), {"servers": servers}, stage_hosts=hosts)
+    told = done(desk.start(command, folder, environment()))
+    assert "by way of this process" not in told
+    one, other = torch.load(here), torch.load(there)
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    # Weights go there at the start, and come home at the end with the states of Adam; each wave would carry two more.
+    assert STAGE < (others[0].transferred() - before) / len(machines) < 14 * STAGE < 2 * WAVES * STAGE
+
+
+@pytest.mark.parametrize("nodes", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_weights_of_ed_local_cross_no_network(nodes: int, tmp_path: Path) -> None:
+    try:
+        with network(nodes) as machines:
+            ed_local(machines, tmp_path)
+    except Unavailable as why:
+        pytest.skip(str(why))
+
+
+@pytest.mark.parametrize("token", ["one", None])
+def test_a_host_calls_servers_that_let_it_in(token: str | None, tmp_path: Path) -> None:
+    """Else its weights go by way of the process of Lightning's loop; the bits are the same."""
+    saved = [tmp_path / f"{number}.pt" for number in range(2)]
+    known = {"HETPIPE_TOKEN": token} if token else {}
+    own = {name: value for name, value in os.environ.items() if not name.startswith("HETPIPE")}
+    with serving(known) as hosts:
+        commands = [
+            program(saved[0], ["desk"] * 2, 2, {}),
+            program(saved[1], ["attic", "desk"], 2, {}, stage_hosts={"attic": hosts.address}),
+        ]
+        said = [
+            subprocess.run(each, capture_output=True, text=True, env={**own, "PYTHONPATH": str(ROOT), **known})
+            for each in commands
+        ]
+    assert [each.returncode for each in said] == [0, 0], said[1].stderr
+    by_way = re.search(
+        r"updates of stage 0 go to the servers by way of this process, as its host cannot call them"
+        r" itself: the server at 127.0.0.1:\d+ refused the call: the token is",
+        said[1].stderr,
+    )
+    assert (by_way is None) is (token is not None), said[1].stderr
+    one, other = map(torch.load, saved)
+    assert all(torch.equal(one[name], other[name]) for name in one)
