@@ -23,7 +23,7 @@ from itertools import combinations
 from typing import TypeAlias
 
 from lightning_hetpipe.errors import SettingError
-from lightning_hetpipe.planning.allocation.allocator import Allocation, Allocator
+from lightning_hetpipe.planning.allocation.allocator import NEAR, Allocation, Allocator
 from lightning_hetpipe.planning.allocation.group_plans import Kinds
 from lightning_hetpipe.planning.allocation.groupings import GROUPINGS, Group, Grouping
 from lightning_hetpipe.planning.model.cluster import DeviceSlot
@@ -37,7 +37,7 @@ PROMISING = 0.9
 UPHILL = 1.002
 """Smallest gain of throughput, as a factor, that is worth a change."""
 
-PLANS = 60
+PLANS = 30
 """Largest number of groups that are planned in the search."""
 
 LONGEST = 16
@@ -98,6 +98,8 @@ def best_allocation(
         for placement in placements if len(grouping) > 1 else placements[:1]:
             found.append(allocator.allocate("auto", grouping, shares=shares, placement=placement))
             best = max(best, found[-1].rate)
+            if found[-1].rate >= NEAR * search.rate(grouping):
+                break  # another placement gains nothing
     if not best:
         return min(found, key=lambda each: (_lacking(each), len(each.grouping)))
     good = [each for each in found if each.rate >= ENOUGH * best]

@@ -27,7 +27,7 @@ from lightning_hetpipe.planning.model.stage_memory import optimizer_state
 from lightning_hetpipe.planning.model.units import in_seconds
 from lightning_hetpipe.planning.search.divider import FEW_BOUNDARIES, MOST_BOUNDARIES
 from lightning_hetpipe.planning.search.division import Division
-from lightning_hetpipe.planning.search.plans import ENOUGH, GLIMPSE, MUCH, PlansAt
+from lightning_hetpipe.planning.search.plans import ENOUGH, GLIMPSE, MUCH, WORK, PlansAt
 from lightning_hetpipe.planning.search.problem import Loads, PlanningProblem, unseen
 from lightning_hetpipe.planning.search.spread_plan import spread_plan
 from lightning_hetpipe.rules.versions import STASH, WeightPolicy
@@ -317,7 +317,7 @@ class _Search:
 
     def _unfit(self, in_flight: int, asked: bool) -> Choice:
         """The plan whose devices lack the least, and what would help."""
-        found = self._at(in_flight).least_lacking()
+        found = self._at(in_flight).least_lacking(0 if self._brief else WORK)
         self._found = {in_flight: None}
 
         def advise() -> Help:

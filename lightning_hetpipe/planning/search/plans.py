@@ -119,8 +119,12 @@ class PlansAt:
         found = self._problem.divider.least(self._in_flight, room, self._problem.synchronise, low, most)
         return found[0] if found else None
 
-    def least_lacking(self) -> Estimate:
-        """The plan whose devices lack the least memory, as far as is found."""
+    def least_lacking(self, work: int = WORK) -> Estimate:
+        """The plan whose devices lack the least memory, as far as is found.
+
+        Args:
+            work: Number of tasks that may be simulated to find others than the first.
+        """
         problem, loads = self._problem, self._problem.heaviest(self._in_flight)
         low, high = 1.0, 2.0
         found: Division | None = None
@@ -131,7 +135,7 @@ class PlansAt:
                 found, high = divisions[0], share
             else:
                 low, high = share, high if found else 2 * high
-        look, most, changed = self._estimate(found), self._work + WORK, True
+        look, most, changed = self._estimate(found), self._work + work, work > 0
         while changed and self._work <= most:
             changed = False
             for division in changes(problem, found):
