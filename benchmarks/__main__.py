@@ -12,6 +12,7 @@ from benchmarks import (
     capture_costs,
     cluster_simulation,
     compile,
+    ed_local,
     engine_cost,
     import_time,
     paper_cluster,
@@ -44,6 +45,7 @@ BENCHMARKS: Mapping[str, Callable[[Options], Outcome]] = {
     virtual_workers.NAME: virtual_workers.run,
     cluster_simulation.NAME: cluster_simulation.run,
     several_nodes.NAME: several_nodes.run,
+    ed_local.NAME: ed_local.run,
     **{turns.name: turns.run for turns in (TIMELINE_COSTS, PREDICTION_COSTS)},
 }
 

@@ -5,7 +5,7 @@ import sys
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Protocol
 
 import lightning as L
 import torch
@@ -62,10 +62,20 @@ class Dense(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
+class Steps(Protocol):
+    """Numbers of minibatches: ``steps`` are measured after ``warmup``."""
+
+    @property
+    def warmup(self) -> int: ...
+
+    @property
+    def steps(self) -> int: ...
+
+
 class Window(L.Callback):
     """Seconds and bytes on the wire from the end of the warm-up to the end of the steps."""
 
-    def __init__(self, task: Task) -> None:
+    def __init__(self, task: Steps) -> None:
         self.task = task
         self.seconds = 0.0
         self.cpu = 0.0

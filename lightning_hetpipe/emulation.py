@@ -102,6 +102,14 @@ class Emulation:
         self._late = [0.0 for _ in pads]
         self._loss = [0.0 for _ in pads]  # seconds of the one that has ended, until the backward begins
 
+    def pad(self, stage: int) -> Pad | None:
+        """That of ``stage``, for a stage in another process; None where it has none."""
+        return self._pads[stage] if stage < len(self._pads) else None
+
+    def mirror(self, stage: int, padded: Padded) -> None:
+        """Take the record of ``stage``, which is emulated in another process."""
+        self.stages[stage] = padded
+
     def __call__(self, stage: int, work: str, minibatch: int) -> Callable[[], None]:
         """A pass begins; what is returned sleeps until it is over.
 

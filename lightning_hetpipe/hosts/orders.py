@@ -55,6 +55,7 @@ class SetUp:
         memory: The fields of its planned memory; None where there is no limit.
         visits: How often each minibatch comes to it.
         timeout: Seconds after which a wait in which nothing moves ends.
+        pad: The fields of its pad; None where no device is emulated.
         modes: Settings of torch that belong to a process.
     """
 
@@ -72,6 +73,7 @@ class SetUp:
     memory: Sequence[int | None] | None
     visits: int
     timeout: float
+    pad: Sequence[float] | None
     modes: Sequence[Any]
 
 
@@ -244,11 +246,13 @@ class Taken(NamedTuple):
             that the host keeps only the looks are here.
         memory: What is counted of the stage's memory: of each quantity what it is now, and at the most.
         busy: Seconds that the stage has computed.
+        padded: The fields of the record of a stage that is emulated, or None.
     """
 
     gradients: Mapping[int, SharedTensor | SparseTensor]
     memory: Sequence[Sequence[int]]
     busy: float
+    padded: Sequence[float] | None
 
 
 class Looked(NamedTuple):

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from lightning_hetpipe.emulation import Emulation, Padded
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.hosts import orders
 from lightning_hetpipe.hosts.host_process import HostProcess
@@ -77,6 +78,8 @@ class RemoteStage(Stage):
 
     holder: HostHolder | None = None
     """The host, for the weights that it has."""
+    emulation: Emulation | None = None
+    """Emulation of the stages of this virtual worker, where their devices are not here."""
 
     def __init__(self, connect: Callable[[], HostLink] | None, *args: Any) -> None:
         self._start_host = connect or HostProcess
@@ -98,6 +101,7 @@ class RemoteStage(Stage):
         if self._host is None:
             self._connect()
         settings, planned = self._settings, self.memory.planned
+        pad = None if self.emulation is None else self.emulation.pad(self.index)
         self._known = self._variants()
         self._send(
             orders.SetUp(
@@ -115,6 +119,7 @@ class RemoteStage(Stage):
                 None if planned is None else [planned.total, planned.limit, planned.room],
                 self.memory.visits,
                 self._watchdog.seconds,
+                None if pad is None else [pad.forward, pad.backward],
                 modes(),
             )
         )
@@ -198,6 +203,9 @@ class RemoteStage(Stage):
         assert isinstance(taken, orders.Taken)
         self.memory.mirror(taken.memory)
         self._busy.show(taken.busy)
+        if self.emulation is not None and taken.padded is not None:
+            passes, overruns, *seconds = taken.padded
+            self.emulation.mirror(self.index, Padded(int(passes), int(overruns), *seconds))
         return taken.gradients
 
     def delivered(self, minibatch: int) -> None:

@@ -10,11 +10,13 @@ import queue
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lightning_hetpipe.emulation import Emulation, Pad
 from lightning_hetpipe.hosts import orders
 from lightning_hetpipe.hosts.host_memory import HeldTensors
 from lightning_hetpipe.hosts.server_calls import ServerCalls
@@ -121,6 +123,7 @@ class Host:
         self._answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._gradients: SharedMemory | None = None
         self._held = HeldTensors()
+        self._emulation: Emulation | None = None
 
     def run(self) -> bool:
         """Do what messages ask for, until none comes any more; False if that could not be done.
@@ -180,11 +183,14 @@ class Host:
         own = layers_of_data(setup.layers, self._found)
         numbers = [number for segment in segments for number in segment.layers]
         layers = dict(zip(numbers, own, strict=True))
+        if setup.pad is not None:
+            self._emulation = Emulation([Pad(*setup.pad)] * (setup.index + 1))
         settings = StageSettings(
             RandomGenerators(setup.run_seed, setup.virtual_worker, deterministic=setup.deterministic),
             setup.in_flight,
             setup.torch_threads,
             setup.default_dtype,
+            self._emulation,
             recompute=setup.recompute,
             buffers=setup.buffers,
         )
@@ -220,7 +226,8 @@ class Host:
             found = stage.take(message.minibatch).gradients
             gradients = self._keep(found, message.numbers) if message.numbers else self._shared(found)
             levels = [[level.now, level.most] for level in stage.memory.levels()]
-            self._answers.put(orders.Taken(gradients, levels, stage.stream.busy_seconds()))
+            padded = None if self._emulation is None else [*asdict(self._emulation.stages[stage.index]).values()]
+            self._answers.put(orders.Taken(gradients, levels, stage.stream.busy_seconds(), padded))
         elif isinstance(message, orders.Look):
             self._answers.put(orders.Looked(stage.state(message.minibatch)))
         elif isinstance(message, orders.Delivered):

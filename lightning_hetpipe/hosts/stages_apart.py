@@ -10,6 +10,7 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
+from lightning_hetpipe.emulation import Emulation
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.hosts.host_connection import HostConnection
 from lightning_hetpipe.hosts.owned_stage import OwnedStage
@@ -34,10 +35,13 @@ class StagesApart:
         all: Whether each stage is to have a process, where that is possible.
         addresses: Of the hosts of stages that are on other machines, by their numbers.
         security: Certificates and token for these.
+        emulation: Of the stages, where their devices are not here.
     """
 
-    def __init__(self, all: bool, addresses: Mapping[int, str], security: Security) -> None:
-        self._all, self._addresses, self._security = all, addresses, security
+    def __init__(
+        self, all: bool, addresses: Mapping[int, str], security: Security, emulation: Emulation | None = None
+    ) -> None:
+        self._all, self._addresses, self._security, self._emulation = all, addresses, security, emulation
         self._apart: list[int] = []
         self._reasons: dict[int, str] = {}
         self._stages: list[RemoteStage] = []
@@ -102,6 +106,7 @@ class StagesApart:
         else:
             kind = OwnedStage if owns(device) else RemoteStage
             stage = kind(None, index, device, segments, layers, *args)
+        stage.emulation = self._emulation
         self._stages.append(stage)
         return stage
 

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from lightning_hetpipe.capture.compiled_modules import look_through
 from lightning_hetpipe.capture.watch import TrainingWatch
+from lightning_hetpipe.emulation import Emulation
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.hosts.remote_stage import HostLost
 from lightning_hetpipe.hosts.stages_apart import StagesApart
@@ -101,6 +102,7 @@ class Fit(TrainerRun):
         self._module: L.LightningModule = trainer.lightning_module
         self._precision = precision
         window, before_pass = settings.timeline, settings.before_pass
+        self._emulation = before_pass if isinstance(before_pass, Emulation) else None
         self._recordings = [] if window is None else [Recording(trainer, window, settings.virtual_worker)]
         for recording in self._recordings:
             before_pass = recording.passes(before_pass)
@@ -301,7 +303,7 @@ class Fit(TrainerRun):
             each for each in self._around if in_flight > 1 and each in (self._prediction, self._correction)
         ]
         moved = self._move(layout)
-        stages = StagesApart(settings.in_processes, settings.hosts, settings.security)
+        stages = StagesApart(settings.in_processes, settings.hosts, settings.security, self._emulation)
         self._undo.callback(stages.close)
         engine = Engine(
             [(piece.name, piece.layers) for piece in pieces],

@@ -234,8 +234,10 @@ def stage_hosts(value: Any, *, compiles: bool, timeline: Window | None) -> Stage
     return {str(node): address for node, address in value.items()} if isinstance(value, Mapping) else value
 
 
-def stages_elsewhere(plan: Plan | None, hosts: StageHosts) -> dict[int, str]:
+def stages_elsewhere(plan: Plan | None, hosts: StageHosts, emulated: bool) -> dict[int, str]:
     """Addresses of the hosts of stages that are not on the node of the last stage, of a plan of one virtual worker.
+
+    Their devices are CPUs. Where these have ``emulated`` others, stages of nodes without a host are in this process.
 
     Raises:
         SettingError: for hosts that are of no use.
@@ -247,9 +249,10 @@ def stages_elsewhere(plan: Plan | None, hosts: StageHosts) -> dict[int, str]:
             f"stage_hosts={dict(hosts)!r} names hosts for the nodes of a plan, and there is none; give plan, too"
         )
     (worker,) = plan.virtual_workers
-    found = {number: stage for number, stage in enumerate(worker.stages) if stage.node != worker.leader}
+    elsewhere = {number: stage for number, stage in enumerate(worker.stages) if stage.node != worker.leader}
+    found = {number: stage for number, stage in elsewhere.items() if not emulated or stage.node in hosts}
     for number, stage in found.items():
-        if stage.device_name != "cpu":
+        if stage.device_name != "cpu" and not emulated:
             raise SettingError(
                 f"stage {number} of the plan for {plan.model} is on {stage.place} of {stage.node}, and hosts compute on"
                 " CPUs only yet; plan it for the node of the last stage, or for a CPU"
@@ -257,11 +260,9 @@ def stages_elsewhere(plan: Plan | None, hosts: StageHosts) -> dict[int, str]:
     return {number: hosts[stage.node] for number, stage in found.items()}
 
 
-def check_stage_hosts(
-    hosts: StageHosts, devices: Sequence[torch.device], *, emulated: bool, spread: bool = False
-) -> None:
-    """Refuses stages in processes on ``devices`` other than CPUs, or on ``emulated`` ones, and hosts for a ``spread``
-    run, which has no stages; warns where that leaves processes out."""
+def check_stage_hosts(hosts: StageHosts, devices: Sequence[torch.device], *, spread: bool = False) -> None:
+    """Refuses stages in processes on ``devices`` other than CPUs, and hosts for a ``spread`` run, which has no stages;
+    warns where that leaves processes out."""
     if spread and isinstance(hosts, Mapping):
         raise SettingError(
             f"stage_hosts={dict(hosts)!r} is for stages, and one minibatch in flight has none, as the step runs on the"
@@ -273,11 +274,6 @@ def check_stage_hosts(
             " in_flight to more, or leave stage_hosts out"
         )
         return
-    if emulated:
-        raise SettingError(
-            f"stage_hosts={hosts!r} has stages in processes of their own, which emulate no devices yet; leave"
-            " stage_hosts out, or cluster"
-        )
     for device in devices:
         if hosts == "processes" and device.type != "cpu":
             raise SettingError(

@@ -1,0 +1,137 @@
+"""Virtual workers of the benchmark of allocations over a network: they train, and announce their figures."""
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from typing import Literal
+
+import lightning as L
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from benchmarks.harness import Measurement, announce
+from benchmarks.several_nodes_worker import Window
+from lightning_hetpipe import HetPipeStrategy, WSPCallback
+from lightning_hetpipe.emulation import Pad, padded
+from lightning_hetpipe.planning.plan.document import Plan, PlannedStage, PlannedWorker
+
+SPEEDS = (1.0, 0.8, 0.5, 0.3)
+"""Speeds of the devices of each node, of which the first has the fastest."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """One measurement: a stage of two dense layers for each node, on emulated devices.
+
+    ``steps`` minibatches of each virtual worker are measured after ``warmup`` and before ``tail``; all three are whole
+    numbers of waves.
+    """
+
+    allocation: Literal["np", "ed", "one machine"]
+    servers: Sequence[str] = ()
+    hosts: Sequence[str] = ()
+    """Addresses of the hosts of the nodes but the last, for "ed"."""
+    seconds: float = 1.6
+    """Time of a minibatch on a device of speed 1, forward and backward; 0 emulates nothing."""
+    in_flight: int = 4
+    width: int = 8192
+    narrow: int = 64
+    batch: int = 8
+    warmup: int = 8
+    steps: int = 24
+    tail: int = 4
+
+    def to_json(self) -> str:
+        """The task as one command-line argument."""
+        return json.dumps(asdict(self))
+
+    @property
+    def weights_bytes(self) -> int:
+        """Bytes of the model's weights."""
+        return 4 * len(SPEEDS) * (2 * self.width * self.narrow + self.width + self.narrow)
+
+    def pads(self, node: int) -> list[Pad]:
+        """Pads of the stages of a virtual worker, each of which has as much work as its device is fast."""
+        speeds = [SPEEDS[node]] * len(SPEEDS) if self.allocation == "np" else SPEEDS
+        each = self.seconds / sum(speeds)
+        return [Pad(each / 3, 2 * each / 3)] * len(SPEEDS)
+
+
+class Dense(L.LightningModule):
+    """Large dense layers with narrow ones between them: much to synchronise, and little to hand over."""
+
+    def __init__(self, task: Task) -> None:
+        super().__init__()
+        pairs = [(nn.Linear(task.narrow, task.width), nn.Linear(task.width, task.narrow)) for _ in SPEEDS]
+        self.net = nn.Sequential(*(layer for pair in pairs for layer in pair))
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        loss = nn.functional.mse_loss(self.net(batch[0]), batch[0])
+        self.last = loss.detach()
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+def plan(task: Task) -> Plan:
+    """Each virtual worker has a stage on each node."""
+    count = len(SPEEDS)
+
+    def stage(worker: int, number: int) -> PlannedStage:
+        where = f"node{number}" if task.allocation == "ed" else "node3"
+        return PlannedStage(where, f"cpu:{worker * count + number}", 2 * number, 2 * number + 1, 0.001, 1000, None)
+
+    workers = [PlannedWorker(1.0, tuple(stage(worker, number) for number in range(count))) for worker in range(count)]
+    names = tuple(f"net.{number}" for number in range(2 * count))
+    return Plan("Dense", task.in_flight, task.in_flight, 0, 0.001, 1.0, tuple(workers), names)
+
+
+def strategy_of(task: Task) -> HetPipeStrategy:
+    """The strategy of one virtual worker."""
+    placement = "size" if task.allocation == "np" else "local"
+    insecure = {"insecure": True}
+    wsp = WSPCallback(aggregate="mean", servers=task.servers or None, placement=placement, security=insecure)
+    if task.allocation == "np":
+        return HetPipeStrategy(stages=len(SPEEDS), in_flight=task.in_flight, weights="stash", wsp=wsp)
+    hosts = {f"node{number}": address for number, address in enumerate(task.hosts)}
+    return HetPipeStrategy(plan=plan(task), weights="stash", stage_hosts=hosts or "threads", wsp=wsp)
+
+
+def main(task: Task) -> None:
+    """Trains, and announces minibatches per second of this virtual worker, with the machine's bytes for each."""
+    torch.manual_seed(0)
+    module, window = Dense(task), Window(task)
+    node = int(os.environ.get("NODE_RANK", "0"))
+    strategy, samples = strategy_of(task), len(SPEEDS) * task.batch * (task.warmup + task.steps + task.tail)
+    trainer = L.Trainer(
+        strategy=strategy,
+        num_nodes=len(SPEEDS) if task.allocation == "np" else 1,
+        accelerator="cpu",
+        devices=1,
+        max_epochs=1,
+        callbacks=[window],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    data = DataLoader(TensorDataset(torch.randn(samples, task.narrow)), batch_size=task.batch)
+    with padded(strategy, task.pads(node)) if task.seconds else nullcontext():
+        trainer.fit(module, data)
+    weight = float(next(module.parameters()).double().sum())
+    notes: dict[str, object] = {"bytes": window.bytes / task.steps, "weight": weight.hex()}
+    cpu = window.cpu / window.seconds
+    announce(
+        Measurement(
+            task.allocation, task.steps / window.seconds, cpu, torch.get_num_threads(), module.last.item(), notes
+        )
+    )
+
+
+if __name__ == "__main__":
+    main(Task(**json.loads(sys.argv[1])))
