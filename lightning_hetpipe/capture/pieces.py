@@ -74,6 +74,12 @@ class Piece:
         single = SingleLayer(module) if is_single(module) else None
         return Piece(name, module, single=single, wants_graph=wants_graph)
 
+    def names_without_graph(self) -> list[str]:
+        """Names of its layers where a Sequential of torch's own modules has no graph."""
+        if self.wants_graph and is_plain_sequential(self.module) and not has_users_layers(self.module):
+            return [name for name, _ in layers_of(self.name, self.module)]
+        return [layer.name for layer in self.layers]
+
     def needs_graph(self) -> bool:
         """Tell whether its layers can be seen in a graph only."""
         return self.single is None and not is_plain_sequential(self.module)

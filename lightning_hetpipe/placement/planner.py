@@ -158,6 +158,8 @@ class Planner:
     def _follow(self, plan: Plan, profiling: ProfilingInput) -> Decision:
         """Take over a plan that was given."""
         names = _names(profiling)
+        if plan.layers == tuple(name for piece in profiling.pieces for name in piece.names_without_graph()):
+            plan = plan.merged(names)  # graphs hold modules that work in place together with the one before
         if (differs := plan.differences(names)) is not None:
             raise SettingError(
                 f"plan={self.plan_name} was made for another model than {self.model}: {differs}; plan anew, or leave"

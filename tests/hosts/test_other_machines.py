@@ -317,6 +317,16 @@ def test_a_layer_without_a_graph_has_to_be_planned_for_the_last_node(hosts: Host
     assert "which has no graph; plan its layers for the node of the last stage" in text
 
 
+def test_a_plan_that_cuts_before_a_module_that_works_in_place(hosts: Hosts) -> None:
+    """Its graph holds it together with the layer before; the plan is of modules, as `hetpipe-plan` makes it."""
+    layers = [*net()]
+    layers[2] = nn.ReLU(inplace=True)
+    net_in_place = nn.Sequential(*layers)
+    module = Task(net_in_place, ADAMW)
+    expected = expect(copy.deepcopy(module), vectors(40, 4), 3)
+    assert_equal(expected, fit(module, vectors(40, 4), strategy=apart(hosts, "attic", "attic", "desk")))
+
+
 def test_nobody_at_an_address(hosts: Hosts) -> None:
     strategy = stashing(plan=plan("attic", "desk", "desk"), stage_hosts={"attic": "127.0.0.1:1"})
     assert "the host at 127.0.0.1:1: nobody answers there" in refused(strategy)

@@ -318,3 +318,15 @@ def test_equal_plans_have_one_checksum_however_their_numbers_are_written() -> No
     one, other = (with_stage(0, time_s=seconds) for seconds in (2, 2.0))
     assert one == other
     assert one.fingerprint == other.fingerprint != with_stage(0, time_s=2.5).fingerprint
+
+
+@pytest.mark.parametrize(
+    ("layers", "first"), [(("a", "b", "c"), [0, 2]), (("a", "c"), [0, 1]), (("a", "b"), [0, 2]), (("a",), [0, 2])]
+)
+def test_stages_of_layers_that_hold_others(layers: tuple[str, ...], first: list[int]) -> None:
+    """None is left without a layer."""
+    merged = PLAN.merged(layers)
+    (worker,) = merged.virtual_workers
+    assert [stage.first_layer for stage in worker.stages] == first
+    assert (merged == PLAN) is (first[1] == 2)
+    assert list(merged.problems()) == []

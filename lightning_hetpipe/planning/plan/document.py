@@ -324,6 +324,24 @@ class Plan:
             more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
             raise SettingError(f"the plan cannot be run: {found[0].place} {found[0].said}{more}; plan anew")
 
+    def merged(self, layers: Sequence[str]) -> Plan:
+        """The plan for ``layers`` some of which hold several of the plan's, and have the name of the first of these.
+
+        A stage that begins within such a layer begins behind it; the plan is as it was where none of a stage is left.
+        """
+        begins = [sum(name in layers for name in self.layers[:number]) for number in range(len(self.layers) + 1)]
+        workers = []
+        for worker in self.virtual_workers:
+            spans = [(begins[stage.first_layer], begins[stage.last_layer + 1] - 1) for stage in worker.stages]
+            if any(last < first for first, last in spans):
+                return self
+            stages = [
+                replace(stage, first_layer=first, last_layer=last)
+                for stage, (first, last) in zip(worker.stages, spans, strict=True)
+            ]
+            workers.append(replace(worker, stages=tuple(stages)))
+        return replace(self, layers=tuple(layers), virtual_workers=tuple(workers))
+
     def differences(self, layers: Sequence[str]) -> str | None:
         """First difference to a model with ``layers``; None if the plan is for that model."""
         pairs = enumerate(zip(self.layers, layers, strict=False))
