@@ -21,6 +21,11 @@ class PipelineStalled(RuntimeError):
     """A wait inside the pipeline ran into its timeout. The message says who waited for whom."""
 
 
+class VirtualWorkerLost(RuntimeError):
+    """This virtual worker cannot go on, for no fault of the program's: it ends alone, as if it had been killed, and the
+    others go on without it, unless it is virtual worker 0."""
+
+
 class Discarded(BaseException):
     """Raised in the thread of a minibatch whose look-ahead is discarded, so that its ``training_step`` unwinds.
 

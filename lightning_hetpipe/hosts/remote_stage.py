@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hetpipe.emulation import Emulation, Padded
-from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.errors import SettingError, VirtualWorkerLost
 from lightning_hetpipe.hosts import orders
 from lightning_hetpipe.hosts.host_process import HostProcess
 from lightning_hetpipe.hosts.server_calls import HostHolder
@@ -44,7 +44,7 @@ class HostLink(Protocol):
     def kill(self) -> None: ...
 
 
-class HostLost(RuntimeError):
+class HostLost(VirtualWorkerLost):
     """The process of a stage has ended while it was needed."""
 
 

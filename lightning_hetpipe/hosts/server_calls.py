@@ -26,6 +26,9 @@ from lightning_hetpipe.server.transport.security import Security
 AT_ONCE = 8
 """Largest number of calls that a host makes at the same time."""
 
+GRACE = 10.0
+"""Seconds for which a host may answer later than the server that it calls."""
+
 REACHING = 5.0
 """Seconds in which a server has to answer a host that calls it for the first time."""
 
@@ -98,7 +101,10 @@ class HostHolder:
             call = self._calls[number] = Future()
         text = torch.tensor([*header], dtype=torch.uint8)
         self._send(orders.CallServer(number, address, method, text, body, into, timeout))
-        answer = call.result()  # its host gives one within the timeout, or is lost
+        try:
+            answer = call.result(timeout + GRACE)
+        except TimeoutError:
+            raise Unreachable(f"the host that calls {address} has not answered for {timeout + GRACE:g} s") from None
         if answer.refused is not None:
             raise CallRefused(answer.refused)
         if answer.silent is not None:

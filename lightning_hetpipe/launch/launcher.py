@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import lightning as L
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.errors import SettingError, VirtualWorkerLost
 from lightning_hetpipe.launch.children import Children, OnEnd
 from lightning_hetpipe.launch.command import current_job, this_program
 from lightning_hetpipe.launch.lost_workers import Uncaught, lost_workers
@@ -166,6 +166,8 @@ class Launcher(BaseLauncher):
                 child.failed(error)  # now, as cleaning up may take long, and be disturbed
             if launch is not None:
                 launch.fail(error)
+            if isinstance(error, VirtualWorkerLost):
+                raise error.with_traceback(None) from None  # no line of the program's is to blame
             if not isinstance(error, PeerFailed):
                 raise
             if getattr(trainer, "received_sigterm", False) or SIGTERMException.__name__ in str(error):

@@ -15,7 +15,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
-from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.errors import SettingError, VirtualWorkerLost
 from lightning_hetpipe.launch import servers
 from lightning_hetpipe.launch.launcher import TERMINATED, Launcher, check_processes
 from lightning_hetpipe.launch.lost_workers import lost_workers
@@ -309,7 +309,8 @@ class VirtualWorkers(HostWeights):
             if self._group is not None and self._failure is not None:
                 group, self._group = self._group, None
                 share(None)
-                group.part(f"{type(self._failure).__name__}: {self._failure}")
+                alone = isinstance(self._failure, VirtualWorkerLost)
+                group.part(f"{type(self._failure).__name__}: {self._failure}", alone)
             elif self._group is not None:
                 self._group.leave_fit()
         finally:

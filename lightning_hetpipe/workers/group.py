@@ -312,8 +312,13 @@ class Group:
         finally:
             self.part(failure)
 
-    def part(self, failure: str = "") -> None:
-        """Leave at once; with a ``failure``, such as one that ends the program, the others are told, and end."""
+    def part(self, failure: str = "", alone: bool = False) -> None:
+        """Leave at once; with a ``failure``, such as one that ends the program, the others are told, and end.
+
+        Args:
+            alone: The failure is this virtual worker's alone: it leaves without a word, and the others go on once its
+                lease is over, but not without virtual worker 0.
+        """
         atexit.unregister(self.part)
         ending = self._uncaught.error
         failure = failure or (f"{type(ending).__name__}: {ending}" if ending is not None else "")
@@ -321,7 +326,7 @@ class Group:
         fit, launch, self._fit, self._launch = self._fit, self._launch, None, None
         for client in (fit, launch):
             if client is not None and failure:
-                client.fail(failure)
+                client.close() if alone and self.index else client.fail(failure)
         if fit is not None:
             self._end_fit(fit)
         self._exits.close()

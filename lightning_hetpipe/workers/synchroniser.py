@@ -161,7 +161,7 @@ class Synchroniser:
     def let_go(self) -> None:
         """Give the memory of the copies back, before holders end; nothing is synchronised any more."""
         self._last, self._roundings = [], []
-        if self._holds:
+        if self._holds and self.group.weights.is_idle:  # a call that has failed needs them no more
             self._holds = False
             self.group.weights.hold(lambda channel, index: HERE)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 import torch
 
 from tests.hosts.test_other_machines import serving
+from tests.server.transports import eventually
 from tests.support.namespaces import Machine, Unavailable, finished, network
 from tests.wsp.launch import ROOT, SECONDS
 
@@ -102,6 +104,67 @@ def test_weights_of_ed_local_cross_no_network(nodes: int, tmp_path: Path) -> Non
             ed_local(machines, tmp_path)
     except Unavailable as why:
         pytest.skip(str(why))
+
+
+LOSES = """
+import os
+import signal
+import sys
+from dataclasses import replace
+
+import lightning as L
+import torch
+
+from lightning_hetpipe import WSPCallback
+from tests.hosts.test_other_machines import plan, task
+from tests.support.models import vectors
+from tests.support.strategies import stashing
+from tests.support.trainers import quiet_trainer
+
+addresses = sys.argv[1:]
+made = plan("attic", "desk", "desk", workers=2)
+one, two = made.virtual_workers
+first = replace(two.stages[0], node="cellar")
+made = replace(made, virtual_workers=(one, replace(two, stages=(first, *two.stages[1:]))))
+
+
+class Kill(L.Callback):
+    def on_train_batch_end(self, trainer, *_):
+        if trainer.global_rank == 1 and trainer.global_step == 6:
+            print("kill the cellar's", flush=True)
+            sys.stdin.readline()  # that it is done
+
+
+hosts = {"attic": addresses[0], "cellar": addresses[1]}
+strategy = stashing(plan=made, stage_hosts=hosts, wsp=WSPCallback(aggregate="mean", lease=3))
+learner = task()
+trainer = quiet_trainer(strategy, callbacks=[Kill()])
+trainer.fit(learner, vectors(80, 4))
+print("trained", trainer.global_rank, trainer.global_step, flush=True)
+"""
+
+
+def test_a_host_that_is_killed_takes_its_virtual_worker_alone() -> None:
+    """The others go on once its lease is over, as after any virtual worker that was killed."""
+    known = {"HETPIPE_TOKEN": "one"}
+    with serving(known) as attic, serving(known) as cellar:
+        process = subprocess.Popen(
+            [sys.executable, "-c", LOSES, attic.address, cellar.address],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": str(ROOT), **known},
+        )
+        assert process.stdout is not None
+        assert process.stdout.readline() == "kill the cellar's\n"
+        (child,) = cellar.children()
+        os.kill(child, signal.SIGKILL)
+        out, err = process.communicate("done", timeout=SECONDS)
+        assert (process.returncode, out) == (1, "trained 0 10\n"), err
+        assert f"HostLost: the process of stage 0 (host {cellar.address}) has closed the connection" in err
+        assert "this run went on without virtual worker 1" in err
+        eventually(lambda: not attic.children() and not cellar.children(), "a host has not ended")
 
 
 @pytest.mark.parametrize("token", ["one", None])
