@@ -8,6 +8,8 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -106,9 +108,7 @@ def test_weights_of_ed_local_cross_no_network(nodes: int, tmp_path: Path) -> Non
         pytest.skip(str(why))
 
 
-LOSES = """
-import os
-import signal
+PAUSES = """
 import sys
 from dataclasses import replace
 
@@ -121,50 +121,97 @@ from tests.support.models import vectors
 from tests.support.strategies import stashing
 from tests.support.trainers import quiet_trainer
 
-addresses = sys.argv[1:]
+saved, pauses, attic, cellar, *servers = sys.argv[1:]
 made = plan("attic", "desk", "desk", workers=2)
 one, two = made.virtual_workers
 first = replace(two.stages[0], node="cellar")
 made = replace(made, virtual_workers=(one, replace(two, stages=(first, *two.stages[1:]))))
 
 
-class Kill(L.Callback):
+class Pause(L.Callback):
     def on_train_batch_end(self, trainer, *_):
-        if trainer.global_rank == 1 and trainer.global_step == 6:
-            print("kill the cellar's", flush=True)
-            sys.stdin.readline()  # that it is done
+        if trainer.global_rank == int(pauses) and trainer.global_step == 6:
+            print("paused", flush=True)
+            sys.stdin.readline()
 
 
-hosts = {"attic": addresses[0], "cellar": addresses[1]}
-strategy = stashing(plan=made, stage_hosts=hosts, wsp=WSPCallback(aggregate="mean", lease=3))
+wsp = WSPCallback(aggregate="mean", lease=3, servers=servers or None)
+strategy = stashing(plan=made, stage_hosts={"attic": attic, "cellar": cellar}, wsp=wsp)
 learner = task()
-trainer = quiet_trainer(strategy, callbacks=[Kill()])
+trainer = quiet_trainer(strategy, callbacks=[Pause()])
 trainer.fit(learner, vectors(80, 4))
 print("trained", trainer.global_rank, trainer.global_step, flush=True)
+if trainer.is_global_zero:
+    torch.save(learner.state_dict(), saved)
 """
 
 
-def test_a_host_that_is_killed_takes_its_virtual_worker_alone() -> None:
+def paused(saved: Path, pauses: int, *addresses: str) -> subprocess.Popen[str]:
+    """Two virtual workers with stages at hosts of their own, of which one waits after six steps for a line."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", PAUSES, saved, str(pauses), *addresses],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "HETPIPE_TOKEN": "one"},
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "paused\n"
+    return process
+
+
+def test_a_host_that_is_killed_takes_its_virtual_worker_alone(tmp_path: Path) -> None:
     """The others go on once its lease is over, as after any virtual worker that was killed."""
     known = {"HETPIPE_TOKEN": "one"}
     with serving(known) as attic, serving(known) as cellar:
-        process = subprocess.Popen(
-            [sys.executable, "-c", LOSES, attic.address, cellar.address],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "PYTHONPATH": str(ROOT), **known},
-        )
-        assert process.stdout is not None
-        assert process.stdout.readline() == "kill the cellar's\n"
+        process = paused(tmp_path / "saved.pt", 1, attic.address, cellar.address)
         (child,) = cellar.children()
         os.kill(child, signal.SIGKILL)
-        out, err = process.communicate("done", timeout=SECONDS)
+        out, err = process.communicate("go on", timeout=SECONDS)
         assert (process.returncode, out) == (1, "trained 0 10\n"), err
         assert f"HostLost: the process of stage 0 (host {cellar.address}) has closed the connection" in err
         assert "this run went on without virtual worker 1" in err
         eventually(lambda: not attic.children() and not cellar.children(), "a host has not ended")
+
+
+@contextmanager
+def server(address: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A running hetpipe-server, and its address."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "lightning_hetpipe.cli.hetpipe_server", f"address={address}", "service.lease=3"],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "HETPIPE_TOKEN": "one"},
+    )
+    try:
+        assert process.stdout is not None
+        yield process, process.stdout.readline().split()[2].rstrip(";")
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.parametrize("lost", [pytest.param(0, marks=pytest.mark.slow), 1])
+def test_a_server_that_is_lost_is_rebuilt_from_what_hosts_hold(lost: int, tmp_path: Path) -> None:
+    """The coordinator, or another one; each has parameters of stages here and there."""
+    known = {"HETPIPE_TOKEN": "one"}
+    here, there = tmp_path / "here.pt", tmp_path / "there.pt"
+    with serving(known) as attic, serving(known) as cellar, ExitStack() as undo:
+        hosts = attic.address, cellar.address
+        process = paused(here, 0, *hosts)
+        _, err = process.communicate("go on", timeout=SECONDS)
+        assert process.returncode == 0, err
+        servers = [undo.enter_context(server("127.0.0.1:0")) for _ in range(2)]
+        addresses = [address for _, address in servers]
+        process = paused(there, 0, *hosts, *addresses)
+        servers[lost][0].kill()
+        servers[lost][0].wait()
+        undo.enter_context(server(addresses[lost]))
+        _, err = process.communicate("go on", timeout=SECONDS)
+        assert process.returncode == 0, err
+    one, other = torch.load(here), torch.load(there)
+    assert all(torch.equal(one[name], other[name]) for name in one)
 
 
 @pytest.mark.parametrize("token", ["one", None])
