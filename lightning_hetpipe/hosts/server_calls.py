@@ -74,8 +74,9 @@ class HostHolder:
     def answered(self, answer: orders.ServerAnswered) -> None:
         """Take an answer from the host."""
         with self._lock:
-            call = self._calls.pop(answer.call)
-        call.set_result(answer)
+            call = self._calls.pop(answer.call, None)
+        if call is not None:
+            call.set_result(answer)
 
     def lose(self, error: Exception) -> None:
         """Raise ``error`` in all calls, as the host has ended."""
@@ -124,6 +125,7 @@ class ServerCalls:
         self._security = security
         self._answer = answer
         self._channels: dict[str, GrpcChannel] = {}
+        self._lock = threading.Lock()
         self._pool = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="hetpipe-host-calls")
 
     def make(self, order: orders.CallServer, body: Tensor | None, into: Tensor | None) -> None:
@@ -151,9 +153,10 @@ class ServerCalls:
         self._answer(orders.ServerAnswered(order.call, torch.tensor([*header], dtype=torch.uint8), refused, silent))
 
     def _channel(self, address: str) -> GrpcChannel:
-        if address not in self._channels:
-            self._channels[address] = GrpcChannel(address, self._security)
-        return self._channels[address]
+        with self._lock:
+            if address not in self._channels:
+                self._channels[address] = GrpcChannel(address, self._security)
+            return self._channels[address]
 
 
 def _held(block: Tensor | None) -> orders.Held | None:

@@ -775,4 +775,21 @@ MUTATIONS = (
         "GAIN = 1.0",
         ("tests/rules/test_shares.py",),
     ),
+    Mutation(
+        "L5",
+        "an update is added when only parts of it are there",
+        "server/protocol/shard.py",
+        "        if len(found) < len(layout.parameters):\n",
+        "        found = {n: found.get(n, torch.zeros(s, dtype=d)) for n, (_, d, s) in enumerate(layout.places)}\n"
+        "        if False:\n",
+        (_SHARD,),
+    ),
+    Mutation(
+        "L5",
+        "an update counts as pushed when the answer to one part is missing",
+        "server/process/held_weights.py",
+        "return min(answers, key=precedence)",
+        "return max(answers, key=precedence)",
+        ("tests/server/test_protocol.py",),
+    ),
 )
