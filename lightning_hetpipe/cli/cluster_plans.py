@@ -11,18 +11,26 @@ from lightning_hetpipe.planning.allocation.allocator import Allocation, Allocato
 from lightning_hetpipe.planning.allocation.comparison_table import Compared, compared, comparison
 from lightning_hetpipe.planning.allocation.grouping_search import best_allocation
 from lightning_hetpipe.planning.allocation.groupings import GROUPINGS
-from lightning_hetpipe.planning.model.cluster import Cluster
+from lightning_hetpipe.planning.model.cluster import Cluster, DeviceSlot
 from lightning_hetpipe.planning.model.profile import Profile
 from lightning_hetpipe.planning.model.stage_memory import optimizer_state
+from lightning_hetpipe.planning.model.units import digits
 from lightning_hetpipe.planning.plan.document import Plan
 from lightning_hetpipe.reporting.cluster_plots import draw_cluster
 from lightning_hetpipe.rules.parameter_placement import CANDIDATES
+from lightning_hetpipe.rules.shares import throughput
 from lightning_hetpipe.rules.versions import WeightPolicy
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 ALLOCATIONS = (*GROUPINGS, "auto")
+MOST_NAMED = 4
+"""Largest number of unused devices that are named one by one."""
+
+WORTH = 0.8
+"""Part of the throughput without synchronisation below which a remark says how to get more."""
+
 COMPARE = "compare"
 """Value that stands for all allocations side by side."""
 
@@ -131,5 +139,33 @@ def remarks(found: ClusterPlans, cluster: Cluster) -> list[str]:
     used = {stage.slot for choice in found.chosen.choices for stage in choice.stages}
     if found.chosen.fits:
         idle = [slot for slot in cluster.slots if slot not in used]
-        lines += [f"- {cluster.nodes[slot.node].name} {slot} is not used: no plan with it is faster" for slot in idle]
+        lines += unused(idle, cluster, "no plan with it is faster")
+        if (faster := _with_longer_waves(found.chosen)) is not None:
+            lines.append(faster)
     return lines
+
+
+def unused(slots: Sequence[DeviceSlot], cluster: Cluster, why: str) -> list[str]:
+    """A line for the devices of each type on each node that are not used."""
+    alike: dict[tuple[int, str], list[str]] = {}
+    for slot in slots:
+        alike.setdefault((slot.node, slot.device.name), []).append(str(slot))
+    lines = []
+    for (node, name), own in alike.items():
+        place = f"{cluster.nodes[node].name} " if len(cluster.nodes) > 1 else ""
+        if len(own) > MOST_NAMED:
+            lines.append(f"- {place}{len(own)} devices {name}, {own[0]} and others, are not used: {why}")
+        else:
+            lines.append(f"- {place}{', '.join(own)} {'is' if len(own) == 1 else 'are'} not used: {why}")
+    return lines
+
+
+def _with_longer_waves(found: Allocation) -> str | None:
+    """Remark where much of the time goes into synchronisation, which longer waves make rarer."""
+    alone = throughput(found.lengths, [choice.rate for choice in found.choices])
+    if len(found.choices) == 1 or found.rate >= WORTH * alone:
+        return None
+    return (
+        f"- without synchronisation it would be {digits(alone)} minibatches per second: a longer strategy.wsp.wave,"
+        f" such as {4 * min(found.lengths)}, synchronises less often, and makes weights staler"
+    )

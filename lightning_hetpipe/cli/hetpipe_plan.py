@@ -15,7 +15,7 @@ import hydra
 from omegaconf import DictConfig
 
 from lightning_hetpipe.cli import measured_links
-from lightning_hetpipe.cli.cluster_plans import cluster_plans, remarks
+from lightning_hetpipe.cli.cluster_plans import cluster_plans, remarks, unused
 from lightning_hetpipe.cli.comparison import compared
 from lightning_hetpipe.cli.console_script import FAILED
 from lightning_hetpipe.cli.entry import enter, job
@@ -33,7 +33,9 @@ from lightning_hetpipe.cli.side_by_side import compared_policies, side_by_side
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.placement.progress import on_terminal
 from lightning_hetpipe.planning.model.catalogue import known
+from lightning_hetpipe.planning.model.cluster import Cluster
 from lightning_hetpipe.planning.model.profile import Profile
+from lightning_hetpipe.planning.model.units import digits
 from lightning_hetpipe.planning.plan import profile_file
 from lightning_hetpipe.planning.plan.document import Plan
 from lightning_hetpipe.planning.search.advice import ways_out
@@ -69,7 +71,7 @@ def _application(config: DictConfig) -> float | None:
         return None
     with compared() as figures:
         rate = job(run, config, PROGRAM)
-        figures["minibatches per second"] = "does not fit" if rate is None else f"{rate:.3g}"
+        figures["minibatches per second"] = "does not fit" if rate is None else digits(rate)
     return rate
 
 
@@ -133,7 +135,7 @@ def run(config: DictConfig) -> float | None:
     stages_given = asked["stages"] is not None
     distance = of_strategy(config, "wsp.clock_distance", None) or 0
     plan = Plan.of(choice, profile.model, names, cluster, guessed, distance, nominal)
-    lines = _remarks(choice, cluster.assumed([stage.slot for stage in choice.stages]), stages_given)
+    lines = _remarks(choice, cluster, cluster.assumed([stage.slot for stage in choice.stages]), stages_given)
 
     def others() -> list[str]:
         if len(devices) == 1 or asked["in_flight"] == 1:  # all policies are the same
@@ -185,12 +187,12 @@ def _advise(choice: Choice) -> None:
     _unfit.append(choice)
 
 
-def _remarks(choice: Choice, links: Sequence[str], stages_given: bool) -> list[str]:
+def _remarks(choice: Choice, cluster: Cluster, links: Sequence[str], stages_given: bool) -> list[str]:
     """Remarks below the table: reasons, assumed links, unused devices."""
     lines = [f"- {reason}" for reason in (*choice.reasons, *links)]
     why = "no layer is left for it" if choice.spread else "no plan with it is faster"
     why = "strategy.stages leaves it out" if stages_given else why
-    return lines + [f"- {slot} is not used: {why}" for slot in choice.idle if choice.fits]
+    return lines + unused(choice.idle if choice.fits else (), cluster, why)
 
 
 def _estimates(profile: Profile) -> list[str]:

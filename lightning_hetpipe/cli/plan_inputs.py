@@ -188,6 +188,13 @@ def cluster_of(config: DictConfig, profile: Profile) -> tuple[Cluster, set[Devic
             )
     else:
         cluster = built(config, "cluster", Cluster)
+        if len(profile.times) == 1 and (name := _strange(cluster, profile)) is not None:
+            names = {*profile.times, *gpus()}
+            raise SettingError(
+                f"cluster has the device '{name}', which is neither in the profile, which has"
+                f" {', '.join(sorted(profile.times))}, nor in the catalogue of GPUs"
+                f"{nearest(name, names) or '; profile the model on it, or say its speed'}"
+            )
     measured = cluster.with_memory(profile.memory, catalogue=False)
     filled = measured.with_memory(profile.memory)
     pairs = zip(measured.slots, filled.slots, strict=True)
@@ -233,8 +240,9 @@ def cluster_settings(config: DictConfig, cluster: Cluster) -> ClusterSettings | 
 
 
 def _strange(cluster: Cluster, profile: Profile) -> str | None:
-    """The first device that neither the profile nor the catalogue knows."""
-    names = (slot.device.name for slot in cluster.slots if profile.name_of(slot.device) is None)
+    """The first device that neither the profile nor the catalogue knows, and that does not say its speed."""
+    unsaid = (slot.device for slot in cluster.slots if slot.device.speed == 1.0)
+    names = (device.name for device in unsaid if profile.name_of(device) is None)
     return next((name for name in names if known(name) is None), None)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from lightning_hetpipe.planning.model.units import in_bytes
+from lightning_hetpipe.planning.model.units import digits, in_bytes
 from lightning_hetpipe.planning.plan.table import aligned
 from lightning_hetpipe.planning.search.choice import Choice
 from lightning_hetpipe.rules.versions import POLICIES, Versions, WeightPolicy
@@ -43,7 +43,7 @@ def _row(policy: WeightPolicy, choice: Choice) -> list[str]:
     return [
         policy.name,
         str(choice.in_flight),
-        f"{choice.rate:.3g}" if choice.fits else "does not fit",
+        digits(choice.rate) if choice.fits else "does not fit",
         in_bytes(sum(stage.memory.total for stage in choice.stages)),
         f"{steps}, predicted" if policy.predicts and steps else str(steps),
     ]

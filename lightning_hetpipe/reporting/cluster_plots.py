@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from lightning_hetpipe.planning.model.cluster import Cluster
+from lightning_hetpipe.planning.model.units import digits
 from lightning_hetpipe.planning.plan.document import Plan
 from lightning_hetpipe.reporting.plots import LINES, figure_class
 
@@ -43,7 +44,7 @@ def draw_cluster(plan: Plan, cluster: Cluster, bars: Sequence[tuple[str, Sequenc
     _draw_devices(right, plan, cluster, widest)
     figure.suptitle(
         f"{plan.model}: allocation={plan.allocation!r}, N = {len(plan.virtual_workers)}, Nm = {plan.in_flight}, D ="
-        f" {plan.clock_distance}, {plan.minibatches_per_second:.3g} minibatches per second, simulated",
+        f" {plan.clock_distance}, {digits(plan.minibatches_per_second)} minibatches per second, simulated",
         fontsize="medium",
     )
     return figure
@@ -79,7 +80,7 @@ def _draw_bars(axes: Axes, bars: Sequence[tuple[str, Sequence[float | None]]]) -
         rates = [rates[offset] if offset < len(rates) else None for _, rates in bars]
         places = [place + 0.38 * offset - 0.19 for place in range(len(bars))]
         drawn = axes.barh(places, [rate or 0.0 for rate in rates], height=0.36, color=colour, label=label)
-        axes.bar_label(drawn, ["–" if rate is None else f"{rate:.3g}" for rate in rates], padding=2, fontsize="x-small")
+        axes.bar_label(drawn, ["–" if rate is None else digits(rate) for rate in rates], padding=2, fontsize="x-small")
     axes.set_yticks(range(len(bars)), [name for name, _ in bars])
     axes.invert_yaxis()
     axes.margins(x=0.15)

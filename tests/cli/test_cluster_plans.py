@@ -123,3 +123,35 @@ def test_where_nothing_fits_there_is_advice_and_no_plan(plan: Run, folder: Path)
 def test_progress_is_for_terminals(capsys: pytest.CaptureFixture[str]) -> None:
     cluster_plans._told("planning")
     assert capsys.readouterr().err == ""
+
+
+def test_unused_devices_of_a_type_have_one_line(plan: Run, folder: Path) -> None:
+    slow = "{name: V100-16, speed: 0.001}"
+    said, _ = plan(*lab(folder, "2xV100-16", f"{slow}, {slow}", ", ".join([slow] * 9)), "strategy.allocation=auto")
+    lines = [line for line in said.splitlines() if "not used" in line]
+    assert lines == [
+        "- node1 V100-16:0, V100-16:1 are not used: no plan with it is faster",
+        "- node2 9 devices V100-16, V100-16:0 and others, are not used: no plan with it is faster",
+    ]
+
+
+@pytest.mark.parametrize(("link", "advised"), [("100 Mbit/s", True), ("10 Gbit/s", False)])
+def test_longer_waves_are_advised_where_synchronisation_takes_much(
+    plan: Run, folder: Path, link: str, advised: bool
+) -> None:
+    arguments = ("strategy.allocation=np", f"cluster.link='{link}'")
+    said, _ = plan(*lab(folder, "V100-16", "V100-16"), *arguments)
+    found = "- without synchronisation it would be 8.33 minibatches per second: a longer strategy.wsp.wave, such as"
+    assert (found in said) is advised
+
+
+def test_a_device_that_nobody_knows_is_no_other_device(plan: Run, folder: Path) -> None:
+    """It stood for the only one of the profile, whatever its name."""
+    _, error = plan(*lab(folder, "V100-61"), code=2)
+    assert "cluster has the device 'V100-61', which is neither in the profile, which has V100-16, nor in the" in error
+    assert "did you mean 'V100-16'?" in error
+    (folder / "mine" / "cluster" / "fast.yaml").write_text(
+        "_target_: lightning_hetpipe.Cluster\nnodes:\n- {name: a, devices: [{name: own, speed: 2.0}]}\n"
+    )
+    said, _ = plan("--config-dir", "mine", "cluster=fast", *HERE)
+    assert "own:0" in said

@@ -169,7 +169,9 @@ def test_the_table() -> None:
 def test_stages_on_several_nodes_are_marked() -> None:
     assert "several nodes" not in str(PLAN)
     last = str(with_stage(1, node="other")).splitlines()[-1]
-    assert last == "stages on several nodes are planned only: this release runs those of one node"
+    assert (
+        last == "virtual workers with stages on several nodes run with hetpipe-host on them: give strategy.stage_hosts"
+    )
 
 
 def test_memory_of_a_data_sheet_beside_times_that_were_measured() -> None:

@@ -9,7 +9,7 @@ from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.planning.allocation.allocator import Allocation, Allocator
 from lightning_hetpipe.planning.allocation.grouping_search import best_allocation
 from lightning_hetpipe.planning.allocation.groupings import GROUPINGS
-from lightning_hetpipe.planning.model.units import in_bytes
+from lightning_hetpipe.planning.model.units import digits, in_bytes
 from lightning_hetpipe.planning.plan.table import aligned
 from lightning_hetpipe.rules.parameter_placement import CANDIDATES
 
@@ -81,7 +81,7 @@ def comparison(those: Sequence[Compared]) -> str:
             rows.append([*start, str(len(found.grouping)), "–", "–", "–", "does not fit"])
         else:
             figures = [len(found.grouping), found.in_flight, found.staleness]
-            rate, moved = f"{found.rate:.3g}", in_bytes(round(found.network_bytes))
+            rate, moved = digits(found.rate), in_bytes(round(found.network_bytes))
             rows.append([*start, *map(str, figures), moved, rate])
     refusals = dict.fromkeys(f"- {each.refusal}" for each in those if each.refusal)
     return "\n".join([*aligned(rows, left=(0, 1, 2)), *refusals])

@@ -158,7 +158,7 @@ class Node:
             raise SettingError(f"Node(name={name!r}) must be a name, such as 'box'")
         if not isinstance(devices, Sequence) or isinstance(devices, str) or not devices:
             raise SettingError(
-                f"Node({name!r}, devices={devices!r}) must be a list of at least one Device, or its name"
+                f"the devices of Node {name!r} are {devices!r}, and must be a list of at least one Device, or its name"
             )
         object.__setattr__(self, "name", name)
         object.__setattr__(self, "devices", tuple(device for each in devices for device in _devices(each)))
@@ -288,7 +288,7 @@ def _devices(given: Device | Mapping[str, Any] | str) -> list[Device]:
         if match is None:
             return [Device(given)]
         if not 1 <= int(match[1][:9]) <= MOST_DEVICES:
-            raise SettingError(f"devices={given!r} must be from 1 to {MOST_DEVICES} devices; give another number")
+            raise SettingError(f"{given!r} must stand for 1 to {MOST_DEVICES} devices; give another number")
         return [Device(match[2])] * int(match[1])
     return [_made(Device, given, "name", "memory", "speed")]
 

@@ -29,6 +29,11 @@ def in_bytes(count: float) -> str:
     return f"{count} {_SHOWN[0]}" if unit == 0 else f"{size:.1f} {_SHOWN[unit]}"
 
 
+def digits(value: float) -> str:
+    """Number in three digits, such as "0.123", or all of a large one's, such as "2,640"."""
+    return f"{value:.3g}" if value < 999.5 else f"{value:,.0f}"
+
+
 def in_bandwidth(rate: float) -> str:
     """Format bytes per second: "12 GB/s"."""
     for unit, size in (("GB/s", 1e9), ("MB/s", 1e6)):

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from lightning_hetpipe.planning.model.catalogue import known
-from lightning_hetpipe.planning.model.units import in_bytes
+from lightning_hetpipe.planning.model.units import digits, in_bytes
 
 if TYPE_CHECKING:
     from lightning_hetpipe.planning.plan.document import Plan, PlannedStage
@@ -33,9 +33,8 @@ def table(plan: Plan) -> str:
         for number, stage in enumerate(worker.stages):
             bad = {p.place.rpartition(".")[2] for p in problems if p.place.startswith(f"{place}[{number}].")}
             rows.append(_row(number, stage, plan, {_CELLS[key] for key in bad}))
-        title = (
-            f"virtual worker {index}: {worker.minibatches_per_second:.3g} minibatches per second, in waves of {wave}"
-        )
+        rate = digits(worker.minibatches_per_second)
+        title = f"virtual worker {index}: {rate} minibatches per second, in waves of {wave}"
         lines += ["", *([title] if many else []), *aligned([_HEADER, *rows], left=(1, 2, 3))]
     stages = [stage for worker in plan.virtual_workers for stage in worker.stages]
     notes = [_together(plan)] if many else []
@@ -44,7 +43,9 @@ def table(plan: Plan) -> str:
     if any(stage.nominal for stage in stages):
         notes.append(f"{ESTIMATE} before memory is the data sheet's figure, of which a driver leaves a little less")
     if any(len(worker.nodes) > 1 for worker in plan.virtual_workers):
-        notes.append("stages on several nodes are planned only: this release runs those of one node")
+        notes.append(
+            "virtual workers with stages on several nodes run with hetpipe-host on them: give strategy.stage_hosts"
+        )
     lines += ["", *notes] if notes else []
     lines += [f"{BAD} {_where(problem.place, many)} {problem.said}" for problem in problems]
     return "\n".join(lines)
@@ -74,7 +75,7 @@ def _headline(plan: Plan) -> str:
     rule = f" by allocation={plan.allocation!r}" if plan.allocation else ""
     together = f"{workers} virtual workers{rule}, " if workers > 1 else ""
     guess = any(stage.estimated for worker in plan.virtual_workers for stage in worker.stages)
-    rate = f"{ESTIMATE if guess else ''}{plan.minibatches_per_second:.3g}"
+    rate = f"{ESTIMATE if guess else ''}{digits(plan.minibatches_per_second)}"
     return (
         f"{plan.model}: {together}{'a spread run, ' if plan.spread else ''}"
         f"{plan.in_flight} minibatch{'' if plan.in_flight == 1 else 'es'} in flight,"

@@ -24,7 +24,7 @@ from lightning_hetpipe.planning.model.estimate import Estimate
 from lightning_hetpipe.planning.model.profile import Profile
 from lightning_hetpipe.planning.model.spread_memory import SpreadMemory
 from lightning_hetpipe.planning.model.stage_memory import optimizer_state
-from lightning_hetpipe.planning.model.units import in_seconds
+from lightning_hetpipe.planning.model.units import digits, in_seconds
 from lightning_hetpipe.planning.search.divider import FEW_BOUNDARIES, MOST_BOUNDARIES
 from lightning_hetpipe.planning.search.division import Division
 from lightning_hetpipe.planning.search.plans import ENOUGH, GLIMPSE, MUCH, WORK, PlansAt
@@ -388,8 +388,8 @@ def _why(chosen: Estimate, plans: Sequence[Estimate], unfit: int | None) -> list
     reasons = [_slowest(chosen)]
     if best.in_flight != chosen.in_flight:
         reasons.append(
-            f"Nm = {chosen.in_flight} is the smallest within 1% of the best, {best.rate:.3g} minibatches per second at"
-            f" Nm = {best.in_flight}"
+            f"Nm = {chosen.in_flight} is the smallest within 1% of the best, {digits(best.rate)} minibatches per second"
+            f" at Nm = {best.in_flight}"
         )
     elif len(chosen.stages) == 1:
         reasons.append("with a single stage, a second minibatch in flight has nothing to overlap with")
