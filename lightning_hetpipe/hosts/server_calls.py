@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import count
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -19,9 +20,11 @@ from lightning_hetpipe.hosts.host_memory import HostMemory
 from lightning_hetpipe.hosts.remote_tensor import RemoteTensor
 from lightning_hetpipe.server.process.sessions import SessionChannel
 from lightning_hetpipe.server.protocol.shard import memory_of
-from lightning_hetpipe.server.transport.grpc_channel import GrpcChannel
 from lightning_hetpipe.server.transport.interface import STATUS, CallRefused, Channel, Unreachable
 from lightning_hetpipe.server.transport.security import Security
+
+if TYPE_CHECKING:
+    from lightning_hetpipe.server.transport.grpc_channel import GrpcChannel
 
 AT_ONCE = 8
 """Largest number of calls that a host makes at the same time."""
@@ -153,6 +156,8 @@ class ServerCalls:
         self._answer(orders.ServerAnswered(order.call, torch.tensor([*header], dtype=torch.uint8), refused, silent))
 
     def _channel(self, address: str) -> GrpcChannel:
+        from lightning_hetpipe.server.transport.grpc_channel import GrpcChannel  # few hosts call servers
+
         with self._lock:
             if address not in self._channels:
                 self._channels[address] = GrpcChannel(address, self._security)
