@@ -19,7 +19,7 @@ from lightning_hetpipe.errors import SettingError
 
 _OUTER = ("strategy", "trainer", "model", "data")
 _LITERALS = {"None": "null", "True": "true", "False": "false"}
-_ARGUMENT = re.compile(r"(?<![\w.(])(\w+)=(None\b|True\b|False\b|'[^']*'|)")
+_ARGUMENT = re.compile(r"(?<![\w.(])(\w+)(\[[^\]]*\]|)=(None\b|True\b|False\b|'[^']*'|)")
 _WAY_OUT = re.compile(r"\b(leave|set) (\w+)(?= (?:out|to)\b)")
 _INTERPOLATION = re.compile(r"\$\{([\w.]+)\}")
 _IT = re.compile(r"\bset it to (None|True|False)\b")
@@ -59,8 +59,8 @@ def in_settings(message: str, config: DictConfig) -> str:
     known = _settings(config)
 
     def argument(match: re.Match[str]) -> str:
-        setting, value = known.get(match[1]), match[2]
-        return match[0] if setting is None else f"{setting}={_LITERALS.get(value, value.strip(chr(39)))}"
+        setting, value = known.get(match[1]), match[3]
+        return match[0] if setting is None else f"{setting}{match[2]}={_LITERALS.get(value, value.strip(chr(39)))}"
 
     text = _ARGUMENT.sub(argument, message)
     text = _WAY_OUT.sub(lambda match: f"{match[1]} {known.get(match[2], match[2])}", text)

@@ -33,6 +33,7 @@ def config() -> DictConfig:
         ),
         ("timeout=None must be a number", "strategy.timeout=null must be a number"),
         ("num_nodes=2 is wrong", "trainer.num_nodes=2 is wrong"),
+        ("stage_hosts['attic']='there' is not", "strategy.stage_hosts['attic']=there is not"),
         ("width=3 must be a multiple of heads=2", "model.width=3 must be a multiple of model.heads=2"),
         ("set stages to at most 3, or split a layer", "set strategy.stages to at most 3, or split a layer"),
         ("cluster is for one; leave cluster out, or", "cluster is for one; leave cluster out, or"),

@@ -87,7 +87,7 @@ VALUES = [  # of the wrong type or size
     ("train", ["strategy.wsp.clock_distance=-1"], "strategy.wsp.clock_distance=-1", "a whole number of at least 0"),
     ("train", ["strategy.wsp.aggregate=avg"], "strategy.wsp.aggregate=avg", "use 'sum' or 'mean'"),
     ("train", ["strategy.wsp.lease=abc"], "strategy.wsp.lease=abc", "must be a timedelta or a number."),
-    ("train", ["strategy.wsp.servers=[nowhere]"], "strategy.wsp.servers=['nowhere']", "which is not host:port"),
+    ("train", ["strategy.wsp.servers=[nowhere]"], "strategy.wsp.servers[0]=nowhere", "is not host:port"),
     ("train", ["strategy.wsp.security={token: abc}"], "strategy.wsp.security.token", "set HETPIPE_TOKEN instead."),
     ("train", ["strategy.virtual_workers=2", "+strategy.wsp.security.ca=ca.pem"], "security.ca=ca.pem", "needs"),
     ("train", ["trainer.max_epochs=abc"], "trainer.max_epochs=abc", "must be a whole number or null."),
