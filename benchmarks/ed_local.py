@@ -70,7 +70,7 @@ def measure(task: Task, rate: str | None) -> Found:
             told_of = [one for each in run_together(processes, TIMEOUT) for one in each]
     except Unavailable as why:
         raise ProcessFailed(str(why)) from None
-    machine_bytes = float(str(told_of[-1].notes["bytes"])) / (len(told_of) if task.allocation != "np" else len(SPEEDS))
+    machine_bytes = float(str(told_of[-1].notes["bytes"])) / len(told_of)
     (weight,) = {str(each.notes["weight"]) for each in told_of}
     return Found(sum(each.rate for each in told_of), machine_bytes, weight)
 

@@ -8,13 +8,12 @@ from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from typing import Literal
 
-import lightning as L
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.harness import Measurement, announce
-from benchmarks.several_nodes_worker import Window
+from benchmarks.several_nodes_worker import Dense, Window, trainer_of
 from lightning_hetpipe import HetPipeStrategy, WSPCallback
 from lightning_hetpipe.emulation import Pad, padded
 from lightning_hetpipe.planning.plan.document import Plan, PlannedStage, PlannedWorker
@@ -61,23 +60,6 @@ class Task:
         return [Pad(each / 3, 2 * each / 3)] * len(SPEEDS)
 
 
-class Dense(L.LightningModule):
-    """Large dense layers with narrow ones between them: much to synchronise, and little to hand over."""
-
-    def __init__(self, task: Task) -> None:
-        super().__init__()
-        pairs = [(nn.Linear(task.narrow, task.width), nn.Linear(task.width, task.narrow)) for _ in SPEEDS]
-        self.net = nn.Sequential(*(layer for pair in pairs for layer in pair))
-
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        loss = nn.functional.mse_loss(self.net(batch[0]), batch[0])
-        self.last = loss.detach()
-        return loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.01)
-
-
 def plan(task: Task) -> Plan:
     """Each virtual worker has a stage on each node."""
     count = len(SPEEDS)
@@ -105,24 +87,14 @@ def strategy_of(task: Task) -> HetPipeStrategy:
 def main(task: Task) -> None:
     """Trains, and announces minibatches per second of this virtual worker, with the machine's bytes for each."""
     torch.manual_seed(0)
-    module, window = Dense(task), Window(task)
+    pairs = [(nn.Linear(task.narrow, task.width), nn.Linear(task.width, task.narrow)) for _ in SPEEDS]
+    module, window = Dense(layer for pair in pairs for layer in pair), Window(task)
     node = int(os.environ.get("NODE_RANK", "0"))
     strategy, samples = strategy_of(task), len(SPEEDS) * task.batch * (task.warmup + task.steps + task.tail)
-    trainer = L.Trainer(
-        strategy=strategy,
-        num_nodes=len(SPEEDS) if task.allocation == "np" else 1,
-        accelerator="cpu",
-        devices=1,
-        max_epochs=1,
-        callbacks=[window],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    nodes = len(SPEEDS) if task.allocation == "np" else 1
     data = DataLoader(TensorDataset(torch.randn(samples, task.narrow)), batch_size=task.batch)
     with padded(strategy, task.pads(node)) if task.seconds else nullcontext():
-        trainer.fit(module, data)
+        trainer_of(strategy, nodes, window).fit(module, data)
     weight = float(next(module.parameters()).double().sum())
     notes: dict[str, object] = {"bytes": window.bytes / task.steps, "weight": weight.hex()}
     cpu = window.cpu / window.seconds

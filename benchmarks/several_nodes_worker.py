@@ -3,6 +3,7 @@
 import json
 import sys
 import time
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal, Protocol
@@ -46,11 +47,8 @@ class Task:
 class Dense(L.LightningModule):
     """Large dense layers: much to synchronise for little to compute."""
 
-    def __init__(self, task: Task) -> None:
+    def __init__(self, layers: Iterable[nn.Module]) -> None:
         super().__init__()
-        layers: list[nn.Module] = []
-        for _ in range(task.layers):
-            layers += [nn.Linear(task.width, task.width), nn.ReLU()]
         self.net = nn.Sequential(*layers)
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
@@ -91,18 +89,11 @@ class Window(L.Callback):
             self.bytes += sign * sum(int((STATISTICS / f"{way}_bytes").read_text()) for way in ("rx", "tx"))
 
 
-def main(task: Task) -> None:
-    """Trains, and announces minibatches per second of this machine, with bytes on its wire per minibatch."""
-    torch.manual_seed(0)
-    module, window = Dense(task), Window(task)
-    strategy: HetPipeStrategy | str = "ddp"
-    if task.variant == "hetpipe":
-        wsp = WSPCallback(update_dtype=task.update_dtype, aggregate="mean", security={"insecure": True})
-        strategy = HetPipeStrategy(stages=1, in_flight=task.in_flight, wsp=wsp)
-    data = TensorDataset(torch.randn(2 * task.batch * (task.warmup + task.steps + task.tail), task.width))
-    trainer = L.Trainer(
+def trainer_of(strategy: HetPipeStrategy | str, nodes: int, window: Window) -> L.Trainer:
+    """A Trainer for one epoch on CPUs that shows and saves nothing."""
+    return L.Trainer(
         strategy=strategy,
-        num_nodes=2,
+        num_nodes=nodes,
         accelerator="cpu",
         devices=1,
         max_epochs=1,
@@ -112,7 +103,19 @@ def main(task: Task) -> None:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(module, DataLoader(data, batch_size=task.batch))
+
+
+def main(task: Task) -> None:
+    """Trains, and announces minibatches per second of this machine, with bytes on its wire per minibatch."""
+    torch.manual_seed(0)
+    layers = [layer for _ in range(task.layers) for layer in (nn.Linear(task.width, task.width), nn.ReLU())]
+    module, window = Dense(layers), Window(task)
+    strategy: HetPipeStrategy | str = "ddp"
+    if task.variant == "hetpipe":
+        wsp = WSPCallback(update_dtype=task.update_dtype, aggregate="mean", security={"insecure": True})
+        strategy = HetPipeStrategy(stages=1, in_flight=task.in_flight, wsp=wsp)
+    data = TensorDataset(torch.randn(2 * task.batch * (task.warmup + task.steps + task.tail), task.width))
+    trainer_of(strategy, 2, window).fit(module, DataLoader(data, batch_size=task.batch))
     announce(
         Measurement(
             task.variant,

@@ -103,7 +103,7 @@ class Emulation:
         self._loss = [0.0 for _ in pads]  # seconds of the one that has ended, until the backward begins
 
     def pad(self, stage: int) -> Pad | None:
-        """That of ``stage``, for a stage in another process; None where it has none."""
+        """Pad of ``stage``, for a stage in another process; None where it has none."""
         return self._pads[stage] if stage < len(self._pads) else None
 
     def mirror(self, stage: int, padded: Padded) -> None:

@@ -173,11 +173,7 @@ def cluster_of(config: DictConfig, profile: Profile) -> tuple[Cluster, set[Devic
         link = _link(config)
         cluster = Cluster([Node("here", _devices(config), None if link == PCIE and not _is_given("link") else link)])
         if (name := _strange(cluster, profile)) is not None:
-            names = {*profile.times, *gpus()}
-            raise SettingError(
-                f"devices=[{name}] is neither in the profile, which has {', '.join(sorted(profile.times))}, nor in"
-                f" the catalogue of GPUs{nearest(name, names)}"
-            )
+            raise SettingError(f"devices=[{name}] is {_unknown(name, profile)}")
     elif config.cluster is None:
         cluster = discovered_cluster()
         if (name := _strange(cluster, profile)) is not None:
@@ -189,12 +185,8 @@ def cluster_of(config: DictConfig, profile: Profile) -> tuple[Cluster, set[Devic
     else:
         cluster = built(config, "cluster", Cluster)
         if len(profile.times) == 1 and (name := _strange(cluster, profile)) is not None:
-            names = {*profile.times, *gpus()}
-            raise SettingError(
-                f"cluster has the device '{name}', which is neither in the profile, which has"
-                f" {', '.join(sorted(profile.times))}, nor in the catalogue of GPUs"
-                f"{nearest(name, names) or '; profile the model on it, or say its speed'}"
-            )
+            way_out = "; profile the model on it, or say its speed"
+            raise SettingError(f"cluster has the device '{name}', which is {_unknown(name, profile, way_out)}")
     measured = cluster.with_memory(profile.memory, catalogue=False)
     filled = measured.with_memory(profile.memory)
     pairs = zip(measured.slots, filled.slots, strict=True)
@@ -244,6 +236,13 @@ def _strange(cluster: Cluster, profile: Profile) -> str | None:
     unsaid = (slot.device for slot in cluster.slots if slot.device.speed == 1.0)
     names = (device.name for device in unsaid if profile.name_of(device) is None)
     return next((name for name in names if known(name) is None), None)
+
+
+def _unknown(name: str, profile: Profile, way_out: str = "") -> str:
+    """Tell that nobody knows the device ``name``, as the end of a sentence, and what is meant, or else ``way_out``."""
+    profiled = ", ".join(sorted(profile.times))
+    alike = nearest(name, {*profile.times, *gpus()}) or way_out
+    return f"neither in the profile, which has {profiled}, nor in the catalogue of GPUs{alike}"
 
 
 def _devices(config: DictConfig) -> list[Any]:

@@ -123,7 +123,7 @@ class FirstMinibatch(Extension):
             self._finetuned,
             settings.capture_timeout,
             self._changed_later,
-            settings.in_processes or bool(settings.hosts),
+            settings.has_hosts,
         )
         self._outside = OutsideParameters(self._module)
         torch.set_num_threads(settings.torch_threads)

@@ -325,9 +325,9 @@ class Fit(TrainerRun):
             called=watch.called,
             planned=decision.planned,
             versions=versions,
-            make_stage=stages.make if settings.in_processes or settings.hosts else Stage,
+            make_stage=stages.make if settings.has_hosts else Stage,
         )
-        if settings.in_processes or settings.hosts:
+        if settings.has_hosts:
             stages.check(engine.stages)
             stages.tell()
             stages.adopt(trainer.optimizers)

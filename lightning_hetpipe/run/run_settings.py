@@ -73,6 +73,11 @@ class RunSettings:
     """Gives a call in which virtual workers have waited for each other since it last did."""
 
     @property
+    def has_hosts(self) -> bool:
+        """True if stages may be at hosts, in processes here or on other machines."""
+        return self.in_processes or bool(self.hosts)
+
+    @property
     def is_spread(self) -> bool:
         """True if one minibatch is in flight, and nothing is asked for that is a stage's work: then there is no
         pipeline, and Lightning's own steps run on the devices that the model is spread over."""

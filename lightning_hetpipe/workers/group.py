@@ -325,8 +325,12 @@ class Group:
         self._failed = bool(failure)
         fit, launch, self._fit, self._launch = self._fit, self._launch, None, None
         for client in (fit, launch):
-            if client is not None and failure:
-                client.close() if alone and self.index else client.fail(failure)
+            if client is None or not failure:
+                continue
+            if alone and self.index:
+                client.close()
+            else:
+                client.fail(failure)
         if fit is not None:
             self._end_fit(fit)
         self._exits.close()

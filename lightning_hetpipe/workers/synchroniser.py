@@ -47,14 +47,13 @@ class NoSynchroniser:
 
     wave: int | None = None
     """W; there are none."""
+    shares: Shares | None = None
 
     def hold(self, holder: Callable[[Channel, Tensor], WeightHolder], machine: Callable[[Tensor], str]) -> None:
         """Nothing is sent."""
 
     def let_go(self) -> None:
         """There are no copies."""
-
-    shares: Shares | None = None
 
     def agree(self, in_flight: int, weights: WeightPolicy, every: int = 1) -> tuple[int, WeightPolicy]:
         return in_flight, weights

@@ -184,11 +184,11 @@ class HeldWeights:
         if len(parts) == 1 and parts[0].holder is HERE:
             return parts[0].weights[newest]
         layout = ShardLayout(tuple(self._parameters[index] for index in indices), update=False)
-        block, values = block_of(layout.size), self.weights(newest)
-        every = sorted(index for each in self._placement for index in each)
-        by_index = dict(zip(every, values, strict=True))
+        block, values = block_of(layout.size), dict[int, Tensor]()
+        for part in parts:
+            values.update(zip(part.indices, part.weight_views[newest], strict=True))
         for index, view in zip(indices, layout.views(block), strict=True):
-            view.copy_(by_index[index])
+            view.copy_(values[index])
         return block
 
 
