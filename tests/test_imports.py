@@ -30,7 +30,7 @@ BELOW: dict[str, set[str]] = {
     "run": {"placement", "workers", "hosts", "server", *COMPUTES},
     "placement": {*COMPUTES},
     "workers": {"launch", "server", "pipeline", "rules"},
-    "launch": {"server", "rules"},
+    "launch": {"hosts", "server", "rules"},
     "hosts": {"emulation", "server", "pipeline", "rules"},
     "capture": {"pipeline", "planning", "rules"},
     "reporting": {"planning", "rules"},

@@ -6,9 +6,9 @@ import socket
 from contextlib import suppress
 
 from lightning_hetpipe.errors import SettingError
-from lightning_hetpipe.hosts.secured_socket import Connection, Refused, SecuredSocket, dialled, say_hello
+from lightning_hetpipe.hosts.secured_socket import Refused, connect
 from lightning_hetpipe.hosts.wire import RELEASE, Wire
-from lightning_hetpipe.server.transport.security import Security, split
+from lightning_hetpipe.server.transport.security import Security
 
 ANSWERING = 60.0
 """Seconds in which a host has to answer: its process imports torch meanwhile."""
@@ -25,22 +25,20 @@ class HostConnection:
         self._address = address
         setting = f"stage_hosts: the host at {address}"
         security.check(address)
-        raw = dialled(split(address), setting, ANSWERING)
-        connection: Connection = raw
         try:
-            if security.encrypted:
-                connection = SecuredSocket(raw, security, split(address)[0])
-            say_hello(connection, security, RELEASE)
+            _, connection = connect(address, security, RELEASE, ANSWERING)
         except Refused as refused:
-            raw.close()
             raise SettingError(f"{setting} does not let this process in: {refused}") from None
         except TimeoutError:
-            raw.close()
             raise SettingError(
                 f"{setting} does not answer within {ANSWERING:.0f} s; is that hetpipe-host, and do both have"
                 " certificates, or neither?"
             ) from None
-        raw.settimeout(None)
+        except OSError as error:
+            raise SettingError(
+                f"{setting}: nobody answers there ({error.strerror or error}); start hetpipe-host on that machine, with"
+                " address=0.0.0.0 and this port, or correct the address"
+            ) from None
         self._connection = connection
         self.wire = Wire(connection)
 

@@ -24,6 +24,10 @@ child(int(sys.argv[1]), told["security"])
 """Program of a host, whose argument is a descriptor, and whose input says what it has to know."""
 
 
+INTRODUCING = 20.0
+"""Seconds in which whoever has connected shows token, release and certificate."""
+
+
 class HostProcess:
     """A host in a process of its own, and the wire to it.
 
@@ -96,18 +100,13 @@ def child(descriptor: int, security: dict[str, Any] | None) -> None:
 
 def _admitted(raw: socket.socket, given: dict[str, Any]) -> Any:
     """The connection, if whoever is at its other end is let in."""
-    from lightning_hetpipe.hosts.secured_socket import Connection, Refused, SecuredSocket, hear_hello
+    from lightning_hetpipe.hosts.secured_socket import Refused, admit
     from lightning_hetpipe.hosts.wire import RELEASE
     from lightning_hetpipe.server.transport.security import Security
 
-    security = Security(**given)
     peer = raw.getpeername()[0]
-    raw.settimeout(20.0)
     try:
-        connection: Connection = SecuredSocket(raw, security, None) if security.encrypted else raw
-        hear_hello(connection, security, RELEASE)
+        return admit(raw, Security(**given), RELEASE, INTRODUCING)
     except (Refused, OSError) as refused:
         print(f"hetpipe-host: a connection from {peer} was refused: {refused}", file=sys.stderr, flush=True)
         return None
-    raw.settimeout(None)
-    return connection

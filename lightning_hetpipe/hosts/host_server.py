@@ -1,4 +1,4 @@
-"""Server of hosts: for each connection it starts a process that is the host of one stage."""
+"""Server of hosts: for each connection it starts a process that is the host of one stage, and never outlives it."""
 
 from __future__ import annotations
 
@@ -9,14 +9,16 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
-from contextlib import ExitStack, suppress
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
+from typing import Protocol, Self
 
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.hosts.host_process import CHILD
-from lightning_hetpipe.hosts.secured_socket import keep_alive
-from lightning_hetpipe.server.process.running import Signals
+from lightning_hetpipe.server.process.parent_death import guarded
+from lightning_hetpipe.server.process.signals import Signals
 from lightning_hetpipe.server.transport.security import Security, split
 
 MOST_HOSTS = 64
@@ -29,42 +31,95 @@ ENDING = 5.0
 """Seconds in which hosts end that were asked to."""
 
 
-def serve(address: str, security: Security, ready: Callable[[str], None]) -> int:
-    """Serve until a signal, whose number is returned; must be called in the main thread.
+class Watched(Protocol):
+    """A file of the operating system."""
+
+    def fileno(self) -> int: ...
+
+
+class HostServer:
+    """Server of hosts between entering and leaving the context, at the end of which all of its hosts end.
 
     Args:
         address: Where to listen; port 0 takes any that is free.
         security: Certificates and token, which each host checks.
-        ready: Is called with the address, once it serves.
 
     Raises:
-        SettingError: if the address cannot be had, or the certificates cannot be used.
+        SettingError: if the certificates cannot be used; on entering, if the address cannot be had.
     """
-    if security.encrypted:
-        security.read()
-    host, port = split(address)
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with ExitStack() as undo, Signals() as signals:
+
+    def __init__(self, address: str, security: Security) -> None:
+        if security.encrypted:
+            security.read()
+        self.address = address
+        self._security = security
+        self._undo = ExitStack()
+
+    def __enter__(self) -> Self:
+        host, port = split(self.address)
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
-            listener = undo.enter_context(socket.create_server((host, port), family=family))
+            self._listener = socket.create_server((host, port), family=family)
         except OSError as error:
             raise SettingError(
-                f"address={address} cannot be had ({error.strerror}); is another hetpipe-host running there? Give"
+                f"address={self.address} cannot be had ({error.strerror}); is another hetpipe-host running there? Give"
                 " another port, or 0 for any that is free."
             ) from None
         spelled = f"[{host}]" if ":" in host else host
-        ready(f"{spelled}:{listener.getsockname()[1]}")
-        hosts = _Hosts(security)
-        undo.callback(hosts.end)
-        waiting = undo.enter_context(selectors.DefaultSelector())
-        waiting.register(listener, selectors.EVENT_READ)
-        waiting.register(signals, selectors.EVENT_READ)
-        while True:
-            for key, _ in waiting.select(REAPING if hosts.reap() else None):
-                if key.fileobj is signals:
-                    return signals.read()
-                with suppress(OSError), listener.accept()[0] as connection:
-                    hosts.start(connection)
+        self.address = f"{spelled}:{self._listener.getsockname()[1]}"
+        self._hosts = _Hosts(self._security)
+        self._undo.enter_context(self._listener)
+        self._undo.callback(self._hosts.end)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._undo.close()
+
+    def run(self, until: Watched) -> None:
+        """Serve until there is something to read from ``until``; the thread that calls it must outlive the hosts."""
+        with selectors.DefaultSelector() as waiting:
+            waiting.register(self._listener, selectors.EVENT_READ)
+            waiting.register(until, selectors.EVENT_READ)
+            while True:
+                for key, _ in waiting.select(REAPING if self._hosts.reap() else None):
+                    if key.fileobj is until:
+                        return
+                    with suppress(OSError), self._listener.accept()[0] as connection:
+                        self._hosts.start(connection)
+
+
+def serve(address: str, security: Security, ready: Callable[[str], None]) -> int:
+    """Serve until a signal, whose number is returned; must be called in the main thread.
+
+    Args:
+        address, security: As of :class:`HostServer`.
+        ready: Is called with the address, once it serves.
+
+    Raises:
+        SettingError: as :class:`HostServer` does.
+    """
+    with Signals() as signals, HostServer(address, security) as server:
+        ready(server.address)
+        server.run(signals)
+        return signals.read()
+
+
+@contextmanager
+def serving(address: str, security: Security) -> Iterator[str]:
+    """Serve from a thread of its own meanwhile; gives the address.
+
+    Raises:
+        SettingError: as :class:`HostServer` does.
+    """
+    ours, its = socket.socketpair()
+    with ours, its, HostServer(address, security) as server:
+        thread = threading.Thread(target=server.run, args=(its,), name="hetpipe-host-server", daemon=True)
+        thread.start()
+        try:
+            yield server.address
+        finally:
+            ours.close()
+            thread.join()
 
 
 class _Hosts:
@@ -78,9 +133,8 @@ class _Hosts:
         """Start the host of ``connection``."""
         if self.reap() >= MOST_HOSTS:
             return
-        keep_alive(connection)
         process = subprocess.Popen(
-            [sys.executable, "-c", CHILD, str(connection.fileno()), "hetpipe-host"],
+            guarded([sys.executable, "-c", CHILD, str(connection.fileno()), "hetpipe-host"]),
             stdin=subprocess.PIPE,
             pass_fds=[connection.fileno()],
             start_new_session=True,

@@ -9,12 +9,11 @@ import struct
 import threading
 from typing import Any, Protocol
 
-from lightning_hetpipe.errors import SettingError
-from lightning_hetpipe.server.transport.security import Security
+from lightning_hetpipe.server.transport.security import Security, split
 
 _PART = 1 << 18
 _HEAD = struct.Struct(">I")
-_LONGEST_HELLO = 1 << 14  # bytes
+_LONGEST = 1 << 16  # bytes
 
 
 class Connection(Protocol):
@@ -109,45 +108,71 @@ class SecuredSocket:
         self._raw.close()
 
 
-def say_hello(connection: Connection, security: Security, release: str) -> None:
-    """Show the token to a host that was dialled.
+def connect(address: str, security: Security, release: str, seconds: float) -> tuple[socket.socket, Connection]:
+    """Connect to ``address``; both sides show what ``security`` has, and their ``release``.
+
+    Gives the socket, which has no timeout then, and the connection over it.
 
     Raises:
-        Refused: if it does not let this process in.
+        Refused: if the other side does not let this process in, or the other way round.
+        OSError: if nobody answers there.
+        TimeoutError: if the answers take longer than so many ``seconds``.
+        SettingError: if the certificates cannot be used.
     """
-    _tell(connection, {"token": security.token, "release": release})
-    answer = _hear(connection)
-    if reason := answer.get("refused"):
-        raise Refused(str(reason))
-    if answer.get("release") != release:
-        raise Refused(f"it is of release {answer.get('release')}, and this process of {release}")
+    raw = socket.create_connection(split(address), seconds)
+    try:
+        keep_alive(raw)
+        connection: Connection = SecuredSocket(raw, security, split(address)[0]) if security.encrypted else raw
+        tell(connection, {"token": security.token, "release": release})
+        answer = hear(connection)
+        if reason := answer.get("refused"):
+            raise Refused(str(reason))
+        if answer.get("release") != release:
+            raise Refused(f"it is of release {answer.get('release')}, and this process of {release}")
+    except BaseException:
+        raw.close()
+        raise
+    raw.settimeout(None)
+    return raw, connection
 
 
-def hear_hello(connection: Connection, security: Security, release: str) -> None:
-    """Let in whoever shows the token.
+def admit(raw: socket.socket, security: Security, release: str, seconds: float) -> Connection:
+    """Let in whoever has connected as :func:`connect` does; gives the connection over ``raw``.
 
     Raises:
-        Refused: if it does not.
+        Refused: if it shows another token, release or certificate.
+        OSError: if it does not show them within so many ``seconds``.
     """
-    shown = _hear(connection)
+    raw.settimeout(seconds)
+    keep_alive(raw)
+    connection: Connection = SecuredSocket(raw, security, None) if security.encrypted else raw
+    shown = hear(connection)
     reason = None
     if not security.admits(shown.get("token") if isinstance(shown.get("token"), str) else None):
         reason = "HETPIPE_TOKEN is another one there; set the same one for both"
     elif shown.get("release") != release:
         reason = f"it is of release {release}, and the caller of {shown.get('release')}; install the same on both"
-    _tell(connection, {"release": release} if reason is None else {"refused": reason})
+    tell(connection, {"release": release} if reason is None else {"refused": reason})
     if reason is not None:
         raise Refused(reason)
+    raw.settimeout(None)
+    return connection
 
 
-def _tell(connection: Connection, message: dict[str, Any]) -> None:
+def tell(connection: Connection, message: dict[str, Any]) -> None:
+    """Send ``message``, as JSON."""
     text = json.dumps(message).encode()
     connection.sendall(_HEAD.pack(len(text)) + text)
 
 
-def _hear(connection: Connection) -> dict[str, Any]:
+def hear(connection: Connection) -> dict[str, Any]:
+    """Receive what the other side has told.
+
+    Raises:
+        Refused: if the other side has closed the connection, or tells something else.
+    """
     (length,) = _HEAD.unpack(_read(connection, _HEAD.size))
-    if length > _LONGEST_HELLO:
+    if length > _LONGEST:
         raise Refused("it speaks another protocol")
     try:
         found = json.loads(_read(connection, length))
@@ -169,23 +194,6 @@ def _read(connection: Connection, length: int) -> bytearray:
         if not count:
             raise Refused("it has closed the connection")
         memory = memory[count:]
-    return found
-
-
-def dialled(address: tuple[str, int], setting: str, seconds: float) -> socket.socket:
-    """A connection to ``address``, which has a timeout of so many seconds.
-
-    Raises:
-        SettingError: which names ``setting``.
-    """
-    try:
-        found = socket.create_connection(address, seconds)
-    except OSError as error:
-        raise SettingError(
-            f"{setting}: nobody answers there ({error.strerror or error}); start hetpipe-host on that machine, with"
-            " address=0.0.0.0 and this port, or correct the address"
-        ) from None
-    keep_alive(found)
     return found
 
 

@@ -30,6 +30,9 @@ T = TypeVar("T")
 TERMINATED = 128 + signal.SIGTERM
 """The exit code of a program that SIGTERM has ended, as shells report it."""
 
+INTERRUPTED = 128 + signal.SIGINT
+"""Likewise of one that Ctrl-C has ended."""
+
 
 @dataclass
 class _Launch:
@@ -159,7 +162,7 @@ class Launcher(BaseLauncher):
         except TunerExit:  # how lr_find ends a fit that went well
             raise
         except BaseException as error:
-            lost_workers.forget()
+            lost_workers.forget(_code(error))
             if child is not None:
                 child.given_up = True
             if child is not None and isinstance(error, (Exception, SIGTERMException)):
@@ -211,6 +214,44 @@ class Launcher(BaseLauncher):
         atexit.register(_at_exit)
         _launch = _Launch(program.job, processes, children, self.closed, self.grace)
         return _launch
+
+
+@dataclass(eq=False)
+class ServingLauncher(BaseLauncher):
+    """Has a process that is no virtual worker serve the others until these have ended; it ends with them.
+
+    Args:
+        serve: Serves; gives the exit code.
+    """
+
+    serve: Callable[[], int]
+
+    @property
+    def is_interactive_compatible(self) -> bool:
+        """False, as of :class:`Launcher`."""
+        return False
+
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: L.Trainer | None = None, **kwargs: Any) -> Any:
+        """Serve, and end the program: what the Trainer wants run is the virtual workers'.
+
+        Raises:
+            SystemExit: always, unless serving fails.
+        """
+        try:
+            code = self.serve()
+        except KeyboardInterrupt:
+            code = INTERRUPTED
+        raise SystemExit(code)
+
+    def kill(self, signum: Any) -> None:
+        """Nothing was started that a signal is to reach."""
+
+
+def _code(error: BaseException) -> int:
+    """The exit code of a program that ``error`` ends."""
+    if isinstance(error, KeyboardInterrupt):
+        return INTERRUPTED
+    return TERMINATED if isinstance(error, SIGTERMException) else 1
 
 
 def finish(failed: bool = False) -> Mapping[int, int]:

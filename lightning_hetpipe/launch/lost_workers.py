@@ -50,7 +50,7 @@ class LostWorkers:
         self._unnamed: dict[int, str] = {}
         """Those that the end of the run is still to name, in words."""
         self._exits = False
-        self._failed = False
+        self._failed = 0
         self._uncaught: Uncaught | None = None
 
     def note(self, vw: int, who: str, how: str, sentence: str) -> None:
@@ -82,16 +82,22 @@ class LostWorkers:
         if unnamed:
             say(f"this run went on without {', '.join(unnamed[vw] for vw in sorted(unnamed))}")
 
-    def forget(self) -> None:
-        """Forget all, as the run has failed: an exception has told the program, which has an exit code for it."""
+    def forget(self, code: int = 1) -> None:
+        """Forget all, as the run has failed: an exception has told the program, whose exit code for it is ``code``."""
         with self._lock:
             self._known.clear()
             self._unnamed.clear()
-            self._exits, self._failed = False, True
+            self._exits, self._failed = False, code
+
+    @property
+    def status(self) -> int:
+        """The exit code of this program, as far as its last run and its end tell it."""
+        error = None if self._uncaught is None else self._uncaught.error
+        return self._failed or int(self._exits or error is not None)
 
     def watch(self) -> None:
         """Begin a run, whose lost workers the exit code tells; called before all else is registered for the exit."""
-        self._failed = False
+        self._failed = 0
         if self._uncaught is None:
             self._uncaught = Uncaught()
             atexit.register(self._at_exit)

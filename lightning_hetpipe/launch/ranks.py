@@ -31,6 +31,7 @@ class Role(Enum):
     FIRST = "a user; it starts the node's other virtual workers"
     CHILD = "our launcher"
     EXTERNAL = "torchrun, SLURM or the like, which started the others too"
+    HOST = "anybody; it is no virtual worker, as its node only serves stages of others', or has as many as are planned"
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class Rank:
     """This process among the virtual workers: one process is one of them.
 
     Attributes:
-        index: i, this virtual worker among all, from 0.
+        index: i, this virtual worker among all, from 0; N for a process that is none.
         size: N, all virtual workers.
         node: This node among ``nodes``, from 0.
         local: This virtual worker among those of its node, from 0.
@@ -67,14 +68,15 @@ def find_rank(
         virtual_workers: The setting: virtual workers on each node. 1 is its default, and leaves torchrun's own.
         num_nodes: The Trainer's. 1 is its default, and leaves torchrun's own.
         environment: The one that Lightning detected, or that the user gave.
-        planned: Virtual workers on each node by a plan, which takes the place of ``virtual_workers``.
+        planned: Virtual workers on each node by a plan, which takes the place of ``virtual_workers``. A node without
+            any serves stages of others'.
 
     Raises:
         SettingError: if settings, plan and started processes do not agree.
     """
     if planned and num_nodes not in (1, len(planned)):
         raise SettingError(
-            f"num_nodes={num_nodes}, but the plan has virtual workers on {_nodes(len(planned))}; set"
+            f"num_nodes={num_nodes}, but the plan has {_of(planned)} on {_nodes(len(planned))}; set"
             f" num_nodes={len(planned)}, or plan for {_nodes(num_nodes)}"
         )
     child, environment = this_child(), _starter(environment)
@@ -83,7 +85,7 @@ def find_rank(
     of_nodes = tuple(planned) or (virtual_workers,) * num_nodes
     if len(of_nodes) > num_nodes:
         raise SettingError(
-            f"the plan has virtual workers on {len(of_nodes)} nodes, and num_nodes={num_nodes}; set"
+            f"the plan has {_of(planned)} on {len(of_nodes)} nodes, and num_nodes={num_nodes}; set"
             f" Trainer(num_nodes={len(of_nodes)}) and start the program on each of them, with NODE_RANK=0 on the plan's"
             " first node, or give the cluster, too, to emulate all of them on a CPU"
         )
@@ -94,6 +96,8 @@ def find_rank(
             " 0 to num_nodes - 1"
         )
     here = of_nodes[node]
+    if not here:
+        return _host(of_nodes, node, 0)
     role, local = Role.FIRST, 0
     if child is not None:
         role, local = Role.CHILD, child.local
@@ -156,18 +160,41 @@ def _as_started(virtual_workers: int, num_nodes: int, environment: ClusterEnviro
             f"virtual_workers={virtual_workers}, but {per_node} processes were started on this node, and each is one"
             f" virtual worker; start {virtual_workers} on each node, or leave virtual_workers out"
         )
-    if planned and (len(planned), planned[min(node, len(planned) - 1)], sum(planned)) != (nodes, per_node, size):
+    if planned and not _as_planned(planned, nodes, node, per_node, size):
         raise SettingError(
             f"the plan has {_numbers(planned)} virtual workers on {_nodes(len(planned))}, but {size} processes were"
             f" started on {_nodes(nodes)}, {per_node} of them on node {node}, which this is; start one process for each"
-            " virtual worker of the plan, in its order"
+            " virtual worker of the plan, in its order, and one on each node without any"
         )
+    if 0 in planned and local >= planned[node]:
+        return _host(planned, node, local)
+    if 0 in planned:
+        index, size, per_node = sum(planned[:node]) + local, sum(planned), planned[node]
+        return Rank(index, size, node, local, per_node, nodes, Role.EXTERNAL, tuple(planned))
     known = tuple(planned)
     if nodes == 2 and not known:
         known = (per_node, size - per_node) if node == 0 else (size - per_node, per_node)
     return Rank(
         environment.global_rank(), size, node, local, per_node, nodes, Role.EXTERNAL, known if nodes > 1 else ()
     )
+
+
+def _as_planned(planned: Sequence[int], nodes: int, node: int, per_node: int, size: int) -> bool:
+    """True for a process for each virtual worker; where nodes have none, there may be more, which serve, or wait."""
+    if len(planned) != nodes:
+        return False
+    if 0 in planned:
+        return per_node >= max(1, planned[node])
+    return (planned[node], sum(planned)) == (per_node, size)
+
+
+def _host(of_nodes: Sequence[int], node: int, local: int) -> Rank:
+    size = sum(of_nodes)
+    return Rank(size, size, node, local, of_nodes[node], len(of_nodes), Role.HOST, tuple(of_nodes))
+
+
+def _of(planned: Sequence[int]) -> str:
+    return "stages" if 0 in planned else "virtual workers"
 
 
 def _numbers(counts: Sequence[int]) -> str:

@@ -3,9 +3,10 @@
     servers=[...]                   nothing is started; the first of them is the coordinator
     one machine, our launcher       the first VW starts a server on a free loopback port, and its children are told
     one machine, torchrun or such   likewise, and the others ask the first VW (``local_rendezvous``)
-    several machines                each node's first VW starts one (with placement="local" only node 0's does).
-                                    Node 0's is the coordinator: it listens on MASTER_ADDR, port HETPIPE_PORT or else
-                                    MASTER_PORT + 1, where all look for it
+    several machines                each node's first process starts one (with placement="local" only node 0's does,
+                                    unless virtual workers have stages on several nodes). Node 0's is the coordinator:
+                                    it listens on MASTER_ADDR, port HETPIPE_PORT or else MASTER_PORT + 1, where all look
+                                    for it
 
 All VWs meet at the coordinator, where they tell each other of further servers (``workers/group.py``).
 """
@@ -17,7 +18,7 @@ import os
 import secrets
 import socket
 from bisect import bisect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
@@ -77,31 +78,40 @@ _launch = ""
 """The launch id of our own launcher's processes."""
 
 
-def start(rank: Rank, environment: ClusterEnvironment, wsp: WSPSettings) -> dict[str, str]:
+def start(rank: Rank, environment: ClusterEnvironment, wsp: WSPSettings, *, everywhere: bool = False) -> dict[str, str]:
     """Start this node's server, if its first VW has to and has not; returns variables for the node's other processes.
+
+    Args:
+        everywhere: Whether each node has one also with ``placement="local"``.
 
     Raises:
         SettingError: if the server cannot listen where it should, or it would be open to strangers.
     """
     if wsp.servers is not None:
         return {} if rank.size > rank.per_node else {LAUNCH: _launch_here()}
-    if rank.size > rank.per_node:
-        coordinator, security = _over_nodes(rank, environment, wsp.security.from_environment())
-        host = _spelled(_host_of(coordinator) if rank.index == 0 else _own_host(coordinator))
+    if rank.nodes > 1:
+        coordinator, security = over_nodes(rank, environment, wsp.security.from_environment())
         port = coordinator.rpartition(":")[2] if rank.index == 0 else os.environ.get(PORT, "0")
-        if rank.index == 0 or wsp.placement != "local":
-            _serve(f"{host}:{port}", security, wsp.lease)
+        if rank.index == 0 or wsp.placement != "local" or everywhere:
+            _serve(f"{host_of_node(rank, coordinator)}:{port}", security, wsp.lease)
         return {COORDINATOR: coordinator, TOKEN: security.token or ""}
     # A token of the user's lets `hetpipe-server status` ask; otherwise the server makes up one that nobody knows.
     server = _serve("127.0.0.1:0", Security(token=wsp.security.from_environment().token), wsp.lease)
     return {COORDINATOR: server.address, TOKEN: server.security.token or ""}
 
 
-def find(rank: Rank, environment: ClusterEnvironment, wsp: WSPSettings, timeout: float) -> FoundServers:
+def find(
+    rank: Rank,
+    environment: ClusterEnvironment,
+    wsp: WSPSettings,
+    timeout: float,
+    further: Sequence[str] | None = None,
+) -> FoundServers:
     """Find the servers; where this process is its node's first VW, it starts them.
 
     Args:
         timeout: Seconds to wait for the answer of the node's first VW.
+        further: Servers of nodes without a virtual worker; None where virtual workers have stages on one node each.
 
     Raises:
         SettingError: as ``start`` does; and if an environment variable is missing.
@@ -110,23 +120,30 @@ def find(rank: Rank, environment: ClusterEnvironment, wsp: WSPSettings, timeout:
     if wsp.servers is not None:
         known = wsp.servers if rank.index == 0 else ()
         launch = _launch_at_servers(rank, environment)
-        return FoundServers(wsp.servers[0], known, given, launch=launch, of_nodes=rank.of_nodes)
-    over_nodes = rank.size > rank.per_node
+        hosts = further is not None and rank.index == 0
+        return FoundServers(wsp.servers[0], known, given, hosts, launch, rank.of_nodes)
     if rank.local == 0:
-        variables: Mapping[str, str] = start(rank, environment, wsp)
-        if rank.role is Role.EXTERNAL and not over_nodes:
+        variables: Mapping[str, str] = start(rank, environment, wsp, everywhere=further is not None)
+        if rank.role is Role.EXTERNAL and rank.nodes == 1:
             _meet(environment, variables)
-    elif over_nodes:
-        coordinator, _ = _over_nodes(rank, environment, given)
+    elif rank.nodes > 1:
+        coordinator, _ = over_nodes(rank, environment, given)
         variables = {COORDINATOR: coordinator, TOKEN: given.token or ""}
     elif rank.role is Role.CHILD:
         variables = parent_watch.launcher_variables()
     else:
         variables = local_rendezvous.ask(_launch_of(environment), timeout)
-    security = replace(given if over_nodes else Security(), token=variables[TOKEN])
-    known = (_server.server.address,) if _server is not None and rank.local == 0 else ()
-    hosts = bool(known) and (over_nodes or rank.role is Role.EXTERNAL)
+    security = replace(given if rank.nodes > 1 else Security(), token=variables[TOKEN])
+    known = (own_address(),) if own_address() and rank.local == 0 else ()
+    if rank.index == 0:
+        known = (*known, *(further or ()))
+    hosts = bool(known) and (rank.nodes > 1 or rank.role is Role.EXTERNAL)
     return FoundServers(variables[COORDINATOR], known, security, hosts, of_nodes=rank.of_nodes)
+
+
+def own_address() -> str:
+    """The address of this process's server; empty where it has none."""
+    return "" if _server is None else _server.server.address
 
 
 def lost() -> Exception | None:
@@ -206,8 +223,17 @@ def _meet(environment: ClusterEnvironment, variables: Mapping[str, str]) -> None
 # Several nodes.
 
 
-def _over_nodes(rank: Rank, environment: ClusterEnvironment, security: Security) -> tuple[str, Security]:
-    """The coordinator's address, and ``security``, if that is enough for several nodes."""
+def host_of_node(rank: Rank, coordinator: str) -> str:
+    """The host at which this node's servers listen, as it stands in an address."""
+    return _spelled(_host_of(coordinator) if rank.index == 0 else _own_host(coordinator))
+
+
+def over_nodes(rank: Rank, environment: ClusterEnvironment, security: Security) -> tuple[str, Security]:
+    """The coordinator's address, and ``security``, if that is enough for several nodes.
+
+    Raises:
+        SettingError: if it is not, or an environment variable is missing.
+    """
     host, port = _main(environment, f"num_nodes={rank.nodes}")
     if PORT in os.environ:
         if not os.environ[PORT].isdecimal() or not 0 < int(os.environ[PORT]) < 1 << 16:

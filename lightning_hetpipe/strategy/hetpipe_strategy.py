@@ -387,7 +387,7 @@ class HetPipeStrategy(PlannedDevices):
             virtual_workers=self.world_size,
             timeline=self._timeline,
             in_processes=self.stage_hosts == "processes",
-            hosts=settings.stages_elsewhere(self._own_plan, self.stage_hosts, planner.placement.emulated),
+            hosts=settings.stages_elsewhere(self._own_plan, self._found_addresses(), planner.placement.emulated),
             security=self._wsp_settings().security.from_environment(),
             waited_in=self._waited_in,
             resumed=None if self._asked_in_flight else self._resumed,

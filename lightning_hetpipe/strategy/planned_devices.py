@@ -13,7 +13,8 @@ from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_hetpipe.emulation import Emulation
-from lightning_hetpipe.launch.ranks import count_nodes, devices_of
+from lightning_hetpipe.launch.node_hosts import ServingNodes
+from lightning_hetpipe.launch.ranks import Role, count_nodes, devices_of
 from lightning_hetpipe.placement import progress
 from lightning_hetpipe.placement.device_placement import DevicePlacement
 from lightning_hetpipe.placement.layout import place
@@ -81,7 +82,8 @@ class PlannedDevices(VirtualWorkers):
         return settings.stages_of(self._stages, self._rank)
 
     def _configure_launcher(self) -> None:
-        settings.stages_of(self._stages, self._rank)  # if refused, then before anything is started
+        if self._rank.role is not Role.HOST:
+            settings.stages_of(self._stages, self._rank)  # if refused, then before anything is started
         if self.cluster is not None and self.plan is None:
             settings.check_cluster(self.world_size)
         super()._configure_launcher()
@@ -102,9 +104,26 @@ class PlannedDevices(VirtualWorkers):
     def _planned_workers(self) -> list[int]:
         if self.plan is None:
             return []
-        nodes = count_nodes(self._num_nodes, self.cluster_environment or LightningEnvironment())
-        is_emulated = self.cluster is not None and nodes == 1 and self._is_on_cpu
-        return settings.workers_as_planned(self.virtual_workers, self.plan, is_emulated, self.stage_hosts)
+        is_emulated, nodes = self._is_emulated_here, self._nodes_started
+        return settings.workers_as_planned(self.virtual_workers, self.plan, is_emulated, self.stage_hosts, nodes)
+
+    def _serving_nodes(self) -> ServingNodes | None:
+        return settings.serving_nodes(self.plan, self._is_emulated_here, self.stage_hosts)
+
+    @property
+    def _nodes_started(self) -> int:
+        """Number of nodes on which the program runs."""
+        return count_nodes(self._num_nodes, self.cluster_environment or LightningEnvironment())
+
+    @property
+    def _is_emulated_here(self) -> bool:
+        """True if all devices of the plan are emulated on this machine, whatever their nodes."""
+        return self.cluster is not None and self._nodes_started == 1 and self._is_on_cpu
+
+    def _found_addresses(self) -> settings.StageHosts:
+        """Where stages run; addresses of hosts, where the nodes of this launch have started some."""
+        hosts = self._found_hosts()
+        return self.stage_hosts if hosts is None else hosts.hosts
 
     @property
     def _own_plan(self) -> Plan | None:

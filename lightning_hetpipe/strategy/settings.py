@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 from typing import Any, Literal
@@ -12,6 +12,7 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_hetpipe.errors import SettingError, nearest, of_file
+from lightning_hetpipe.launch.node_hosts import ServingNodes
 from lightning_hetpipe.launch.ranks import Rank
 from lightning_hetpipe.launch.wsp_settings import WSPSettings
 from lightning_hetpipe.pipeline.recorder import KEPT, Window
@@ -120,20 +121,22 @@ def stages_as_planned(asked: Stages | list[Stages], plan: Plan) -> Stages | list
     return [as_planned("stages", asked, k) for k in planned if isinstance(k, int)]
 
 
-def workers_as_planned(virtual_workers: int, plan: Plan, emulated: bool, hosts: StageHosts) -> list[int]:
-    """Number of virtual workers on each node of a plan, in its order.
+def workers_as_planned(virtual_workers: int, plan: Plan, emulated: bool, hosts: StageHosts, nodes: int) -> list[int]:
+    """Number of virtual workers on each node of a plan, in its order; 0 for one that only serves stages of others'.
 
     Args:
         virtual_workers: The setting; 1 is its default, and leaves the number to the plan.
         plan: To be run.
         emulated: Whether all of its devices are emulated on this machine, which so is their only node.
         hosts: Where stages run.
+        nodes: On which the program runs.
 
     Raises:
         SettingError: for another number in ``virtual_workers``, and for what is planned but cannot be run.
     """
     on_nodes = plan.workers_on_nodes
-    found = [len(plan.virtual_workers)] if emulated else list(on_nodes.values())
+    leading = [count for count in on_nodes.values() if count]
+    found = [len(plan.virtual_workers)] if emulated else leading
     if virtual_workers != 1 and set(found) != {virtual_workers}:
         raise SettingError(
             f"virtual_workers={virtual_workers}, but the plan for {plan.model} has {', '.join(map(str, found))}"
@@ -143,20 +146,45 @@ def workers_as_planned(virtual_workers: int, plan: Plan, emulated: bool, hosts: 
         return found
     for index, worker in enumerate(plan.virtual_workers):
         known = hosts if isinstance(hosts, Mapping) else {}
-        if lacking := [node for node in worker.nodes if node not in (worker.leader, *known)]:
+        lacking = [node for node in worker.nodes if node not in (worker.leader, *known)]
+        if lacking and (nodes == 1 or known):
             raise SettingError(
                 f"the plan for {plan.model} has a virtual worker with stages on several nodes ({index}, on"
-                f" {', '.join(worker.nodes)}); start hetpipe-host on {' and '.join(lacking)}, and say where, as in"
-                f" stage_hosts={{'{lacking[0]}': '10.0.0.2:7071'}}, or plan each virtual worker for the devices of one"
-                " node, or give the cluster, too, and start all on one machine, to emulate them on its CPU"
+                f" {', '.join(worker.nodes)}); start this program on each of the plan's nodes, with"
+                f" Trainer(num_nodes={len(on_nodes)}) and {_node_ranks(on_nodes)}, or start hetpipe-host on"
+                f" {' and '.join(lacking)}, and say where, as in stage_hosts={{'{lacking[0]}': '10.0.0.2:7071'}}, or"
+                " plan each virtual worker for the devices of one node, or give the cluster, too, and start all on one"
+                " machine, to emulate them on its CPU"
+            )
+        if lacking and plan.spread:
+            raise SettingError(
+                f"the plan for {plan.model} is of a spread run, which has no stages for hosts, and has devices on"
+                f" {' and '.join(worker.nodes)}; plan for the devices of one node, or for more in flight"
             )
     order = [worker.leader for worker in plan.virtual_workers]
-    if len([*groupby(order)]) != len(on_nodes):
+    if len([*groupby(order)]) != len(leading):
         raise SettingError(
             f"the plan for {plan.model} has its virtual workers on {', '.join(order)}, in this order; list those of one"
             " node one after another"
         )
-    return found
+    return found if serving_nodes(plan, emulated, hosts) is None else [*on_nodes.values()]
+
+
+def serving_nodes(plan: Plan | None, emulated: bool, hosts: StageHosts) -> ServingNodes | None:
+    """The nodes of ``plan``, where some are to serve stages of virtual workers that others lead; else as above."""
+    if plan is None or emulated or isinstance(hosts, Mapping):
+        return None
+    served = {node: plan.served(node) for node in plan.workers_on_nodes}
+    stages = {
+        node: ", ".join(f"stage {stage} of virtual worker {worker}" for worker, stage in its)
+        for node, its in served.items()
+        if its
+    }
+    return ServingNodes((*served,), stages, plan.fingerprint) if stages else None
+
+
+def _node_ranks(nodes: Iterable[str]) -> str:
+    return ", ".join(f"NODE_RANK={number} on {node}" for number, node in enumerate(nodes))
 
 
 def wsp_as_planned(given: WSPSettings, plan: Plan) -> WSPSettings:

@@ -16,9 +16,10 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
 from lightning_hetpipe.errors import SettingError, VirtualWorkerLost
-from lightning_hetpipe.launch import servers
-from lightning_hetpipe.launch.launcher import TERMINATED, Launcher, check_processes
+from lightning_hetpipe.launch import node_hosts, servers
+from lightning_hetpipe.launch.launcher import TERMINATED, Launcher, ServingLauncher, check_processes
 from lightning_hetpipe.launch.lost_workers import lost_workers
+from lightning_hetpipe.launch.node_hosts import ServingNodes
 from lightning_hetpipe.launch.ranks import Rank, Role, announce, find_rank
 from lightning_hetpipe.launch.wsp_settings import WSPSettings
 from lightning_hetpipe.lightning_private import is_fitting, is_last_batch
@@ -90,6 +91,10 @@ class VirtualWorkers(HostWeights):
     def _planned_workers(self) -> Sequence[int]:
         """Number of virtual workers on each node, where a plan says it."""
         return ()
+
+    def _serving_nodes(self) -> ServingNodes | None:
+        """The nodes of a plan, where some serve stages of virtual workers that others lead, and are to start hosts."""
+        return None
 
     @property
     def num_nodes(self) -> int:
@@ -222,6 +227,7 @@ class VirtualWorkers(HostWeights):
         """Meets the other virtual workers, if there are any; those of an earlier run of the program are still there."""
         self._failure = None
         self._check_shares()
+        hosts = self._found_hosts()
         if self.world_size == 1:
             return
         from lightning_hetpipe.workers.group import Group  # and gRPC with it, which one virtual worker does not need
@@ -233,7 +239,8 @@ class VirtualWorkers(HostWeights):
             rank_zero_info(said)
         if _group is not None:
             _group.settings.check_later(wsp)
-        found = servers.find(self._rank, self.cluster_environment, wsp, self.timeout)
+        further = None if hosts is None else hosts.servers
+        found = servers.find(self._rank, self.cluster_environment, wsp, self.timeout, further)
         if _group is None or not _group.is_open or _group.coordinator != found.coordinator:
             _part()
             rank = self._rank
@@ -261,7 +268,10 @@ class VirtualWorkers(HostWeights):
         rank = self._rank
         check_processes(rank)
         self._launcher = None
-        if rank.size > 1:
+        if rank.role is Role.HOST:
+            self._launcher = ServingLauncher(self._serve)
+            announce(rank)
+        elif rank.size > 1 or rank.nodes > 1:
             self._launcher = Launcher(
                 rank,
                 self._told_to_children,
@@ -283,7 +293,25 @@ class VirtualWorkers(HostWeights):
 
         assert self.cluster_environment is not None
         self._check_shares()
-        return {**servers.start(self._rank, self.cluster_environment, self._wsp_settings()), **sessions_so_far()}
+        wsp, nodes = self._wsp_settings(), self._serving_nodes()
+        if nodes is not None:
+            node_hosts.start(self._rank, self.cluster_environment, wsp, nodes)
+        variables = servers.start(self._rank, self.cluster_environment, wsp, everywhere=nodes is not None)
+        return {**variables, **sessions_so_far()}
+
+    def _found_hosts(self) -> node_hosts.FoundHosts | None:
+        """What the nodes of this launch serve, where some do."""
+        if (nodes := self._serving_nodes()) is None:
+            return None
+        assert self.cluster_environment is not None
+        return node_hosts.find(self._rank, self.cluster_environment, self._wsp_settings(), self.timeout, nodes)
+
+    def _serve(self) -> int:
+        """Serve the virtual workers that other nodes lead; gives the exit code."""
+        nodes = self._serving_nodes()
+        assert nodes is not None
+        assert self.cluster_environment is not None
+        return node_hosts.serve(self._rank, self.cluster_environment, self._wsp_settings(), self.timeout, nodes)
 
     def _wsp_settings(self) -> WSPSettings:
         trainer = getattr(self._launcher, "trainer", None)
@@ -393,3 +421,4 @@ def _end() -> None:
     _part()
     _ended.clear()
     servers.stop()
+    node_hosts.stop()

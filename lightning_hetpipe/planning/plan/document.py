@@ -263,8 +263,22 @@ class Plan:
 
     @property
     def workers_on_nodes(self) -> dict[str, int]:
-        """Number of virtual workers on each machine, by the machine of their last stage."""
-        return dict(Counter(worker.leader for worker in self.virtual_workers))
+        """Number of virtual workers on each machine, by the machine of their last stage.
+
+        Machines are in the order of their NODE_RANK: those of last stages in the order of virtual workers, then others.
+        """
+        led = Counter(worker.leader for worker in self.virtual_workers)
+        return {**led, **{node: led[node] for worker in self.virtual_workers for node in worker.nodes}}
+
+    def served(self, node: str) -> list[tuple[int, int]]:
+        """Virtual workers and their stages on ``node`` whose last stages are elsewhere, by number."""
+        workers = enumerate(self.virtual_workers)
+        return [
+            (number, index)
+            for number, worker in workers
+            for index, stage in enumerate(worker.stages)
+            if stage.node == node != worker.leader
+        ]
 
     @property
     def versions(self) -> Versions:

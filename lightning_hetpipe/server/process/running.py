@@ -5,15 +5,14 @@ from __future__ import annotations
 import logging
 import os
 import select
-import signal
 import sys
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from types import FrameType
 from typing import NamedTuple, NoReturn
 
+from lightning_hetpipe.server.process.signals import Signals
 from lightning_hetpipe.server.transport.grpc_server import GrpcServer
 from lightning_hetpipe.server.transport.interface import Handler
 from lightning_hetpipe.server.transport.security import Security
@@ -70,11 +69,22 @@ def serve(
         try:
             with server:
                 ready(server.address)
-                return signals.wait(parent)
+                return _wait(signals, parent)
         finally:
             close = getattr(handler, "close", None)
             if close is not None:
                 close()
+
+
+def _wait(signals: Signals, parent: ParentLink | None) -> int:
+    """Return the first signal's number, or `PARENT_GONE`."""
+    watched = [signals.fileno()] if parent is None else [signals.fileno(), parent.descriptor]
+    while True:
+        readable, _, _ = select.select(watched, [], [], None if parent is None else _LOOK)
+        if signals.fileno() in readable:
+            return signals.read()
+        if parent is not None and parent.broken(readable):
+            return PARENT_GONE
 
 
 def end(code: int) -> NoReturn:
@@ -95,40 +105,3 @@ def end(code: int) -> NoReturn:
         with suppress(OSError):  # nobody reads it any more
             stream.flush()
     os._exit(code)
-
-
-class Signals:
-    """SIGTERM and SIGINT as bytes in a pipe: a signal handler may take no lock, so it cannot set an event."""
-
-    def __enter__(self) -> Signals:
-        self._read, self._write = os.pipe()
-        os.set_blocking(self._write, False)
-        self._before = {each: signal.signal(each, self._note) for each in (signal.SIGTERM, signal.SIGINT)}
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for each, handler in self._before.items():  # from here on a second one ends the process at once
-            signal.signal(each, handler)
-        os.close(self._read)
-        os.close(self._write)
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        os.write(self._write, bytes([number]))
-
-    def fileno(self) -> int:
-        """The descriptor that can be read once there was one."""
-        return self._read
-
-    def read(self) -> int:
-        """Return the number of the first one that was not read."""
-        return os.read(self._read, 1)[0]
-
-    def wait(self, parent: ParentLink | None) -> int:
-        """Return the first signal's number, or `PARENT_GONE`."""
-        watched = [self._read] if parent is None else [self._read, parent.descriptor]
-        while True:
-            readable, _, _ = select.select(watched, [], [], None if parent is None else _LOOK)
-            if self._read in readable:
-                return self.read()
-            if parent is not None and parent.broken(readable):
-                return PARENT_GONE

@@ -1,0 +1,294 @@
+"""Meeting of the nodes of a launch some of which serve stages of virtual workers whose leaders are on other nodes.
+
+node 0             listens; notes where each node serves, tells everybody, and says in the end how it has ended
+other processes    say what their node serves, and learn what all others do; a node without a leader then serves
+                   until node 0 has ended
+"""
+
+from __future__ import annotations
+
+import socket
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from typing import Self
+
+from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.hosts.secured_socket import Connection, Refused, admit, connect, hear, tell
+from lightning_hetpipe.hosts.wire import RELEASE
+from lightning_hetpipe.server.transport.security import Security, split
+
+INTRODUCING = 20.0
+"""Seconds in which whoever has connected shows who it is."""
+
+MOST = 1024
+"""Largest number of connections at a time; further ones are closed."""
+
+SAYING = 5.0
+"""Seconds in which all that serve are told how node 0 has ended."""
+
+NOTICE_AFTER = 15.0
+"""Seconds after which a person is told of a wait."""
+
+_AGAIN = 0.5  # seconds between attempts to connect
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """A process that has come, and what its node serves.
+
+    Attributes:
+        node: The number of its node.
+        plan: Checksum of its plan.
+        host: The address of the host server of its node; empty where this process has none.
+        server: Likewise of the parameter server.
+        stays: It serves until node 0 has ended.
+    """
+
+    node: int
+    plan: str
+    host: str = ""
+    server: str = ""
+    stays: bool = False
+
+
+class HostRendezvous:
+    """Node 0's end, between entering and leaving the context.
+
+    Args:
+        address: Where to listen.
+        security: Certificates and token.
+        own: This process's arrival.
+        expected: Names of the nodes that serve, by their numbers.
+
+    Raises:
+        SettingError: on entering, if the address cannot be had.
+    """
+
+    def __init__(self, address: str, security: Security, own: Arrival, expected: Mapping[int, str]) -> None:
+        self.address = address
+        self._security = security
+        self._plan = own.plan
+        self._expected = expected
+        self._arrived = {own.node: own} if own.host else {}
+        self._connections: dict[int, socket.socket] = {}
+        self._threads: set[threading.Thread] = set()
+        self._changed = threading.Condition()
+        self._status: int | None = None
+
+    def __enter__(self) -> Self:
+        if self._security.encrypted:
+            self._security.read()
+        host, port = split(self.address)
+        try:
+            self._listener = socket.create_server(
+                (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET
+            )
+        except OSError as error:
+            raise SettingError(
+                f"node 0 cannot listen on {self.address} ({error.strerror}), where the other nodes of the plan look for"
+                " it: MASTER_ADDR must be node 0's address in the network, and the port after that of its server"
+                " (HETPIPE_PORT, or else MASTER_PORT + 1) must be free; set them so on every node"
+            ) from None
+        threading.Thread(target=self._accept, name="hetpipe-host-rendezvous", daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end(1)
+
+    def everyone(self, seconds: float) -> list[Arrival]:
+        """What all nodes serve, once those that are expected have come.
+
+        Raises:
+            SettingError: if that takes longer than so many ``seconds``; it names those that are missing.
+        """
+        began, told = time.monotonic(), False
+        with self._changed:
+            while missing := self._missing():
+                waited = time.monotonic() - began
+                if waited > seconds:
+                    raise SettingError(
+                        f"{_nodes(missing)} of the plan did not come within {seconds:g} s; start the program on each"
+                        " node of the plan, with the NODE_RANK of that node, or set join_timeout"
+                    )
+                if waited > NOTICE_AFTER and not told:
+                    told = True
+                    print(f"hetpipe: node 0 waits for {_nodes(missing)} of the plan.", file=sys.stderr, flush=True)
+                self._changed.wait(min(_AGAIN, seconds))
+            return [self._arrived[node] for node in sorted(self._arrived)]
+
+    def end(self, status: int) -> None:
+        """Tell those that serve that this process has ended with ``status``. May be called again."""
+        with self._changed:
+            if self._status is not None:
+                return
+            self._status = status
+            self._changed.notify_all()
+            threads = [*self._threads]
+        with suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread, which closing alone does not
+        self._listener.close()
+        deadline = time.monotonic() + SAYING
+        for thread in threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+
+    def _missing(self) -> dict[int, str]:
+        return {node: name for node, name in self._expected.items() if node not in self._arrived}
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                raw, peer = self._listener.accept()
+            except OSError:
+                return
+            thread = threading.Thread(
+                target=self._serve, args=(raw, peer[0]), name="hetpipe-host-rendezvous-peer", daemon=True
+            )
+            with self._changed:
+                if self._status is not None or len(self._threads) >= MOST:
+                    raw.close()
+                    continue
+                self._threads.add(thread)
+            thread.start()
+
+    def _serve(self, raw: socket.socket, peer: str) -> None:
+        try:
+            with raw, suppress(OSError):
+                connection = admit(raw, self._security, RELEASE, INTRODUCING)
+                raw.settimeout(INTRODUCING)
+                arrival = Arrival(**hear(connection))
+                with self._changed:
+                    reason = self._refused(arrival)
+                    if reason is None and arrival.host:
+                        self._arrived[arrival.node], self._connections[arrival.node] = arrival, raw
+                        self._changed.notify_all()
+                if reason is not None:
+                    tell(connection, {"refused": reason})
+                    raise Refused(reason)
+                self._tell(connection, arrival)
+        except (Refused, TypeError) as refused:
+            print(f"hetpipe: a node at {peer} was refused: {refused}.", file=sys.stderr, flush=True)
+        finally:
+            with self._changed:
+                self._threads.discard(threading.current_thread())
+
+    def _tell(self, connection: Connection, arrival: Arrival) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._status is not None or not self._missing())
+            status, arrived = self._status, [asdict(self._arrived[node]) for node in sorted(self._arrived)]
+        if status is None:
+            tell(connection, {"arrived": arrived})
+            if not arrival.stays:
+                return
+            with self._changed:
+                self._changed.wait_for(lambda: self._status is not None)
+                status = self._status
+        tell(connection, {"status": status})
+
+    def _refused(self, arrival: Arrival) -> str | None:
+        if arrival.plan != self._plan:
+            return f"its plan is another one (checksum {arrival.plan}, and {self._plan} here); give both the same file"
+        if arrival.host and arrival.node not in self._expected:
+            return f"NODE_RANK={arrival.node} serves no stage of the plan"
+        before = self._connections.get(arrival.node)
+        if arrival.host and before is not None and _is_open(before):
+            return f"NODE_RANK={arrival.node} has come already; give each node a NODE_RANK of its own"
+        return None
+
+
+class Meeting:
+    """The end of another process; closed by leaving the context.
+
+    Args:
+        address: Node 0's.
+        security: Certificates and token.
+        own: This process's arrival.
+        seconds: Those for which nobody may answer at ``address``.
+
+    Raises:
+        SettingError: if nobody does, or node 0 does not let this process in.
+    """
+
+    def __init__(self, address: str, security: Security, own: Arrival, seconds: float) -> None:
+        self._address = address
+        self._raw, self._connection = _connected(address, security, seconds)
+        try:
+            tell(self._connection, asdict(own))
+        except OSError:
+            self._raw.close()
+            raise self._ended() from None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._raw.close()
+
+    def everyone(self, seconds: float) -> list[Arrival]:
+        """What all nodes serve, once those that are expected have come.
+
+        Raises:
+            SettingError: if node 0 has another plan, or has ended, or takes longer than so many ``seconds``.
+        """
+        self._raw.settimeout(seconds)
+        try:
+            told = hear(self._connection)
+        except TimeoutError:
+            raise SettingError(
+                f"node 0 ({self._address}) has waited for other nodes of the plan for {seconds:g} s; start the program"
+                " on each of them, or set join_timeout"
+            ) from None
+        except (Refused, OSError):
+            raise self._ended() from None
+        if reason := told.get("refused"):
+            raise SettingError(f"node 0 ({self._address}) does not let this process in: {reason}")
+        if "status" in told:
+            raise self._ended()
+        return [Arrival(**each) for each in told["arrived"]]
+
+    def status(self) -> int | None:
+        """Wait until node 0 has ended; gives its exit code, or None if it could not say it."""
+        self._raw.settimeout(None)
+        try:
+            found: int = hear(self._connection)["status"]
+        except (Refused, OSError, KeyError):
+            return None
+        return found
+
+    def _ended(self) -> SettingError:
+        return SettingError(f"node 0 ({self._address}) has ended before all nodes of the plan had come; look there why")
+
+
+def _connected(address: str, security: Security, seconds: float) -> tuple[socket.socket, Connection]:
+    """Connect to node 0, which may have been started later than this process."""
+    deadline, waits = time.monotonic() + seconds, threading.Event()
+    while True:
+        try:
+            return connect(address, security, RELEASE, INTRODUCING)
+        except Refused as refused:
+            raise SettingError(f"node 0 ({address}) does not let this process in: {refused}") from None
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise SettingError(
+                    f"node 0 does not answer at {address} within {seconds:g} s ({error.strerror or error}); start the"
+                    " program there with NODE_RANK=0, and set MASTER_ADDR and MASTER_PORT alike on all nodes, or set"
+                    " a longer timeout"
+                ) from None
+        waits.wait(_AGAIN)
+
+
+def _is_open(raw: socket.socket) -> bool:
+    try:
+        return bool(raw.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT))
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+
+
+def _nodes(missing: Mapping[int, str]) -> str:
+    words = [f"{name} (NODE_RANK={node})" for node, name in missing.items()]
+    return " and ".join(words)

@@ -1,0 +1,170 @@
+"""The hosts of a launch whose virtual workers have stages on several nodes: this process starts some, and finds others.
+
+a node without a leader    its first process starts hosts, and a parameter server where there are several virtual
+                           workers, and serves until node 0 has ended
+any other node             its first process starts hosts, if stages of others' virtual workers are there
+node 0                     its first process listens on MASTER_ADDR, at the port after that of its server, where all
+                           nodes meet (``hosts/host_rendezvous.py``)
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+from lightning.fabric.plugins import ClusterEnvironment
+
+from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.hosts import host_server
+from lightning_hetpipe.hosts.host_rendezvous import Arrival, HostRendezvous, Meeting
+from lightning_hetpipe.launch import servers
+from lightning_hetpipe.launch.lost_workers import lost_workers, say
+from lightning_hetpipe.launch.ranks import Rank
+from lightning_hetpipe.launch.wsp_settings import WSPSettings
+from lightning_hetpipe.server.transport.security import Security, split
+
+HOST_PORT = 2
+"""Distance of the port of a node's hosts from that of its server, where HETPIPE_PORT gives this."""
+
+
+@dataclass(frozen=True)
+class ServingNodes:
+    """Nodes of a plan, some of which serve stages of virtual workers that others lead.
+
+    Attributes:
+        names: Of all nodes, by NODE_RANK.
+        stages: Of those that serve, what they serve, in words.
+        plan: Checksum of the plan.
+    """
+
+    names: tuple[str, ...]
+    stages: Mapping[str, str]
+    plan: str
+
+
+@dataclass(frozen=True)
+class FoundHosts:
+    """What nodes serve.
+
+    Attributes:
+        hosts: Addresses of host servers, by the names of their nodes.
+        servers: Addresses of parameter servers of nodes without a virtual worker.
+    """
+
+    hosts: Mapping[str, str]
+    servers: tuple[str, ...]
+
+
+_own: Arrival | None = None
+_rendezvous: HostRendezvous | None = None
+_found: FoundHosts | None = None
+_undo = ExitStack()
+
+
+def start(rank: Rank, environment: ClusterEnvironment, wsp: WSPSettings, nodes: ServingNodes) -> None:
+    """Start what this process has to, if it has not: the hosts of its node, and the meeting of all nodes.
+
+    Raises:
+        SettingError: if an address cannot be had, or would be open to strangers.
+    """
+    global _own, _rendezvous
+    if _own is not None:
+        return
+    coordinator, security = servers.over_nodes(rank, environment, wsp.security.from_environment())
+    _own = own = Arrival(rank.node, nodes.plan, _host(rank, coordinator, security, nodes, _undo))
+    atexit.unregister(stop)
+    atexit.register(stop)
+    if rank.index == 0:
+        serving = {nodes.names.index(name): name for name in nodes.stages}
+        _rendezvous = _undo.enter_context(HostRendezvous(_meeting(coordinator), security, own, serving))
+
+
+def find(
+    rank: Rank, environment: ClusterEnvironment, wsp: WSPSettings, timeout: float, nodes: ServingNodes
+) -> FoundHosts:
+    """Find what all nodes serve, once those that do have come; otherwise as :func:`start`.
+
+    Args:
+        timeout: Seconds for which node 0 may not answer.
+
+    Raises:
+        SettingError: as :func:`start` does; and if some do not come in time.
+    """
+    global _found
+    start(rank, environment, wsp, nodes)
+    if _found is None:
+        assert _own is not None
+        if _rendezvous is not None:
+            arrived = _rendezvous.everyone(wsp.join_timeout)
+        else:
+            coordinator, security = servers.over_nodes(rank, environment, wsp.security.from_environment())
+            with Meeting(_meeting(coordinator), security, _own, timeout) as meeting:
+                arrived = meeting.everyone(wsp.join_timeout)
+        _found = FoundHosts(
+            {nodes.names[each.node]: each.host for each in arrived},
+            tuple(each.server for each in arrived if each.server),
+        )
+    return _found
+
+
+def serve(rank: Rank, environment: ClusterEnvironment, wsp: WSPSettings, timeout: float, nodes: ServingNodes) -> int:
+    """Serve until node 0 has ended; gives its exit code, or 1 where it could not say it.
+
+    Raises:
+        SettingError: as :func:`find` does.
+    """
+    coordinator, security = servers.over_nodes(rank, environment, wsp.security.from_environment())
+    name = nodes.names[rank.node]
+    with ExitStack() as undo:
+        host = server = ""
+        if rank.local == 0:
+            if rank.size > 1 and wsp.servers is None:
+                undo.callback(servers.stop)
+                servers.start(rank, environment, wsp, everywhere=True)
+                server = servers.own_address()
+            host = _host(rank, coordinator, security, nodes, undo)
+        own = Arrival(rank.node, nodes.plan, host, server, stays=True)
+        meeting = undo.enter_context(Meeting(_meeting(coordinator), security, own, timeout))
+        meeting.everyone(wsp.join_timeout)
+        if host:
+            say(f"this is {name} (NODE_RANK={rank.node}) of the plan, and serves {nodes.stages[name]}")
+        status = meeting.status()
+    if status is None:
+        say(f"node 0 was lost, or has ended without a word, and with it ends the service of {name}")
+        return 1
+    return status
+
+
+def stop() -> None:
+    """End what this process serves; tell those that serve this one how it ends."""
+    global _own, _rendezvous, _found
+    rendezvous, _rendezvous, _own, _found = _rendezvous, None, None, None
+    if rendezvous is not None:
+        rendezvous.end(lost_workers.status)
+    _undo.close()
+
+
+def _host(rank: Rank, coordinator: str, security: Security, nodes: ServingNodes, undo: ExitStack) -> str:
+    """Start the hosts of this node, if it serves, and this is its first process; gives their address."""
+    if rank.local or nodes.names[rank.node] not in nodes.stages:
+        return ""
+    given = os.environ.get(servers.PORT)
+    address = f"{servers.host_of_node(rank, coordinator)}:{int(given) + HOST_PORT if given else 0}"
+    try:
+        return undo.enter_context(host_server.serving(address, security))
+    except SettingError as error:
+        if given is None:
+            raise
+        raise SettingError(
+            f"the hosts of this node cannot listen on {address}, {HOST_PORT} after {servers.PORT}={given}; give another"
+            f" {servers.PORT} ({error})"
+        ) from None
+
+
+def _meeting(coordinator: str) -> str:
+    """The address at which all nodes meet."""
+    host, port = split(coordinator)
+    return f"[{host}]:{port + 1}" if ":" in host else f"{host}:{port + 1}"
