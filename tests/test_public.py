@@ -15,7 +15,6 @@ from omegaconf import ListConfig, OmegaConf
 
 import lightning_hetpipe
 from lightning_hetpipe import HetPipeStrategy
-from lightning_hetpipe.strategy import settings
 from tests.support.small import Learner, batches
 from tests.support.trainers import quiet_trainer
 
@@ -62,7 +61,6 @@ def test_every_argument_is_documented() -> None:
     text = inspect.getdoc(HetPipeStrategy) or ""
     names = list(inspect.signature(HetPipeStrategy).parameters)
     assert [name for name in names if name not in text] == []
-    assert set(settings.LATER) < set(names)
 
 
 def test_it_is_a_parallel_strategy() -> None:

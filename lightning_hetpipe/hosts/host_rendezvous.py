@@ -14,6 +14,7 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from multiprocessing.connection import wait
 from typing import Self
 
 from lightning_hetpipe.errors import SettingError
@@ -100,7 +101,7 @@ class HostRendezvous:
         self.end(1)
 
     def everyone(self, seconds: float) -> list[Arrival]:
-        """What all nodes serve, once those that are expected have come.
+        """Addresses at which all nodes serve, once those that are expected have come.
 
         Raises:
             SettingError: if that takes longer than so many ``seconds``; it names those that are missing.
@@ -194,7 +195,7 @@ class HostRendezvous:
         if arrival.host and arrival.node not in self._expected:
             return f"NODE_RANK={arrival.node} serves no stage of the plan"
         before = self._connections.get(arrival.node)
-        if arrival.host and before is not None and _is_open(before):
+        if arrival.host and before is not None and not wait([before], 0):  # it sends nothing more, but its end
             return f"NODE_RANK={arrival.node} has come already; give each node a NODE_RANK of its own"
         return None
 
@@ -228,7 +229,7 @@ class Meeting:
         self._raw.close()
 
     def everyone(self, seconds: float) -> list[Arrival]:
-        """What all nodes serve, once those that are expected have come.
+        """Addresses at which all nodes serve, once those that are expected have come.
 
         Raises:
             SettingError: if node 0 has another plan, or has ended, or takes longer than so many ``seconds``.
@@ -278,15 +279,6 @@ def _connected(address: str, security: Security, seconds: float) -> tuple[socket
                     " a longer timeout"
                 ) from None
         waits.wait(_AGAIN)
-
-
-def _is_open(raw: socket.socket) -> bool:
-    try:
-        return bool(raw.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT))
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
 
 
 def _nodes(missing: Mapping[int, str]) -> str:

@@ -47,7 +47,7 @@ class ServingNodes:
 
 @dataclass(frozen=True)
 class FoundHosts:
-    """What nodes serve.
+    """Addresses at which nodes serve.
 
     Attributes:
         hosts: Addresses of host servers, by the names of their nodes.

@@ -102,13 +102,15 @@ class HetPipeStrategy(PlannedDevices):
             their own, for every stage on a CPU whose layers were captured as graphs, but not for the last one, which
             stays with the user's code and the optimizer. Results are the same, bit for bit. Whether processes are
             faster depends on the model: try both. Each takes some seconds to start. A mapping, such as
-            ``{"attic": "10.0.0.2:7071"}``, is for a plan whose virtual workers have stages on several machines: it has
-            for each of its nodes the address of the ``hetpipe-host`` there, but for the node of the last stage, on
-            which this program runs.
+            ``{"attic": "10.0.0.2:7071"}``, is for a plan whose virtual workers have stages on several machines, and
+            hosts of your own: it has for each of its nodes the address of the ``hetpipe-host`` there, but for the node
+            of the last stage, on which this program runs. Without one, the program itself is started on each machine
+            of such a plan, and where there is no last stage it serves the others.
         plan: A Plan, or the path of one that ``hetpipe-plan`` has saved: its stages, on its devices, with its number in
-            flight and its weight policy; and its virtual workers, each within one machine, with their clock distance,
-            waves and placement of parameters, where the WSPCallback sets none of its own. Where it has several
-            machines, one command on each, ``NODE_RANK=0`` on the plan's first, starts those of that machine. By
+            flight and its weight policy; and its virtual workers, with their clock distance, waves and placement of
+            parameters, where the WSPCallback sets none of its own. Where it has several machines, one command on each
+            starts what it has there; ``NODE_RANK=0`` is that of the first last stage, and so on for other last stages
+            in the order of virtual workers, and then for machines without any. By
             default, where devices differ, one is made at the start of a fit from measurements of the layers, which are
             kept on disk: the devices' order, the split points and, unless they are given, k and Nm. Results depend on
             Nm alone of these (law L1), and so on measurements, which differ a little from time to time: runs on one
@@ -118,7 +120,8 @@ class HetPipeStrategy(PlannedDevices):
             CPU, devices that are not here, of which each is *emulated*: a stage takes as long as it would there, and
             the rest of that time is slept. Several virtual workers need a ``plan``, too; emulated ones all run on this
             machine, whatever node the plan has them on.
-        allocation: For a later release.
+        allocation: The rule by which virtual workers got their devices, "np", "ed", "hd" or "auto" (docs/planning.md);
+            ``hetpipe-plan`` allocates, and a ``plan`` of another allocation is refused. "auto" takes any.
         lr_correction: K, the number of updates at the beginning with a lower learning rate, as stale gradients do most
             harm there: update t steps with the rate divided by tau^(1 - t / K), where tau is one more than the number
             of optimizer steps that minibatches miss (PipeMare, 2021, T1). Schedulers, loggers and checkpoints see the
@@ -166,12 +169,7 @@ class HetPipeStrategy(PlannedDevices):
         precision_plugin: Precision | None = None,
     ) -> None:
         other_lightning.let_in(HetPipeStrategy)
-        of_later_releases = {
-            "allocation": allocation,
-            "start_method": start_method,
-        }
-        for name, value in of_later_releases.items():
-            settings.check_later(name, value)
+        settings.check_start_method(start_method)
         super().__init__(
             stages,
             in_flight,
@@ -188,6 +186,7 @@ class HetPipeStrategy(PlannedDevices):
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
         )
+        settings.check_allocation(allocation, self.plan)
         self.weights = weights
         self._policy = settings.weight_policy(weights)
         if self.plan is not None:

@@ -121,7 +121,7 @@ class PlannedDevices(VirtualWorkers):
         return self.cluster is not None and self._nodes_started == 1 and self._is_on_cpu
 
     def _found_addresses(self) -> settings.StageHosts:
-        """Where stages run; addresses of hosts, where the nodes of this launch have started some."""
+        """Place of stages; addresses of hosts, where the nodes of this launch have started some."""
         hosts = self._found_hosts()
         return self.stage_hosts if hosts is None else hosts.hosts
 

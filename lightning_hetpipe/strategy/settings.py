@@ -37,21 +37,24 @@ StageHosts = Literal["threads", "processes"] | Mapping[str, str]
 Stages = int | Literal["auto"]
 
 
-LATER: dict[str, tuple[Any, str]] = {
-    "allocation": ("auto", "the devices in their order"),
-    "start_method": ("popen", "one process"),
-}
-"""Arguments that a later release builds: the only value until then, and what this release does with it."""
-
-
-def check_later(name: str, value: Any) -> None:
-    """Refuses an argument that a later release builds."""
-    only, meanwhile = LATER[name]
-    if value != only or type(value) is not type(only):
+def check_start_method(value: Any) -> None:
+    """Refuses a way to start processes that a later release builds."""
+    if value != "popen":
         raise SettingError(
-            f"{name}={value!r} is not available yet: this release has {meanwhile}; leave {name} out, or set it to"
-            f" {only!r}"
+            f"start_method={value!r} is not available yet: processes are started as this program was; leave"
+            " start_method out, or set it to 'popen'"
         )
+
+
+def check_allocation(value: Any, plan: Plan | None) -> None:
+    """Refuses an allocation, other than "auto", that no plan has made."""
+    if value == "auto" or (plan is not None and value == plan.allocation):
+        return
+    has = "there is none" if plan is None else f"the plan for {plan.model} has allocation={plan.allocation!r}"
+    raise SettingError(
+        f"allocation={value!r} is decided when devices are measured and a plan is made, and {has}; make one with"
+        f" hetpipe-plan cluster=... strategy.allocation={value}, and give it as plan=..., or leave allocation out"
+    )
 
 
 def weight_policy(value: Any) -> WeightPolicy | None:

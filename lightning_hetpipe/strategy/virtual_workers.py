@@ -300,7 +300,7 @@ class VirtualWorkers(HostWeights):
         return {**variables, **sessions_so_far()}
 
     def _found_hosts(self) -> node_hosts.FoundHosts | None:
-        """What the nodes of this launch serve, where some do."""
+        """Addresses at which nodes of this launch serve, where some do."""
         if (nodes := self._serving_nodes()) is None:
             return None
         assert self.cluster_environment is not None

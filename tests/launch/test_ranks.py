@@ -173,3 +173,30 @@ def test_the_nodes_of_a_plan_are_those_of_the_run() -> None:
     with pytest.raises(SettingError, match=r"on 2 nodes, and num_nodes=1; set Trainer\(num_nodes=2\) and start"):
         find_rank(1, 1, LightningEnvironment(), [1, 1])
     assert find_rank(1, 1, LightningEnvironment(), [3]) == Rank(0, 3, 0, 0, 3, 1, Role.FIRST)
+
+
+def test_a_node_that_a_plan_has_no_virtual_worker_on_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    put(monkeypatch, NODE_RANK=1)
+    assert find_rank(1, 2, LightningEnvironment(), [2, 0]) == Rank(2, 2, 1, 0, 0, 2, Role.HOST, (2, 0))
+    put(monkeypatch, NODE_RANK=0)
+    assert find_rank(1, 2, LightningEnvironment(), [2, 0]) == Rank(0, 2, 0, 0, 2, 2, Role.FIRST, (2, 0))
+    with pytest.raises(SettingError, match=r"plan has stages on 2 nodes, and num_nodes=1; set Trainer\(num_nodes=2\)"):
+        find_rank(1, 1, LightningEnvironment(), [2, 0])
+
+
+@pytest.mark.parametrize(
+    ("node", "local", "expected"),
+    [
+        (0, 0, Rank(0, 3, 0, 0, 1, 3, Role.EXTERNAL, (1, 0, 2))),
+        (0, 1, Rank(3, 3, 0, 1, 1, 3, Role.HOST, (1, 0, 2))),
+        (1, 0, Rank(3, 3, 1, 0, 0, 3, Role.HOST, (1, 0, 2))),
+        (2, 1, Rank(2, 3, 2, 1, 2, 3, Role.EXTERNAL, (1, 0, 2))),
+    ],
+)
+def test_processes_that_were_started_where_a_plan_has_no_virtual_worker(
+    monkeypatch: pytest.MonkeyPatch, node: int, local: int, expected: Rank
+) -> None:
+    """They serve; there may be more of them, so that a scheduler may start as many on each node."""
+    assert find_rank(1, 1, torchrun(monkeypatch, node, local, [2, 2, 2]), [1, 0, 2]) == expected
+    with pytest.raises(SettingError, match="and one on each node without any"):
+        find_rank(1, 1, torchrun(monkeypatch, 2, 0, [2, 2, 1]), [1, 0, 2])

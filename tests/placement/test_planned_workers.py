@@ -82,10 +82,25 @@ def test_emulated_nodes_that_torchrun_has_started_are_those_of_the_plan() -> Non
     assert (strategy.world_size, strategy.global_rank, strategy.node_rank) == (2, 1, 1)
 
 
-@pytest.mark.usefixtures("torchrun")
-def test_virtual_workers_across_nodes_are_emulated_on_one_machine_only() -> None:
+def across() -> Plan:
+    """A plan of one virtual worker with stages on two nodes."""
     stages = planned(0, 2).virtual_workers[0].stages
-    across = PlannedWorker(10.0, tuple(replace(stage, node=node) for stage, node in zip(stages, "ab", strict=True)))
-    plan = replace(planned(0, 2), virtual_workers=(across,))
-    with refused("start hetpipe-host on a, and say where, as in stage_hosts={'a': "):
-        quiet_trainer(HetPipeStrategy(plan=plan, cluster=NODES))
+    worker = PlannedWorker(10.0, tuple(replace(stage, node=node) for stage, node in zip(stages, "ab", strict=True)))
+    return replace(planned(0, 2), virtual_workers=(worker,))
+
+
+@pytest.mark.usefixtures("torchrun")
+def test_a_process_on_a_node_without_a_last_stage_is_no_virtual_worker() -> None:
+    strategy = HetPipeStrategy(plan=across(), cluster=NODES)
+    quiet_trainer(strategy)
+    assert (strategy.world_size, strategy.is_global_zero, strategy.node_rank) == (1, False, 1)
+
+
+def test_virtual_workers_across_nodes_need_these_or_hosts() -> None:
+    with refused(
+        "with Trainer(num_nodes=2) and NODE_RANK=0 on b, NODE_RANK=1 on a",
+        "start hetpipe-host on a, and say where, as in stage_hosts={'a': ",
+    ):
+        quiet_trainer(HetPipeStrategy(plan=across()))
+    with refused("is of a spread run, which has no stages for hosts"):
+        quiet_trainer(HetPipeStrategy(plan=replace(across(), spread=True, in_flight=1, wave=1)), num_nodes=2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import nn
 
 from lightning_hetpipe import HetPipeStrategy, WSPCallback
 from lightning_hetpipe.strategy import settings
-from lightning_hetpipe.strategy.settings import LATER
+from tests.placement.test_plans import planned
 from tests.support.small import Learner, assert_clean, assert_refused, batches, layers, refused
 from tests.support.trainers import quiet_trainer
 
@@ -84,24 +85,17 @@ def test_numbers_of_updates_with_lower_rates(value: Any) -> None:
         HetPipeStrategy(lr_correction=value)
 
 
-LATER_VALUES: list[tuple[str, Any]] = [
-    ("allocation", "np"),
-    ("start_method", "spawn"),
-]
+def test_other_ways_to_start_processes_are_refused() -> None:
+    with refused("start_method='spawn' is not available yet", "leave start_method out, or set it to 'popen'"):
+        HetPipeStrategy(start_method="spawn")
 
 
-@pytest.mark.parametrize(("name", "value"), LATER_VALUES)
-def test_arguments_of_later_releases(name: str, value: Any) -> None:
-    arguments: Any = {name: value}
-    with refused(f"{name}={value!r} is not available yet", f"leave {name} out, or set it to {LATER[name][0]!r}"):
-        HetPipeStrategy(**arguments)
-
-
-@pytest.mark.parametrize("name", LATER)
-def test_their_defaults_pass(name: str) -> None:
-    arguments: Any = {name: LATER[name][0]}
-    HetPipeStrategy(**arguments)
-    assert name in {tested for tested, _ in LATER_VALUES}
+def test_an_allocation_is_that_of_a_plan() -> None:
+    with refused("allocation='ed' is decided when", "there is none", "hetpipe-plan cluster=... strategy.allocation=ed"):
+        HetPipeStrategy(allocation="ed")
+    with refused("allocation='ed' is decided when", "has allocation='np'"):
+        HetPipeStrategy(allocation="ed", plan=replace(planned(0, 1), allocation="np"))
+    HetPipeStrategy(allocation="np", plan=replace(planned(0, 1), allocation="np"))
 
 
 def test_refusals_are_misconfigurations() -> None:
