@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 from typing import Any, Literal
@@ -154,7 +154,7 @@ def workers_as_planned(virtual_workers: int, plan: Plan, emulated: bool, hosts: 
             raise SettingError(
                 f"the plan for {plan.model} has a virtual worker with stages on several nodes ({index}, on"
                 f" {', '.join(worker.nodes)}); start this program on each of the plan's nodes, with"
-                f" Trainer(num_nodes={len(on_nodes)}) and {_node_ranks(on_nodes)}, or start hetpipe-host on"
+                f" Trainer(num_nodes={len(on_nodes)}) and {plan.node_ranks}, or start hetpipe-host on"
                 f" {' and '.join(lacking)}, and say where, as in stage_hosts={{'{lacking[0]}': '10.0.0.2:7071'}}, or"
                 " plan each virtual worker for the devices of one node, or give the cluster, too, and start all on one"
                 " machine, to emulate them on its CPU"
@@ -184,10 +184,6 @@ def serving_nodes(plan: Plan | None, emulated: bool, hosts: StageHosts) -> Servi
         if its
     }
     return ServingNodes((*served,), stages, plan.fingerprint) if stages else None
-
-
-def _node_ranks(nodes: Iterable[str]) -> str:
-    return ", ".join(f"NODE_RANK={number} on {node}" for number, node in enumerate(nodes))
 
 
 def wsp_as_planned(given: WSPSettings, plan: Plan) -> WSPSettings:

@@ -132,9 +132,7 @@ def test_a_cluster_that_says_no_links(plan: Run, folder: Path) -> None:
     said, _ = plan("--config-dir", "mine", "profile=p.json", "cluster=lab", "hydra.run.dir=run")
     assert "- 12 GB/s with 0.01 ms latency is assumed between devices of 'one', as it declares no link" in said
     assert "- 1.25 GB/s with 0.05 ms latency is assumed between nodes, as the cluster declares no link" in said
-    assert (
-        "virtual workers with stages on several nodes run with hetpipe-host on them: give strategy.stage_hosts" in said
-    )
+    assert "start the program on each node, with trainer.num_nodes=2, NODE_RANK=0 on " in said
 
 
 def test_a_link_that_was_given_is_not_supposed(plan: Run) -> None:

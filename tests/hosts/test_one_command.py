@@ -177,7 +177,7 @@ EACH_SERVES = [["attic", "attic", "desk"], ["desk", "desk", "attic"]]
 @pytest.mark.parametrize(
     ("workers", "placement"),
     [
-        pytest.param(ONE_LEADS, "local", id="one node leads, local"),
+        pytest.param(ONE_LEADS, "local", id="one node leads, local", marks=pytest.mark.slow),
         pytest.param(EACH_SERVES, "size", id="each serves the other, size", marks=pytest.mark.slow),
         pytest.param(ONE_LEADS, "size", id="one node leads, size", marks=pytest.mark.slow),
         pytest.param(EACH_SERVES, "local", id="each serves the other, local"),

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.support.namespaces import Machine, finished
 from tests.wsp.launch import ROOT, SECONDS
@@ -23,8 +24,14 @@ PROGRAMS = {
     "torchrun": "-m torch.distributed.run",
     "hetpipe-train": "-m lightning_hetpipe.cli.hetpipe_train",
     "hetpipe-server": "-m lightning_hetpipe.cli.hetpipe_server",
+    "hetpipe-host": "-m lightning_hetpipe.cli.hetpipe_host",
+    "hetpipe-plan": "-m lightning_hetpipe.cli.hetpipe_plan",
 }
 """The commands of an environment, as this interpreter's."""
+
+OVER = "A virtual worker over several machines"
+
+NAMES = ("desk, 10.0.0.1", "attic, 10.0.0.2")
 
 SRUN = """
 import os, subprocess, sys
@@ -134,10 +141,38 @@ def test_the_command_line_has_one_run_directory(machines: list[Machine], folder:
     assert not (folder / "outputs").exists()
 
 
+@pytest.mark.slow
+def test_a_virtual_worker_over_several_machines(machines: list[Machine], folder: Path) -> None:
+    """By one command on each machine, and by hosts of one's own; both train to the same weights."""
+    pytest.importorskip("sklearn", reason="hetpipe-train's digits come with scikit-learn")
+    scripts = blocks(OVER)
+    (cluster,) = re.findall(r"^```yaml\n# mine/cluster/lab.yaml\n(.*?)^```", DOCUMENT, re.MULTILINE | re.DOTALL)
+    (folder / "mine" / "cluster").mkdir(parents=True)
+    (folder / "mine" / "cluster" / "lab.yaml").write_text(cluster)
+    (said,) = printed([start(machines[0], scripts["first"], folder)])
+    assert "NODE_RANK=0 on desk, NODE_RANK=1 on attic" in said
+    both = [start(each, scripts[f"on the {name}"], folder) for each, name in zip(machines, NAMES, strict=True)]
+    desk, attic = printed(both)
+    assert "Trained as a pipeline of 2 stages" in desk
+    assert attic == ""
+    assert [machine.programs() for machine in machines] == [[], []]
+    host = start(machines[1], scripts["on the attic, 10.0.0.2, stays"], folder)
+    assert host.stdout is not None
+    assert host.stdout.readline() == "hetpipe-host: serving 10.0.0.2:7071; Ctrl-C ends it.\n"
+    printed([start(machines[0], scripts["on the desk, 10.0.0.1, alone"], folder)])
+    os.killpg(host.pid, signal.SIGINT)
+    assert [code for code, _, _ in finished([host], SECONDS)] == [130]
+    one, other = (
+        torch.load(next((folder / "runs" / run / "checkpoints").glob("*.ckpt")), weights_only=True)["state_dict"]
+        for run in ("second", "third")
+    )
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
 def test_every_command_is_among_them() -> None:
     """A section with commands that no test runs would promise what nobody has seen."""
     headings = re.findall(r"^## (.*?)\n(?:(?!^## ).*\n)*?^```bash", DOCUMENT, re.MULTILINE)
-    assert headings == ["Secrets", "By hand", "torchrun", "SLURM", "hetpipe-train", "Servers of your own"]
+    assert headings == ["Secrets", "By hand", "torchrun", "SLURM", "hetpipe-train", "Servers of your own", OVER]
     assert {name for heading in headings for name in blocks(heading)} == {
         "once",
         "/bin/bash",
@@ -146,4 +181,9 @@ def test_every_command_is_among_them() -> None:
         "on 10.0.0.1, stays",
         "on 10.0.0.2, stays",
         "on 10.0.0.2, meanwhile",
+        "first",
+        "on the desk, 10.0.0.1",
+        "on the attic, 10.0.0.2",
+        "on the attic, 10.0.0.2, stays",
+        "on the desk, 10.0.0.1, alone",
     }

@@ -23,6 +23,9 @@ from lightning_hetpipe.rules.versions import POLICIES, STASH, Versions
 
 VERSION = 1
 
+MOST_RANKS = 8
+"""Largest number of machines whose NODE_RANK is named."""
+
 _ESTIMATED = " (estimated)"
 _NOMINAL = " (nominal memory)"
 _DEVICE = re.compile(rf"(?P<name>.+):(?P<number>\d+)(?:{re.escape(_ESTIMATED)}|{re.escape(_NOMINAL)})?", re.DOTALL)
@@ -269,6 +272,12 @@ class Plan:
         """
         led = Counter(worker.leader for worker in self.virtual_workers)
         return {**led, **{node: led[node] for worker in self.virtual_workers for node in worker.nodes}}
+
+    @property
+    def node_ranks(self) -> str:
+        """The NODE_RANK of each machine, in words."""
+        words = [f"NODE_RANK={number} on {node}" for number, node in enumerate(self.workers_on_nodes)]
+        return ", ".join(words[:MOST_RANKS]) + (" and so on" if len(words) > MOST_RANKS else "")
 
     def served(self, node: str) -> list[tuple[int, int]]:
         """Virtual workers and their stages on ``node`` whose last stages are elsewhere, by number."""

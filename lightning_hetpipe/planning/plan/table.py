@@ -43,9 +43,8 @@ def table(plan: Plan) -> str:
     if any(stage.nominal for stage in stages):
         notes.append(f"{ESTIMATE} before memory is the data sheet's figure, of which a driver leaves a little less")
     if any(len(worker.nodes) > 1 for worker in plan.virtual_workers):
-        notes.append(
-            "virtual workers with stages on several nodes run with hetpipe-host on them: give strategy.stage_hosts"
-        )
+        nodes = len(plan.workers_on_nodes)
+        notes.append(f"to run it, start the program on each node, with trainer.num_nodes={nodes}, {plan.node_ranks}")
     lines += ["", *notes] if notes else []
     lines += [f"{BAD} {_where(problem.place, many)} {problem.said}" for problem in problems]
     return "\n".join(lines)
