@@ -87,8 +87,8 @@ def child(descriptor: int, security: dict[str, Any] | None) -> None:
     raw = socket.socket(fileno=descriptor)
     try:
         connection = raw if security is None else _admitted(raw, security)
-        given = None if security is None else Security(**security)
-        if connection is not None and not Host(Wire(connection), given).run():
+        given, host = None if security is None else Security(**security), raw.getsockname()
+        if connection is not None and not Host(Wire(connection), given, host[0] if given else "").run():
             os._exit(1)
     except BaseException:
         import traceback

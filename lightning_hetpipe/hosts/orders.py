@@ -1,9 +1,10 @@
 """Messages between a stage's host and the process of Lightning's loop, beside those of the stage itself.
 
-    to the host      Put, SharedBlock, Runs, Bring, CallServer, at any time; SetUp, and then Begin, Publish, NewLayers,
-                     NewVariants, Take, Look, Delivered, and tasks of the stage
+    to the host      Put, SharedBlock, Runs, Bring, CallServer, Listen, HandOver, at any time; SetUp, and then Begin,
+                     Publish, NewLayers, NewVariants, Take, Look, Delivered, and tasks of the stage
     from the host    results of tasks; ServerAnswered; Brought, Taken and Looked, in the order in which these were
                      asked for; Broken, last
+    host to host     Handed, Forgotten
 
 They travel in one order. So a version is at the host before the first minibatch that uses it.
 """
@@ -164,6 +165,50 @@ class ServerAnswered(NamedTuple):
     silent: str | None
 
 
+class Listen(NamedTuple):
+    """Let in hosts of other stages that show ``secret``; :class:`Brought` has the port."""
+
+    secret: str
+
+
+class HandOver(NamedTuple):
+    """Hand what segments give over to the hosts of those that follow; :class:`Brought` says of each why it cannot be
+    reached, or None.
+
+    Attributes:
+        stage: The number of this stage.
+        hosts: Addresses and secrets of other stages' hosts.
+        forwards: For each segment whose outputs are handed over, the place of a host.
+        backwards: Likewise of gradients of inputs.
+    """
+
+    stage: int
+    hosts: Sequence[Sequence[str]]
+    forwards: Mapping[int, int]
+    backwards: Mapping[int, int]
+
+
+class HandedOver(NamedTuple):
+    """In the place of a tensor that the host of ``stage`` hands over to another one, by its number."""
+
+    stage: int
+    number: int
+
+
+class Handed(NamedTuple):
+    """From host to host: a tensor of ``minibatch``."""
+
+    minibatch: int
+    number: int
+    tensor: Tensor
+
+
+class Forgotten(NamedTuple):
+    """From host to host: nobody wants any more what was handed over of ``minibatch``."""
+
+    minibatch: int
+
+
 class Run(NamedTuple):
     """An operator on tensors that the host has, and others.
 
@@ -200,7 +245,7 @@ class Bring(NamedTuple):
 
 
 class Brought(NamedTuple):
-    """Answer to :class:`Bring`, or to :class:`Runs` that have one."""
+    """Answer to :class:`Bring`, :class:`Listen`, :class:`HandOver`, or to :class:`Runs` that have one."""
 
     values: Any
 
@@ -280,6 +325,11 @@ RECORDS: Sequence[type[Any]] = (
     Runs,
     Bring,
     Brought,
+    Listen,
+    HandOver,
+    HandedOver,
+    Handed,
+    Forgotten,
     SetUp,
     PublishedWeights,
     Begin,

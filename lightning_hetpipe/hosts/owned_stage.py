@@ -102,6 +102,16 @@ class OwnedStage(RemoteStage):
                 found.gradients[number] = RemoteTensor(handles[number], like)
         return found
 
+    def listen(self, secret: str) -> int:
+        """Have the host let in those of other stages that show ``secret``; gives its port."""
+        port: int = self._ask(orders.Listen(secret)).values
+        return port
+
+    def hand_over(self, order: orders.HandOver) -> list[str | None]:
+        """Have the host hand over to others what ``order`` says; gives for each why it cannot be reached, or None."""
+        reasons: list[str | None] = self._ask(order).values
+        return reasons
+
     def has(self, parameter: Tensor) -> bool:
         """Tell whether the host has ``parameter``."""
         return isinstance(parameter, RemoteTensor) and parameter.handle.owner is self._memory

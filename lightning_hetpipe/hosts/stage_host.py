@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from lightning_hetpipe.emulation import Emulation, Pad
 from lightning_hetpipe.hosts import orders
 from lightning_hetpipe.hosts.host_memory import HeldTensors
+from lightning_hetpipe.hosts.neighbours import Neighbours
 from lightning_hetpipe.hosts.server_calls import ServerCalls
 from lightning_hetpipe.hosts.shared_weights import SeenStash, SharedMemory
 from lightning_hetpipe.hosts.wire import Wire
@@ -94,10 +95,10 @@ def _flushes_denormals() -> bool:
 
 
 class HostedStage(Stage):
-    """The stage, at its host, whose tensors are ``held``; other arguments are those of ``Stage``."""
+    """The stage, at its host, whose tensors are ``held``, with ``neighbours``; other arguments are ``Stage``'s."""
 
-    def __init__(self, held: HeldTensors, *args: Any) -> None:
-        self.held = held
+    def __init__(self, held: HeldTensors, neighbours: Neighbours, *args: Any) -> None:
+        self.held, self._neighbours = held, neighbours
         super().__init__(*args)
 
     def take_layers(self, layers: Sequence[Layer]) -> None:
@@ -113,12 +114,24 @@ class HostedStage(Stage):
     def _new_stash(self, layers: nn.ModuleList) -> VersionedLayers:
         return SeenStash(layers, self.held.get)
 
+    def _forget(self, minibatch: int) -> None:
+        super()._forget(minibatch)
+        self._neighbours.forget(minibatch)
+
 
 class Host:
-    """The host at one end of ``wire``, with ``security`` for its calls of servers."""
+    """The host at one end of ``wire``.
 
-    def __init__(self, wire: Wire, security: Security | None = None) -> None:
+    Args:
+        wire: To the process of Lightning's loop.
+        security: Certificates and token for its calls of servers, and for its neighbours.
+        host: Of the address at which neighbours find it.
+    """
+
+    def __init__(self, wire: Wire, security: Security | None = None, host: str = "127.0.0.1") -> None:
         self._wire = wire
+        self._neighbours = Neighbours(host, security or Security())
+        self._timeout = 0.0
         self._calls = ServerCalls(security, self._answer_call)
         self._answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._gradients: SharedMemory | None = None
@@ -138,6 +151,7 @@ class Host:
             undo.callback(sender.join, SENDING)  # else the process could end before its last message is sent
             undo.callback(self._answers.put, None)
             undo.callback(self._calls.close)
+            undo.callback(self._neighbours.close)
             stage: HostedStage | None = None
             try:
                 while True:
@@ -173,12 +187,17 @@ class Host:
             self._calls.make(message, *blocks)
         elif isinstance(message, orders.Bring):
             self._answers.put(orders.Brought(_kept(self._held.bring(message.numbers))))
+        elif isinstance(message, orders.Listen):
+            self._answers.put(orders.Brought(self._neighbours.listen(message.secret)))
+        elif isinstance(message, orders.HandOver):
+            self._answers.put(orders.Brought(self._neighbours.connect(message)))
         else:
             return False
         return True
 
     def _stage(self, setup: orders.SetUp) -> HostedStage:
         set_modes(setup.modes)
+        self._timeout = setup.timeout
         segments = [Segment(*fields) for fields in setup.segments]
         own = layers_of_data(setup.layers, self._found)
         numbers = [number for segment in segments for number in segment.layers]
@@ -197,6 +216,7 @@ class Host:
         watchdog = Watchdog(setup.timeout, lambda: True, lambda: f"stage {setup.index} in a process of its own")
         return HostedStage(
             self._held,
+            self._neighbours,
             setup.index,
             DEVICE,
             segments,
@@ -233,7 +253,10 @@ class Host:
         elif isinstance(message, orders.Delivered):
             stage.delivered(message.minibatch)
         else:
-            stage.put(Parcel(message))
+            try:
+                stage.put(Parcel(self._neighbours.receive(message, self._timeout)))
+            except RuntimeError as error:
+                self._answers.put(Failure(message.minibatch, error))
 
     def _shared(self, gradients: dict[int, Tensor]) -> dict[int, orders.SharedTensor | orders.SparseTensor]:
         """Copies of ``gradients`` where the other process sees them, in place of those before."""
@@ -268,7 +291,7 @@ class Host:
         return self._held.get(held.number).data  # whose changes in place are not counted in graphs
 
     def _done(self, result: Result, event: StreamEvent | None) -> None:
-        self._answers.put(result)
+        self._answers.put(self._neighbours.hand_over(result))
 
     def _answer_call(self, answer: orders.ServerAnswered) -> None:
         self._answers.put(answer)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
+from secrets import token_hex
 from typing import Any
 
 import torch
@@ -12,9 +13,11 @@ from torch import Tensor
 
 from lightning_hetpipe.emulation import Emulation
 from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.hosts import orders
 from lightning_hetpipe.hosts.host_connection import HostConnection
 from lightning_hetpipe.hosts.owned_stage import OwnedStage
 from lightning_hetpipe.hosts.remote_stage import RemoteStage, reason_to_stay
+from lightning_hetpipe.pipeline.engine import Engine
 from lightning_hetpipe.pipeline.stage import Layer, Stage
 from lightning_hetpipe.rules.schedule import Segment
 from lightning_hetpipe.server.process.held_weights import HERE, WeightHolder
@@ -46,6 +49,7 @@ class StagesApart:
         self._reasons: dict[int, str] = {}
         self._stages: list[RemoteStage] = []
         self._unreached: dict[int, str] = {}
+        self._apart_from: dict[tuple[int, int], str] = {}
 
     def adopt(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
         """Have states of ``optimizers`` where their weights are."""
@@ -123,8 +127,43 @@ class StagesApart:
                     " process; plan its layers for the node of the last stage"
                 )
 
+    def join(self, engine: Engine) -> None:
+        """Have hosts on other machines hand activations and gradients over to each other, where they can."""
+        away = self._away()
+        stages = {segment.index: stage.index for stage in engine.stages for segment in stage.segments}
+        listening: dict[int, tuple[str, str]] = {}
+        for stage in [each for each in self._stages if each.index in away]:
+            assert isinstance(stage, OwnedStage)
+            after, before = (
+                {segment.index: stages[to] for segment in stage.segments if (to := each[segment.index]) is not None}
+                for each in engine.followers
+            )
+            others = sorted(({*after.values(), *before.values()} & away.keys()) - {stage.index})
+            for other in others:
+                if other not in listening:
+                    secret, its = token_hex(16), engine.stages[other]
+                    assert isinstance(its, OwnedStage)
+                    listening[other] = f"{away[other]}:{its.listen(secret)}", secret
+            if not others:
+                continue
+            forwards, backwards = (
+                {segment: others.index(to) for segment, to in each.items() if to in others} for each in (after, before)
+            )
+            order = orders.HandOver(stage.index, [listening[other] for other in others], forwards, backwards)
+            reasons = zip(others, stage.hand_over(order), strict=True)
+            self._apart_from.update({(stage.index, other): why for other, why in reasons if why is not None})
+
+    def _away(self) -> dict[int, str]:
+        """Hosts of the addresses of stages on other machines, by number."""
+        return {index: address.rpartition(":")[0] for index, address in self._addresses.items()}
+
     def tell_unreached(self) -> None:
-        """Say which weights go to servers by this process, once :meth:`holder` was asked for all."""
+        """Say what goes by this process, once hosts were joined, and :meth:`holder` was asked for all weights."""
+        for (index, other), why in self._apart_from.items():
+            rank_zero_info(
+                f"hetpipe: what stage {index} gives to stage {other} goes by way of this process, as its host cannot"
+                f" reach the other one: {why}"
+            )
         for index, why in self._unreached.items():
             rank_zero_info(
                 f"hetpipe: updates of stage {index} go to the servers by way of this process, as its host cannot call"

@@ -125,6 +125,15 @@ class Engine(RunnerPool[Minibatch]):
 
     # Lightning's thread.
 
+    @property
+    def followers(self) -> tuple[list[int | None], list[int | None]]:
+        """The segment to which a minibatch goes on by itself after the forward, and the backward, of each segment."""
+        forwards, backwards = (
+            [None if each is None else each.index for each in after]
+            for after in (self._after_forward, self._after_backward)
+        )
+        return forwards, backwards
+
     def begin(self, version: int, forwards: int | None = None) -> None:
         """The pipeline starts empty at ``version``, which the live weights are.
 

@@ -331,6 +331,7 @@ class Fit(TrainerRun):
             stages.check(engine.stages)
             stages.tell()
             stages.adopt(trainer.optimizers)
+            stages.join(engine)
         self._synchroniser.hold(stages.holder, stages.machine)
         stages.tell_unreached()
         if self._prediction is not None:

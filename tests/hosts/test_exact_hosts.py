@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from lightning_hetpipe.hosts.stages_apart import StagesApart
 from tests.exact.pipelines import even
 from tests.exact.running import assert_equal, expect, fit
 from tests.exact.test_captured import CASES, made
@@ -26,11 +27,20 @@ def test_models(name: str, in_flight: int, stages: int, host_threads: list[HostT
 
 
 @pytest.mark.parametrize(("name", "in_flight", "stages"), slow_except(ROWS, *QUICK))
+@pytest.mark.parametrize("joined", [False, True])
 def test_stages_that_hosts_own(
-    name: str, in_flight: int, stages: int, host_threads: list[HostThread], monkeypatch: pytest.MonkeyPatch
+    name: str,
+    in_flight: int,
+    stages: int,
+    joined: bool,
+    host_threads: list[HostThread],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Weights, gradients and optimizer states are at hosts, as they are for stages on other machines."""
+    """Weights, gradients and optimizer states are at hosts, as they are for stages on other machines; where they are
+    joined, activations go from host to host."""
     monkeypatch.setattr("lightning_hetpipe.hosts.stages_apart.owns", lambda device: True)
+    if joined:
+        monkeypatch.setattr(StagesApart, "_away", lambda self: {each.index: "127.0.0.1" for each in self._stages})
     test_models(name, in_flight, stages, host_threads)
 
 

@@ -39,10 +39,11 @@ saved, nodes, workers, wsp, settings = sys.argv[1], *map(json.loads, sys.argv[2:
 torch.manual_seed(0)
 narrow = [6, *[8] * (len(nodes) - 1), CLASSES]
 pairs = [(nn.Linear(before, 8192), nn.Linear(8192, after)) for before, after in zip(narrow, narrow[1:])]
+num_nodes = settings.pop("num_nodes", 1)
 learner = Task(nn.Sequential(*(each for pair in pairs for each in pair)), ADAMW)
 wsp = WSPCallback(placement="local", security={"insecure": True}, aggregate="mean", **wsp)
 strategy = stashing(plan=plan(*nodes, workers=workers), wsp=wsp, **settings)
-trainer = quiet_trainer(strategy)
+trainer = quiet_trainer(strategy, num_nodes=num_nodes)
 trainer.fit(learner, vectors(4 * 90 * workers, 4))
 if trainer.is_global_zero:
     torch.save(learner.state_dict(), saved)
@@ -63,36 +64,24 @@ def environment() -> dict[str, Any]:
     return {"PYTHONPATH": ROOT, "HETPIPE_TOKEN": "one", "OMP_NUM_THREADS": 1}
 
 
-def serve(machine: Machine, folder: Path, command: str, port: int) -> None:
-    """Start a server or hosts on ``machine``, and wait until they listen."""
-    words = [sys.executable, "-m", f"lightning_hetpipe.cli.{command}", f"address={machine.address}:{port}"]
-    process = machine.start([*words, "security.insecure=true"], folder, environment())
-    assert process.stdout is not None
-    assert f"serving {machine.address}:{port}" in process.stdout.readline()
-
-
-def done(process: subprocess.Popen[str]) -> str:
-    ((code, _, err),) = finished([process], SECONDS)
-    assert code == 0, err
-    return err
+def done(processes: list[subprocess.Popen[str]]) -> str:
+    """Standard error of the first one, once all have ended well."""
+    said = finished(processes, SECONDS)
+    assert [code for code, _, _ in said] == [0] * len(said), said
+    return said[0][2]
 
 
 def ed_local(machines: list[Machine], folder: Path) -> None:
     """Each virtual worker has a stage on each machine, whose server has the weights of these."""
-    *others, desk = machines
+    desk, *others = machines
     names = [f"node{number}" for number in range(len(machines))]
     here = folder / "here.pt"
-    done(desk.start(program(here, names[-1:] * len(names), len(names), {}), folder, environment()))
-    for machine in machines:
-        serve(machine, folder, "hetpipe_server", 7070)
-    for machine in others:
-        serve(machine, folder, "hetpipe_host", 7071)
-    servers = [f"{each.address}:7070" for each in (desk, *others)]
-    hosts = {name: f"{each.address}:7071" for name, each in zip(names, others, strict=False)}
+    done([desk.start(program(here, names[-1:] * len(names), len(names), {}), folder, environment())])
     before, there = others[0].transferred(), folder / "there.pt"
-    command = program(there, names, len(names), {"servers": servers}, stage_hosts=hosts)
-    told = done(desk.start(command, folder, environment()))
-    assert "by way of this process" not in told
+    command = program(there, names, len(names), {}, num_nodes=len(names))
+    told = {**environment(), "MASTER_ADDR": desk.address, "MASTER_PORT": 29500}
+    said = done([each.start(command, folder, {**told, "NODE_RANK": rank}) for rank, each in enumerate(machines)])
+    assert "by way of this process" not in said
     one, other = torch.load(here), torch.load(there)
     assert all(torch.equal(one[name], other[name]) for name in one)
     # Weights go there at the start, and come home at the end with the states of Adam; each wave would carry two more.

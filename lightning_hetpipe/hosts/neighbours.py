@@ -1,0 +1,231 @@
+"""Hosts of neighbouring stages, between which activations and their gradients go without passing the leader.
+
+The leader says which segments follow each other. What a segment of this host gives goes to the host of the one that
+follows, and the leader gets numbers in its place (:class:`~lightning_hetpipe.hosts.orders.HandedOver`), which it hands
+on as it would the tensors: so the order of messages, and what they mean, are as without.
+"""
+
+from __future__ import annotations
+
+import hmac
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from itertools import count
+from typing import Any
+
+from torch import Tensor
+
+from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.hosts import orders
+from lightning_hetpipe.hosts.secured_socket import Refused, admit, connect, hear, tell
+from lightning_hetpipe.hosts.wire import RELEASE, Wire
+from lightning_hetpipe.pipeline.stage_messages import Backward, Forward, InputGradients, Message, Output, Result
+from lightning_hetpipe.pipeline.values import Addends, Gradients, Value
+from lightning_hetpipe.server.transport.security import Security
+
+REACHING = 10.0
+"""Seconds in which a neighbour has to answer."""
+
+MOST = 64
+"""Connections that a host takes from neighbours; further ones are closed."""
+
+
+class Neighbours:
+    """The neighbours of a host.
+
+    Args:
+        host: At which it listens for them.
+        security: Certificates and token, which both sides show.
+    """
+
+    def __init__(self, host: str, security: Security) -> None:
+        self._host, self._security = host, security
+        self._stage = 0
+        self._links: list[_Link] = []
+        self._forwards: dict[int, _Link] = {}
+        self._backwards: dict[int, _Link] = {}
+        self._numbers = count()
+        self._listener: socket.socket | None = None
+        self._wires: list[Wire] = []
+        self._changed = threading.Condition()
+        self._arrived: dict[tuple[int, int], tuple[int, Tensor]] = {}
+        self._awaited: tuple[int, int] | None = None
+        self._lost: set[int] = set()
+
+    def listen(self, secret: str) -> int:
+        """Let in neighbours that show ``secret``; gives the port."""
+        family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
+        self._listener = socket.create_server((self._host, 0), family=family)
+        thread = threading.Thread(target=self._accept, args=(secret,), name="hetpipe-host-neighbours", daemon=True)
+        thread.start()
+        port: int = self._listener.getsockname()[1]
+        return port
+
+    def connect(self, order: orders.HandOver) -> list[str | None]:
+        """Connect to the hosts that ``order`` names, and hand over to them from now on; gives why some cannot be."""
+        self._stage = order.stage
+        reasons: list[str | None] = []
+        for place, (address, secret) in enumerate(order.hosts):
+            try:
+                link = _Link(address, self._security, {"secret": secret, "stage": order.stage})
+            except (Refused, OSError, SettingError) as error:
+                reasons.append(getattr(error, "strerror", None) or str(error))
+                continue
+            reasons.append(None)
+            self._links.append(link)
+            self._forwards.update({segment: link for segment, to in order.forwards.items() if to == place})
+            self._backwards.update({segment: link for segment, to in order.backwards.items() if to == place})
+        return reasons
+
+    def hand_over(self, result: Result) -> Result:
+        """Send tensors of ``result`` to the host of the segment that follows, if it is known; gives what is left."""
+        if isinstance(result, Output) and (link := self._forwards.get(result.segment)) is not None:
+            value = result.value
+            handed = tuple(self._handed(each, link, result.minibatch) for each in value.tensors)
+            return result._replace(value=Value(handed, value.requires_grad, value.others, value.spec))
+        if isinstance(result, InputGradients) and (link := self._backwards.get(result.segment)) is not None:
+            to = link
+            return result._replace(gradients=_each(lambda t: self._handed(t, to, result.minibatch), result.gradients))
+        return result
+
+    def receive(self, message: Message, seconds: float) -> Message:
+        """Put the tensors into ``message`` that neighbours have handed over.
+
+        Raises:
+            RuntimeError: if one has not come within so many ``seconds``, or its host has ended.
+        """
+        if isinstance(message, Forward):
+            value = message.value
+            if not any(isinstance(each, orders.HandedOver) for each in value.tensors):
+                return message
+            tensors = tuple(self._received(each, seconds) for each in value.tensors)
+            return message._replace(value=Value(tensors, value.requires_grad, value.others, value.spec))
+        if isinstance(message, Backward):
+            return message._replace(gradients=_each(lambda t: self._received(t, seconds), message.gradients))
+        return message
+
+    def forget(self, minibatch: int) -> None:
+        """Have neighbours forget what was handed over of ``minibatch``, as nobody wants it any more."""
+        for link in self._links:
+            link.send(orders.Forgotten(minibatch))
+
+    def close(self) -> None:
+        """End all connections."""
+        if self._listener is not None:
+            with suppress(OSError):
+                self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread, which closing alone does not
+            self._listener.close()
+        for link in self._links:
+            link.close()
+        for wire in self._wires:
+            wire.end()
+
+    def _handed(self, tensor: Tensor, link: _Link, minibatch: int) -> Any:
+        if tensor.is_sparse or tensor.is_sparse_csr:
+            return tensor  # no message has a place for it, which the leader is to say
+        number = next(self._numbers)
+        link.send(orders.Handed(minibatch, number, tensor))
+        return orders.HandedOver(self._stage, number)
+
+    def _received(self, given: Any, seconds: float) -> Tensor:
+        if not isinstance(given, orders.HandedOver):
+            found: Tensor = given
+            return found
+        key, deadline = (given.stage, given.number), time.monotonic() + seconds
+        with self._changed:
+            self._awaited = key
+            while key not in self._arrived:
+                left = deadline - time.monotonic()
+                if given.stage in self._lost or left <= 0:
+                    what = "has ended" if given.stage in self._lost else f"has not sent it within {seconds:g} s"
+                    raise RuntimeError(f"the host of stage {given.stage} was to hand over a tensor, and {what}")
+                self._changed.wait(left)
+            self._awaited = None
+            return self._arrived.pop(key)[1]
+
+    def _accept(self, secret: str) -> None:
+        assert self._listener is not None
+        while True:
+            try:
+                raw = self._listener.accept()[0]
+            except OSError:
+                return
+            if len(self._wires) >= MOST:
+                raw.close()
+                continue
+            threading.Thread(target=self._take, args=(raw, secret), name="hetpipe-host-neighbour", daemon=True).start()
+
+    def _take(self, raw: socket.socket, secret: str) -> None:
+        """Take what a neighbour hands over, until it ends."""
+        with raw, suppress(Refused, OSError):
+            connection = admit(raw, self._security, RELEASE, REACHING)
+            shown = hear(connection)
+            stage = shown.get("stage")
+            if not isinstance(stage, int) or not hmac.compare_digest(str(shown.get("secret")), secret):
+                return
+            tell(connection, {})
+            wire = Wire(connection)
+            self._wires.append(wire)
+            try:
+                while True:
+                    self._note(stage, wire.receive())
+            except (EOFError, TypeError):
+                with self._changed:
+                    self._lost.add(stage)
+                    self._changed.notify_all()
+
+    def _note(self, stage: int, message: orders.Handed | orders.Forgotten) -> None:
+        with self._changed:
+            if isinstance(message, orders.Handed):
+                self._arrived[stage, message.number] = message.minibatch, message.tensor
+                self._changed.notify_all()
+                return
+            for key, (minibatch, _) in [*self._arrived.items()]:
+                if key[0] == stage and minibatch == message.minibatch and key != self._awaited:
+                    del self._arrived[key]
+
+
+class _Link:
+    """Connection to a neighbour, with a thread that sends, so that no stage waits for the network."""
+
+    def __init__(self, address: str, security: Security, shown: dict[str, Any]) -> None:
+        security.check(address)
+        raw, connection = connect(address, security, RELEASE, REACHING)
+        try:
+            raw.settimeout(REACHING)
+            tell(connection, shown)
+            hear(connection)
+            raw.settimeout(None)
+        except BaseException:
+            raw.close()
+            raise
+        self._wire = Wire(connection)
+        self._waiting: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._send, name="hetpipe-host-hands-over", daemon=True)
+        self._thread.start()
+
+    def send(self, message: Any) -> None:
+        """Send ``message`` soon; its tensors must stay as they are meanwhile."""
+        self._waiting.put(message)
+
+    def close(self) -> None:
+        """Send nothing any more."""
+        self._waiting.put(None)
+
+    def _send(self) -> None:
+        with suppress(OSError):  # nobody is there any more, which the leader finds out, too
+            while (message := self._waiting.get()) is not None:
+                self._wire.send(message)
+        self._wire.end()
+
+
+def _each(change: Callable[[Any], Any], gradients: Gradients) -> Gradients:
+    """``gradients`` with each tensor in them changed."""
+    return [
+        Addends(map(change, each)) if isinstance(each, Addends) else None if each is None else change(each)
+        for each in gradients
+    ]
