@@ -1,4 +1,4 @@
-"""A virtual worker over two machines of a network: the same bits, and its weights do not cross the network."""
+"""A virtual worker over machines: the same bits; weights stay where they are, and activations pass no third machine."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ import signal
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
-from tests.support.namespaces import Machine, finished
+from tests.support.namespaces import Machine, Unavailable, finished, network
 from tests.wsp.launch import ROOT, SECONDS
 
 PROGRAM = """
@@ -71,3 +72,46 @@ def test_weights_stay_where_their_stage_is(machines: list[Machine], tmp_path: Pa
     os.killpg(host.pid, signal.SIGINT)
     assert [code for code, _, _ in finished([host], SECONDS)] == [130]
     assert attic.programs() == []
+
+
+WIDE = """
+import torch
+from torch import nn
+
+from lightning_hetpipe import WSPCallback
+from tests.hosts.test_other_machines import plan
+from tests.support.models import ADAMW, CLASSES, Task, vectors
+from tests.support.strategies import stashing
+from tests.support.trainers import quiet_trainer
+
+torch.manual_seed(0)
+layers = [nn.Linear(6, 4096), nn.Tanh(), nn.Linear(4096, 8), nn.Tanh(), nn.Linear(8, 8), nn.Linear(8, CLASSES)]
+wsp = WSPCallback(security={"insecure": True})
+strategy = stashing(plan=plan("attic", "cellar", "desk"), wsp=wsp)
+quiet_trainer(strategy, num_nodes=3).fit(Task(nn.Sequential(*layers), ADAMW), vectors(64 * 20, 64))
+"""
+
+BETWEEN = 2 * 19 * 64 * 4096 * 4
+"""Bytes of activations and gradients between the first two stages; the first minibatch is the leader's alone."""
+
+
+def test_activations_go_from_host_to_host(tmp_path: Path) -> None:
+    try:
+        with network(3) as machines:
+            told = {
+                "PYTHONPATH": ROOT,
+                "HETPIPE_TOKEN": "one",
+                "MASTER_ADDR": machines[0].address,
+                "MASTER_PORT": 29500,
+            }
+            runs = [
+                each.start([sys.executable, "-c", WIDE], tmp_path, {**told, "NODE_RANK": rank})
+                for rank, each in enumerate(machines)
+            ]
+            for code, _, err in finished(runs, SECONDS):
+                assert code == 0, err
+            desk, attic, cellar = (each.transferred() for each in machines)
+    except Unavailable as why:
+        pytest.skip(str(why))
+    assert min(attic, cellar) > BETWEEN
+    assert desk < BETWEEN / 4
