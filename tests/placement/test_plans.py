@@ -435,7 +435,7 @@ def test_stages_on_several_nodes_need_hosts(measured: Says) -> None:
     first, second = planned(0, 3, device="T4").virtual_workers[0].stages
     worker = PlannedWorker(10.0, (replace(first, node="other", device="T4:0"), second))
     plan = replace(planned(0, 3, device="T4"), virtual_workers=(worker,))
-    said = "has a virtual worker with stages on several nodes (0, on other, box); start hetpipe-host on other"
+    said = "has a virtual worker with stages on several nodes (0, on other, box); start this program on each of"
     with refused(said):
         quiet_trainer(HetPipeStrategy(plan=plan))
     both = Cluster([Node("box", ["T4"]), Node("other", ["T4"])])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import shutil
-import subprocess
 import threading
 import time
 from collections.abc import Callable
@@ -14,6 +13,7 @@ from tempfile import mkdtemp
 
 import pytest
 
+from lightning_hetpipe.server.transport.authority import make
 from lightning_hetpipe.server.transport.grpc_channel import GrpcChannel
 from lightning_hetpipe.server.transport.grpc_server import GrpcServer
 from lightning_hetpipe.server.transport.interface import CallRefused, Channel, Handler, Reply
@@ -125,13 +125,7 @@ def certificates() -> Path:
         pytest.skip("certificates are made with the program openssl, which is not installed")
     folder = Path(mkdtemp(prefix="hetpipe-certificates-"))
     atexit.register(shutil.rmtree, folder)
-    new_key = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
-    ca = [*new_key, "-x509", "-subj", "/CN=hetpipe test authority", "-days", "2", "-keyout", "ca.key", "-out", "ca.pem"]
-    request = [*new_key, "-subj", "/CN=hetpipe test", "-keyout", "key.pem", "-out", "request.pem"]
-    (folder / "names").write_text("subjectAltName=IP:127.0.0.1,DNS:localhost\n")
-    sign = ["-req", "-in", "request.pem", "-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial", "-days", "2"]
-    for command in (["req", *ca], ["req", *request], ["x509", *sign, "-extfile", "names", "-out", "certificate.pem"]):
-        subprocess.run(["openssl", *command], cwd=folder, check=True, capture_output=True, timeout=PATIENCE)
+    make(folder, ["127.0.0.1", "localhost"], 2)
     return folder
 
 

@@ -25,6 +25,7 @@ PROGRAMS = {
     "hetpipe-train": "-m lightning_hetpipe.cli.hetpipe_train",
     "hetpipe-server": "-m lightning_hetpipe.cli.hetpipe_server",
     "hetpipe-host": "-m lightning_hetpipe.cli.hetpipe_host",
+    "hetpipe-certificates": "-m lightning_hetpipe.cli.hetpipe_certificates",
     "hetpipe-plan": "-m lightning_hetpipe.cli.hetpipe_plan",
 }
 """The commands of an environment, as this interpreter's."""
@@ -66,8 +67,14 @@ def folder(tmp_path: Path) -> Path:
         command.parent.mkdir(exist_ok=True)
         command.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} {module} "$@"\n')
         command.chmod(0o755)
+    environment = {**os.environ, "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
     made = subprocess.run(
-        ["bash", "-ec", blocks("Secrets")["once"]], cwd=tmp_path, capture_output=True, text=True, timeout=60
+        ["bash", "-ec", blocks("Secrets")["once"]],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
     assert made.returncode == 0, made.stderr
     return tmp_path
