@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from lightning_hetpipe.emulation import Emulation, Pad
 from lightning_hetpipe.hosts import orders
 from lightning_hetpipe.hosts.host_memory import HeldTensors
-from lightning_hetpipe.hosts.neighbours import Neighbours
+from lightning_hetpipe.hosts.peer_hosts import PeerHosts
 from lightning_hetpipe.hosts.server_calls import ServerCalls
 from lightning_hetpipe.hosts.shared_weights import SeenStash, SharedMemory
 from lightning_hetpipe.hosts.wire import Wire
@@ -95,10 +95,10 @@ def _flushes_denormals() -> bool:
 
 
 class HostedStage(Stage):
-    """The stage, at its host, whose tensors are ``held``, with ``neighbours``; other arguments are ``Stage``'s."""
+    """The stage, at its host, whose tensors are ``held``, with ``peers``; other arguments are ``Stage``'s."""
 
-    def __init__(self, held: HeldTensors, neighbours: Neighbours, *args: Any) -> None:
-        self.held, self._neighbours = held, neighbours
+    def __init__(self, held: HeldTensors, peers: PeerHosts, *args: Any) -> None:
+        self.held, self._peers = held, peers
         super().__init__(*args)
 
     def take_layers(self, layers: Sequence[Layer]) -> None:
@@ -116,7 +116,7 @@ class HostedStage(Stage):
 
     def _forget(self, minibatch: int) -> None:
         super()._forget(minibatch)
-        self._neighbours.forget(minibatch)
+        self._peers.forget(minibatch)
 
 
 class Host:
@@ -124,13 +124,13 @@ class Host:
 
     Args:
         wire: To the process of Lightning's loop.
-        security: Certificates and token for its calls of servers, and for its neighbours.
-        host: Of the address at which neighbours find it.
+        security: Certificates and token for its calls of servers, and for its peers.
+        host: Of the address at which peers find it.
     """
 
     def __init__(self, wire: Wire, security: Security | None = None, host: str = "127.0.0.1") -> None:
         self._wire = wire
-        self._neighbours = Neighbours(host, security or Security())
+        self._peers = PeerHosts(host, security or Security())
         self._timeout = 0.0
         self._calls = ServerCalls(security, self._answer_call)
         self._answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -151,7 +151,7 @@ class Host:
             undo.callback(sender.join, SENDING)  # else the process could end before its last message is sent
             undo.callback(self._answers.put, None)
             undo.callback(self._calls.close)
-            undo.callback(self._neighbours.close)
+            undo.callback(self._peers.close)
             stage: HostedStage | None = None
             try:
                 while True:
@@ -188,9 +188,9 @@ class Host:
         elif isinstance(message, orders.Bring):
             self._answers.put(orders.Brought(_kept(self._held.bring(message.numbers))))
         elif isinstance(message, orders.Listen):
-            self._answers.put(orders.Brought(self._neighbours.listen(message.secret)))
+            self._answers.put(orders.Brought(self._peers.listen(message.secret)))
         elif isinstance(message, orders.HandOver):
-            self._answers.put(orders.Brought(self._neighbours.connect(message)))
+            self._answers.put(orders.Brought(self._peers.connect(message)))
         else:
             return False
         return True
@@ -216,7 +216,7 @@ class Host:
         watchdog = Watchdog(setup.timeout, lambda: True, lambda: f"stage {setup.index} in a process of its own")
         return HostedStage(
             self._held,
-            self._neighbours,
+            self._peers,
             setup.index,
             DEVICE,
             segments,
@@ -254,7 +254,7 @@ class Host:
             stage.delivered(message.minibatch)
         else:
             try:
-                stage.put(Parcel(self._neighbours.receive(message, self._timeout)))
+                stage.put(Parcel(self._peers.receive(message, self._timeout)))
             except RuntimeError as error:
                 self._answers.put(Failure(message.minibatch, error))
 
@@ -291,7 +291,7 @@ class Host:
         return self._held.get(held.number).data  # whose changes in place are not counted in graphs
 
     def _done(self, result: Result, event: StreamEvent | None) -> None:
-        self._answers.put(self._neighbours.hand_over(result))
+        self._answers.put(self._peers.hand_over(result))
 
     def _answer_call(self, answer: orders.ServerAnswered) -> None:
         self._answers.put(answer)

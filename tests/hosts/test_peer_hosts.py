@@ -1,4 +1,4 @@
-"""Hosts of neighbouring stages hand activations and gradients over to each other, to the same bits."""
+"""Hosts of stages that follow each other hand activations and gradients over to each other, to the same bits."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from lightning_hetpipe.hosts import orders
-from lightning_hetpipe.hosts.neighbours import Neighbours
 from lightning_hetpipe.hosts.owned_stage import OwnedStage
+from lightning_hetpipe.hosts.peer_hosts import PeerHosts
 from lightning_hetpipe.pipeline.autocast import Autocast
 from lightning_hetpipe.pipeline.engine import Engine
 from lightning_hetpipe.pipeline.stage_messages import Backward, Forward, InputGradients, Output
@@ -35,7 +35,7 @@ def hosts() -> Iterator[Hosts]:
 
 @pytest.fixture
 def seen(monkeypatch: pytest.MonkeyPatch) -> dict[str, set[type]]:
-    """What the leader gets for the tensors of each kind of result."""
+    """Types that the leader gets for the tensors of each kind of result."""
     found: dict[str, set[type]] = {"forward": set(), "backward": set()}
     original = Engine._done
 
@@ -68,10 +68,10 @@ def test_activations_of_hosts_do_not_come_to_the_leader(hosts: Hosts, seen: dict
     assert seen["backward"] == {orders.HandedOver, torch.Tensor}
 
 
-def test_a_neighbour_that_cannot_be_reached(
+def test_a_peer_that_cannot_be_reached(
     hosts: Hosts, seen: dict[str, set[type]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What goes to it goes by way of the leader, which says so."""
+    """The leader hands tensors on to it, and says so."""
     with socket.create_server(("127.0.0.1", 0)) as closed:
         port = closed.getsockname()[1]
     original = OwnedStage.listen
@@ -87,9 +87,9 @@ def test_a_neighbour_that_cannot_be_reached(
 SECRET = "secret"
 
 
-def pair(security: Security, secret: str = SECRET) -> tuple[Neighbours, Neighbours, list[str | None]]:
-    """Two neighbours, of which the first hands outputs of segment 0 and gradients of segment 3 over to the other."""
-    giver, taker = Neighbours("127.0.0.1", security), Neighbours("127.0.0.1", security)
+def pair(security: Security, secret: str = SECRET) -> tuple[PeerHosts, PeerHosts, list[str | None]]:
+    """Two peers, of which the first hands outputs of segment 0 and gradients of segment 3 over to the other."""
+    giver, taker = PeerHosts("127.0.0.1", security), PeerHosts("127.0.0.1", security)
     address = f"127.0.0.1:{taker.listen(SECRET)}"
     return giver, taker, giver.connect(orders.HandOver(5, [(address, secret)], {0: 0}, {3: 0}))
 
@@ -157,9 +157,9 @@ def test_neighbours_show_what_they_have() -> None:
     folder = certificates()
     ca, certificate, key = (str(folder / f"{name}.pem") for name in ("ca", "certificate", "key"))
     security = Security(token="one", ca=ca, certificate=certificate, key=key)
-    taker = Neighbours("127.0.0.1", security)
+    taker = PeerHosts("127.0.0.1", security)
     order = orders.HandOver(5, [(f"127.0.0.1:{taker.listen(SECRET)}", SECRET)], {0: 0}, {})
-    giver, other = Neighbours("127.0.0.1", security), Neighbours("127.0.0.1", Security(token="one"))
+    giver, other = PeerHosts("127.0.0.1", security), PeerHosts("127.0.0.1", Security(token="one"))
     assert giver.connect(order) == [None]
     told = giver.hand_over(output(1, torch.ones(1)))
     assert isinstance(told, Output)

@@ -1,4 +1,4 @@
-"""Hosts of neighbouring stages, between which activations and their gradients go without passing the leader.
+"""Hosts of stages that follow each other, between which activations and gradients go without passing the leader.
 
 The leader says which segments follow each other. What a segment of this host gives goes to the host of the one that
 follows, and the leader gets numbers in its place (:class:`~lightning_hetpipe.hosts.orders.HandedOver`), which it hands
@@ -28,14 +28,14 @@ from lightning_hetpipe.pipeline.values import Addends, Gradients, Value
 from lightning_hetpipe.server.transport.security import Security
 
 REACHING = 10.0
-"""Seconds in which a neighbour has to answer."""
+"""Seconds in which a peer has to answer."""
 
 MOST = 64
-"""Connections that a host takes from neighbours; further ones are closed."""
+"""Connections that a host takes from peers; further ones are closed."""
 
 
-class Neighbours:
-    """The neighbours of a host.
+class PeerHosts:
+    """Hosts of other stages of the same virtual worker, as one of them has them.
 
     Args:
         host: At which it listens for them.
@@ -57,10 +57,10 @@ class Neighbours:
         self._lost: set[int] = set()
 
     def listen(self, secret: str) -> int:
-        """Let in neighbours that show ``secret``; gives the port."""
+        """Let in peers that show ``secret``; gives the port."""
         family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
         self._listener = socket.create_server((self._host, 0), family=family)
-        thread = threading.Thread(target=self._accept, args=(secret,), name="hetpipe-host-neighbours", daemon=True)
+        thread = threading.Thread(target=self._accept, args=(secret,), name="hetpipe-peer-hosts", daemon=True)
         thread.start()
         port: int = self._listener.getsockname()[1]
         return port
@@ -93,7 +93,7 @@ class Neighbours:
         return result
 
     def receive(self, message: Message, seconds: float) -> Message:
-        """Put the tensors into ``message`` that neighbours have handed over.
+        """Put the tensors into ``message`` that peers have handed over.
 
         Raises:
             RuntimeError: if one has not come within so many ``seconds``, or its host has ended.
@@ -109,7 +109,7 @@ class Neighbours:
         return message
 
     def forget(self, minibatch: int) -> None:
-        """Have neighbours forget what was handed over of ``minibatch``, as nobody wants it any more."""
+        """Have peers forget what was handed over of ``minibatch``, as nobody wants it any more."""
         for link in self._links:
             link.send(orders.Forgotten(minibatch))
 
@@ -157,10 +157,10 @@ class Neighbours:
             if len(self._wires) >= MOST:
                 raw.close()
                 continue
-            threading.Thread(target=self._take, args=(raw, secret), name="hetpipe-host-neighbour", daemon=True).start()
+            threading.Thread(target=self._take, args=(raw, secret), name="hetpipe-peer-host", daemon=True).start()
 
     def _take(self, raw: socket.socket, secret: str) -> None:
-        """Take what a neighbour hands over, until it ends."""
+        """Take what a peer hands over, until it ends."""
         with raw, suppress(Refused, OSError):
             connection = admit(raw, self._security, RELEASE, REACHING)
             shown = hear(connection)
@@ -190,7 +190,7 @@ class Neighbours:
 
 
 class _Link:
-    """Connection to a neighbour, with a thread that sends, so that no stage waits for the network."""
+    """Connection to a peer, with a thread that sends, so that no stage waits for the network."""
 
     def __init__(self, address: str, security: Security, shown: dict[str, Any]) -> None:
         security.check(address)
