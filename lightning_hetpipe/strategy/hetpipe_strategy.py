@@ -239,7 +239,7 @@ class HetPipeStrategy(PlannedDevices):
             if self._group is not None:
                 together.check_together(trainer)
             if self.stage_hosts != "threads":
-                settings.check_stage_hosts(self.stage_hosts, wanted.devices, spread=wanted.is_spread)
+                settings.check_stage_hosts(self.stage_hosts, spread=wanted.is_spread)
             if self.compile is not None:
                 compile_setting.check(self.compile, self._devices())
         self._divide(trainer)
@@ -388,6 +388,7 @@ class HetPipeStrategy(PlannedDevices):
             timeline=self._timeline,
             in_processes=self.stage_hosts == "processes",
             hosts=settings.stages_elsewhere(self._own_plan, self.stage_hosts, planner.placement.emulated),
+            accelerators=settings.accelerators_elsewhere(self._own_plan, planner.placement.emulated),
             security=self._wsp_settings().security.from_environment(),
             waited_in=self._waited_in,
             resumed=None if self._asked_in_flight else self._resumed,
