@@ -58,7 +58,7 @@ class HostDevice:
             raise SettingError(f"{order.host} has no {wanted}: it has {has}; plan for what is there")
         device = there[order.number]
         if order.name is not None and canonical(order.name) != canonical(name_of(device)):
-            raise SettingError(f"{order.host} has no {wanted}: it has {told_devices()}; plan for these")
+            raise SettingError(f"{order.host} has no {wanted}: it has {told_devices()}; plan for what is there")
         torch.accelerator.set_device_index(device.index)
         self.device, self.place, self._looks = device, f"{device} of {order.host}", order.looks
 

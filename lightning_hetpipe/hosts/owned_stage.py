@@ -88,10 +88,15 @@ class OwnedStage(RemoteStage):
         number, name = self._accelerator
         return f"{self.device if name is None else f'{name}:{number}'} of {self._host.name}"
 
-    def start(self) -> None:
-        super().start()
+    def await_weights(self) -> None:
+        """Wait until the host has the weights, if they are to be on an accelerator.
+
+        Raises:
+            SettingError: if the host has no such device.
+            torch.OutOfMemoryError: if that has no room for them.
+        """
         if self._accelerator is not None:
-            self._memory.bring(())  # so that a device that is not there, or too small, is an error of set-up
+            self._memory.bring(())
 
     def adopt(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
         """Have the states that ``optimizers`` keep of its weights at the host, too."""

@@ -251,6 +251,7 @@ class Host:
 
     def _serve(self, stage: HostedStage, message: Any) -> None:
         if isinstance(message, orders.Begin):
+            stage.stream.synchronize()  # what was dropped may still be computed, on the weights that come next
             stage.see(message.weights)
             stage.begin(message.version, message.forwards)
         elif isinstance(message, orders.Publish):

@@ -126,10 +126,11 @@ class StagesApart:
         return stage
 
     def check(self, stages: Sequence[Stage]) -> None:
-        """Refuse a stage that is planned for another machine, and is here.
+        """Refuse a stage that is planned for another machine, and is here; wait until hosts have the others' weights.
 
         Raises:
-            SettingError: as it holds the loss.
+            SettingError: as it holds the loss, or a host has not got a device.
+            torch.OutOfMemoryError: if a device has no room for the weights.
         """
         for index in self._addresses:
             if not isinstance(stages[index], RemoteStage):
@@ -137,6 +138,9 @@ class StagesApart:
                     f"stage {index} is planned for another machine, and the loss follows it, which stays in this"
                     " process; plan its layers for the node of the last stage"
                 )
+        for stage in self._stages:
+            if isinstance(stage, OwnedStage):
+                stage.await_weights()
 
     def tell_unreached(self) -> None:
         """Say which weights go to servers by this process, once :meth:`holder` was asked for all."""

@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
+import lightning as L
 import pytest
+import torch
+from lightning.pytorch.plugins import MixedPrecision
+from torch import nn
 
+from lightning_hetpipe import HetPipeStrategy
+from lightning_hetpipe.hosts.remote_tensor import RemoteTensor
+from lightning_hetpipe.pipeline.segment_runner import SegmentRunner
 from tests.exact.pipelines import even
-from tests.exact.running import assert_equal, expect, fit
+from tests.exact.running import assert_equal, assert_same_run, expect, fit
 from tests.exact.test_captured import CASES, made
+from tests.hosts.accelerated_host import with_devices
 from tests.hosts.host_threads import HostThread
 from tests.hosts.test_other_machines import Hosts, plan, refused, serving, task
-from tests.support.accelerator import TestAccelerator, missing
+from tests.support.accelerator import NAME, TestAccelerator, missing, set_limit
+from tests.support.equality import assert_same
 from tests.support.marks import slow_except
-from tests.support.models import vectors
+from tests.support.models import ADAMW, CLASSES, Task, vectors
 from tests.support.strategies import stashing
+from tests.support.trainers import quiet_trainer
 
 NAMES = ["resnet", "gpt", "dropout", "translator", "pieces"]
 GRID = [(name, in_flight) for name in NAMES for in_flight in (2, 4)]
@@ -58,3 +70,159 @@ def test_a_device_that_a_host_lacks(hosts: Hosts) -> None:
     other = plan("attic", "desk", "desk", device="RTX-3090")
     text = refused(stashing(plan=other, stage_hosts={"attic": hosts.address}))
     assert f"host {hosts.address} has no RTX-3090:0: it has testacc:0 (test accelerator, 1.0 GiB), testacc:1" in text
+
+
+class Seen(L.Callback):
+    """Notes how weights, gradients and states look while training runs, and that they are tensors at hosts."""
+
+    def __init__(self) -> None:
+        self.devices: dict[str, str] = {}
+
+    def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: Any, optimizer: Any) -> None:
+        for name, parameter in pl_module.named_parameters():
+            states = [each for each in optimizer.state[parameter].values() if each.dim()]
+            every = [parameter, parameter.grad, *states]
+            if all(isinstance(each, RemoteTensor) for each in every):
+                (self.devices[name],) = {str(each.device) for each in every}
+
+
+FITS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "accumulated": {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1},
+    "clipped by value": {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
+}
+
+
+@pytest.fixture
+def near(host_threads: list[HostThread], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hosts of other machines are threads of this process."""
+    monkeypatch.setattr("lightning_hetpipe.hosts.stages_apart.HostConnection", lambda *_: HostThread())
+
+
+def there() -> HetPipeStrategy:
+    return stashing(plan=planned("attic", "attic", "desk"), stage_hosts={"attic": "127.0.0.1:1"})
+
+
+def here() -> HetPipeStrategy:
+    return stashing(plan=plan("desk", "desk", "desk"))
+
+
+@pytest.mark.parametrize("name", [*FITS, "mixed"])
+def test_fits_with_stages_of_another_machine(name: str, accelerator: TestAccelerator, near: None) -> None:
+    """This process sees their weights on the CPU."""
+    settings = FITS.get(name, {"precision": "bf16-mixed"})
+    loaders: dict[str, Any] = {"loader": vectors(40, 4), "val_loader": vectors(12, 4)}
+    expected, seen = fit(task(), strategy=here(), **loaders, **settings), Seen()
+    found = fit(task(), callbacks=[seen], strategy=there(), **loaders, **settings)
+    assert_same_run(expected, found)
+    assert seen.devices == dict.fromkeys(OWNED, "cpu")
+    assert found.trainer is not None
+    assert expected.trainer is not None
+    assert found.trainer.callback_metrics == expected.trainer.callback_metrics
+
+
+@pytest.mark.parametrize("name", [*FITS, "mixed"])
+def test_fits_with_processes_on_devices(
+    name: str, accelerator: TestAccelerator, host_threads: list[HostThread]
+) -> None:
+    """This process sees weights on the devices that they are on in threads."""
+    def settings() -> dict[str, Any]:
+        on: dict[str, Any] = {"accelerator": accelerator, "devices": 3}
+        loaders = {"loader": vectors(40, 4), "val_loader": vectors(12, 4)}
+        mixed = {"plugins": [MixedPrecision("bf16-mixed", NAME)]}
+        return {**on, **loaders, **FITS.get(name, mixed)}
+
+    expected, seen = fit(task(), strategy=even(6, 3, 3), **settings()), Seen()
+    found = fit(task(), callbacks=[seen], strategy=even(6, 3, 3, stage_hosts="processes"), **settings())
+    assert_same_run(expected, found)
+    assert seen.devices == {name: f"{NAME}:{min(number // 4, 1)}" for number, name in enumerate(OWNED)}
+    assert found.trainer is not None
+    assert expected.trainer is not None
+    assert found.trainer.callback_metrics == expected.trainer.callback_metrics
+
+
+OWNED = ["net.0.weight", "net.0.bias", "net.1.weight", "net.1.bias", "net.3.weight", "net.3.bias"]
+"""Weights of the first two stages."""
+
+
+class Limits(L.Callback):
+    """Leaves no room on the first device from the third step on."""
+
+    def on_before_optimizer_step(self, trainer: L.Trainer, *_: Any) -> None:
+        if trainer.global_step == 2:
+            set_limit(0, 0)
+
+
+def out_of_memory(loader: Any, *callbacks: L.Callback) -> tuple[str, str]:
+    """The error of a fit that runs out of memory at a host of another machine, and the one note on it."""
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        fit(task(), loader, callbacks, strategy=there())
+    (note,) = caught.value.__notes__
+    return str(caught.value), str(note)
+
+
+@pytest.mark.parametrize("work", ["forward", "backward"])
+def test_a_stage_runs_out_of_memory(
+    work: str, accelerator: TestAccelerator, near: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = getattr(SegmentRunner, work)
+
+    def wanting(runner: SegmentRunner, message: Any, *args: Any) -> Any:
+        if (message.minibatch, message.segment) == (4, 1):
+            torch.empty(1 << 40, device=f"{NAME}:1")
+        return run(runner, message, *args)
+
+    monkeypatch.setattr(SegmentRunner, work, wanting)
+    said, note = out_of_memory(vectors(40, 4))
+    assert said.startswith("testacc:1 out of memory")
+    assert note.startswith("HetPipeStrategy: stage 1 ran out of memory on testacc:1 of process ")
+    assert f" in the {work} of minibatch 4 (layer" in note
+    assert all(each in note for each in ("of weight versions", "set in_flight below 3, recompute=True"))
+
+
+def test_weights_that_a_device_has_no_room_for(accelerator: TestAccelerator, near: None) -> None:
+    set_limit(0, 100)
+    said, note = out_of_memory(vectors(40, 4))
+    assert said.startswith("the process of stage 0 (process ")
+    assert "cannot go on: testacc:0 out of memory" in said
+    assert "the stages were being set up" in note
+
+
+def test_a_step_that_a_device_has_no_room_for(accelerator: TestAccelerator, near: None) -> None:
+    said, note = out_of_memory(vectors(40, 4), Limits())
+    assert "cannot go on: testacc:0 out of memory" in said
+    assert "memory ran out in user code or a step of Lightning's; stages held" in note
+    assert re.search(r"\n  stage 0 on test accelerator:0 of process \d+: .* of weight versions", note)
+
+
+def test_a_number_that_a_host_lacks(accelerator: TestAccelerator, near: None) -> None:
+    other = replace(planned("attic", "desk"), layers=plan("attic", "desk", "desk").layers)
+    (worker,) = other.virtual_workers
+    first, last = worker.stages
+    stages = replace(first, device="test accelerator:4"), replace(last, last_layer=5)
+    other = replace(other, virtual_workers=(replace(worker, stages=stages),))
+    text = refused(stashing(plan=other, stage_hosts={"attic": "127.0.0.1:1"}))
+    assert "has no test accelerator:4: it has testacc:0 (test accelerator, 16.0 GiB), " in text
+    assert text.endswith("; plan for what is there")
+
+
+class Looks(L.Callback):
+    """Notes the bytes that this process has on the first device."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.held = torch.accelerator.memory_allocated(0)
+
+
+def test_processes_on_devices(accelerator: TestAccelerator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What this process had of weights on their devices is free for theirs."""
+    monkeypatch.setattr("lightning_hetpipe.hosts.host_process.CHILD", with_devices(1 << 30))
+    learners = []
+    for hosts in ("threads", "processes"):
+        torch.manual_seed(0)
+        learners.append(Task(nn.Sequential(nn.Linear(6, 512), nn.Tanh(), nn.Linear(512, CLASSES)), ADAMW))
+        looks, strategy = Looks(), even(3, 2, 3, stage_hosts=hosts)
+        trainer = quiet_trainer(strategy, accelerator=accelerator, devices=2, callbacks=[looks])
+        trainer.fit(learners[-1], vectors(40, 4))
+        weights = 4 * (6 * 512 + 512)
+        assert looks.held > 4 * weights if hosts == "threads" else looks.held < weights
+    assert_same(*[learner.state_dict() for learner in learners])
