@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -52,7 +51,7 @@ class HostDevice:
             SettingError: if this machine has no such device.
         """
         there = all_devices()
-        wanted = "an accelerator" if order.name is None else f"{order.name}:{order.number}"
+        wanted = f"{order.name or 'accelerator'}:{order.number}"
         if not 0 <= order.number < len(there):
             has = told_devices() or "no accelerator, only its CPU"
             raise SettingError(f"{order.host} has no {wanted}: it has {has}; plan for what is there")
@@ -101,8 +100,7 @@ def name_of(device: torch.device) -> str:
     return canonical(device_module(device).get_device_properties(device).name)
 
 
-def told_devices(devices: Sequence[torch.device] | None = None) -> str:
+def told_devices() -> str:
     """Accelerators of this machine for people, with their memory; nothing where there are none."""
-    found = all_devices() if devices is None else devices
-    sizes = [device_module(device).get_device_properties(device).total_memory for device in found]
-    return ", ".join(f"{each} ({name_of(each)}, {in_bytes(size)})" for each, size in zip(found, sizes, strict=True))
+    sizes = {each: device_module(each).get_device_properties(each).total_memory for each in all_devices()}
+    return ", ".join(f"{each} ({name_of(each)}, {in_bytes(size)})" for each, size in sizes.items())

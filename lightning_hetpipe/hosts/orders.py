@@ -44,7 +44,7 @@ class Held(NamedTuple):
 
 
 class UseDevice(NamedTuple):
-    """Have the tensors, and compute the stage, on an accelerator of the host's machine. On the wire tensors are on CPUs.
+    """Have tensors, and compute the stage, on an accelerator of the host's machine; messages have them on the CPU.
 
     Attributes:
         number: The accelerator's, on that machine.

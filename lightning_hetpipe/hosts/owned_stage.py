@@ -24,6 +24,7 @@ from lightning_hetpipe.hosts.shared_weights import FoundStash
 from lightning_hetpipe.pipeline.graph_code import layers_as_data
 from lightning_hetpipe.pipeline.stage import FoundGradients
 from lightning_hetpipe.pipeline.weight_stash import VersionedLayers, copy_of
+from lightning_hetpipe.torch_private.subclasses import take_in_foreach
 
 
 class OwnedStash(FoundStash):
@@ -74,9 +75,7 @@ class OwnedStage(RemoteStage):
         args: Those of ``RemoteStage``. The device is that which weights have for this process.
     """
 
-    def __init__(
-        self, connect: Callable[[], HostLink] | None, accelerator: Accelerator | None, *args: Any
-    ) -> None:
+    def __init__(self, connect: Callable[[], HostLink] | None, accelerator: Accelerator | None, *args: Any) -> None:
         self._moved: list[nn.Parameter] = []
         self._accelerator = accelerator
         super().__init__(connect, *args)
@@ -150,6 +149,7 @@ class OwnedStage(RemoteStage):
             self.device,
             accelerates=self._accelerator is not None,
         )
+        take_in_foreach(RemoteTensor)
         if self._accelerator is not None:
             super()._send(orders.UseDevice(*self._accelerator, self.device, self._host.name))
         self.holder = HostHolder(self._memory, self._send)

@@ -49,7 +49,7 @@ class HostLost(VirtualWorkerLost):
     """The process of a stage has ended while it was needed."""
 
 
-LOST = (HostLost, *STAYING.values())
+LOST: tuple[type[Exception], ...] = (HostLost, *STAYING.values())
 """Errors that say that a host cannot go on."""
 
 

@@ -33,6 +33,7 @@ from lightning_hetpipe.pipeline.plain_code import NotPlain
 from lightning_hetpipe.torch_private.graphs import OperatorOverload
 from lightning_hetpipe.torch_private.subclasses import as_plain, exchange, make_without_memory
 
+
 class RemoteTensor(Tensor):
     """A tensor at a host.
 

@@ -63,7 +63,7 @@ _ATTENTION = ("flash", "mem_efficient", "math", "cudnn")
 
 
 def _backend(path: str) -> Any:
-    """What ``torch.backends`` has at ``path``."""
+    """The part of ``torch.backends`` at ``path``."""
     return functools.reduce(getattr, path.split("."), torch.backends)
 
 
@@ -113,8 +113,13 @@ def _flushes_denormals() -> bool:
 
 
 class HostedStage(Stage):
-    """The stage, at its host, whose tensors are ``held``, on the device that is ``called`` so; other arguments are those
-    of ``Stage``."""
+    """The stage, at its host.
+
+    Args:
+        held: Tensors that the host has.
+        called: Its device, for people.
+        args: Those of ``Stage``.
+    """
 
     def __init__(self, held: HeldTensors, called: str, *args: Any) -> None:
         self.held = held

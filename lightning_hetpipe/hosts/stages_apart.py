@@ -23,7 +23,6 @@ from lightning_hetpipe.server.process.sessions import SessionChannel
 from lightning_hetpipe.server.transport.interface import Channel
 from lightning_hetpipe.server.transport.security import Security, is_loopback, split
 
-
 NO_ACCELERATORS: Mapping[int, tuple[int, str]] = {}
 
 

@@ -8,14 +8,14 @@ from torch import Tensor, nn
 
 from lightning_hetpipe.hosts import orders
 from lightning_hetpipe.hosts.remote_tensor import RemoteTensor, local, remote
-from lightning_hetpipe.torch_private.subclasses import exchange
+from lightning_hetpipe.torch_private.subclasses import exchange, take_in_foreach
 from tests.hosts.test_remote_tensors import ONES, OPTIMIZERS, TWOS, Table, assert_alike, gradients, net
-from tests.support.accelerator import NAME
+from tests.support.accelerator import NAME, TestAccelerator
 
 pytestmark = pytest.mark.usefixtures("accelerator")
 
 LOOKS = ["cpu", f"{NAME}:1"]
-"""Of a host on another machine, and of one on this machine."""
+"""Devices that this process sees for tensors of a host on another machine, and of one on this machine."""
 
 START = torch.arange(12.0).view(3, 4).sub(5)
 
@@ -85,3 +85,17 @@ def test_streams_use_nothing_of_them(table: Table) -> None:
     weight.record_stream(torch.Stream(torch.device(NAME, 0)))
     table.memory.flush()
     assert not any(isinstance(each, orders.Bring) for each in table.sent)
+
+
+def test_a_step_takes_the_form_that_it_takes_on_the_device(accelerator: TestAccelerator) -> None:
+    """One operator for all weights, whose bits may be others than those of one for each."""
+    take_in_foreach(RemoteTensor)
+    table = Table(f"{NAME}:1", f"{NAME}:1")
+    module = net()
+    for parameter in module.parameters():
+        exchange(parameter, nn.Parameter(remote(parameter, table.memory)))
+        parameter.grad = remote(torch.ones_like(parameter), table.memory)
+    table.sent.clear()
+    torch.optim.SGD(module.parameters(), 0.1).step()
+    table.memory.flush()
+    assert [each.operator for sent in table.sent for each in sent.each] == ["aten::_foreach_add_.List"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -21,7 +22,7 @@ from tests.exact.running import assert_equal, assert_same_run, expect, fit
 from tests.exact.test_captured import CASES, made
 from tests.hosts.accelerated_host import with_devices
 from tests.hosts.host_threads import HostThread
-from tests.hosts.test_other_machines import Hosts, plan, refused, serving, task
+from tests.hosts.test_other_machines import Hosts, check_two, plan, refused, serving, task
 from tests.support.accelerator import NAME, TestAccelerator, missing, set_limit
 from tests.support.equality import assert_same
 from tests.support.marks import slow_except
@@ -53,7 +54,9 @@ def hosts() -> Iterator[Hosts]:
     with serving({}, "tests.hosts.accelerated_host", str(1 << 30)) as found:
         assert found.process.stdout is not None
         told = found.process.stdout.readline()
-        assert told.startswith("hetpipe-host: besides its CPU, this machine has testacc:0 (test accelerator, 1.0 GiB), ")
+        assert told.startswith(
+            "hetpipe-host: besides its CPU, this machine has testacc:0 (test accelerator, 1.0 GiB), "
+        )
         yield found
 
 
@@ -62,8 +65,15 @@ def planned(*nodes: str) -> Any:
 
 
 def test_devices_of_another_machine_have_the_oracles_bits(hosts: Hosts) -> None:
-    strategy = stashing(plan=planned("attic", "cellar", "desk"), stage_hosts=dict.fromkeys(("attic", "cellar"), hosts.address))
+    strategy = stashing(
+        plan=planned("attic", "cellar", "desk"), stage_hosts=dict.fromkeys(("attic", "cellar"), hosts.address)
+    )
     assert_equal(expect(task(), vectors(40, 4), 3), fit(task(), vectors(40, 4), strategy=strategy))
+
+
+def test_two_virtual_workers_with_devices_of_another_machine(hosts: Hosts, tmp_path: Path) -> None:
+    """Waves of weights that are on accelerators, whose updates are in blocks that servers see."""
+    check_two(hosts, "test accelerator", tmp_path)
 
 
 def test_a_device_that_a_host_lacks(hosts: Hosts) -> None:
@@ -126,6 +136,7 @@ def test_fits_with_processes_on_devices(
     name: str, accelerator: TestAccelerator, host_threads: list[HostThread]
 ) -> None:
     """This process sees weights on the devices that they are on in threads."""
+
     def settings() -> dict[str, Any]:
         on: dict[str, Any] = {"accelerator": accelerator, "devices": 3}
         loaders = {"loader": vectors(40, 4), "val_loader": vectors(12, 4)}
@@ -225,4 +236,5 @@ def test_processes_on_devices(accelerator: TestAccelerator, monkeypatch: pytest.
         trainer.fit(learners[-1], vectors(40, 4))
         weights = 4 * (6 * 512 + 512)
         assert looks.held > 4 * weights if hosts == "threads" else looks.held < weights
-    assert_same(*[learner.state_dict() for learner in learners])
+    one, other = [learner.state_dict() for learner in learners]
+    assert_same(one, other)

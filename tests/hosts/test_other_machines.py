@@ -126,11 +126,11 @@ from tests.support.models import vectors
 from tests.support.strategies import stashing
 from tests.support.trainers import quiet_trainer
 
-saved, *address = sys.argv[1:]
+saved, device, *address = sys.argv[1:]
 where = {"stage_hosts": {"attic": address[0]}} if address else {}
 nodes = ("attic", "desk", "desk") if address else ("desk", "desk", "desk")
 learner = task()
-strategy = stashing(plan=plan(*nodes, workers=2), wsp=WSPCallback(aggregate="mean"), **where)
+strategy = stashing(plan=plan(*nodes, workers=2, device=device), wsp=WSPCallback(aggregate="mean"), **where)
 trainer = quiet_trainer(strategy, max_epochs=2)
 trainer.fit(learner, vectors(40, 4), vectors(12, 4))
 if trainer.is_global_zero:
@@ -140,8 +140,13 @@ if trainer.is_global_zero:
 
 def test_two_virtual_workers_over_machines(hosts: Hosts, tmp_path: Path) -> None:
     """Waves of weights that are at hosts."""
+    check_two(hosts, "cpu", tmp_path)
+
+
+def check_two(hosts: Hosts, device: str, tmp_path: Path) -> None:
+    """Two virtual workers over machines, with their first stages on the ``device`` there, train as on one CPU."""
     found = []
-    for number, where in enumerate(([], [hosts.address])):
+    for number, where in enumerate((["cpu"], [device, hosts.address])):
         saved = tmp_path / f"{number}.pt"
         program = tmp_path / "two.py"
         program.write_text(TWO)
