@@ -7,9 +7,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_hetpipe.accelerator import accelerates, all_devices, device_module
+from lightning_hetpipe.accelerator import accelerates, all_devices, default_generators, device_module
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.hosts import orders
+from lightning_hetpipe.pipeline.random.generators import RandomGenerators
 from lightning_hetpipe.pipeline.stage_messages import Forward, InputGradients, Output, Result, StageState
 from lightning_hetpipe.pipeline.streams import Stream, StreamEvent, move, stream_on
 from lightning_hetpipe.pipeline.values import moved, tensors_in
@@ -60,6 +61,12 @@ class HostDevice:
             raise SettingError(f"{order.host} has no {wanted}: it has {told_devices()}; plan for what is there")
         torch.accelerator.set_device_index(device.index)
         self.device, self.place, self._looks = device, f"{device} of {order.host}", order.looks
+
+    def seed(self, generators: RandomGenerators, stage: int) -> None:
+        """Seed the device's default generator, from which fused operators draw, by the run and its ``stage``."""
+        if accelerates(self.device):
+            seed = generators.generator("default", f"stage {stage}", 0, CPU).initial_seed()
+            default_generators()[self.device.index].manual_seed(seed)
 
     def given(self, message: Any) -> Any:
         """``message`` for a stage on the device: autocast on the CPU, as which a leader sees it, holds there."""

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from lightning_hetpipe.emulation import Emulation, Pad
 from lightning_hetpipe.hosts import orders
-from lightning_hetpipe.hosts.host_device import Computed, HostDevice
+from lightning_hetpipe.hosts.host_device import CPU, Computed, HostDevice
 from lightning_hetpipe.hosts.host_memory import HeldTensors
 from lightning_hetpipe.hosts.server_calls import ServerCalls
 from lightning_hetpipe.hosts.shared_weights import SeenStash, SharedMemory
@@ -32,7 +32,7 @@ from lightning_hetpipe.pipeline.readers_writer_lock import ReadersWriterLock
 from lightning_hetpipe.pipeline.stage import Layer, Stage, StageSettings
 from lightning_hetpipe.pipeline.stage_messages import Failure, Result
 from lightning_hetpipe.pipeline.stage_thread import Parcel
-from lightning_hetpipe.pipeline.streams import StreamEvent, Streams
+from lightning_hetpipe.pipeline.streams import StreamEvent, Streams, move
 from lightning_hetpipe.pipeline.threads import Watchdog
 from lightning_hetpipe.pipeline.weight_stash import VersionedLayers
 from lightning_hetpipe.rules.schedule import Segment
@@ -227,8 +227,10 @@ class Host:
         layers = dict(zip(numbers, own, strict=True))
         if setup.pad is not None:
             self._emulation = Emulation([Pad(*setup.pad)] * (setup.index + 1))
+        generators = RandomGenerators(setup.run_seed, setup.virtual_worker, deterministic=setup.deterministic)
+        self._device.seed(generators, setup.index)
         settings = StageSettings(
-            RandomGenerators(setup.run_seed, setup.virtual_worker, deterministic=setup.deterministic),
+            generators,
             setup.in_flight,
             setup.torch_threads,
             setup.default_dtype,
@@ -306,7 +308,7 @@ class Host:
                 self._held.put(numbers[number], each)
                 looks[number] = orders.SharedTensor(None, each.dtype, list(each.shape), list(each.stride()))
             else:
-                looks[number] = _sparse(self._device.taken(each))
+                looks[number] = _sparse(move(each, CPU))
         return looks
 
     def _found(self, held: Any) -> Tensor:

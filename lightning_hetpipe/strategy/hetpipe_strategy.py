@@ -99,9 +99,9 @@ class HetPipeStrategy(PlannedDevices):
             the last one to keep, such as ``(100, 120)``, counted over the run from 1. It is in
             ``last_run.timeline``, in the run's folder as a Chrome trace, and on TensorBoard as a picture.
         stage_hosts: Where stages run: "threads" of one process, which share its Python interpreter; or "processes" of
-            their own, for every stage on a CPU whose layers were captured as graphs, but not for the last one, which
-            stays with the user's code and the optimizer. Results are the same, bit for bit. Whether processes are
-            faster depends on the model: try both. Each takes some seconds to start. A mapping, such as
+            their own, for every stage whose layers were captured as graphs, but not for the last one, which stays with
+            the user's code. Results are the same, bit for bit. Whether processes are faster depends on the model: try
+            both. Each takes some seconds to start, and on a GPU some hundred MB more. A mapping, such as
             ``{"attic": "10.0.0.2:7071"}``, is for a plan whose virtual workers have stages on several machines: it has
             for each of its nodes the address of the ``hetpipe-host`` there, but for the node of the last stage, on
             which this program runs.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +17,7 @@ from lightning.pytorch.plugins import MixedPrecision
 from torch import nn
 
 from lightning_hetpipe import HetPipeStrategy
+from lightning_hetpipe.accelerator import default_generators
 from lightning_hetpipe.hosts.remote_tensor import RemoteTensor
 from lightning_hetpipe.pipeline.segment_runner import SegmentRunner
 from tests.exact.pipelines import even
@@ -22,13 +25,14 @@ from tests.exact.running import assert_equal, assert_same_run, expect, fit
 from tests.exact.test_captured import CASES, made
 from tests.hosts.accelerated_host import with_devices
 from tests.hosts.host_threads import HostThread
-from tests.hosts.test_other_machines import Hosts, check_two, plan, refused, serving, task
+from tests.hosts.test_other_machines import Hosts, check_two, plan, refused, serving, task, within
 from tests.support.accelerator import NAME, TestAccelerator, missing, set_limit
 from tests.support.equality import assert_same
 from tests.support.marks import slow_except
 from tests.support.models import ADAMW, CLASSES, Task, vectors
 from tests.support.strategies import stashing
 from tests.support.trainers import quiet_trainer
+from tests.wsp.launch import ROOT
 
 NAMES = ["resnet", "gpt", "dropout", "translator", "pieces"]
 GRID = [(name, in_flight) for name in NAMES for in_flight in (2, 4)]
@@ -217,6 +221,19 @@ def test_a_number_that_a_host_lacks(accelerator: TestAccelerator, near: None) ->
     assert text.endswith("; plan for what is there")
 
 
+def test_fused_operators_draw_by_the_seed_of_the_run(
+    accelerator: TestAccelerator, near: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They take no generator but their device's."""
+    seeds = []
+    for seed in ("1", "1", "2"):
+        monkeypatch.setenv("PL_GLOBAL_SEED", seed)
+        fit(task(), vectors(8, 4), strategy=there())
+        seeds.append([default_generators()[index].initial_seed() for index in range(2)])
+    assert seeds[0] == seeds[1]
+    assert len({*seeds[1], *seeds[2]}) == 4
+
+
 class Looks(L.Callback):
     """Notes the bytes that this process has on the first device."""
 
@@ -237,4 +254,44 @@ def test_processes_on_devices(accelerator: TestAccelerator, monkeypatch: pytest.
         weights = 4 * (6 * 512 + 512)
         assert looks.held > 4 * weights if hosts == "threads" else looks.held < weights
     one, other = [learner.state_dict() for learner in learners]
+    assert_same(one, other)
+
+
+TWO = """
+import sys
+
+import torch
+
+from lightning_hetpipe import WSPCallback
+from lightning_hetpipe.hosts import host_process
+from tests.hosts.accelerated_host import give, with_devices
+from tests.hosts.test_other_machines import task
+from tests.support.accelerator import TestAccelerator
+from tests.support.models import vectors
+from tests.support.strategies import stashing
+from tests.support.trainers import quiet_trainer
+from tests.wsp.launch import ROOT
+
+give(1 << 30)
+host_process.CHILD = with_devices(1 << 30)
+saved, hosts = sys.argv[1:]
+learner = task()
+wsp = WSPCallback(aggregate="mean")
+strategy = stashing(stages=2, in_flight=3, virtual_workers=2, stage_hosts=hosts, wsp=wsp)
+trainer = quiet_trainer(strategy, accelerator=TestAccelerator(), devices=4)
+trainer.fit(learner, vectors(40, 4))
+if trainer.is_global_zero:
+    torch.save(learner.state_dict(), saved)
+"""
+
+
+@pytest.mark.slow
+def test_two_virtual_workers_with_processes_on_devices(accelerator: TestAccelerator, tmp_path: Path) -> None:
+    program, found = tmp_path / "two.py", []
+    program.write_text(TWO)
+    for hosts in ("threads", "processes"):
+        saved = tmp_path / f"{hosts}.pt"
+        subprocess.run([sys.executable, program, saved, hosts], check=True, timeout=300, env=within(ROOT))
+        found.append(torch.load(saved))
+    one, other = found
     assert_same(one, other)
