@@ -18,6 +18,7 @@ from torch import nn
 
 from lightning_hetpipe import HetPipeStrategy
 from lightning_hetpipe.accelerator import default_generators
+from lightning_hetpipe.hosts.owned_stage import Accelerator
 from lightning_hetpipe.hosts.remote_tensor import RemoteTensor
 from lightning_hetpipe.pipeline.segment_runner import SegmentRunner
 from tests.exact.pipelines import even
@@ -84,6 +85,26 @@ def test_a_device_that_a_host_lacks(hosts: Hosts) -> None:
     other = plan("attic", "desk", "desk", device="RTX-3090")
     text = refused(stashing(plan=other, stage_hosts={"attic": hosts.address}))
     assert f"host {hosts.address} has no RTX-3090:0: it has testacc:0 (test accelerator, 1.0 GiB), testacc:1" in text
+
+
+# What they are given is a part of something larger, whose strides, and so last bits, a copy on any device has not got.
+STRIDED = {"clip", "towers"}
+
+
+@pytest.mark.parametrize("name", slow_except([(name,) for name in CASES if name not in STRIDED], ("gpt",), ("resnet",)))
+def test_models_that_were_captured_on_a_cpu(
+    name: str, accelerator: TestAccelerator, host_threads: list[HostThread], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a stage of another machine is."""
+    monkeypatch.setattr("lightning_hetpipe.hosts.stages_apart.owns", lambda device: True)
+    monkeypatch.setattr("lightning_hetpipe.hosts.stages_apart.accelerates", lambda device: True)
+    on_second = Accelerator(1, "test accelerator")
+    monkeypatch.setattr("lightning_hetpipe.hosts.stages_apart.Accelerator", lambda *_: on_second)
+    _, loader, layers = CASES[name]
+    expected = expect(made(name), loader, 3, draws=name == "noise between")
+    strategy = even(layers, min(3, layers), 3, stage_hosts="processes")
+    assert_equal(expected, fit(made(name), loader, strategy=strategy))
+    assert torch.accelerator.max_memory_allocated(1) > 0
 
 
 class Seen(L.Callback):
