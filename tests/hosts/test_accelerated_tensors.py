@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import operator
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 from lightning_hetpipe.hosts import orders
 from lightning_hetpipe.hosts.remote_tensor import RemoteTensor, local, remote
+from lightning_hetpipe.hosts.shared_weights import SeenStash
+from lightning_hetpipe.pipeline.stage_messages import Flags, Version
+from lightning_hetpipe.rules.versions import Reading
 from lightning_hetpipe.torch_private.subclasses import exchange, take_in_foreach
 from tests.hosts.test_remote_tensors import ONES, OPTIMIZERS, TWOS, Table, assert_alike, gradients, net
 from tests.support.accelerator import NAME, TestAccelerator
@@ -99,3 +104,17 @@ def test_a_step_takes_the_form_that_it_takes_on_the_device(accelerator: TestAcce
     torch.optim.SGD(module.parameters(), 0.1).step()
     table.memory.flush()
     assert [each.operator for sent in table.sent for each in sent.each] == ["aten::_foreach_add_.List"]
+
+
+def test_a_stage_is_told_which_tensors_of_versions_are_new() -> None:
+    """Its stream uses them from then on, and they were made in another one."""
+    held = [torch.zeros(2), torch.zeros(2, 2)]
+    stash, nothing = (
+        SeenStash(nn.ModuleList([nn.Linear(2, 2)]), held.__getitem__),
+        Version(1, (), Flags((), ()), (), ()),
+    )
+    readings = [(Reading(1), 0, Flags((), ()))]
+    stash.take(orders.PublishedWeights(readings, {0: [orders.Held(0), orders.Held(1)]}))
+    assert all(map(operator.is_, stash.begin(nothing), held))
+    stash.take(orders.PublishedWeights(readings, {}))
+    assert stash.publish(nothing) == []

@@ -263,7 +263,7 @@ class Looks(L.Callback):
 
 
 def test_processes_on_devices(accelerator: TestAccelerator, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What this process had of weights on their devices is free for theirs."""
+    """Room that weights had on their devices, when this process had them, is free for hosts."""
     monkeypatch.setattr("lightning_hetpipe.hosts.host_process.CHILD", with_devices(1 << 30))
     learners = []
     for hosts in ("threads", "processes"):

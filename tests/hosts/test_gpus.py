@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader
 
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.hosts.host_device import name_of
@@ -29,7 +28,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-def loaders() -> dict[str, DataLoader[Any]]:
+def loaders() -> dict[str, Any]:
     return {"loader": vectors(40, 4), "val_loader": vectors(12, 4)}
 
 
