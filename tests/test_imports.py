@@ -31,7 +31,7 @@ BELOW: dict[str, set[str]] = {
     "placement": {*COMPUTES},
     "workers": {"launch", "server", "pipeline", "rules"},
     "launch": {"hosts", "server", "rules"},
-    "hosts": {"emulation", "server", "pipeline", "rules"},
+    "hosts": {"emulation", "server", "planning", "pipeline", "rules"},
     "capture": {"pipeline", "planning", "rules"},
     "reporting": {"planning", "rules"},
     "server": {"planning", "rules"},

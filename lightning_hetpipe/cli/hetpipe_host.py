@@ -39,10 +39,16 @@ def run(config: DictConfig) -> None:
     check_security(config, 7071)
     security = security_of(config)
     check_token(config, security, "hosts")
-    from lightning_hetpipe.hosts.host_server import serve  # only now: --help needs no torch
+    from lightning_hetpipe.hosts.host_device import told_devices  # only now: --help needs no torch
+    from lightning_hetpipe.hosts.host_server import serve
     from lightning_hetpipe.server.process.running import end
 
-    end(SIGNALS.get(serve(config.address, security, announcing(PROGRAM, security, "hosts")), 0))
+    def ready(address: str) -> None:
+        announcing(PROGRAM, security, "hosts")(address)
+        if devices := told_devices():
+            print(f"{PROGRAM.name}: besides its CPU, this machine has {devices}.", flush=True)
+
+    end(SIGNALS.get(serve(config.address, security, ready), 0))
 
 
 if __name__ == "__main__":

@@ -15,8 +15,11 @@ from torch import Tensor
 
 from lightning_hetpipe.hosts import orders
 from lightning_hetpipe.pipeline.graph_code import operator_name, operator_of
+from lightning_hetpipe.pipeline.streams import move
 from lightning_hetpipe.torch_private.graphs import OperatorOverload
 from lightning_hetpipe.torch_private.tensors import pytree
+
+CPU = torch.device("cpu")
 
 MOST_WAITING = 64
 """Largest number of operators that are sent together."""
@@ -31,14 +34,24 @@ class HostMemory:
         send: Sends an order; the host obeys one after the other.
         asking: Is held by whoever asks, until the answer is there.
         answer: Waits for the answer to what was sent.
+        looks: The device that tensors there have for this process.
+        accelerates: Whether the host computes on an accelerator.
     """
 
     def __init__(
-        self, send: Callable[[Any], None], asking: AbstractContextManager[Any], answer: Callable[[], Any]
+        self,
+        send: Callable[[Any], None],
+        asking: AbstractContextManager[Any],
+        answer: Callable[[], Any],
+        looks: torch.device = CPU,
+        *,
+        accelerates: bool = False,
     ) -> None:
         self._send = send
         self._asking = asking
         self._answer = answer
+        self.looks = looks
+        self.accelerates = accelerates
         self._numbers = count()
         self._handles: WeakValueDictionary[int, Handle] = WeakValueDictionary()
         self.tensors: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
@@ -181,16 +194,25 @@ class Handle:
 
 
 class HeldTensors:
-    """The table, at the host."""
+    """The table, at the host.
+
+    Attributes:
+        device: Where its tensors are, and operators run.
+    """
 
     def __init__(self) -> None:
         self._held: dict[int, Tensor] = {}
+        self.device = CPU
 
     def __len__(self) -> int:
         return len(self._held)
 
     def put(self, number: int, value: Tensor) -> None:
-        self._held[number] = value
+        self._held[number] = move(value, self.device)
+
+    def put_block(self, number: int, block: Tensor) -> None:
+        """Have ``block``, which stays where others see it."""
+        self._held[number] = block
 
     def get(self, number: int) -> Tensor:
         return self._held[number]
@@ -216,6 +238,8 @@ class HeldTensors:
         func = operator_of(order.operator)
         args = [self._found(each) for each in order.args]
         kwargs = {name: self._found(each) for name, each in order.kwargs.items()}
+        if "device" in kwargs:
+            kwargs["device"] = self.device  # that as which the other process sees this one
         result = func(*args, **kwargs)
         if order.results is None:
             return result
@@ -237,6 +261,8 @@ class HeldTensors:
     def _found(self, value: Any) -> Any:
         if isinstance(value, orders.Held):
             return self._held[value.number]
+        if isinstance(value, Tensor):
+            return move(value, self.device)
         if isinstance(value, list | tuple):
             return [self._found(each) for each in value]
         return value

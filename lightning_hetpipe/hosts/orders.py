@@ -1,7 +1,8 @@
 """Messages between a stage's host and the process of Lightning's loop, beside those of the stage itself.
 
-    to the host      Put, SharedBlock, Runs, Bring, CallServer, Listen, HandOver, at any time; SetUp, and then Begin,
-                     Publish, NewLayers, NewVariants, Take, Look, Delivered, and tasks of the stage
+    to the host      UseDevice, first, where it is to compute on an accelerator; Put, SharedBlock, Runs, Bring,
+                     CallServer, Listen, HandOver, at any time; SetUp, and then Begin, Publish, NewLayers, NewVariants,
+                     Take, Look, Delivered, and tasks of the stage
     from the host    results of tasks; ServerAnswered; Brought, Taken and Looked, in the order in which these were
                      asked for; Broken, last
     host to host     Handed, Forgotten
@@ -41,6 +42,22 @@ class Held(NamedTuple):
     """A tensor that the host has, by its number."""
 
     number: int
+
+
+class UseDevice(NamedTuple):
+    """Have tensors, and compute the stage, on an accelerator of the host's machine; messages have them on the CPU.
+
+    Attributes:
+        number: The accelerator's, on that machine.
+        name: Its name as a plan has it; None where only the number is known.
+        looks: The device that its tensors have for the process of Lightning's loop.
+        host: The host's name, for errors.
+    """
+
+    number: int
+    name: str | None
+    looks: torch.device
+    host: str
 
 
 @dataclass(frozen=True)
@@ -307,12 +324,19 @@ class Looked(NamedTuple):
 
 
 class Broken(NamedTuple):
-    """The host cannot go on; its last message."""
+    """The host cannot go on; its last message.
 
+    Attributes:
+        kind: The class's name of the error.
+        error: Its text.
+    """
+
+    kind: str
     error: str
 
 
 RECORDS: Sequence[type[Any]] = (
+    UseDevice,
     Place,
     SharedTensor,
     SparseTensor,

@@ -9,20 +9,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from lightning_hetpipe.accelerator import accelerates
 from lightning_hetpipe.hosts import orders
 from lightning_hetpipe.hosts.host_memory import HostMemory
-from lightning_hetpipe.hosts.remote_stage import HostLink, HostLost, RemoteStage, sparse_of
-from lightning_hetpipe.hosts.remote_tensor import RemoteTensor, come_home, local, move_out, remote
+from lightning_hetpipe.hosts.remote_stage import LOST, HostLink, RemoteStage, sparse_of
+from lightning_hetpipe.hosts.remote_tensor import RemoteTensor, come_home, leave, local, move_out, remote
 from lightning_hetpipe.hosts.server_calls import HostHolder
 from lightning_hetpipe.hosts.shared_weights import FoundStash
 from lightning_hetpipe.pipeline.graph_code import layers_as_data
 from lightning_hetpipe.pipeline.stage import FoundGradients
 from lightning_hetpipe.pipeline.weight_stash import VersionedLayers, copy_of
+from lightning_hetpipe.torch_private.subclasses import take_in_foreach
 
 
 class OwnedStash(FoundStash):
@@ -57,12 +59,43 @@ class OwnedStash(FoundStash):
         return found
 
 
-class OwnedStage(RemoteStage):
-    """The stage, as the process of Lightning's loop has it; its arguments are those of ``RemoteStage``."""
+class Accelerator(NamedTuple):
+    """An accelerator of a host's machine, by its ``number`` there; ``name`` is that which a plan has, or None."""
 
-    def __init__(self, connect: Callable[[], HostLink] | None, *args: Any) -> None:
+    number: int
+    name: str | None = None
+
+
+class OwnedStage(RemoteStage):
+    """The stage, as the process of Lightning's loop has it.
+
+    Args:
+        connect: As of ``RemoteStage``.
+        accelerator: On which the host computes; None for its CPU.
+        args: Those of ``RemoteStage``. The device is that which weights have for this process.
+    """
+
+    def __init__(self, connect: Callable[[], HostLink] | None, accelerator: Accelerator | None, *args: Any) -> None:
         self._moved: list[nn.Parameter] = []
+        self._accelerator = accelerator
         super().__init__(connect, *args)
+
+    @property
+    def place(self) -> str:
+        if self._accelerator is None or self._host is None:
+            return super().place
+        number, name = self._accelerator
+        return f"{self.device if name is None else f'{name}:{number}'} of {self._host.name}"
+
+    def await_weights(self) -> None:
+        """Wait until the host has the weights, if they are to be on an accelerator.
+
+        Raises:
+            SettingError: if the host has no such device.
+            torch.OutOfMemoryError: if that has no room for them.
+        """
+        if self._accelerator is not None:
+            self._memory.bring(())
 
     def adopt(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
         """Have the states that ``optimizers`` keep of its weights at the host, too."""
@@ -78,7 +111,7 @@ class OwnedStage(RemoteStage):
     def close(self) -> None:
         try:
             if self._host is not None and self._lost is None:
-                with suppress(HostLost):
+                with suppress(*LOST):
                     self._come_home()
         finally:
             super().close()
@@ -118,7 +151,17 @@ class OwnedStage(RemoteStage):
 
     def _connect(self) -> None:
         super()._connect()
-        self._memory = HostMemory(super()._send, self._asking, self._await_answer)
+        assert self._host is not None
+        self._memory = HostMemory(
+            super()._send,
+            self._asking,
+            self._await_answer,
+            self.device,
+            accelerates=self._accelerator is not None,
+        )
+        take_in_foreach(RemoteTensor)
+        if self._accelerator is not None:
+            super()._send(orders.UseDevice(*self._accelerator, self.device, self._host.name))
         self.holder = HostHolder(self._memory, self._send)
 
     def _new_stash(self, layers: nn.ModuleList) -> VersionedLayers:
@@ -133,11 +176,15 @@ class OwnedStage(RemoteStage):
 
     def _move_out(self) -> None:
         """Have the live weights at the host."""
-        for parameter in nn.ModuleList([layer.module for layer in self.layers]).parameters():
-            if isinstance(parameter, RemoteTensor):
-                continue
+        every = nn.ModuleList([layer.module for layer in self.layers]).parameters()
+        own = [parameter for parameter in every if not isinstance(parameter, RemoteTensor)]
+        if accelerates(self.device):
+            for parameter in own:  # first, as the device may have no room for them and the host's
+                leave(parameter)
+            torch.accelerator.empty_cache()
+        for parameter in own:
             move_out(parameter, self._memory)
-            self._moved.append(parameter)
+        self._moved += own
 
     def _come_home(self) -> None:
         """Have all values in this process: weights, gradients, the optimizers' states, and what else is of use."""

@@ -21,6 +21,7 @@ from lightning_hetpipe.hosts.stage_host import modes
 from lightning_hetpipe.hosts.wire import CODE, Wire
 from lightning_hetpipe.pipeline.graph_code import layers_as_data, new_variants
 from lightning_hetpipe.pipeline.graph_layer import GraphLayer
+from lightning_hetpipe.pipeline.message_code import STAYING
 from lightning_hetpipe.pipeline.plain_code import NotPlain
 from lightning_hetpipe.pipeline.stage import FoundGradients, Layer, Stage
 from lightning_hetpipe.pipeline.stage_messages import Backward, Cancel, Evaluate, Failure, Forward, StageState, Version
@@ -46,6 +47,10 @@ class HostLink(Protocol):
 
 class HostLost(VirtualWorkerLost):
     """The process of a stage has ended while it was needed."""
+
+
+LOST: tuple[type[Exception], ...] = (HostLost, *STAYING.values())
+"""Errors that say that a host cannot go on."""
 
 
 def reason_to_stay(layers: list[Layer]) -> str | None:
@@ -90,6 +95,7 @@ class RemoteStage(Stage):
         self._lock = threading.Lock()
         self._asking = threading.Lock()  # answers come in the order of questions
         self._lost: str | None = None
+        self._broken: str | None = None  # the class's name of the error with which the host cannot go on
         self._known: list[int] = []
         self._is_set_up = False
         super().__init__(*args)
@@ -236,7 +242,7 @@ class RemoteStage(Stage):
             if isinstance(message, Forward):
                 self._send_variants()
             self._send(message)
-        except HostLost as error:
+        except LOST as error:
             if not isinstance(message, Cancel):
                 self._done(Failure(message.minibatch, error), None)
         except NotPlain as error:
@@ -257,6 +263,8 @@ class RemoteStage(Stage):
 
     def _send(self, message: Any) -> None:
         assert self._host is not None
+        if self._broken is not None:  # the host takes messages, but does nothing any more
+            raise self._host_lost()
         try:
             self._host.wire.send(message)
         except OSError:
@@ -292,11 +300,12 @@ class RemoteStage(Stage):
         self._watchdog.wait(ready, f"{threading.current_thread().name} for stage {self.index}")
         return found[0]
 
-    def _host_lost(self) -> HostLost:
+    def _host_lost(self) -> Exception:
         assert self._host is not None
         if self._lost is None:
             self._lost = self._host.told()
-        return HostLost(f"the process of stage {self.index} ({self._host.name}) {self._lost}")
+        kind = STAYING.get(self._broken or "", HostLost)
+        return kind(f"the process of stage {self.index} ({self._host.name}) {self._lost}")
 
     def _receive(self, host: HostLink) -> None:
         torch.set_num_threads(self._torch_threads)
@@ -306,8 +315,9 @@ class RemoteStage(Stage):
             except (EOFError, NotPlain):
                 break
             if isinstance(message, orders.Broken):
-                self._lost = f"cannot go on: {message.error}"
-                continue
+                kind = "" if message.kind in STAYING else f"{message.kind}: "
+                self._lost, self._broken = f"cannot go on: {kind}{message.error}", message.kind
+                break
             if isinstance(message, orders.ServerAnswered):
                 assert self.holder is not None
                 self.holder.answered(message)

@@ -7,10 +7,13 @@ stays at the host, too; only what is asked for as a number, printed, pickled or 
 Which operators run where is decided by sizes alone, never by values:
 
 - an operator that writes runs where it writes; one on several lists of tensors (``_foreach_...``) in parts;
-- any other runs where most of its bytes are;
+- any other runs where most of its bytes are, but at a host that has an accelerator if one of its tensors is there;
 - one that draws random numbers, or whose sizes depend on values, runs here.
 
-Tensors that lie elsewhere go there for it. Results have the same bits wherever they are computed.
+Tensors that lie elsewhere go there for it. On CPUs results have the same bits wherever they are computed.
+
+A tensor at a host of this machine has for this process the device that it has there; one on another machine is seen to
+be on the CPU, whatever it is on there.
 """
 
 from __future__ import annotations
@@ -30,8 +33,6 @@ from lightning_hetpipe.pipeline.plain_code import NotPlain
 from lightning_hetpipe.torch_private.graphs import OperatorOverload
 from lightning_hetpipe.torch_private.subclasses import as_plain, exchange, make_without_memory
 
-_DEVICE = torch.device("cpu")
-
 
 class RemoteTensor(Tensor):
     """A tensor at a host.
@@ -45,7 +46,7 @@ class RemoteTensor(Tensor):
 
     @staticmethod
     def __new__(cls, handle: Handle, like: Tensor) -> RemoteTensor:
-        made = make_without_memory(cls, like, _DEVICE)
+        made = make_without_memory(cls, like, handle.memory.looks)
         made.handle = handle
         handle.memory.tensors[id(made)] = made
         return made
@@ -132,10 +133,15 @@ def local(tensor: Tensor) -> Tensor:
     """The value of ``tensor``, in this process: a copy of one that is at a host; of a parameter a parameter."""
     if not isinstance(tensor, RemoteTensor):
         return tensor
-    found = tensor.handle.bring()
+    found = _value(tensor.handle)
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(found, tensor.requires_grad)
     return found.detach().requires_grad_(tensor.requires_grad)
+
+
+def _value(handle: Handle) -> Tensor:
+    """The tensor's value, on the device that it has for this process; at home, once the host has ended."""
+    return handle.bring() if handle.owner is None else handle.bring().to(handle.memory.looks)
 
 
 def move_out(parameter: nn.Parameter, memory: HostMemory) -> None:
@@ -145,6 +151,13 @@ def move_out(parameter: nn.Parameter, memory: HostMemory) -> None:
     memory.tensors[id(parameter)] = parameter
     is_dense = gradient is not None and gradient.layout is torch.strided
     parameter.grad = remote(gradient, memory) if gradient is not None and is_dense else gradient
+
+
+def leave(parameter: nn.Parameter) -> None:
+    """Have ``parameter`` and its gradient leave their device for the host's memory of this process."""
+    gradient, parameter.grad = parameter.grad, None
+    parameter.data = parameter.data.cpu()
+    parameter.grad = None if gradient is None else gradient.cpu()
 
 
 def come_home(tensor: Tensor) -> None:
@@ -205,6 +218,8 @@ _MOST_SIZES = 10_000
 def _run(func: OperatorOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     if func in _SAME:
         return RemoteTensor(args[0].handle, args[0])
+    if func is torch.ops.aten.record_stream.default:
+        return None  # it has no memory that might be used anew
     facts, tensors = _facts(func), list[Tensor]()
     _collect(args, tensors)
     if kwargs:
@@ -212,13 +227,16 @@ def _run(func: OperatorOverload, args: Sequence[Any], kwargs: Mapping[str, Any])
     owners = {each.handle.owner if isinstance(each, RemoteTensor) else None for each in tensors}
     if facts.on_lists and facts.writes:  # torch counts changes of single tensors only
         increment_version(_written(facts, args, kwargs))
-    if facts.is_local or owners == {None} or kwargs.get("device", _DEVICE) != _DEVICE:
+    device = kwargs.get("device")
+    leaves = device is not None and any(each is not None and each.looks != device for each in owners)
+    if facts.is_local or owners == {None} or leaves:
         return _locally(func, facts, args, kwargs)
     if len(owners) == 1:
         return _remotely(func, facts, owners.pop(), args, kwargs)
     if facts.on_lists and len(places := _places(args)) > 1:
         return _in_parts(func, facts, args, kwargs, places)
-    owner = _most(_written(facts, args, kwargs) or tensors, prefers_hosts=bool(facts.writes))
+    prefers_hosts = bool(facts.writes) or any(each is not None and each.accelerates for each in owners)
+    owner = _most(_written(facts, args, kwargs) or tensors, prefers_hosts=prefers_hosts)
     if owner is None:
         return _locally(func, facts, args, kwargs)
     return _remotely(func, facts, owner, args, kwargs)
@@ -299,7 +317,7 @@ def _locally(func: OperatorOverload, facts: _Operator, args: Sequence[Any], kwar
         if not isinstance(leaf, RemoteTensor):
             return leaf
         if id(leaf) not in brought:
-            brought[id(leaf)] = leaf, leaf.handle.bring()
+            brought[id(leaf)] = leaf, _value(leaf.handle)
         return brought[id(leaf)][1]
 
     results = func(*_mapped(here, args), **{name: _mapped(here, each) for name, each in kwargs.items()})
@@ -326,7 +344,7 @@ def _remotely(
         if isinstance(leaf, RemoteTensor) and leaf.handle.owner is memory:
             return leaf.handle.name
         waits = False
-        value = local(leaf).detach()
+        value = (leaf.handle.bring() if isinstance(leaf, RemoteTensor) else leaf).detach()
         if value.layout is not torch.strided:
             raise NotPlain("a sparse tensor has no place in a message")
         return value

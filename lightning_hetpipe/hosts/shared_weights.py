@@ -133,14 +133,17 @@ class SeenStash(VersionedLayers):
         self._held_by_number = held
         self._seen = SeenTensors()
         self._numbered: dict[int, VersionBuffer] = {}
+        self._new: list[Tensor] = []
 
     def take(self, weights: PublishedWeights) -> None:
         """Have what was published now."""
+        self._new = []
         for number, tensors in weights.buffers.items():
             buffer = self._numbered.setdefault(number, VersionBuffer())
             buffer.tensors = [
                 self._held_by_number(each.number) if isinstance(each, Held) else self._seen.of(each) for each in tensors
             ]
+            self._new += buffer.tensors
         self.buffers = [*self._numbered.values()]
         self._held = {}
         for reading, number, flags in weights.held:
@@ -152,4 +155,4 @@ class SeenStash(VersionedLayers):
         return self.publish(version)
 
     def publish(self, version: Version) -> list[Tensor]:
-        return []
+        return self._new

@@ -6,6 +6,7 @@ which all messages come. It ends when that process does.
 
 from __future__ import annotations
 
+import functools
 import queue
 import threading
 from collections.abc import Iterator, Sequence
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 
 from lightning_hetpipe.emulation import Emulation, Pad
 from lightning_hetpipe.hosts import orders
+from lightning_hetpipe.hosts.host_device import CPU, Computed, HostDevice
 from lightning_hetpipe.hosts.host_memory import HeldTensors
 from lightning_hetpipe.hosts.peer_hosts import PeerHosts
 from lightning_hetpipe.hosts.server_calls import ServerCalls
@@ -31,7 +33,7 @@ from lightning_hetpipe.pipeline.readers_writer_lock import ReadersWriterLock
 from lightning_hetpipe.pipeline.stage import Layer, Stage, StageSettings
 from lightning_hetpipe.pipeline.stage_messages import Failure, Result
 from lightning_hetpipe.pipeline.stage_thread import Parcel
-from lightning_hetpipe.pipeline.streams import StreamEvent, Streams
+from lightning_hetpipe.pipeline.streams import StreamEvent, Streams, move
 from lightning_hetpipe.pipeline.threads import Watchdog
 from lightning_hetpipe.pipeline.weight_stash import VersionedLayers
 from lightning_hetpipe.rules.schedule import Segment
@@ -40,14 +42,30 @@ from lightning_hetpipe.server.transport.security import Security
 from lightning_hetpipe.torch_private.subclasses import address_of
 from lightning_hetpipe.torch_private.tensors import strided_parts
 
-DEVICE = torch.device("cpu")
-
 SENDING = 5.0
 """Seconds at the end in which answers are still sent."""
 
 
-_PRECISE = ("matmul", "conv", "rnn")
-"""Operations of oneDNN that have a precision each."""
+_PRECISE = ("mkldnn.matmul", "mkldnn.conv", "mkldnn.rnn", "cuda.matmul", "cudnn.conv", "cudnn.rnn")
+"""Operations of libraries that have a precision each."""
+
+_SWITCHES = (
+    "cudnn.enabled",
+    "cudnn.deterministic",
+    "cudnn.benchmark",
+    "cuda.matmul.allow_fp16_reduced_precision_reduction",
+    "cuda.matmul.allow_bf16_reduced_precision_reduction",
+    "cuda.matmul.allow_fp16_accumulation",
+)
+"""Other settings of the libraries for GPUs."""
+
+_ATTENTION = ("flash", "mem_efficient", "math", "cudnn")
+"""Ways to compute attention."""
+
+
+def _backend(path: str) -> Any:
+    """The part of ``torch.backends`` at ``path``."""
+    return functools.reduce(getattr, path.split("."), torch.backends)
 
 
 def modes() -> list[Any]:
@@ -55,31 +73,32 @@ def modes() -> list[Any]:
     backends: Any = torch.backends
     return [
         _matmul_precision(),
-        [getattr(backends.mkldnn, work).fp32_precision for work in _PRECISE],
+        [_backend(work).fp32_precision for work in _PRECISE],
         _flushes_denormals(),
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),
         backends.mkldnn.is_available() and backends.mkldnn.enabled,
-        backends.cuda.flash_sdp_enabled(),
-        backends.cuda.mem_efficient_sdp_enabled(),
-        backends.cuda.math_sdp_enabled(),
+        [getattr(backends.cuda, f"{way}_sdp_enabled")() for way in _ATTENTION],
+        [_backend(switch) for switch in _SWITCHES],
     ]
 
 
 def set_modes(modes: Sequence[Any]) -> None:
     """Have the settings of the process that :func:`modes` were read in."""
     backends: Any = torch.backends
-    precision, precisions, flushes, deterministic, warn_only, mkldnn, flash, efficient, plain = modes
+    precision, precisions, flushes, deterministic, warn_only, mkldnn, attention, switches = modes
     if precision is not None:
         torch.set_float32_matmul_precision(precision)
     torch.set_flush_denormal(flushes)  # of this thread, and those that it starts
     torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
     backends.mkldnn.set_flags(mkldnn)
     for work, each in zip(_PRECISE, precisions, strict=True):
-        getattr(backends.mkldnn, work).fp32_precision = each
-    backends.cuda.enable_flash_sdp(flash)
-    backends.cuda.enable_mem_efficient_sdp(efficient)
-    backends.cuda.enable_math_sdp(plain)
+        _backend(work).fp32_precision = each
+    for way, each in zip(_ATTENTION, attention, strict=True):
+        getattr(backends.cuda, f"enable_{way}_sdp")(each)
+    for switch, each in zip(_SWITCHES, switches, strict=True):
+        library, _, name = switch.rpartition(".")
+        setattr(_backend(library), name, each)
 
 
 def _matmul_precision() -> str | None:
@@ -95,11 +114,23 @@ def _flushes_denormals() -> bool:
 
 
 class HostedStage(Stage):
-    """The stage, at its host, whose tensors are ``held``, with ``peers``; other arguments are ``Stage``'s."""
+    """The stage, at its host.
 
-    def __init__(self, held: HeldTensors, peers: PeerHosts, *args: Any) -> None:
+    Args:
+        held: Tensors that the host has.
+        peers: The hosts of other stages.
+        called: Its device, for people.
+        args: Those of ``Stage``.
+    """
+
+    def __init__(self, held: HeldTensors, peers: PeerHosts, called: str, *args: Any) -> None:
         self.held, self._peers = held, peers
+        self._called = called
         super().__init__(*args)
+
+    @property
+    def place(self) -> str:
+        return self._called
 
     def take_layers(self, layers: Sequence[Layer]) -> None:
         """Have other layers, before the pipeline starts."""
@@ -136,6 +167,8 @@ class Host:
         self._answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._gradients: SharedMemory | None = None
         self._held = HeldTensors()
+        self._device = HostDevice()
+        self._streams = Streams()
         self._emulation: Emulation | None = None
 
     def run(self) -> bool:
@@ -168,29 +201,39 @@ class Host:
             except EOFError:
                 raise
             except Exception as error:
-                self._answers.put(orders.Broken(f"{type(error).__name__}: {error}"))
+                self._answers.put(orders.Broken(type(error).__name__, _text_of(error)))
+                if not isinstance(error, NotPlain):
+                    self._ignore()
                 return False
         return True
+
+    def _ignore(self) -> None:
+        """Take what still comes, so that the other process finds the error and not a connection that is broken."""
+        while True:
+            self._wire.receive()
 
     def _remembers(self, message: Any) -> bool:
         """Do what ``message`` asks for with tensors that are held; False if it asks for something else."""
         if isinstance(message, orders.Runs):
             answer = self._held.run(message)
             if answer is not None:
-                self._answers.put(orders.Brought(_kept(answer)))
+                self._answers.put(orders.Brought(self._device.taken(answer)))
         elif isinstance(message, orders.Put):
             self._held.put(message.number, message.value)
         elif isinstance(message, orders.SharedBlock):
-            self._held.put(message.number, block_of(message.size))
+            self._held.put_block(message.number, block_of(message.size))
         elif isinstance(message, orders.CallServer):
             blocks = [None if held is None else self._held.get(held.number) for held in (message.body, message.into)]
             self._calls.make(message, *blocks)
         elif isinstance(message, orders.Bring):
-            self._answers.put(orders.Brought(_kept(self._held.bring(message.numbers))))
+            self._answers.put(orders.Brought(self._device.taken(self._held.bring(message.numbers))))
         elif isinstance(message, orders.Listen):
             self._answers.put(orders.Brought(self._peers.listen(message.secret)))
         elif isinstance(message, orders.HandOver):
             self._answers.put(orders.Brought(self._peers.connect(message)))
+        elif isinstance(message, orders.UseDevice):
+            self._device.use(message)
+            self._held.device = self._device.device
         else:
             return False
         return True
@@ -199,13 +242,15 @@ class Host:
         set_modes(setup.modes)
         self._timeout = setup.timeout
         segments = [Segment(*fields) for fields in setup.segments]
-        own = layers_of_data(setup.layers, self._found)
+        own = layers_of_data(setup.layers, self._found, self._device.device)
         numbers = [number for segment in segments for number in segment.layers]
         layers = dict(zip(numbers, own, strict=True))
         if setup.pad is not None:
             self._emulation = Emulation([Pad(*setup.pad)] * (setup.index + 1))
+        generators = RandomGenerators(setup.run_seed, setup.virtual_worker, deterministic=setup.deterministic)
+        self._device.seed(generators, setup.index)
         settings = StageSettings(
-            RandomGenerators(setup.run_seed, setup.virtual_worker, deterministic=setup.deterministic),
+            generators,
             setup.in_flight,
             setup.torch_threads,
             setup.default_dtype,
@@ -217,8 +262,9 @@ class Host:
         return HostedStage(
             self._held,
             self._peers,
+            self._device.place,
             setup.index,
-            DEVICE,
+            self._device.device,
             segments,
             [layers.get(number, own[0]) for number in range(max(numbers) + 1)],
             settings,
@@ -226,35 +272,39 @@ class Host:
             ReadersWriterLock(watchdog),
             _alone,
             self._done,
-            Streams(),
+            self._streams,
             None if setup.memory is None else PlannedMemory(*setup.memory),  # type: ignore[arg-type]
             setup.visits,
         )
 
     def _serve(self, stage: HostedStage, message: Any) -> None:
         if isinstance(message, orders.Begin):
+            stage.stream.synchronize()  # what was dropped may still be computed, on the weights that come next
             stage.see(message.weights)
             stage.begin(message.version, message.forwards)
         elif isinstance(message, orders.Publish):
             stage.see(message.weights)
             stage.publish(message.version)
         elif isinstance(message, orders.NewLayers):
-            stage.take_layers(layers_of_data(message.layers, self._found))
+            stage.take_layers(layers_of_data(message.layers, self._found, self._device.device))
         elif isinstance(message, orders.NewVariants):
             add_variants(stage.layers, message.graphs)
         elif isinstance(message, orders.Take):
-            found = stage.take(message.minibatch).gradients
+            taken = stage.take(message.minibatch)
+            found = taken.gradients
+            for event in taken.events:
+                self._streams.user.join(event, found.values())
             gradients = self._keep(found, message.numbers) if message.numbers else self._shared(found)
             levels = [[level.now, level.most] for level in stage.memory.levels()]
             padded = None if self._emulation is None else [*asdict(self._emulation.stages[stage.index]).values()]
             self._answers.put(orders.Taken(gradients, levels, stage.stream.busy_seconds(), padded))
         elif isinstance(message, orders.Look):
-            self._answers.put(orders.Looked(stage.state(message.minibatch)))
+            self._answers.put(orders.Looked(self._device.state(stage.state(message.minibatch))))
         elif isinstance(message, orders.Delivered):
             stage.delivered(message.minibatch)
         else:
             try:
-                stage.put(Parcel(self._peers.receive(message, self._timeout)))
+                stage.put(Parcel(self._device.given(self._peers.receive(message, self._timeout))))
             except RuntimeError as error:
                 self._answers.put(Failure(message.minibatch, error))
 
@@ -282,7 +332,7 @@ class Host:
                 self._held.put(numbers[number], each)
                 looks[number] = orders.SharedTensor(None, each.dtype, list(each.shape), list(each.stride()))
             else:
-                looks[number] = _sparse(each)
+                looks[number] = _sparse(move(each, CPU))
         return looks
 
     def _found(self, held: Any) -> Tensor:
@@ -291,7 +341,7 @@ class Host:
         return self._held.get(held.number).data  # whose changes in place are not counted in graphs
 
     def _done(self, result: Result, event: StreamEvent | None) -> None:
-        self._answers.put(self._peers.hand_over(result))
+        self._answers.put(result if event is None else Computed(result, event))
 
     def _answer_call(self, answer: orders.ServerAnswered) -> None:
         self._answers.put(answer)
@@ -300,7 +350,7 @@ class Host:
         torch.set_num_threads(1)
         while (message := self._answers.get()) is not None:
             try:
-                self._wire.send(message)
+                self._wire.send(self._peers.hand_over(self._device.brought(message)))
             except OSError:
                 return  # nobody is there any more, which the other thread finds out, too
             except Exception as error:
@@ -313,11 +363,8 @@ def _alone(number: int, who: str) -> Iterator[None]:
     yield
 
 
-def _kept(answer: Any) -> Any:
-    """``answer`` as it is now: tensors may change before it is sent."""
-    if isinstance(answer, Tensor):
-        return answer.clone(memory_format=torch.preserve_format)
-    return [*map(_kept, answer)] if isinstance(answer, list | tuple) else answer
+def _text_of(error: Exception) -> str:
+    return "\n".join([str(error), *getattr(error, "__notes__", ())])
 
 
 def _sparse(gradient: Tensor) -> orders.SparseTensor:

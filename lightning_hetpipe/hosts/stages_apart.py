@@ -11,11 +11,12 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
+from lightning_hetpipe.accelerator import accelerates
 from lightning_hetpipe.emulation import Emulation
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.hosts import orders
 from lightning_hetpipe.hosts.host_connection import HostConnection
-from lightning_hetpipe.hosts.owned_stage import OwnedStage
+from lightning_hetpipe.hosts.owned_stage import Accelerator, OwnedStage
 from lightning_hetpipe.hosts.remote_stage import RemoteStage, reason_to_stay
 from lightning_hetpipe.pipeline.engine import Engine
 from lightning_hetpipe.pipeline.stage import Layer, Stage
@@ -24,6 +25,8 @@ from lightning_hetpipe.server.process.held_weights import HERE, WeightHolder
 from lightning_hetpipe.server.process.sessions import SessionChannel
 from lightning_hetpipe.server.transport.interface import Channel
 from lightning_hetpipe.server.transport.security import Security, is_loopback, split
+
+NO_ACCELERATORS: Mapping[int, tuple[int, str]] = {}
 
 
 def owns(device: torch.device) -> bool:
@@ -39,12 +42,19 @@ class StagesApart:
         addresses: Of the hosts of stages that are on other machines, by their numbers.
         security: Certificates and token for these.
         emulation: Of the stages, where their devices are not here.
+        accelerators: Number and name, on their machines, of the accelerators that stages of ``addresses`` are on.
     """
 
     def __init__(
-        self, all: bool, addresses: Mapping[int, str], security: Security, emulation: Emulation | None = None
+        self,
+        all: bool,
+        addresses: Mapping[int, str],
+        security: Security,
+        emulation: Emulation | None = None,
+        accelerators: Mapping[int, tuple[int, str]] = NO_ACCELERATORS,
     ) -> None:
         self._all, self._addresses, self._security, self._emulation = all, addresses, security, emulation
+        self._accelerators = accelerators
         self._apart: list[int] = []
         self._reasons: dict[int, str] = {}
         self._stages: list[RemoteStage] = []
@@ -106,19 +116,24 @@ class StagesApart:
         stage: RemoteStage
         if address is not None:
             connect = partial(HostConnection, address, self._security)
-            stage = OwnedStage(connect, index, device, segments, layers, *args)
+            found = self._accelerators.get(index)
+            own_device = None if found is None else Accelerator(*found)
+            stage = OwnedStage(connect, own_device, index, device, segments, layers, *args)
+        elif owns(device):
+            own_device = Accelerator(device.index) if accelerates(device) else None
+            stage = OwnedStage(None, own_device, index, device, segments, layers, *args)
         else:
-            kind = OwnedStage if owns(device) else RemoteStage
-            stage = kind(None, index, device, segments, layers, *args)
+            stage = RemoteStage(None, index, device, segments, layers, *args)
         stage.emulation = self._emulation
         self._stages.append(stage)
         return stage
 
     def check(self, stages: Sequence[Stage]) -> None:
-        """Refuse a stage that is planned for another machine, and is here.
+        """Refuse a stage that is planned for another machine, and is here; wait until hosts have the others' weights.
 
         Raises:
-            SettingError: as it holds the loss.
+            SettingError: as it holds the loss, or a host has not got a device.
+            torch.OutOfMemoryError: if a device has no room for the weights.
         """
         for index in self._addresses:
             if not isinstance(stages[index], RemoteStage):
@@ -126,6 +141,9 @@ class StagesApart:
                     f"stage {index} is planned for another machine, and the loss follows it, which stays in this"
                     " process; plan its layers for the node of the last stage"
                 )
+        for stage in self._stages:
+            if isinstance(stage, OwnedStage):
+                stage.await_weights()
 
     def join(self, engine: Engine) -> None:
         """Have hosts on other machines hand activations and gradients over to each other, where they can."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 
 import torch
@@ -29,6 +29,11 @@ class Autocast:
         kinds = ("cpu",) if accelerator is None else ("cpu", accelerator.type)
         dtypes = [torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None for kind in kinds]
         return Autocast(tuple(zip(kinds, dtypes, strict=True)), torch.is_autocast_cache_enabled())
+
+    def as_on_cpu(self, kind: str) -> Autocast:
+        """The same for devices of another ``kind``, whose state is that of the CPU unless autocast is on for them."""
+        dtypes = dict(self.dtypes)
+        return replace(self, dtypes=tuple({**dtypes, kind: dtypes.get(kind) or dtypes.get("cpu")}.items()))
 
     def opened(self, *, alone: bool = True) -> AbstractContextManager[None]:
         """Lets it hold in this thread, whatever does so far.

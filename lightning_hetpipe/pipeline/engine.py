@@ -303,7 +303,7 @@ class Engine(RunnerPool[Minibatch]):
 
     def lacking(self) -> str:
         """Say what all stages hold, where another thread than theirs runs out of memory, and what helps."""
-        held = [f"  stage {stage.index} on {stage.device}: {stage.memory.told()}" for stage in self.stages]
+        held = [f"  stage {stage.index} on {stage.place}: {stage.memory.told()}" for stage in self.stages]
         return "\n".join(
             [
                 "memory ran out in user code or a step of Lightning's; stages held",

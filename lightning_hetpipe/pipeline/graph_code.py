@@ -61,12 +61,15 @@ def layers_as_data(layers: Sequence[Layer], named: Callable[[Tensor], Any] = lam
     return [written, held]
 
 
-def layers_of_data(data: Sequence[Any], found: Callable[[Any], Tensor] | None = None) -> list[Layer]:
+def layers_of_data(
+    data: Sequence[Any], found: Callable[[Any], Tensor] | None = None, device: torch.device | None = None
+) -> list[Layer]:
     """The layers that :func:`layers_as_data` was given; what they shared they share again.
 
     Args:
         data: What it has given.
         found: Gives the tensor for which something else stands in the data.
+        device: Where the layers are to be; by default where they were.
 
     Raises:
         NotPlain: for what no graph can call.
@@ -75,8 +78,9 @@ def layers_of_data(data: Sequence[Any], found: Callable[[Any], Tensor] | None = 
     tensors: list[Tensor] = []
     for given, is_parameter, wanted in held:
         tensor = given if isinstance(given, Tensor) or found is None else found(given)
+        tensor = tensor if device is None else tensor.to(device)
         tensors.append(nn.Parameter(tensor, wanted) if is_parameter else tensor)
-    return [_read_layer(each, tensors) for each in written]
+    return [_read_layer(each, tensors, device) for each in written]
 
 
 def new_variants(layers: Sequence[Layer], known: Sequence[int]) -> list[Any]:
@@ -142,8 +146,8 @@ def _add(code: Code, written: Mapping[str, Any]) -> None:
         code.add_graph(graph, each["own"], written["changes"])
 
 
-def _read_layer(written: Mapping[str, Any], tensors: list[Tensor]) -> Layer:
-    module = GraphLayer(written["device"])
+def _read_layer(written: Mapping[str, Any], tensors: list[Tensor], device: torch.device | None) -> Layer:
+    module = GraphLayer(device or written["device"])
     module.take({path: tensors[place] for path, place in written["held"].items()})
     module.train(written["training"])
     _add(module.code, written["variants"])

@@ -1,13 +1,15 @@
 """Messages as records, which plain data may have in it.
 
-An error travels as its class's name and its text: to whoever reads it, it is a :class:`RemoteFailure`
-(a ``SettingError`` stays one, as its text is for users).
+An error travels as its class's name, its text and its notes: to whoever reads it, it is a :class:`RemoteFailure`
+(a ``SettingError`` stays one, as its text is for users, and so does one for want of memory).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
+
+import torch
 
 from lightning_hetpipe.errors import Discarded, SettingError
 from lightning_hetpipe.pipeline import stage_messages
@@ -21,10 +23,18 @@ class RemoteFailure(RuntimeError):
     """Error that a stage in another process has raised."""
 
 
+STAYING: Mapping[str, type[Exception]] = {
+    SettingError.__name__: SettingError,
+    torch.OutOfMemoryError.__name__: torch.OutOfMemoryError,
+}
+"""Errors that stay what they are, by name."""
+
+
 class _EncodedFailure(NamedTuple):
     minibatch: int
     error: str
     text: str
+    notes: Sequence[str]
 
 
 RECORDS: Sequence[type[Any]] = (
@@ -53,8 +63,10 @@ def to_record(message: Any) -> Any:
     """``message`` as one of :data:`RECORDS`."""
     if not isinstance(message, Failure):
         return message
-    text = "\n".join([str(message.error), *getattr(message.error, "__notes__", ())])
-    return _EncodedFailure(message.minibatch, type(message.error).__name__, text)
+    error = message.error
+    return _EncodedFailure(
+        message.minibatch, type(error).__name__, str(error), [*map(str, getattr(error, "__notes__", ()))]
+    )
 
 
 def of_record(record: Any) -> Any:
@@ -63,6 +75,11 @@ def of_record(record: Any) -> Any:
         return record
     if record.error == Discarded.__name__:
         return Failure(record.minibatch, Discarded())
-    if record.error == SettingError.__name__:
-        return Failure(record.minibatch, SettingError(record.text))
-    return Failure(record.minibatch, RemoteFailure(f"{record.error}: {record.text}"))
+    error: Exception
+    if record.error in STAYING:
+        error = STAYING[record.error](record.text)
+    else:
+        error = RemoteFailure(f"{record.error}: {record.text}")
+    for note in record.notes:
+        error.add_note(note)
+    return Failure(record.minibatch, error)

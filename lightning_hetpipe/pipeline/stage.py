@@ -161,6 +161,11 @@ class Stage(StageThread):
         self._held_back: deque[Parcel] = deque()
         self.copy_layers()
 
+    @property
+    def place(self) -> str:
+        """Its device, for people."""
+        return str(self.device)
+
     def copy_layers(self) -> None:
         """Makes the copies of the live layers, in place of earlier ones; nothing may be in flight."""
         self.stash = self._new_stash(nn.ModuleList([layer.module for layer in self.layers]))
@@ -395,7 +400,7 @@ class Stage(StageThread):
 
     def _lacking(self, message: Message) -> str:
         return (
-            f"stage {self.index} ran out of memory on {self.device} in {self._work(message)}. It held"
+            f"stage {self.index} ran out of memory on {self.place} in {self._work(message)}. It held"
             f" {self.memory.told()}; {less(self._settings.in_flight, self._settings.recompute)}"
         )
 

@@ -303,7 +303,9 @@ class Fit(TrainerRun):
             each for each in self._around if in_flight > 1 and each in (self._prediction, self._correction)
         ]
         moved = self._move(layout)
-        stages = StagesApart(settings.in_processes, settings.hosts, settings.security, self._emulation)
+        stages = StagesApart(
+            settings.in_processes, settings.hosts, settings.security, self._emulation, settings.accelerators
+        )
         self._undo.callback(stages.close)
         engine = Engine(
             [(piece.name, piece.layers) for piece in pieces],

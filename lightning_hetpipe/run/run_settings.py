@@ -67,8 +67,10 @@ class RunSettings:
     """True if each stage is to have a process of its own where that is possible."""
     hosts: Mapping[int, str] = field(default_factory=dict)
     """Addresses of the hosts of stages on other machines."""
+    accelerators: Mapping[int, tuple[int, str]] = field(default_factory=dict)
+    """Number and name, on their machines, of the accelerators that those of these stages are on which are on one."""
     security: Security = field(default_factory=Security)
-    """Certificates and token for these."""
+    """Certificates and token for these hosts."""
     waited_in: Callable[[], str | None] = lambda: None
     """Gives a call in which virtual workers have waited for each other since it last did."""
 

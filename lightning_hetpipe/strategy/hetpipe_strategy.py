@@ -99,9 +99,9 @@ class HetPipeStrategy(PlannedDevices):
             the last one to keep, such as ``(100, 120)``, counted over the run from 1. It is in
             ``last_run.timeline``, in the run's folder as a Chrome trace, and on TensorBoard as a picture.
         stage_hosts: Where stages run: "threads" of one process, which share its Python interpreter; or "processes" of
-            their own, for every stage on a CPU whose layers were captured as graphs, but not for the last one, which
-            stays with the user's code and the optimizer. Results are the same, bit for bit. Whether processes are
-            faster depends on the model: try both. Each takes some seconds to start. A mapping, such as
+            their own, for every stage whose layers were captured as graphs, but not for the last one, which stays with
+            the user's code. Results are the same, bit for bit. Whether processes are faster depends on the model: try
+            both. Each takes some seconds to start, and on a GPU some hundred MB more. A mapping, such as
             ``{"attic": "10.0.0.2:7071"}``, is for a plan whose virtual workers have stages on several machines, and
             hosts of your own: it has for each of its nodes the address of the ``hetpipe-host`` there, but for the node
             of the last stage, on which this program runs. Without one, the program itself is started on each machine
@@ -238,7 +238,7 @@ class HetPipeStrategy(PlannedDevices):
             if self._group is not None:
                 together.check_together(trainer)
             if self.stage_hosts != "threads":
-                settings.check_stage_hosts(self.stage_hosts, wanted.devices, spread=wanted.is_spread)
+                settings.check_stage_hosts(self.stage_hosts, spread=wanted.is_spread)
             if self.compile is not None:
                 compile_setting.check(self.compile, self._devices())
         self._divide(trainer)
@@ -387,6 +387,7 @@ class HetPipeStrategy(PlannedDevices):
             timeline=self._timeline,
             in_processes=self.stage_hosts == "processes",
             hosts=settings.stages_elsewhere(self._own_plan, self._found_addresses(), planner.placement.emulated),
+            accelerators=settings.accelerators_elsewhere(self._own_plan, planner.placement.emulated),
             security=self._wsp_settings().security.from_environment(),
             waited_in=self._waited_in,
             resumed=None if self._asked_in_flight else self._resumed,

@@ -264,7 +264,7 @@ def stage_hosts(value: Any, *, compiles: bool, timeline: Window | None) -> Stage
 def stages_elsewhere(plan: Plan | None, hosts: StageHosts, emulated: bool) -> dict[int, str]:
     """Addresses of the hosts of stages that are not on the node of the last stage, of a plan of one virtual worker.
 
-    Their devices are CPUs. Where these have ``emulated`` others, stages of nodes without a host are in this process.
+    Where their devices are ``emulated``, stages of nodes without a host are in this process.
 
     Raises:
         SettingError: for hosts that are of no use.
@@ -278,18 +278,24 @@ def stages_elsewhere(plan: Plan | None, hosts: StageHosts, emulated: bool) -> di
     (worker,) = plan.virtual_workers
     elsewhere = {number: stage for number, stage in enumerate(worker.stages) if stage.node != worker.leader}
     found = {number: stage for number, stage in elsewhere.items() if not emulated or stage.node in hosts}
-    for number, stage in found.items():
-        if stage.device_name != "cpu" and not emulated:
-            raise SettingError(
-                f"stage {number} of the plan for {plan.model} is on {stage.place} of {stage.node}, and hosts compute on"
-                " CPUs only yet; plan it for the node of the last stage, or for a CPU"
-            )
     return {number: hosts[stage.node] for number, stage in found.items()}
 
 
-def check_stage_hosts(hosts: StageHosts, devices: Sequence[torch.device], *, spread: bool = False) -> None:
-    """Refuses stages in processes on ``devices`` other than CPUs, and hosts for a ``spread`` run, which has no stages;
-    warns where that leaves processes out."""
+def accelerators_elsewhere(plan: Plan | None, emulated: bool) -> dict[int, tuple[int, str]]:
+    """Number and name of the accelerator of each stage that is on one of another node than the last stage's, of a plan
+    of one virtual worker; where devices are ``emulated``, hosts compute on CPUs."""
+    if plan is None or emulated:
+        return {}
+    (worker,) = plan.virtual_workers
+    return {
+        number: (stage.device_number, stage.device_name)
+        for number, stage in enumerate(worker.stages)
+        if stage.node != worker.leader and stage.device_name != "cpu" and stage.device_number is not None
+    }
+
+
+def check_stage_hosts(hosts: StageHosts, *, spread: bool = False) -> None:
+    """Refuses hosts for a ``spread`` run, which has no stages; warns where that leaves processes out."""
     if spread and isinstance(hosts, Mapping):
         raise SettingError(
             f"stage_hosts={dict(hosts)!r} is for stages, and one minibatch in flight has none, as the step runs on the"
@@ -300,13 +306,6 @@ def check_stage_hosts(hosts: StageHosts, devices: Sequence[torch.device], *, spr
             f"stage_hosts={hosts!r} changes nothing: one minibatch is in flight, and so there are no stages; set"
             " in_flight to more, or leave stage_hosts out"
         )
-        return
-    for device in devices:
-        if hosts == "processes" and device.type != "cpu":
-            raise SettingError(
-                f"stage_hosts='processes' has stages on CPUs in processes of their own, not yet on {device}; leave"
-                " stage_hosts out"
-            )
 
 
 def check_cluster(virtual_workers: int) -> None:

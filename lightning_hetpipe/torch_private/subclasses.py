@@ -8,6 +8,8 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.optim import optimizer
+from torch.utils import _foreach_utils
 
 T = TypeVar("T", bound=Tensor)
 
@@ -21,6 +23,14 @@ def make_without_memory(cls: type[T], like: Tensor, device: torch.device) -> T:
     make: Any = torch.Tensor._make_wrapper_subclass
     made: T = make(cls, like.size(), strides=like.stride(), dtype=like.dtype, layout=like.layout, device=device)
     return made
+
+
+def take_in_foreach(cls: type[Tensor]) -> None:
+    """Have optimizers and gradient clipping take their ``foreach`` forms for tensors of class ``cls`` on the devices on
+    which they take these for plain ones."""
+    for known in (optimizer._foreach_supported_types, _foreach_utils._foreach_supported_types):
+        if cls not in known:
+            known.append(cls)
 
 
 def address_of(tensor: Tensor) -> int | None:

@@ -16,4 +16,6 @@ def host_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[HostThread]]:
     monkeypatch.setattr(HostThread, "made", made)
     monkeypatch.setattr("lightning_hetpipe.hosts.remote_stage.HostProcess", HostThread)
     yield made
+    for host in made:
+        host.thread.join(60)  # a fit that fails while it is set up waits for none
     assert not any(host.thread.is_alive() for host in made)

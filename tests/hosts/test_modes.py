@@ -25,12 +25,16 @@ def legacy() -> Iterator[None]:
 
 
 @contextmanager
-def precise(work: str) -> Iterator[None]:
-    """Products are of bfloat16, as set by the newer names, beside which torch refuses to tell the older ones."""
-    settings: Any = getattr(torch.backends.mkldnn, work)
-    before, settings.fp32_precision = settings.fp32_precision, "bf16"
+def switched(library: Any, name: str, value: Any) -> Iterator[None]:
+    before = getattr(library, name)
+    setattr(library, name, value)
     yield
-    settings.fp32_precision = before
+    setattr(library, name, before)
+
+
+def precise(library: Any, precision: str) -> Any:
+    """Numbers are rounded, as set by the newer names, beside which torch refuses to tell the older ones."""
+    return lambda: switched(library, "fp32_precision", precision)
 
 
 @contextmanager
@@ -40,12 +44,31 @@ def without_denormals() -> Iterator[None]:
     torch.set_flush_denormal(False)
 
 
+@contextmanager
+def without_cudnns_attention() -> Iterator[None]:
+    GPU.enable_cudnn_sdp(False)
+    yield
+    GPU.enable_cudnn_sdp(True)
+
+
+BACKENDS: Any = torch.backends
+CPU, GPU, CUDNN = BACKENDS.mkldnn, BACKENDS.cuda, BACKENDS.cudnn
+
 CASES: dict[str, Any] = {
     "legacy": legacy,
-    "matmul": lambda: precise("matmul"),
-    "conv": lambda: precise("conv"),
-    "rnn": lambda: precise("rnn"),
+    "matmul": precise(CPU.matmul, "bf16"),
+    "conv": precise(CPU.conv, "bf16"),
+    "rnn": precise(CPU.rnn, "bf16"),
     "denormals": without_denormals,
+    "products of GPUs": precise(GPU.matmul, "tf32"),
+    "convolutions of GPUs": precise(CUDNN.conv, "ieee"),
+    "recurrent layers of GPUs": precise(CUDNN.rnn, "ieee"),
+    "deterministic": lambda: switched(CUDNN, "deterministic", True),
+    "benchmark": lambda: switched(CUDNN, "benchmark", True),
+    "without cudnn": lambda: switched(CUDNN, "enabled", False),
+    "sums of half": lambda: switched(GPU.matmul, "allow_fp16_reduced_precision_reduction", False),
+    "sums of bfloat16": lambda: switched(GPU.matmul, "allow_bf16_reduced_precision_reduction", False),
+    "attention": without_cudnns_attention,
 }
 
 

@@ -44,9 +44,10 @@ class Hosts:
 
 
 @contextmanager
-def serving(environment: dict[str, str]) -> Iterator[Hosts]:
+def serving(environment: dict[str, str], *program: str) -> Iterator[Hosts]:
+    module, *arguments = program or ("lightning_hetpipe.cli.hetpipe_host",)
     process = subprocess.Popen(
-        [sys.executable, "-m", "lightning_hetpipe.cli.hetpipe_host", "address=127.0.0.1:0"],
+        [sys.executable, "-m", module, *arguments, "address=127.0.0.1:0"],
         stdout=subprocess.PIPE,
         text=True,
         env={**{name: value for name, value in os.environ.items() if not name.startswith("HETPIPE")}, **environment},
@@ -125,11 +126,11 @@ from tests.support.models import vectors
 from tests.support.strategies import stashing
 from tests.support.trainers import quiet_trainer
 
-saved, *address = sys.argv[1:]
+saved, device, *address = sys.argv[1:]
 where = {"stage_hosts": {"attic": address[0]}} if address else {}
 nodes = ("attic", "desk", "desk") if address else ("desk", "desk", "desk")
 learner = task()
-strategy = stashing(plan=plan(*nodes, workers=2), wsp=WSPCallback(aggregate="mean"), **where)
+strategy = stashing(plan=plan(*nodes, workers=2, device=device), wsp=WSPCallback(aggregate="mean"), **where)
 trainer = quiet_trainer(strategy, max_epochs=2)
 trainer.fit(learner, vectors(40, 4), vectors(12, 4))
 if trainer.is_global_zero:
@@ -139,8 +140,13 @@ if trainer.is_global_zero:
 
 def test_two_virtual_workers_over_machines(hosts: Hosts, tmp_path: Path) -> None:
     """Waves of weights that are at hosts."""
+    check_two(hosts, "cpu", tmp_path)
+
+
+def check_two(hosts: Hosts, device: str, tmp_path: Path) -> None:
+    """Two virtual workers over machines, with their first stages on the ``device`` there, train as on one CPU."""
     found = []
-    for number, where in enumerate(([], [hosts.address])):
+    for number, where in enumerate((["cpu"], [device, hosts.address])):
         saved = tmp_path / f"{number}.pt"
         program = tmp_path / "two.py"
         program.write_text(TWO)
@@ -332,9 +338,11 @@ def test_nobody_at_an_address(hosts: Hosts) -> None:
     assert "the host at 127.0.0.1:1: nobody answers there" in refused(strategy)
 
 
-def test_hosts_compute_on_cpus() -> None:
-    strategy = stashing(plan=plan("attic", "desk", "desk", device="RTX-3090"), stage_hosts={"attic": "127.0.0.1:1"})
-    assert "stage 0 of the plan for Task is on RTX-3090:0 of attic, and hosts compute on CPUs only" in refused(strategy)
+def test_an_accelerator_that_a_host_lacks(hosts: Hosts) -> None:
+    strategy = stashing(plan=plan("attic", "desk", "desk", device="RTX-3090"), stage_hosts={"attic": hosts.address})
+    said = f"stage 0 (host {hosts.address}) cannot go on: host {hosts.address} has no RTX-3090:0: it has no accelerator"
+    assert said in refused(strategy)
+    eventually(lambda: not hosts.children(), "a host has not ended")
 
 
 def test_a_spread_run_has_no_stages_for_hosts() -> None:

@@ -679,6 +679,22 @@ MUTATIONS = (
         ("tests/hosts/test_remote_tensors.py", "-k", "random_numbers"),
     ),
     Mutation(
+        "L9",
+        "a host sends what its device has not computed yet",
+        "hosts/host_device.py",
+        "self._stream.join(event, result.value.tensors)",
+        "pass",
+        ("tests/hosts/test_accelerators.py", "-k", "another_machine and plain"),
+    ),
+    Mutation(
+        "L1",
+        "weights are stepped before their gradients are computed on a host's device",
+        "hosts/stage_host.py",
+        "self._streams.user.join(event, found.values())",
+        "pass",
+        ("tests/hosts/test_accelerators.py", "-k", "another_machine and plain"),
+    ),
+    Mutation(
         "L1",
         "an order overtakes the operators that wait",
         "hosts/owned_stage.py",

@@ -135,8 +135,9 @@ def test_failures() -> None:
     found = of_record(again(to_record(Failure(3, error))))
     assert found.minibatch == 3
     assert isinstance(found.error, RemoteFailure)
-    assert str(found.error) == "ZeroDivisionError: of a layer\nand a note"
-    for kind in (Discarded, SettingError):
+    assert str(found.error) == "ZeroDivisionError: of a layer"
+    assert found.error.__notes__ == ["and a note"]
+    for kind in (Discarded, SettingError, torch.OutOfMemoryError):
         assert isinstance(of_record(again(to_record(Failure(3, kind("it"))))).error, kind)
 
 

@@ -4,11 +4,21 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim import optimizer
+from torch.utils import _foreach_utils
 
-from lightning_hetpipe.torch_private.subclasses import address_of, as_plain, exchange, make_without_memory
+from lightning_hetpipe.torch_private.subclasses import (
+    address_of,
+    as_plain,
+    exchange,
+    make_without_memory,
+    take_in_foreach,
+)
 from tests.private.guarding import guards
+from tests.support.accelerator import NAME
 
 
 class Named(Tensor):
@@ -38,6 +48,20 @@ def test_a_tensor_without_memory_is_its_operators() -> None:
     with torch.no_grad():
         made.mul_(2)
     assert made.ran == ["aten::mul_.Tensor"], "what is computed with weights at a host would not reach it"
+
+
+@guards("_foreach_supported_types", "_foreach_utils")
+@pytest.mark.usefixtures("accelerator")
+def test_optimizers_take_lists_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (optimizer, _foreach_utils):
+        monkeypatch.setattr(module, "_foreach_supported_types", [torch.Tensor, nn.Parameter])
+    made: Any = make_without_memory(Named, torch.empty(3), torch.device(NAME, 0))
+    for known in (False, True):
+        if known:
+            take_in_foreach(Named)
+        _, steps = optimizer._default_to_fused_or_foreach([made], differentiable=False)
+        clips = _foreach_utils._has_foreach_support([made], made.device)
+        assert steps == clips == known, "a step would take one message for each weight, with other bits than here"
 
 
 def test_tensors_are_exchanged_for_whoever_refers_to_them() -> None:

@@ -1,0 +1,113 @@
+"""The device that a host computes on: the CPU of its machine, or one of the accelerators there."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_hetpipe.accelerator import accelerates, all_devices, default_generators, device_module
+from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.hosts import orders
+from lightning_hetpipe.pipeline.random.generators import RandomGenerators
+from lightning_hetpipe.pipeline.stage_messages import Forward, InputGradients, Output, Result, StageState
+from lightning_hetpipe.pipeline.streams import Stream, StreamEvent, move, stream_on
+from lightning_hetpipe.pipeline.values import moved, tensors_in
+from lightning_hetpipe.planning.model.catalogue import canonical
+from lightning_hetpipe.planning.model.units import in_bytes
+
+CPU = torch.device("cpu")
+
+
+class Computed(NamedTuple):
+    """Result of a stage that is computed on its device behind ``event``."""
+
+    result: Result
+    event: StreamEvent
+
+    @property
+    def minibatch(self) -> int:
+        return self.result.minibatch
+
+
+class HostDevice:
+    """Device of a host: the CPU until :meth:`use` is called.
+
+    Attributes:
+        device: As torch has it.
+        place: For people, with the host's name.
+    """
+
+    def __init__(self) -> None:
+        self.device = CPU
+        self.place = str(CPU)
+        self._looks = CPU
+        self._stream: Stream | None = None
+
+    def use(self, order: orders.UseDevice) -> None:
+        """Have the device that ``order`` names.
+
+        Raises:
+            SettingError: if this machine has no such device.
+        """
+        there = all_devices()
+        wanted = f"{order.name or 'accelerator'}:{order.number}"
+        if not 0 <= order.number < len(there):
+            has = told_devices() or "no accelerator, only its CPU"
+            raise SettingError(f"{order.host} has no {wanted}: it has {has}; plan for what is there")
+        device = there[order.number]
+        if order.name is not None and canonical(order.name) != canonical(name_of(device)):
+            raise SettingError(f"{order.host} has no {wanted}: it has {told_devices()}; plan for what is there")
+        torch.accelerator.set_device_index(device.index)
+        self.device, self.place, self._looks = device, f"{device} of {order.host}", order.looks
+
+    def seed(self, generators: RandomGenerators, stage: int) -> None:
+        """Seed the device's default generator, from which fused operators draw, by the run and its ``stage``."""
+        if accelerates(self.device):
+            seed = generators.generator("default", f"stage {stage}", 0, CPU).initial_seed()
+            default_generators()[self.device.index].manual_seed(seed)
+
+    def given(self, message: Any) -> Any:
+        """``message`` for a stage on the device: autocast on the CPU, as which a leader sees it, holds there."""
+        if accelerates(self.device) and self._looks == CPU and isinstance(message, Forward):
+            return message._replace(autocast=message.autocast.as_on_cpu(self.device.type))
+        return message
+
+    def taken(self, value: Any) -> Any:
+        """``value``, a nesting of tensors, as it is now and on the CPU: it may change before it is sent."""
+        if isinstance(value, Tensor):
+            there = move(value, CPU)
+            return value.clone(memory_format=torch.preserve_format) if there is value else there
+        return [*map(self.taken, value)] if isinstance(value, list | tuple) else value
+
+    def brought(self, message: Any) -> Any:
+        """``message`` with its tensors on the CPU; one thread alone calls it, which copies in a stream of its own."""
+        if not isinstance(message, Computed):
+            return message
+        result, event = message
+        if self._stream is None:
+            self._stream = stream_on(self.device)
+            self._stream.enter()
+        if isinstance(result, Output):
+            self._stream.join(event, result.value.tensors)
+            return result._replace(value=result.value.on(CPU))
+        assert isinstance(result, InputGradients)
+        self._stream.join(event, [*tensors_in(result.gradients), *result.sums.values()])
+        gradients = [moved(gradient, CPU) for gradient in result.gradients]
+        return result._replace(gradients=gradients, sums={n: move(sum, CPU) for n, sum in result.sums.items()})
+
+    def state(self, state: StageState) -> StageState:
+        """``state`` on the CPU."""
+        return StageState([[move(tensor, CPU) for tensor in own] for own in state.buffers])
+
+
+def name_of(device: torch.device) -> str:
+    """The catalogue's name of ``device``, or torch's where that does not know it."""
+    return canonical(device_module(device).get_device_properties(device).name)
+
+
+def told_devices() -> str:
+    """Accelerators of this machine for people, with their memory; nothing where there are none."""
+    sizes = {each: device_module(each).get_device_properties(each).total_memory for each in all_devices()}
+    return ", ".join(f"{each} ({name_of(each)}, {in_bytes(size)})" for each, size in sizes.items())

@@ -1,0 +1,40 @@
+"""Program of hetpipe-host on a machine that has the test accelerator, each of whose devices holds so many bytes.
+
+python -m tests.hosts.accelerated_host BYTES address=127.0.0.1:0
+"""
+
+from __future__ import annotations
+
+import sys
+
+from lightning_hetpipe.cli import hetpipe_host
+from lightning_hetpipe.hosts import host_process, host_server
+from tests.support.accelerator import set_limit, show
+
+BEFORE = "from lightning_hetpipe.hosts.host_process import child\n"
+SHOWN = "from tests.hosts.accelerated_host import give; give({})\n"
+"""In the program of a host's process, so that it has the devices, too."""
+
+
+def give(limit: int) -> None:
+    """Give this process the devices."""
+    show()
+    for index in range(4):
+        set_limit(index, limit)
+
+
+def with_devices(limit: int) -> str:
+    """The program of a host's process that has the devices."""
+    assert BEFORE in host_process.CHILD
+    return host_process.CHILD.replace(BEFORE, SHOWN.format(limit) + BEFORE)
+
+
+def main() -> None:
+    limit = int(sys.argv.pop(1))
+    setattr(host_server, "CHILD", with_devices(limit))  # noqa: B010  # which has it from host_process
+    give(limit)
+    hetpipe_host.main()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,120 @@
+"""Tensors at hosts that have them on an accelerator: the same bits, and each looks as this process has it."""
+
+from __future__ import annotations
+
+import operator
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_hetpipe.hosts import orders
+from lightning_hetpipe.hosts.remote_tensor import RemoteTensor, local, remote
+from lightning_hetpipe.hosts.shared_weights import SeenStash
+from lightning_hetpipe.pipeline.stage_messages import Flags, Version
+from lightning_hetpipe.rules.versions import Reading
+from lightning_hetpipe.torch_private.subclasses import exchange, take_in_foreach
+from tests.hosts.test_remote_tensors import ONES, OPTIMIZERS, TWOS, Table, assert_alike, gradients, net
+from tests.support.accelerator import NAME, TestAccelerator
+
+pytestmark = pytest.mark.usefixtures("accelerator")
+
+LOOKS = ["cpu", f"{NAME}:1"]
+"""Devices that this process sees for tensors of a host on another machine, and of one on this machine."""
+
+START = torch.arange(12.0).view(3, 4).sub(5)
+
+
+@pytest.fixture(params=LOOKS)
+def table(request: pytest.FixtureRequest) -> Table:
+    return Table(f"{NAME}:1", request.param)
+
+
+@pytest.mark.parametrize("number", range(len(ONES)))
+def test_operators_on_one(number: int, table: Table) -> None:
+    plain, there = START.to(table.memory.looks, copy=True), remote(START, table.memory)
+    try:
+        expected = ONES[number](plain)
+    except TypeError:  # numpy has no such devices
+        with pytest.raises(TypeError):
+            ONES[number](there)
+        return
+    assert_alike(expected, ONES[number](there))
+    assert_alike(plain, there)
+
+
+@pytest.mark.parametrize("number", range(len(TWOS)))
+@pytest.mark.parametrize("both", [True, False])
+def test_operators_on_two(number: int, both: bool, table: Table) -> None:
+    """The other one is there, too, or in this process."""
+    plain = [START.to(table.memory.looks, copy=True), START.to(table.memory.looks) * 2]
+    there = [remote(START, table.memory), remote(START * 2, table.memory) if both else plain[1].clone()]
+    assert_alike(TWOS[number](*plain), TWOS[number](*there))
+    assert_alike(plain, there)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizers(name: str, table: Table) -> None:
+    plain, there = net(), net()
+    for parameter in there.parameters():
+        exchange(parameter, nn.Parameter(remote(parameter, table.memory)))
+    steps = [OPTIMIZERS[name](each.parameters()) for each in (plain, there)]
+    for seed in range(3):
+        for module, optimizer in zip((plain, there), steps, strict=True):
+            gradients(module, seed)
+            nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+            optimizer.step()
+    for mine, other in zip(there.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(local(mine).cpu(), other)
+    assert all(each.device == table.held.device for each in table.held._held.values())
+
+
+def test_they_look_as_this_process_has_them(table: Table) -> None:
+    looks, weight = table.memory.looks, remote(START, table.memory)
+    for each in (weight, torch.zeros_like(weight, device=looks), weight.new_zeros(2), weight[0].sum(), weight.detach()):
+        assert isinstance(each, RemoteTensor)
+        assert each.device == looks
+    assert local(weight).device == looks
+    assert type(weight.to("cpu")) is (RemoteTensor if looks.type == "cpu" else Tensor)
+
+
+def test_what_an_operator_is_given_goes_to_a_host_with_an_accelerator(table: Table) -> None:
+    """Wherever most bytes are: on the CPU it would have other bits than on a GPU."""
+    weight, large = remote(START[0], table.memory), torch.ones(100, 4, device=table.memory.looks)
+    assert isinstance(large @ weight, RemoteTensor)
+
+
+def test_streams_use_nothing_of_them(table: Table) -> None:
+    """A stream that uses a tensor of this process is told to its memory; the values of others are not asked for."""
+    weight = remote(START, table.memory)
+    weight.record_stream(torch.Stream(torch.device(NAME, 0)))
+    table.memory.flush()
+    assert not any(isinstance(each, orders.Bring) for each in table.sent)
+
+
+def test_a_step_takes_the_form_that_it_takes_on_the_device(accelerator: TestAccelerator) -> None:
+    """One operator for all weights, whose bits may be others than those of one for each."""
+    take_in_foreach(RemoteTensor)
+    table = Table(f"{NAME}:1", f"{NAME}:1")
+    module = net()
+    for parameter in module.parameters():
+        exchange(parameter, nn.Parameter(remote(parameter, table.memory)))
+        parameter.grad = remote(torch.ones_like(parameter), table.memory)
+    table.sent.clear()
+    torch.optim.SGD(module.parameters(), 0.1).step()
+    table.memory.flush()
+    assert [each.operator for sent in table.sent for each in sent.each] == ["aten::_foreach_add_.List"]
+
+
+def test_a_stage_is_told_which_tensors_of_versions_are_new() -> None:
+    """Its stream uses them from then on, and they were made in another one."""
+    held = [torch.zeros(2), torch.zeros(2, 2)]
+    stash, nothing = (
+        SeenStash(nn.ModuleList([nn.Linear(2, 2)]), held.__getitem__),
+        Version(1, (), Flags((), ()), (), ()),
+    )
+    readings = [(Reading(1), 0, Flags((), ()))]
+    stash.take(orders.PublishedWeights(readings, {0: [orders.Held(0), orders.Held(1)]}))
+    assert all(map(operator.is_, stash.begin(nothing), held))
+    stash.take(orders.PublishedWeights(readings, {}))
+    assert stash.publish(nothing) == []
