@@ -78,7 +78,11 @@ class OwnedStage(RemoteStage):
     def __init__(self, connect: Callable[[], HostLink] | None, accelerator: Accelerator | None, *args: Any) -> None:
         self._moved: list[nn.Parameter] = []
         self._accelerator = accelerator
-        super().__init__(connect, *args)
+        try:
+            super().__init__(connect, *args)
+        except BaseException:
+            super().close()  # nobody else knows of it yet
+            raise
 
     @property
     def place(self) -> str:
@@ -162,6 +166,8 @@ class OwnedStage(RemoteStage):
         take_in_foreach(RemoteTensor)
         if self._accelerator is not None:
             super()._send(orders.UseDevice(*self._accelerator, self.device, self._host.name))
+            if self._accelerator.name is not None:  # else the device is of this machine, and there
+                self._memory.bring(())  # before any weight leaves this process for a host that has no such device
         self.holder = HostHolder(self._memory, self._send)
 
     def _new_stash(self, layers: nn.ModuleList) -> VersionedLayers:

@@ -18,6 +18,7 @@ from torch import nn
 
 from lightning_hetpipe import HetPipeStrategy
 from lightning_hetpipe.accelerator import default_generators
+from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.hosts.owned_stage import Accelerator
 from lightning_hetpipe.hosts.remote_tensor import RemoteTensor
 from lightning_hetpipe.pipeline.segment_runner import SegmentRunner
@@ -76,6 +77,7 @@ def test_devices_of_another_machine_have_the_oracles_bits(hosts: Hosts) -> None:
     assert_equal(expect(task(), vectors(40, 4), 3), fit(task(), vectors(40, 4), strategy=strategy))
 
 
+@pytest.mark.slow
 def test_two_virtual_workers_with_devices_of_another_machine(hosts: Hosts, tmp_path: Path) -> None:
     """Waves of weights that are on accelerators, whose updates are in blocks that servers see."""
     check_two(hosts, "test accelerator", tmp_path)
@@ -237,9 +239,12 @@ def test_a_number_that_a_host_lacks(accelerator: TestAccelerator, near: None) ->
     first, last = worker.stages
     stages = replace(first, device="test accelerator:4"), replace(last, last_layer=5)
     other = replace(other, virtual_workers=(replace(worker, stages=stages),))
-    text = refused(stashing(plan=other, stage_hosts={"attic": "127.0.0.1:1"}))
-    assert "has no test accelerator:4: it has testacc:0 (test accelerator, 16.0 GiB), " in text
-    assert text.endswith("; plan for what is there")
+    learner = task()
+    with pytest.raises(SettingError) as caught:
+        fit(learner, vectors(8, 4), strategy=stashing(plan=other, stage_hosts={"attic": "127.0.0.1:1"}))
+    assert "has no test accelerator:4: it has testacc:0 (test accelerator, 16.0 GiB), " in str(caught.value)
+    assert str(caught.value).endswith("; plan for what is there")
+    assert_same([*task().parameters()], [*learner.parameters()])  # no weight has left
 
 
 def test_fused_operators_draw_by_the_seed_of_the_run(
