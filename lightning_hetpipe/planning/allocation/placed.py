@@ -1,0 +1,243 @@
+"""Placement of layers (arXiv 1901.05803): ``allocation="placed"``.
+
+Layers with many parameters and little work, such as a classifier's, lie where their server is, for every virtual
+worker: activations cross the network in place of parameters. There is one virtual worker for each node; their last
+stages, which begin with the same layer, are all on one device, the *head*, and with ``placement="local"`` their weights
+are on the server of its node. Of three nodes with two devices each, where the head H is on the last one:
+
+    ABH, CDH, EH
+
+Where the head is its node's only device, it either does nothing else, or is a virtual worker with all layers, too.
+
+The search decides which device is the head, whether it does something else, and where its layers begin. No choice of
+these is faster than its *bound*, by the seconds of its devices and the bytes of the busiest links. Choices with large
+bounds are simulated first, until none that is left can be faster; of those that are as fast within 1%, the one with the
+fewest bytes on the network is taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.planning.allocation.allocator import HIDING, NEAR, Allocation, Allocator
+from lightning_hetpipe.planning.allocation.group_plans import GroupPlans, Kinds
+from lightning_hetpipe.planning.allocation.groupings import Group, Grouping
+from lightning_hetpipe.planning.model.cluster import Cluster, DeviceSlot
+from lightning_hetpipe.planning.model.estimate import INSTANT, estimate
+from lightning_hetpipe.planning.model.profile import Profile, UserBytes
+from lightning_hetpipe.planning.model.stage_memory import optimizer_state
+from lightning_hetpipe.planning.search.choice import Choice, slowest_stage
+from lightning_hetpipe.rules.versions import Versions
+
+PLACED = "placed"
+"""Name of the allocation."""
+
+SIMULATED = 24
+"""Largest number of choices that are simulated."""
+
+
+@dataclass(frozen=True)
+class Head:
+    """A device with the last stages of all virtual workers.
+
+    Attributes:
+        slot: The device.
+        grouping: The devices of each virtual worker, of which it is the last.
+        first: The first layer on it.
+    """
+
+    slot: DeviceSlot
+    grouping: Grouping
+    first: int
+
+
+class PlacedPlans(GroupPlans):
+    """Plans of groups whose last device has the layers from ``first`` on: the others are divided among the other
+    devices as without them."""
+
+    def __init__(self, profile: Profile, cluster: Cluster, settings: dict[str, Any], first: int) -> None:
+        if (stages := settings["stages"]) is not None:
+            settings = {**settings, "stages": stages - 1}
+        super().__init__(profile, cluster, settings)
+        self._first = first
+        self._before = GroupPlans(_before(profile, first), cluster, settings)
+
+    def _found(self, slots: Group, in_flight: int | None, fewer: bool) -> Choice:
+        if in_flight is None:
+            return self._best(slots)
+        found = self._at(slots, in_flight)
+        while fewer and not found.fits and found.in_flight > 1:
+            found = self._at(slots, found.in_flight - 1)
+        return found
+
+    def _best(self, slots: Group) -> Choice:
+        """The plan at the smallest Nm within 1% of the best throughput."""
+        found: list[Choice] = []
+        best = better = 0
+        while self._versions(len(found) + 1).is_possible:
+            plan = self._at(slots, len(found) + 1)
+            if found and not plan.fits:
+                break
+            found.append(plan)
+            if plan.rate > found[best].rate:
+                best = better = len(found) - 1
+            if len(found) > better + len(plan.stages):
+                break
+        return next(plan for plan in found if plan.rate >= NEAR * found[best].rate)
+
+    def _at(self, slots: Group, in_flight: int) -> Choice:
+        *own, head = slots
+        before = self._before.plan(own, in_flight) if own else None
+        stages = before.stages if before else ()
+        found = estimate(
+            self._profile,
+            self._cluster,
+            [*(stage.slot for stage in stages), head],
+            [*(stage.first for stage in stages), self._first if own else 0],
+            in_flight,
+            state=optimizer_state(self._settings["optimizer"]),
+            recompute=self._settings["recompute"],
+            versions=self._versions(in_flight),
+        )
+        return Choice(
+            found.stages,
+            found.versions,
+            found.recompute,
+            found.rate,
+            found.simulation,
+            found.spread,
+            idle=before.idle if before else (),
+            tried=(),
+            reasons=(slowest_stage(found),),
+        )
+
+    def _versions(self, in_flight: int) -> Versions:
+        return Versions(self._settings["weights"], in_flight, self._settings["every"])
+
+    def _sorted(self, group: Sequence[DeviceSlot]) -> tuple[Kinds, Group]:
+        *own, head = group
+        kinds, slots = super()._sorted(own)
+        beside = any(slot.node == head.node for slot in own)
+        link = self._cluster.nodes[head.node].own_link if beside else self._cluster.between
+        return (*kinds, (link, (head.device,))), (*slots, head)
+
+
+def placed(allocator: Allocator, *, shares: bool, placement: str = "local", floor: float = 0.0) -> Allocation | None:
+    """The fastest allocation of this kind that is found, of those within 1% of it the one with the fewest bytes on the
+    network; where none fits, the one that lacks the least memory.
+
+    Args:
+        allocator: Makes allocations of the cluster's devices.
+        shares: Whether faster virtual workers get longer waves.
+        placement: As :meth:`~lightning_hetpipe.planning.allocation.allocator.Allocator.allocate` has it.
+        floor: Minibatches per second; those whose bound is below it are not looked at.
+
+    Returns:
+        None where all bounds are below ``floor``.
+
+    Raises:
+        SettingError: where no two virtual workers would share a device.
+    """
+    bounds = {head: _bound(allocator, head, shares, placement) for head in heads(allocator)}
+    if not bounds:
+        count, layers = len(allocator.cluster.nodes), len(allocator.profile.layers)
+        raise SettingError(
+            f"allocation='{PLACED}' has the last of at least two stages of several virtual workers, one for each node,"
+            f" on one device, and there {'is' if count == 1 else 'are'} {count} node{'' if count == 1 else 's'} and"
+            f" {layers} layer{'' if layers == 1 else 's'}; use 'np' or 'auto', declare more nodes, or leave"
+            " strategy.stages out"
+        )
+    found: list[Allocation] = []
+    best = floor
+    for head in sorted(bounds, key=lambda each: (-bounds[each].rate, bounds[each].nbytes))[:SIMULATED]:
+        if bounds[head].rate < NEAR * best:
+            break
+        found.append(allocate(allocator, head, shares=shares, placement=placement))
+        best = max(best, found[-1].rate)
+    if not any(each.fits for each in found):
+        return min(found, key=lambda each: each.lacking, default=None)
+    good = (each for each in found if each.rate >= NEAR * max(each.rate for each in found))
+    return min(good, key=lambda each: each.network_bytes)
+
+
+def allocate(allocator: Allocator, head: Head, *, shares: bool, placement: str = "local") -> Allocation:
+    """The allocation with this ``head``."""
+    plans = PlacedPlans(allocator.profile, allocator.cluster, allocator.settings, head.first)
+    return allocator.allocate(PLACED, head.grouping, shares=shares, placement=placement, plans=plans)
+
+
+def heads(allocator: Allocator) -> Iterator[Head]:
+    """All heads, of those that are alike the first."""
+    cluster, stages = allocator.cluster, allocator.settings["stages"]
+    if stages == 1:
+        return
+    seen = set()
+    for slot in cluster.slots:
+        node = cluster.nodes[slot.node]
+        if (kind := (node.own_link, node.devices, slot.device)) in seen:
+            continue
+        seen.add(kind)
+        for grouping in _groupings(cluster, slot, alone=stages is None):
+            for first in range(1, len(allocator.profile.layers)):
+                yield Head(slot, grouping, first)
+
+
+def _groupings(cluster: Cluster, head: DeviceSlot, alone: bool) -> Iterator[Grouping]:
+    """The groupings with this ``head``, that of its own node last; ``alone`` it may be a virtual worker, too."""
+    nodes: dict[int, list[DeviceSlot]] = {}
+    for slot in cluster.slots:
+        if slot != head:
+            nodes.setdefault(slot.node, []).append(slot)
+    order = sorted(nodes, key=lambda node: node == head.node)
+    groups = tuple((*nodes[node], head) for node in order)
+    if len(groups) > 1:
+        yield groups
+    if groups and alone and head.node not in nodes:
+        yield (*groups, (head,))
+
+
+class _Bound(NamedTuple):
+    """Minibatches per second, and the bytes on the network for each."""
+
+    rate: float
+    nbytes: float
+
+
+def _bound(allocator: Allocator, head: Head, shares: bool, placement: str) -> _Bound:
+    """The most minibatches per second with ``head``, up to as many in flight as are of use, and its bytes."""
+    profile, first, workers = allocator.profile, head.first, len(head.grouping)
+    rates, busy = [], []
+    for *own, last in head.grouping:
+        rates.append(sum(1 / _seconds(profile, slot, 0, first) for slot in own) or 1 / _seconds(profile, last, 0))
+        busy.append(_seconds(profile, last, first if own else 0))
+    in_flight = allocator.in_flight or 2 * max(map(len, head.grouping)) + HIDING
+    lengths = allocator.waves(rates, in_flight, shares)
+    far = [length for group, length in zip(head.grouping, lengths, strict=True) if group[0].node != head.slot.node]
+    received, output = sum(layer.given for layer in profile.layers[:first]), profile.layers[first - 1].output
+    weights = sum(layer.parameters for layer in profile.layers[:first])
+    pushed = (workers - 1) * weights if placement == "local" else 0  # to where the first virtual worker's are
+    beside = lengths[0] * (output + received) if head.grouping[0][0].node != head.slot.node else 0
+    link = max(sum(far) * (output + received), pushed + beside) / allocator.cluster.between.bandwidth
+    computing = sum(lengths) / (sum(rates) if shares else workers * min(rates))
+    together = sum(length * seconds for length, seconds in zip(lengths, busy, strict=True))
+    nbytes = sum(far) * (2 * output + received) + 2 * pushed
+    return _Bound(sum(lengths) / max(computing, together, link), nbytes / sum(lengths))
+
+
+def _seconds(profile: Profile, slot: DeviceSlot, first: int, after: int | None = None) -> float:
+    times = profile.times_on(slot.device)[first:after]
+    return max(sum(each.forward + each.backward for each in times), INSTANT)
+
+
+def _before(profile: Profile, first: int) -> Profile:
+    """The layers before ``first``, without user code."""
+    return replace(
+        profile,
+        layers=profile.layers[:first],
+        times={name: times[:first] for name, times in profile.times.items()},
+        calls=[(start, min(after, first)) for start, after in profile.calls if start < first],
+        user=UserBytes(),
+    )
