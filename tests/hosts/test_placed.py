@@ -60,9 +60,7 @@ def made(folder: Path, *, alone: bool) -> Path:
     workers = 2 + alone
     (head,) = (each for each in heads(allocator) if each.first == 2 and len(each.grouping) == workers)
     assert isinstance(head, Head)
-    plan = Plan.of_allocation(
-        allocate(allocator, head, shares=False), "Task", [each.name for each in layers], CLUSTER
-    )
+    plan = Plan.of_allocation(allocate(allocator, head, shares=False), "Task", [each.name for each in layers], CLUSTER)
     assert list(plan.problems(CLUSTER)) == []
     assert {worker.stages[-1].place for worker in plan.virtual_workers} == {"cpu:0"}
     assert plan.workers_on_nodes == {"store": workers}
@@ -79,23 +77,21 @@ def same(one: Path, other: Path) -> bool:
     return all(torch.equal(first[name], second[name]) for name in first)
 
 
-@pytest.mark.parametrize("alone", [False, True])
-def test_the_bits_are_those_of_stages_in_threads(alone: bool, tmp_path: Path) -> None:
-    """The machine of the last stages may be a virtual worker of its own, too."""
-    plan, known = made(tmp_path, alone=alone), {"HETPIPE_TOKEN": "one"}
+def test_the_bits_are_those_of_stages_in_threads(tmp_path: Path) -> None:
+    """The machine of the last stages is a virtual worker of its own, too."""
+    plan, known = made(tmp_path, alone=True), {"HETPIPE_TOKEN": "one"}
     here, there = tmp_path / "here.pt", tmp_path / "there.pt"
     with serving(known) as attic, serving(known) as cellar:
         hosts = f'{{"attic": "{attic.address}", "cellar": "{cellar.address}"}}'
         for command in (program(here, plan), program(there, plan, hosts=hosts)):
-            done_ = subprocess.run(
-                [*map(str, command)], capture_output=True, text=True, env={**os.environ, "PYTHONPATH": ROOT, **known}
-            )
-            assert done_.returncode == 0, done_.stderr
+            words, own = [*map(str, command)], {**os.environ, "PYTHONPATH": str(ROOT), **known}
+            ran = subprocess.run(words, capture_output=True, text=True, env=own)
+            assert ran.returncode == 0, ran.stderr
     assert same(here, there)
 
 
 def test_weights_of_last_stages_cross_no_network(tmp_path: Path) -> None:
-    """Of the others, those of one machine go to the other's server and back."""
+    """Those of first stages do: one machine's go to the other's server, and come back."""
     plan = made(tmp_path, alone=False)
     here, there = tmp_path / "here.pt", tmp_path / "there.pt"
     try:
@@ -116,5 +112,4 @@ def test_weights_of_last_stages_cross_no_network(tmp_path: Path) -> None:
         pytest.skip(str(why))
     assert "by way of this process" not in told
     assert same(here, there)
-    print("MOVED", moved / HEAD)
-    assert moved < 5 * HEAD, "10 waves of two virtual workers would carry it 40 times"
+    assert moved < 2 * HEAD, "10 waves of two virtual workers would carry it 40 times"

@@ -147,8 +147,8 @@ def placed(allocator: Allocator, *, shares: bool, placement: str = "local", floo
         raise SettingError(
             f"allocation='{PLACED}' has the last of at least two stages of several virtual workers, one for each node,"
             f" on one device, and there {'is' if count == 1 else 'are'} {count} node{'' if count == 1 else 's'} and"
-            f" {layers} layer{'' if layers == 1 else 's'}; use 'np' or 'auto', declare more nodes, or leave"
-            " strategy.stages out"
+            f" {layers} layer{'' if layers == 1 else 's'}; use 'np' or 'auto', declare more nodes, or set fewer"
+            " stages, of 2 or more"
         )
     found: list[Allocation] = []
     best = floor
@@ -172,21 +172,20 @@ def allocate(allocator: Allocator, head: Head, *, shares: bool, placement: str =
 def heads(allocator: Allocator) -> Iterator[Head]:
     """All heads, of those that are alike the first."""
     cluster, stages = allocator.cluster, allocator.settings["stages"]
-    if stages == 1:
-        return
     seen = set()
     for slot in cluster.slots:
         node = cluster.nodes[slot.node]
         if (kind := (node.own_link, node.devices, slot.device)) in seen:
             continue
         seen.add(kind)
-        for grouping in _groupings(cluster, slot, alone=stages is None):
-            for first in range(1, len(allocator.profile.layers)):
-                yield Head(slot, grouping, first)
+        for grouping in _groupings(cluster, slot):
+            if stages is None or 2 <= stages <= min(map(len, grouping)):
+                for first in range((stages or 2) - 1, len(allocator.profile.layers)):
+                    yield Head(slot, grouping, first)
 
 
-def _groupings(cluster: Cluster, head: DeviceSlot, alone: bool) -> Iterator[Grouping]:
-    """The groupings with this ``head``, that of its own node last; ``alone`` it may be a virtual worker, too."""
+def _groupings(cluster: Cluster, head: DeviceSlot) -> Iterator[Grouping]:
+    """The groupings with this ``head``, the group of its own node last."""
     nodes: dict[int, list[DeviceSlot]] = {}
     for slot in cluster.slots:
         if slot != head:
@@ -195,7 +194,7 @@ def _groupings(cluster: Cluster, head: DeviceSlot, alone: bool) -> Iterator[Grou
     groups = tuple((*nodes[node], head) for node in order)
     if len(groups) > 1:
         yield groups
-    if groups and alone and head.node not in nodes:
+    if groups and head.node not in nodes:
         yield (*groups, (head,))
 
 
