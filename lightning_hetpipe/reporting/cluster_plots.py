@@ -63,10 +63,10 @@ def _draw_devices(axes: Axes, plan: Plan, cluster: Cluster, widest: int) -> None
             text, colour = f"{device.name}\nidle", IDLE_COLOUR
             if found := stages.get((node.name, place), ()):
                 own = " and ".join(dict.fromkeys(f"{stage.first_layer}–{stage.last_layer}" for *_, stage in found))
-                (worker, index, _), *others = found
-                which = f"last stages of {len(found)} VWs" if others else f"VW {worker} stage {index}"
+                (number, index, _), *others = found
+                which = f"last stages of {len(found)} VWs" if others else f"VW {number} stage {index}"
                 text = f"{device.name}\n{which}\nlayers {own}"
-                colour = SHARED_COLOUR if others else LINES[worker % len(LINES)]
+                colour = SHARED_COLOUR if others else LINES[number % len(LINES)]
             axes.broken_barh(
                 [(place - 0.46, 0.92)], (row - 0.42, 0.84), facecolor=colour, alpha=0.45, edgecolor="white"
             )

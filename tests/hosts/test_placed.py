@@ -12,7 +12,7 @@ import torch
 
 from lightning_hetpipe import Plan
 from lightning_hetpipe.planning.allocation.allocator import Allocator
-from lightning_hetpipe.planning.allocation.placed import Head, allocate, heads
+from lightning_hetpipe.planning.allocation.placed import PlacedPlans, allocate, heads
 from lightning_hetpipe.planning.model.cluster import Cluster, Node
 from lightning_hetpipe.planning.model.profile import LayerBytes, Profile, Times
 from tests.hosts.test_other_machines import serving
@@ -59,8 +59,12 @@ def made(folder: Path, *, alone: bool) -> Path:
     allocator = Allocator(Profile("Task", 4, layers, {"cpu": [Times(0.01, 0.02)] * 4}, {}), CLUSTER, in_flight=3)
     workers = 2 + alone
     (head,) = (each for each in heads(allocator) if each.first == 2 and len(each.grouping) == workers)
-    assert isinstance(head, Head)
-    plan = Plan.of_allocation(allocate(allocator, head, shares=False), "Task", [each.name for each in layers], CLUSTER)
+    plan = Plan.of_allocation(
+        allocate(allocator, head, PlacedPlans(allocator, 2), shares=False),
+        "Task",
+        [each.name for each in layers],
+        CLUSTER,
+    )
     assert list(plan.problems(CLUSTER)) == []
     assert {worker.stages[-1].place for worker in plan.virtual_workers} == {"cpu:0"}
     assert plan.workers_on_nodes == {"store": workers}

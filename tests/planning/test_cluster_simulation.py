@@ -176,7 +176,7 @@ def sharing(own: StageTimes, last: StageTimes, wave: int = 1) -> WorkerPipeline:
 def test_virtual_workers_take_turns_on_a_device_that_they_share() -> None:
     """Both forwards end at 1. The shared device computes from 1 to 4 for the one, and from 4 to 7 for the other, whose
     backward ends at 9; the first one's, which ends at 6, waits for it, as D = 0."""
-    run = simulate_cluster([sharing(*EQUAL[:2])] * 2, 1, 2)
+    run = simulate_cluster([sharing(EQUAL[0], EQUAL[1])] * 2, 1, 2)
     assert [each.published for each in run.workers] == [(9.0, 18.0)] * 2
     assert [each.waited for each in run.workers] == [6.0, 0.0]
 
@@ -191,9 +191,9 @@ odd = st.floats(0.1, 5.0, allow_subnormal=False)
     st.randoms(use_true_random=False),
 )
 def test_a_shared_device_does_what_a_plain_loop_says(
-    times: list[tuple[float, float, float, float]], in_flight: int, count: int, random: Random
+    drawn: list[tuple[float, float, float, float]], in_flight: int, count: int, random: Random
 ) -> None:
-    times = [tuple(each * (1 + random.random() / 100) for each in own) for own in times]  # no ties
+    times = [[each * (1 + random.random() / 100) for each in own] for own in drawn]  # no ties
     workers = [sharing(StageTimes(a, b), StageTimes(c, d), count) for a, b, c, d in times]
     run = simulate_cluster(workers, in_flight, 1, clock_distance=1)
     for worker, completed in zip(run.workers, plain(times, in_flight, count), strict=True):

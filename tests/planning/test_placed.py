@@ -10,10 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.planning.allocation import placed as placed_module
 from lightning_hetpipe.planning.allocation.allocator import Allocation, Allocator
 from lightning_hetpipe.planning.allocation.grouping_search import best_allocation
 from lightning_hetpipe.planning.allocation.groupings import GROUPINGS
-from lightning_hetpipe.planning.allocation.placed import _bound, allocate, heads, placed
+from lightning_hetpipe.planning.allocation.placed import Head, PlacedPlans, _bound, heads, placed
 from lightning_hetpipe.planning.model.cluster import Cluster, Device, Link, Node
 from lightning_hetpipe.planning.model.profile import LayerBytes, Profile, Times
 from lightning_hetpipe.planning.plan.document import Plan
@@ -42,6 +43,10 @@ def found(own: Allocator, shares: bool = False) -> Allocation:
     return made
 
 
+def allocate(own: Allocator, head: Head, shares: bool = False) -> Allocation:
+    return placed_module.allocate(own, head, PlacedPlans(own, head.first), shares=shares)
+
+
 def plan_of(made: Allocation, given: Cluster, profile: Profile = CLASSIFIER) -> Plan:
     return Plan.of_allocation(made, profile.model, [layer.name for layer in profile.layers], given)
 
@@ -63,7 +68,7 @@ def test_heavy_layers_with_little_work_are_placed() -> None:
 def test_bytes_on_the_network_are_activations_batches_and_other_weights(alone: bool) -> None:
     given = cluster(1, 1, 1)
     (head,) = (each for each in heads(allocator(given)) if each.first == 4 and len(each.grouping) == 2 + alone)
-    made = allocate(allocator(given, in_flight=3), head, shares=False)
+    made = allocate(allocator(given, in_flight=3), head)
     minibatches = sum(made.lengths)
     crossing = 2 * made.lengths[0] * (20 + 2 * 8)  # the batch there, activations and their gradients
     weights = (len(head.grouping) - 1) * 2 * 4 * 10  # but those of the first virtual worker
@@ -86,7 +91,7 @@ def test_the_search_is_no_worse_than_all_choices(
         with pytest.raises(SettingError, match="use 'np' or 'auto'"):
             placed(own, shares=shares)
         return
-    made = {head: allocate(own, head, shares=shares) for head in all_}
+    made = {head: allocate(own, head, shares) for head in all_}
     best = found(own, shares)
     assert best.fits is any(each.fits for each in made.values())
     assert best.rate >= 0.99 * max(each.rate for each in made.values())
@@ -102,8 +107,8 @@ def test_few_of_many_choices_are_simulated(monkeypatch: pytest.MonkeyPatch) -> N
     own = allocator(cluster(1, 2, 1, 3), in_flight=3)
     all_ = [*heads(own)]
     assert len(all_) == 5 * (2 + 1 + 1)
-    best = max(allocate(own, head, shares=False).rate for head in all_)
-    simulated = Mock(wraps=allocate)
+    best = max(allocate(own, head).rate for head in all_)
+    simulated = Mock(wraps=placed_module.allocate)
     monkeypatch.setattr("lightning_hetpipe.planning.allocation.placed.allocate", simulated)
     assert found(own).rate >= 0.99 * best
     assert simulated.call_count < len(all_) / 2
@@ -113,11 +118,11 @@ def test_a_device_holds_the_last_stages_of_all() -> None:
     """Each fits there alone."""
     free = cluster(1, 1, 1, 1)
     (head,) = (each for each in heads(allocator(free)) if each.first == 4 and len(each.grouping) == 3)
-    needed = allocate(allocator(free, in_flight=2), head, shares=False).choices[0].stages[-1].memory.total
+    needed = allocate(allocator(free, in_flight=2), head).choices[0].stages[-1].memory.total
     for memory, fits in ((3 * needed, True), (3 * needed - 1, False), (needed, False)):
         given = cluster(1, 1, 1, 1, memory=memory)
         (head,) = (each for each in heads(allocator(given)) if each.first == 4 and len(each.grouping) == 3)
-        made = allocate(allocator(given, in_flight=2), head, shares=False)
+        made = allocate(allocator(given, in_flight=2), head)
         assert made.fits is fits
         assert made.unfit == (() if fits else (0, 1, 2))
         assert made.lacking == (0 if fits else 3 * needed - memory)
@@ -128,11 +133,11 @@ def test_a_device_holds_the_last_stages_of_all() -> None:
 def test_fewer_are_in_flight_where_a_device_does_not_hold_the_last_stages() -> None:
     free = cluster(1, 1, 1, 1)
     (head,) = (each for each in heads(allocator(free)) if each.first == 4 and len(each.grouping) == 3)
-    most = allocate(allocator(free), head, shares=False)
-    room = 3 * allocate(allocator(free, in_flight=1), head, shares=False).choices[0].stages[-1].memory.total
+    most = allocate(allocator(free), head)
+    room = 3 * allocate(allocator(free, in_flight=1), head).choices[0].stages[-1].memory.total
     given = cluster(1, 1, 1, 1, memory=room)
     (head,) = (each for each in heads(allocator(given)) if each.first == 4 and len(each.grouping) == 3)
-    made = allocate(allocator(given), head, shares=False)
+    made = allocate(allocator(given), head)
     assert made.fits
     assert (made.in_flight, most.in_flight > 1) == (1, True)
 
@@ -184,7 +189,7 @@ def test_a_plan_shares_a_device_among_last_stages_alone() -> None:
 def test_a_run_of_one_has_its_part_of_a_shared_device() -> None:
     given = cluster(1, 1, 1, 1, memory=30_000)
     (head,) = (each for each in heads(allocator(given)) if each.first == 4 and len(each.grouping) == 3)
-    plan = plan_of(allocate(allocator(given, in_flight=2), head, shares=False), given)
+    plan = plan_of(allocate(allocator(given, in_flight=2), head), given)
     taken = [worker.stages[-1].memory_bytes for worker in plan.virtual_workers]
     limits = [plan.of_worker(index).virtual_workers[0].stages[-1].memory_limit_bytes for index in range(3)]
     assert limits == [each + (30_000 - sum(taken)) // 3 for each in taken]

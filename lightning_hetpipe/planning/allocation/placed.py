@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.planning.allocation.allocator import HIDING, NEAR, Allocation, Allocator
@@ -37,6 +37,9 @@ PLACED = "placed"
 
 SIMULATED = 24
 """Largest number of choices that are simulated."""
+
+PLANS = 60
+"""Number of plans of several devices before the head, each at one Nm, after which no other choice is looked at."""
 
 
 @dataclass(frozen=True)
@@ -58,12 +61,13 @@ class PlacedPlans(GroupPlans):
     """Plans of groups whose last device has the layers from ``first`` on: the others are divided among the other
     devices as without them."""
 
-    def __init__(self, profile: Profile, cluster: Cluster, settings: dict[str, Any], first: int) -> None:
-        if (stages := settings["stages"]) is not None:
-            settings = {**settings, "stages": stages - 1}
+    def __init__(self, allocator: Allocator, first: int) -> None:
+        profile, cluster, stages = allocator.profile, allocator.cluster, allocator.settings["stages"]
+        settings = {**allocator.settings, "stages": None if stages is None else stages - 1}
         super().__init__(profile, cluster, settings)
         self._first = first
-        self._before = GroupPlans(_before(profile, first), cluster, settings)
+        self.before = GroupPlans(_before(profile, first), cluster, settings)
+        """Plans of several devices before the last one."""
 
     def _found(self, slots: Group, in_flight: int | None, fewer: bool) -> Choice:
         if in_flight is None:
@@ -75,32 +79,36 @@ class PlacedPlans(GroupPlans):
 
     def _best(self, slots: Group) -> Choice:
         """The plan at the smallest Nm within 1% of the best throughput."""
-        found: list[Choice] = []
-        best = better = 0
-        while self._versions(len(found) + 1).is_possible:
-            plan = self._at(slots, len(found) + 1)
-            if found and not plan.fits:
+        first = self.before.plan(slots[:-1]).in_flight if len(slots) > 2 else 1
+        best = self._at(slots, first)
+        while not best.fits and best.in_flight > 1:
+            best = self._at(slots, best.in_flight - 1)
+        plan = best
+        while plan.fits and plan.in_flight <= best.in_flight + len(slots) and self._is_possible(plan.in_flight + 1):
+            plan = self._at(slots, plan.in_flight + 1)
+            best = max(best, plan, key=lambda each: (each.fits, each.rate))
+        chosen = best
+        while chosen.in_flight > 1:
+            plan = self._at(slots, chosen.in_flight - 1)
+            if plan.rate < NEAR * best.rate:
                 break
-            found.append(plan)
-            if plan.rate > found[best].rate:
-                best = better = len(found) - 1
-            if len(found) > better + len(plan.stages):
-                break
-        return next(plan for plan in found if plan.rate >= NEAR * found[best].rate)
+            chosen = plan
+        return chosen
 
     def _at(self, slots: Group, in_flight: int) -> Choice:
         *own, head = slots
-        before = self._before.plan(own, in_flight) if own else None
-        stages = before.stages if before else ()
+        before = self.before.plan(own, in_flight) if len(own) > 1 else None
+        stages = [(stage.slot, stage.first) for stage in before.stages] if before else [(slot, 0) for slot in own]
+        stages.append((head, self._first if own else 0))
         found = estimate(
             self._profile,
             self._cluster,
-            [*(stage.slot for stage in stages), head],
-            [*(stage.first for stage in stages), self._first if own else 0],
+            [slot for slot, _ in stages],
+            [first for _, first in stages],
             in_flight,
             state=optimizer_state(self._settings["optimizer"]),
             recompute=self._settings["recompute"],
-            versions=self._versions(in_flight),
+            versions=Versions(self._settings["weights"], in_flight, self._settings["every"]),
         )
         return Choice(
             found.stages,
@@ -114,8 +122,8 @@ class PlacedPlans(GroupPlans):
             reasons=(slowest_stage(found),),
         )
 
-    def _versions(self, in_flight: int) -> Versions:
-        return Versions(self._settings["weights"], in_flight, self._settings["every"])
+    def _is_possible(self, in_flight: int) -> bool:
+        return Versions(self._settings["weights"], in_flight, self._settings["every"]).is_possible
 
     def _sorted(self, group: Sequence[DeviceSlot]) -> tuple[Kinds, Group]:
         *own, head = group
@@ -151,21 +159,26 @@ def placed(allocator: Allocator, *, shares: bool, placement: str = "local", floo
             " stages, of 2 or more"
         )
     found: list[Allocation] = []
+    plans: dict[int, PlacedPlans] = {}
     best = floor
     for head in sorted(bounds, key=lambda each: (-bounds[each].rate, bounds[each].nbytes))[:SIMULATED]:
         if bounds[head].rate < NEAR * best:
             break
-        found.append(allocate(allocator, head, shares=shares, placement=placement))
+        own = plans.setdefault(head.first, PlacedPlans(allocator, head.first))
+        found.append(allocate(allocator, head, own, shares=shares, placement=placement))
         best = max(best, found[-1].rate)
+        if sum(len(each.before) for each in plans.values()) >= PLANS:
+            break
     if not any(each.fits for each in found):
         return min(found, key=lambda each: each.lacking, default=None)
     good = (each for each in found if each.rate >= NEAR * max(each.rate for each in found))
     return min(good, key=lambda each: each.network_bytes)
 
 
-def allocate(allocator: Allocator, head: Head, *, shares: bool, placement: str = "local") -> Allocation:
-    """The allocation with this ``head``."""
-    plans = PlacedPlans(allocator.profile, allocator.cluster, allocator.settings, head.first)
+def allocate(
+    allocator: Allocator, head: Head, plans: PlacedPlans, *, shares: bool, placement: str = "local"
+) -> Allocation:
+    """The allocation with this ``head``, and ``plans`` whose last stages begin where it does."""
     return allocator.allocate(PLACED, head.grouping, shares=shares, placement=placement, plans=plans)
 
 
