@@ -33,7 +33,7 @@ NP, ED = "NP", "ED-local"
 
 
 class WorkerTask(Protocol):
-    """What a worker is told."""
+    """Arguments of a worker."""
 
     def to_json(self) -> str: ...
 

@@ -119,7 +119,7 @@ def measure(task: Task, rate: str | None) -> Found:
 
 @cache
 def planned(model: str) -> Mapping[str, Allocation]:
-    """What is simulated at full size."""
+    """Allocations as simulated at full size."""
     cluster = Cluster([Node(f"node{number}", [GPU]) for number in range(NODES)], f"{BANDWIDTH / 1e9:g} Gbit/s")
     own = Allocator(shapes(model), cluster, optimizer=MOMENTUM, in_flight=IN_FLIGHT, wave=IN_FLIGHT)
     first = first_of_classifier(model)

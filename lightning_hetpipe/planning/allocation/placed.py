@@ -158,9 +158,8 @@ def placed(allocator: Allocator, *, shares: bool, placement: str = "local", floo
             f" {layers} layer{'' if layers == 1 else 's'}; use 'np' or 'auto', declare more nodes, or set fewer"
             " stages, of 2 or more"
         )
-    found: list[Allocation] = []
+    best, found = floor, list[Allocation]()
     plans: dict[int, PlacedPlans] = {}
-    best = floor
     for head in sorted(bounds, key=lambda each: (-bounds[each].rate, bounds[each].nbytes))[:SIMULATED]:
         if bounds[head].rate < NEAR * best:
             break
@@ -171,8 +170,8 @@ def placed(allocator: Allocator, *, shares: bool, placement: str = "local", floo
             break
     if not any(each.fits for each in found):
         return min(found, key=lambda each: each.lacking, default=None)
-    good = (each for each in found if each.rate >= NEAR * max(each.rate for each in found))
-    return min(good, key=lambda each: each.network_bytes)
+    best = max(each.rate for each in found)
+    return min((each for each in found if each.rate >= NEAR * best), key=lambda each: each.network_bytes)
 
 
 def allocate(
