@@ -94,6 +94,7 @@ def test_the_bits_are_those_of_stages_in_threads(tmp_path: Path) -> None:
     assert same(here, there)
 
 
+@pytest.mark.slow
 def test_weights_of_last_stages_cross_no_network(tmp_path: Path) -> None:
     """Those of first stages do: one machine's go to the other's server, and come back."""
     plan = made(tmp_path, alone=False)
