@@ -41,6 +41,9 @@ SIMULATED = 24
 PLANS = 60
 """Number of plans of several devices before the head, each at one Nm, after which no other choice is looked at."""
 
+UNFIT = 5
+"""Factor of these two while no choice fits."""
+
 
 @dataclass(frozen=True)
 class Head:
@@ -160,14 +163,13 @@ def placed(allocator: Allocator, *, shares: bool, placement: str = "local", floo
         )
     best, found = floor, list[Allocation]()
     plans: dict[int, PlacedPlans] = {}
-    for head in sorted(bounds, key=lambda each: (-bounds[each].rate, bounds[each].nbytes))[:SIMULATED]:
-        if bounds[head].rate < NEAR * best:
+    for head in sorted(bounds, key=lambda each: (-bounds[each].rate, bounds[each].nbytes)):
+        effort = max(len(found) / SIMULATED, sum(len(each.before) for each in plans.values()) / PLANS)
+        if bounds[head].rate < NEAR * best or effort >= (1 if any(each.fits for each in found) else UNFIT):
             break
         own = plans.setdefault(head.first, PlacedPlans(allocator, head.first))
         found.append(allocate(allocator, head, own, shares=shares, placement=placement))
         best = max(best, found[-1].rate)
-        if sum(len(each.before) for each in plans.values()) >= PLANS:
-            break
     if not any(each.fits for each in found):
         return min(found, key=lambda each: each.lacking, default=None)
     best = max(each.rate for each in found)
