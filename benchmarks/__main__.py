@@ -16,6 +16,7 @@ from benchmarks import (
     engine_cost,
     import_time,
     paper_cluster,
+    placed,
     planning,
     recompute,
     results,
@@ -46,6 +47,7 @@ BENCHMARKS: Mapping[str, Callable[[Options], Outcome]] = {
     cluster_simulation.NAME: cluster_simulation.run,
     several_nodes.NAME: several_nodes.run,
     ed_local.NAME: ed_local.run,
+    placed.NAME: placed.run,
     **{turns.name: turns.run for turns in (TIMELINE_COSTS, PREDICTION_COSTS)},
 }
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from typing import Protocol
 
 from benchmarks.ed_local_worker import SPEEDS, Task
 from benchmarks.harness import (
@@ -29,6 +30,12 @@ WORKER = "benchmarks.ed_local_worker"
 TIMEOUT = 900.0
 RATES: Mapping[str, str] = {"100 Mbit/s": "100mbit", "1 Gbit/s": "1gbit"}
 NP, ED = "NP", "ED-local"
+
+
+class WorkerTask(Protocol):
+    """Arguments of a worker."""
+
+    def to_json(self) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -55,18 +62,19 @@ def measure(task: Task, rate: str | None) -> Found:
             if task.allocation == "np":
                 told = {"MASTER_ADDR": machines[0].address, "MASTER_PORT": "29500", "HETPIPE_TOKEN": token}
                 processes = [
-                    _process(machine, task, {**told, "NODE_RANK": node}) for node, machine in enumerate(machines)
+                    worker_on(machine, WORKER, task, {**told, "NODE_RANK": node})
+                    for node, machine in enumerate(machines)
                 ]
             else:
                 *others, last = machines
                 for machine in (last, *others) if task.allocation == "ed" else ():
-                    undo.callback(_serve(machine, "hetpipe_server", 7070, token).kill)
+                    undo.callback(serve(machine, "hetpipe_server", 7070, token).kill)
                 for machine in others if task.allocation == "ed" else ():
-                    undo.callback(_serve(machine, "hetpipe_host", 7071, token).kill)
+                    undo.callback(serve(machine, "hetpipe_host", 7071, token).kill)
                 if task.allocation == "ed":
                     servers = [f"{machine.address}:7070" for machine in (last, *others)]
                     task = replace(task, servers=servers, hosts=[f"{machine.address}:7071" for machine in others])
-                processes = [_process(last, task, {"HETPIPE_TOKEN": token})]
+                processes = [worker_on(last, WORKER, task, {"HETPIPE_TOKEN": token})]
             told_of = [one for each in run_together(processes, TIMEOUT) for one in each]
     except Unavailable as why:
         raise ProcessFailed(str(why)) from None
@@ -75,13 +83,13 @@ def measure(task: Task, rate: str | None) -> Found:
     return Found(sum(each.rate for each in told_of), machine_bytes, weight)
 
 
-def _process(machine: Machine, task: Task, environment: Mapping[str, object]) -> Process:
-    """The worker on ``machine``."""
+def worker_on(machine: Machine, module: str, task: WorkerTask, environment: Mapping[str, object]) -> Process:
+    """The worker of ``module`` on ``machine``."""
     settings = [f"{name}={value}" for name, value in environment.items()]
-    return Process(WORKER, (task.to_json(),), prefix=tuple(machine.apart("env", *settings)))
+    return Process(module, (task.to_json(),), prefix=tuple(machine.apart("env", *settings)))
 
 
-def _serve(machine: Machine, program: str, port: int, token: str) -> "subprocess.Popen[str]":
+def serve(machine: Machine, program: str, port: int, token: str) -> "subprocess.Popen[str]":
     """Starts a server or hosts on ``machine``, and waits until they listen."""
     words = [sys.executable, "-m", f"lightning_hetpipe.cli.{program}", f"address={machine.address}:{port}"]
     environment = {"HETPIPE_TOKEN": token, "PYTHONPATH": ROOT, "OMP_NUM_THREADS": 1}

@@ -1,4 +1,4 @@
-"""VGG-19 and ResNet-152, the HetPipe paper's models: work and bytes of their layers, counted without computing them."""
+"""VGG-19 and ResNet-152, the HetPipe paper's models, and AlexNet: work and bytes of layers, counted, not computed."""
 
 from __future__ import annotations
 
@@ -25,6 +25,9 @@ SIZE, CLASSES = 224, 1000
 
 VGG_19 = ((64, 2), (128, 2), (256, 4), (512, 4), (512, 4))
 """Channels and convolutions of each block; a pooling follows each."""
+
+ALEXNET = ((64, 11, 4, True), (192, 5, 1, True), (384, 3, 1, False), (256, 3, 1, False), (256, 3, 1, True))
+"""Channels, kernel and stride of each convolution, and whether a pooling follows."""
 
 RESNET_152 = ((64, 3), (128, 8), (256, 36), (512, 3))
 """Channels and bottleneck blocks of each group; all but the first begin with a stride of 2."""
@@ -102,12 +105,29 @@ def vgg_19() -> nn.Sequential:
             parts: list[nn.Module] = [nn.Conv2d(inputs, channels, 3, padding=1), nn.ReLU(inplace=True)]
             layers[f"conv{block}_{number}"] = nn.Sequential(*parts, *[nn.MaxPool2d(2)] * (number == count))
             inputs = channels
-    widths = (inputs * (SIZE >> len(VGG_19)) ** 2, 4096, 4096, CLASSES)
-    for number, (width, outputs) in enumerate(pairwise(widths), start=6):
+    layers |= _classifier(inputs * (SIZE >> len(VGG_19)) ** 2)
+    return nn.Sequential(layers)
+
+
+def alexnet() -> nn.Sequential:
+    """AlexNet, as torchvision has it, on the current default device; layers as VGG-19's."""
+    layers: OrderedDict[str, nn.Module] = OrderedDict()
+    inputs = 3
+    for number, (channels, kernel, stride, pooled) in enumerate(ALEXNET, start=1):
+        conv = nn.Conv2d(inputs, channels, kernel, stride, kernel // 2 if stride == 1 else 2)
+        layers[f"conv{number}"] = nn.Sequential(conv, nn.ReLU(inplace=True), *[nn.MaxPool2d(3, 2)] * pooled)
+        inputs = channels
+    layers |= _classifier(inputs * 6**2)
+    return nn.Sequential(layers)
+
+
+def _classifier(inputs: int) -> OrderedDict[str, nn.Module]:
+    layers: OrderedDict[str, nn.Module] = OrderedDict()
+    for number, (width, outputs) in enumerate(pairwise((inputs, 4096, 4096, CLASSES)), start=6):
         before = [nn.Flatten()] * (number == 6)
         after = [nn.ReLU(inplace=True), nn.Dropout()] * (outputs != CLASSES)
         layers[f"fc{number}"] = nn.Sequential(*before, nn.Linear(width, outputs), *after)
-    return nn.Sequential(layers)
+    return layers
 
 
 def resnet_152() -> nn.Sequential:
@@ -124,13 +144,16 @@ def resnet_152() -> nn.Sequential:
 
 
 MODELS: dict[str, Callable[[], nn.Sequential]] = {"VGG-19": vgg_19, "ResNet-152": resnet_152}
+"""Those of the paper."""
+
+OTHERS: dict[str, Callable[[], nn.Sequential]] = {"AlexNet": alexnet}
 
 
 @cache
 def counted(model: str) -> tuple[Counted, ...]:
     """Count the layers of ``model`` on tensors without data."""
     with torch.device("meta"):
-        layers = MODELS[model]()
+        layers = (MODELS | OTHERS)[model]()
         values = torch.empty(BATCH, 3, SIZE, SIZE)
     found = []
     for index, (name, layer) in enumerate(layers.named_children()):

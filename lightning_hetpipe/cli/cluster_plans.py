@@ -11,6 +11,7 @@ from lightning_hetpipe.planning.allocation.allocator import Allocation, Allocato
 from lightning_hetpipe.planning.allocation.comparison_table import Compared, compared, comparison
 from lightning_hetpipe.planning.allocation.grouping_search import best_allocation
 from lightning_hetpipe.planning.allocation.groupings import GROUPINGS
+from lightning_hetpipe.planning.allocation.placed import PLACED, placed
 from lightning_hetpipe.planning.model.cluster import Cluster, DeviceSlot
 from lightning_hetpipe.planning.model.profile import Profile
 from lightning_hetpipe.planning.model.stage_memory import optimizer_state
@@ -18,13 +19,12 @@ from lightning_hetpipe.planning.model.units import digits
 from lightning_hetpipe.planning.plan.document import Plan
 from lightning_hetpipe.reporting.cluster_plots import draw_cluster
 from lightning_hetpipe.rules.parameter_placement import CANDIDATES
-from lightning_hetpipe.rules.shares import throughput
 from lightning_hetpipe.rules.versions import WeightPolicy
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-ALLOCATIONS = (*GROUPINGS, "auto")
+ALLOCATIONS = (*GROUPINGS, PLACED, "auto")
 MOST_NAMED = 4
 """Largest number of unused devices that are named one by one."""
 
@@ -116,6 +116,10 @@ def _planned(settings: ClusterSettings, allocator: Allocator) -> ClusterPlans:
     if settings.allocation == "auto":
         placements = CANDIDATES if settings.placement is None else (settings.placement,)
         return ClusterPlans(best_allocation(allocator, shares=shares, placements=placements, told=_told), ())
+    if settings.allocation == PLACED:
+        found = placed(allocator, shares=shares, placement=settings.placement or "local")
+        assert found is not None, "there is no floor"
+        return ClusterPlans(found, ())
     grouping = GROUPINGS[settings.allocation](allocator.cluster, allocator.speed)
     placement = settings.placement or "size"
     return ClusterPlans(allocator.allocate(settings.allocation, grouping, shares=shares, placement=placement), ())
@@ -162,10 +166,9 @@ def unused(slots: Sequence[DeviceSlot], cluster: Cluster, why: str) -> list[str]
 
 def _with_longer_waves(found: Allocation) -> str | None:
     """Remark where much of the time goes into synchronisation, which longer waves make rarer."""
-    alone = throughput(found.lengths, [choice.rate for choice in found.choices])
-    if len(found.choices) == 1 or found.rate >= WORTH * alone:
+    if len(found.choices) == 1 or found.rate >= WORTH * found.alone:
         return None
     return (
-        f"- without synchronisation it would be {digits(alone)} minibatches per second: a longer strategy.wsp.wave,"
-        f" such as {4 * min(found.lengths)}, synchronises less often, and makes weights staler"
+        f"- without synchronisation it would be {digits(found.alone)} minibatches per second: a longer"
+        f" strategy.wsp.wave, such as {4 * min(found.lengths)}, synchronises less often, and makes weights staler"
     )

@@ -98,7 +98,7 @@ def check(config: DictConfig) -> None:
     if (workers := of_strategy(config, "virtual_workers", 1)) != 1:
         raise SettingError(
             f"strategy.virtual_workers={workers}: how many there are follows from the allocation; give"
-            " strategy.allocation=np, ed, hd or auto, or strategy.virtual_workers=1 for one over all devices."
+            " strategy.allocation=np, ed, hd, placed or auto, or strategy.virtual_workers=1 for one over all devices."
         )
     allocation = of_strategy(config, "allocation", "auto")
     if allocation not in ALLOCATIONS:

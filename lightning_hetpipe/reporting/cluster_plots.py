@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from lightning_hetpipe.planning.model.cluster import Cluster
 from lightning_hetpipe.planning.model.units import digits
-from lightning_hetpipe.planning.plan.document import Plan
+from lightning_hetpipe.planning.plan.document import Plan, PlannedStage
 from lightning_hetpipe.reporting.plots import LINES, figure_class
 
 if TYPE_CHECKING:
@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
 IDLE_COLOUR = "#EEEEEE"
 """Colour of a device without a stage."""
+
+SHARED_COLOUR = "#999999"
+"""Colour of a device with the last stages of several virtual workers."""
 
 
 def draw_cluster(plan: Plan, cluster: Cluster, bars: Sequence[tuple[str, Sequence[float | None]]] = ()) -> Figure:
@@ -51,18 +54,19 @@ def draw_cluster(plan: Plan, cluster: Cluster, bars: Sequence[tuple[str, Sequenc
 
 
 def _draw_devices(axes: Axes, plan: Plan, cluster: Cluster, widest: int) -> None:
-    stages = {
-        (stage.node, stage.device_number): (number, index, stage)
-        for number, worker in enumerate(plan.virtual_workers)
-        for index, stage in enumerate(worker.stages)
-    }
+    stages: dict[tuple[str, int | None], list[tuple[int, int, PlannedStage]]] = {}
+    for number, worker in enumerate(plan.virtual_workers):
+        for index, stage in enumerate(worker.stages):
+            stages.setdefault((stage.node, stage.device_number), []).append((number, index, stage))
     for row, node in enumerate(cluster.nodes):
         for place, device in enumerate(node.devices):
             text, colour = f"{device.name}\nidle", IDLE_COLOUR
-            if (found := stages.get((node.name, place))) is not None:
-                worker, index, stage = found
-                layers = f"layers {stage.first_layer}–{stage.last_layer}"
-                text, colour = f"{device.name}\nVW {worker} stage {index}\n{layers}", LINES[worker % len(LINES)]
+            if found := stages.get((node.name, place), ()):
+                own = " and ".join(dict.fromkeys(f"{stage.first_layer}–{stage.last_layer}" for *_, stage in found))
+                (number, index, _), *others = found
+                which = f"last stages of {len(found)} VWs" if others else f"VW {number} stage {index}"
+                text = f"{device.name}\n{which}\nlayers {own}"
+                colour = SHARED_COLOUR if others else LINES[number % len(LINES)]
             axes.broken_barh(
                 [(place - 0.46, 0.92)], (row - 0.42, 0.84), facecolor=colour, alpha=0.45, edgecolor="white"
             )

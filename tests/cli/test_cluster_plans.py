@@ -82,6 +82,21 @@ def test_what_virtual_workers_keep_of_their_synchronisation_takes_memory(plan: R
     assert taken[1] - taken[0] == sum(layer.parameters for layer in SMALL.layers)
 
 
+def test_layers_are_placed(plan: Run, folder: Path) -> None:
+    cluster = lab(folder, *["{name: V100-16, memory: 1 GiB}"] * 3)
+    said, _ = plan(*cluster, "strategy.allocation=placed", "strategy.wsp.shares=equal")
+    made = Plan.load(folder / "run" / "plan.json")
+    assert (made.allocation, made.placement) == ("placed", "local")
+    assert {worker.stages[-1].node for worker in made.virtual_workers} == {"node0"}
+    assert list(made.problems()) == []
+    assert "by allocation='placed'" in said
+    assert (folder / "run" / "plan.png").exists()
+    said, _ = plan(*cluster)
+    rows = [line.split() for line in said.splitlines() if line.startswith("placed ")]
+    assert [row[:3] for row in rows] == [["placed", "local", "equal"], ["placed", "local", "auto"]]
+    assert float(rows[0][-1]) == pytest.approx(made.minibatches_per_second, rel=0.01)
+
+
 @pytest.mark.parametrize("request_", ["strategy.virtual_workers=1", "ordered=true"])
 def test_one_virtual_worker_over_several_nodes_is_planned_on_request(plan: Run, folder: Path, request_: str) -> None:
     plan(*lab(folder, "V100-16", "V100-16"), request_)
@@ -94,7 +109,7 @@ def test_one_virtual_worker_over_several_nodes_is_planned_on_request(plan: Run, 
     [
         (["strategy.allocation=ed"], ["node 'node0' has 2 where 'node1' has 1", "use 'np' or 'auto'"]),
         (["strategy.allocation=hd"], ["node 'node1' has 1, an odd number"]),
-        (["strategy.allocation=nb"], ["strategy.allocation=nb must be one of np, ed, hd, auto"]),
+        (["strategy.allocation=nb"], ["strategy.allocation=nb must be one of np, ed, hd, placed, auto"]),
         (["strategy.allocation=np", "ordered=true"], ["ordered=true is for a plan of one virtual worker"]),
         (
             ["strategy.virtual_workers=2"],

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from random import Random
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -163,6 +166,66 @@ def test_a_push_slows_activations_down_that_share_its_link() -> None:
         for other in (idle, busy)
     ]
     assert rates[1] > rates[0] + 5
+
+
+def sharing(own: StageTimes, last: StageTimes, wave: int = 1) -> WorkerPipeline:
+    """A stage on a device of its own, and one on a device that is others', too."""
+    return WorkerPipeline([own, last], wave, devices={1: "shared"})
+
+
+def test_virtual_workers_take_turns_on_a_device_that_they_share() -> None:
+    """Both forwards end at 1. The shared device computes from 1 to 4 for the one, and from 4 to 7 for the other, whose
+    backward ends at 9; the first one's, which ends at 6, waits for it, as D = 0."""
+    run = simulate_cluster([sharing(EQUAL[0], EQUAL[1])] * 2, 1, 2)
+    assert [each.published for each in run.workers] == [(9.0, 18.0)] * 2
+    assert [each.waited for each in run.workers] == [6.0, 0.0]
+
+
+odd = st.floats(0.1, 5.0, allow_subnormal=False)
+
+
+@given(
+    st.lists(st.tuples(odd, odd, odd, odd), min_size=2, max_size=4),
+    st.integers(1, 4),
+    st.integers(1, 6),
+    st.randoms(use_true_random=False),
+)
+def test_a_shared_device_does_what_a_plain_loop_says(
+    drawn: list[tuple[float, float, float, float]], in_flight: int, count: int, random: Random
+) -> None:
+    times = [[each * (1 + random.random() / 100) for each in own] for own in drawn]  # no ties
+    workers = [sharing(StageTimes(a, b), StageTimes(c, d), count) for a, b, c, d in times]
+    run = simulate_cluster(workers, in_flight, 1, clock_distance=1)
+    for worker, completed in zip(run.workers, plain(times, in_flight, count), strict=True):
+        assert worker.published[:-1] == pytest.approx(completed[:-1])  # the last one ends a wave
+        assert worker.published[-1] - worker.synchronised[-1] == pytest.approx(completed[-1])
+
+
+def plain(times: Sequence[Sequence[float]], in_flight: int, count: int) -> list[list[float]]:
+    """When each minibatch of each virtual worker is complete. Tasks are (virtual worker, minibatch, which of three):
+    forward, both on the shared device, backward. What is ready first starts first."""
+    ready = {(vw, p, 0): 0.0 for vw in range(len(times)) for p in range(min(in_flight, count))}
+    free: dict[object, float] = {}
+    completed: list[list[float]] = [[] for _ in times]
+    while ready:
+        starts = []
+        for (vw, p, which), since in ready.items():
+            stage, device = (vw, which == 1), "shared" if which == 1 else vw
+            asked = max(since, free.get(stage, 0.0))  # one task of a stage is there at a time
+            starts.append((max(asked, free.get(device, 0.0)), asked, since, (vw, p, which), stage, device))
+        start, _, _, task, stage, device = min(starts)
+        vw, p, which = task
+        forward, backward, *last = times[vw]
+        end = start + (forward, sum(last), backward)[which]
+        free[stage] = free[device] = end
+        del ready[task]
+        if which < 2:
+            ready[vw, p, which + 1] = end
+        else:
+            completed[vw].append(end)
+            if p + in_flight < count:
+                ready[vw, p + in_flight, 0] = end
+    return completed
 
 
 def run_of(lengths: list[int], in_flight: int, distance: int, jitter: float, seed: int = 0) -> ClusterSimulation:

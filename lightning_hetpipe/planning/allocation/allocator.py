@@ -6,6 +6,7 @@ memory for it, it is raised while that hides more of the synchronisation.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,7 +14,7 @@ from typing import Any
 
 from lightning_hetpipe.planning.allocation.group_plans import GroupPlans
 from lightning_hetpipe.planning.allocation.groupings import Grouping
-from lightning_hetpipe.planning.allocation.worker_pipeline import server_nodes, worker_pipelines
+from lightning_hetpipe.planning.allocation.worker_pipeline import server_nodes, shared_devices, worker_pipelines
 from lightning_hetpipe.planning.model.cluster import Cluster, Device, DeviceSlot
 from lightning_hetpipe.planning.model.cluster_simulation import ClusterSimulation, simulate_cluster
 from lightning_hetpipe.planning.model.estimate import INSTANT
@@ -77,8 +78,26 @@ class Allocation:
         if self.simulation is None:
             return 0.0
         # Versions come in bunches, so that a window may begin behind one and end behind another.
-        most = throughput(self.lengths, [1 / max(choice.bottleneck, INSTANT) for choice in self.choices])
+        most = self._most([1 / max(choice.bottleneck, INSTANT) for choice in self.choices])
         return min(most, self.simulation.rate(self.simulation.waves // 3))
+
+    @property
+    def alone(self) -> float:
+        """Minibatches per second of all together without synchronisation."""
+        return self._most([choice.rate for choice in self.choices])
+
+    def _most(self, rates: Sequence[float]) -> float:
+        """Minibatches per second of virtual workers that have ``rates`` where no device is another's, too."""
+        found = throughput(self.lengths, rates)
+        for slot in shared_devices(self.choices):
+            busy = sum(
+                length * (stage.times.forward + stage.times.backward)
+                for choice, length in zip(self.choices, self.lengths, strict=True)
+                for stage in choice.stages
+                if stage.slot == slot
+            )
+            found = min(found, sum(self.lengths) / max(busy, INSTANT))
+        return found
 
     @property
     def rates(self) -> list[float]:
@@ -107,7 +126,27 @@ class Allocation:
     @property
     def unfit(self) -> tuple[int, ...]:
         """The virtual workers that have too little memory."""
-        return tuple(index for index, choice in enumerate(self.choices) if not choice.fits)
+        full = overfull(self.choices)
+        return tuple(
+            index
+            for index, choice in enumerate(self.choices)
+            if not choice.fits or any(stage.slot in full for stage in choice.stages)
+        )
+
+    @property
+    def lacking(self) -> int:
+        """Bytes that devices lack."""
+        return sum(overfull(self.choices).values())
+
+
+def overfull(choices: Sequence[Choice]) -> dict[DeviceSlot, int]:
+    """Devices that have too little memory for the stages of all virtual workers there, and the bytes that they lack."""
+    taken: Counter[DeviceSlot] = Counter()
+    for choice in choices:
+        for stage in choice.stages:
+            taken[stage.slot] += stage.memory.total
+    limits = {slot: nbytes if slot.device.memory is None else slot.device.memory for slot, nbytes in taken.items()}
+    return {slot: taken[slot] - limit for slot, limit in limits.items() if taken[slot] > limit}
 
 
 def most_stale(lengths: Sequence[int], in_flight: int, clock_distance: int) -> int:
@@ -147,8 +186,10 @@ class Allocator:
     ) -> None:
         self.profile = profile
         self.cluster = cluster
-        self.plans = GroupPlans(profile, cluster, {"weights": weights, "every": every, **settings})
-        self._in_flight = in_flight
+        unsaid = {"optimizer": "adam", "recompute": False, "stages": None}
+        self.settings: dict[str, Any] = {**unsaid, "weights": weights, "every": every, **settings}
+        self.plans = GroupPlans(profile, cluster, self.settings)
+        self.in_flight = in_flight
         self._wave = wave
         self._distance = clock_distance
         self._weights = weights
@@ -162,46 +203,61 @@ class Allocator:
             self._speeds[slot.device] = 1 / max(seconds, INSTANT)
         return self._speeds[slot.device]
 
-    def allocate(self, name: str, grouping: Grouping, *, shares: bool, placement: str = "size") -> Allocation:
+    def allocate(
+        self,
+        name: str,
+        grouping: Grouping,
+        *,
+        shares: bool,
+        placement: str = "size",
+        plans: GroupPlans | None = None,
+    ) -> Allocation:
         """The allocation of ``grouping``, called ``name``.
 
         Args:
             shares: Whether faster virtual workers get longer waves, and with them larger shares of the data.
             placement: As :func:`~lightning_hetpipe.rules.parameter_placement.place` has it.
+            plans: Plans of the groups; by default those of :attr:`plans`.
 
         Raises:
             SettingError: where a virtual worker cannot be planned as asked.
         """
-        in_flight = self._least(grouping)
+        plans = self.plans if plans is None else plans
+        in_flight = self._least(grouping, plans)
         if in_flight is None:
-            choices = [self.plans.plan(group, 1 if self._in_flight is None else self._in_flight) for group in grouping]
+            choices = [plans.plan(group, 1 if self.in_flight is None else self.in_flight) for group in grouping]
             return Allocation(name, grouping, tuple(choices), (1,) * len(choices), placement, (), self._distance, None)
         found: list[Allocation] = []
         for more in range(HIDING + 1):
-            choices = [self.plans.plan(group, in_flight + more, fewer=more > 0) for group in grouping]
-            if any(choice.in_flight < in_flight + more for choice in choices):
+            choices = [plans.plan(group, in_flight + more, fewer=more > 0) for group in grouping]
+            if any(choice.in_flight < in_flight + more for choice in choices) or overfull(choices):
                 break
             found.append(self._simulated(name, grouping, choices, shares, placement))
-            alone = throughput(found[-1].lengths, [choice.rate for choice in choices])
-            if self._in_flight is not None or found[-1].rate >= NEAR * alone or len(grouping) == 1:
+            if self.in_flight is not None or found[-1].rate >= NEAR * found[-1].alone or len(grouping) == 1:
                 break
             if max(each.rate for each in found[-2:]) * NEAR < max((each.rate for each in found[:-2]), default=0.0):
                 break  # two more have brought nothing
         best = max(each.rate for each in found)
         return next(each for each in found if each.rate >= NEAR * best)
 
-    def _least(self, grouping: Grouping) -> int | None:
+    def _least(self, grouping: Grouping, plans: GroupPlans) -> int | None:
         """The Nm to begin with; None if there is none at which all fit."""
-        if self._in_flight is not None:
-            fits = all(self.plans.plan(group, self._in_flight).fits for group in grouping)
-            return self._in_flight if fits else None
-        alone = [self.plans.plan(group) for group in grouping]
+        if self.in_flight is not None:
+            asked = [plans.plan(group, self.in_flight) for group in grouping]
+            return self.in_flight if all(choice.fits for choice in asked) and not overfull(asked) else None
+        alone = [plans.plan(group) for group in grouping]
         if not all(choice.fits for choice in alone):
             return None
         found = max(choice.in_flight for choice in alone)
-        while (most := min(self.plans.plan(group, found, fewer=True).in_flight for group in grouping)) < found:
-            found = most  # another one may have found no plan there
-        return found
+        while found:
+            choices = [plans.plan(group, found, fewer=True) for group in grouping]
+            if (most := min(choice.in_flight for choice in choices)) < found:
+                found = most  # another one may have found no plan there
+            elif overfull(choices):
+                found -= 1
+            else:
+                return found
+        return None
 
     def waves(self, rates: Sequence[float], in_flight: int, shares: bool) -> tuple[int, ...]:
         """W_v of virtual workers with ``rates``: whole optimizer steps, which runs with shares ask for."""

@@ -1,4 +1,4 @@
-"""Allocations of one cluster side by side: NP, HD, ED, ED with local parameters, and the best that is found."""
+"""Allocations of one cluster side by side: NP, HD, ED, ED local, placed layers, and the best that is found."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.planning.allocation.allocator import Allocation, Allocator
 from lightning_hetpipe.planning.allocation.grouping_search import best_allocation
 from lightning_hetpipe.planning.allocation.groupings import GROUPINGS
+from lightning_hetpipe.planning.allocation.placed import PLACED, placed
 from lightning_hetpipe.planning.model.units import digits, in_bytes
 from lightning_hetpipe.planning.plan.table import aligned
 from lightning_hetpipe.rules.parameter_placement import CANDIDATES
@@ -49,8 +50,8 @@ class Compared:
     @property
     def title(self) -> str:
         """Name for people, such as "ED local"; the placement by size goes without saying."""
-        name = self.name if self.name == "auto" else self.name.upper()
-        return name if self.placement == "size" else f"{name} {self.placement}"
+        name = self.name if self.name in ("auto", PLACED) else self.name.upper()
+        return name if self.placement == "size" or self.name == PLACED else f"{name} {self.placement}"
 
 
 def compared(
@@ -65,6 +66,10 @@ def compared(
                 yield Compared(name, placement, each, None, str(error))
                 continue
             yield Compared(name, placement, each, allocator.allocate(name, grouping, shares=each, placement=placement))
+        try:
+            yield Compared(PLACED, "local", each, placed(allocator, shares=each))
+        except SettingError as error:
+            yield Compared(PLACED, "local", each, None, str(error))
         best = best_allocation(allocator, shares=each, placements=CANDIDATES, told=told)
         yield Compared("auto", best.placement, each, best)
 

@@ -52,8 +52,7 @@ class GroupPlans:
         """
         kinds, slots = self._sorted(group)
         if (key := (kinds, in_flight, fewer)) not in self._known:
-            asked = {**self._settings, "in_flight": in_flight, "fewer": fewer}
-            choice = best_plan(self._profile, self._cluster, slots, **asked)
+            choice = self._found(slots, in_flight, fewer)
             self._known[key] = choice, slots
             if choice.fits and fewer:
                 self._known[kinds, choice.in_flight, False] = self._known[kinds, choice.in_flight, True] = choice, slots
@@ -64,6 +63,10 @@ class GroupPlans:
             stages=tuple(replace(stage, slot=mine[stage.slot]) for stage in choice.stages),
             idle=tuple(mine[slot] for slot in choice.idle),
         )
+
+    def _found(self, slots: Group, in_flight: int | None, fewer: bool) -> Choice:
+        asked = {**self._settings, "in_flight": in_flight, "fewer": fewer}
+        return best_plan(self._profile, self._cluster, slots, **asked)
 
     def _sorted(self, group: Sequence[DeviceSlot]) -> tuple[Kinds, Group]:
         nodes: dict[int, list[DeviceSlot]] = {}

@@ -10,7 +10,8 @@ proportion, else the slowest one's times their number. Each group of devices is 
 not at all where even with all of its devices busy all the time it would not help. From some divisions the search climbs
 by single changes: a block is made into another number of virtual workers, two blocks become one, a block falls apart
 into its nodes. From the fastest one it goes on to fewer virtual workers as long as little is lost. What is best is
-simulated then, with NP, ED and HD, synchronisation and shared links included.
+simulated then, with NP, ED and HD, synchronisation and shared links included; and placed layers, where they may be
+faster.
 
 It finds what is best near where it starts, and no more.
 """
@@ -18,7 +19,8 @@ It finds what is best near where it starts, and no more.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import TypeAlias
 
@@ -26,6 +28,7 @@ from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.planning.allocation.allocator import NEAR, Allocation, Allocator
 from lightning_hetpipe.planning.allocation.group_plans import Kinds
 from lightning_hetpipe.planning.allocation.groupings import GROUPINGS, Group, Grouping
+from lightning_hetpipe.planning.allocation.placed import placed
 from lightning_hetpipe.planning.model.cluster import DeviceSlot
 
 ENOUGH = 0.97
@@ -100,8 +103,14 @@ def best_allocation(
             best = max(best, found[-1].rate)
             if found[-1].rate >= NEAR * search.rate(grouping):
                 break  # another placement gains nothing
+    if "local" in placements:
+        told("placing layers")
+        with suppress(SettingError):
+            other = placed(allocator, shares=shares, floor=best)
+            found += [] if other is None else [replace(other, name="auto")]
+            best = max(each.rate for each in found)
     if not best:
-        return min(found, key=lambda each: (_lacking(each), len(each.grouping)))
+        return min(found, key=lambda each: (each.lacking, len(each.grouping)))
     good = [each for each in found if each.rate >= ENOUGH * best]
     return min(good, key=lambda each: (len(each.grouping), each.staleness, -each.rate))
 
@@ -109,10 +118,6 @@ def best_allocation(
 def _count(division: Blocks) -> int:
     """Number of virtual workers."""
     return sum(block.parts for block in division)
-
-
-def _lacking(allocation: Allocation) -> int:
-    return sum(stage.overflow for choice in allocation.choices for stage in choice.stages)
 
 
 class _GroupingSearch:

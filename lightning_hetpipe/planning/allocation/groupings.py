@@ -24,7 +24,7 @@ Group: TypeAlias = tuple[DeviceSlot, ...]
 """Devices of one virtual worker, node by node."""
 
 Grouping: TypeAlias = tuple[Group, ...]
-"""Devices of each virtual worker. None is in two of them."""
+"""Devices of each virtual worker. None is in two of them, but for the one of all last stages in ``placed``."""
 
 
 def node_partition(cluster: Cluster, speed: Callable[[DeviceSlot], float]) -> Grouping:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
-from lightning_hetpipe.planning.model.cluster import Cluster, Link
+from lightning_hetpipe.planning.model.cluster import Cluster, DeviceSlot, Link
 from lightning_hetpipe.planning.model.estimate import Estimate, stage_times_on, step_on, visits_on
 from lightning_hetpipe.planning.model.pipeline_run import Crossing, PlacedWeights, WorkerPipeline
 from lightning_hetpipe.planning.model.profile import Profile
@@ -35,8 +35,14 @@ def worker_pipelines(
         SettingError: for another placement than there is.
     """
     weights = _placed(profile, workers, servers, placement) if servers else [[] for _ in workers]
-    parts = zip(workers, lengths, weights, strict=True)
-    return [_pipeline(profile, cluster, worker, length, own) for worker, length, own in parts]
+    parts, shared = zip(workers, lengths, weights, strict=True), shared_devices(workers)
+    return [_pipeline(profile, cluster, worker, length, own, shared) for worker, length, own in parts]
+
+
+def shared_devices(workers: Sequence[Estimate]) -> set[DeviceSlot]:
+    """Devices with stages of several virtual workers."""
+    used = Counter(slot for worker in workers for slot in {stage.slot for stage in worker.stages})
+    return {slot for slot, count in used.items() if count > 1}
 
 
 def _placed(
@@ -64,7 +70,12 @@ def _nodes(worker: Estimate) -> list[int]:
 
 
 def _pipeline(
-    profile: Profile, cluster: Cluster, worker: Estimate, wave: int, weights: Sequence[PlacedWeights]
+    profile: Profile,
+    cluster: Cluster,
+    worker: Estimate,
+    wave: int,
+    weights: Sequence[PlacedWeights],
+    shared: Collection[DeviceSlot],
 ) -> WorkerPipeline:
     slots, splits = [stage.slot for stage in worker.stages], [stage.first for stage in worker.stages]
     # The simulation says how long bytes take over the network; of the latency it knows nothing.
@@ -73,10 +84,15 @@ def _pipeline(
     parts, visits = visits_on(profile, slots, splits, times, worker.recompute)
     firsts = [part.first for part in visits.segments] if visits else splits
     forwards, gradients = {}, {}
+    leader, first = slots[-1].node, slots[0].node
+    given = sum(layer.given for layer in profile.layers[: (*splits, len(profile.layers))[1]])
+    if given and leader != first:  # the user's code runs where the last stage is, and has the batch there
+        forwards[0] = Crossing(given / profile.called(0), leader, first)
     for index in range(1, len(slots)):
         source, target = slots[index - 1].node, slots[index].node
         if source != target:
             nbytes, segment = profile.layers[splits[index] - 1].output, firsts.index(splits[index])
             forwards[segment] = Crossing(nbytes / profile.called(splits[index]), source, target)
             gradients[segment - 1] = Crossing(nbytes / profile.called(splits[index] - 1), target, source)
-    return WorkerPipeline(parts, wave, step_on(profile, slots, splits), visits, forwards, gradients, weights)
+    devices = {index: slot for index, slot in enumerate(slots) if slot in shared}
+    return WorkerPipeline(parts, wave, step_on(profile, slots, splits), visits, forwards, gradients, weights, devices)

@@ -11,6 +11,7 @@ Each virtual worker is a pipeline, simulated task by task; one alone, which sync
   given it all its bytes, and after the network's latency. So servers add as fast as their node's memory takes updates.
 - Activations and gradients that stages of one virtual worker send each other cross these links where the stages lie on
   different nodes; the stage that receives is busy meanwhile.
+- A device with stages of several virtual workers computes their tasks one after another, as they are ready there.
 
 Time only moves from event to event.
 """
@@ -20,7 +21,8 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import TypeAlias
@@ -36,6 +38,7 @@ from lightning_hetpipe.planning.model.pipeline_run import (
     rows,
     task_seconds,
 )
+from lightning_hetpipe.planning.model.shared_device import SharedDevice
 from lightning_hetpipe.planning.model.shared_links import SharedLink
 from lightning_hetpipe.rules.versions import STASH, Versions
 from lightning_hetpipe.rules.waves import may_pull
@@ -263,10 +266,12 @@ class _ClusterRun:
     def simulation(self, jitter: float, seed: int) -> ClusterSimulation:
         ahead = cache(self._versions.ahead)
         several = len(self._given) > 1
+        devices: dict[Hashable, SharedDevice] = defaultdict(SharedDevice)
         for worker, given in zip(self._workers, self._given, strict=True):
             seconds = rows(task_seconds(given), jitter, seed, worker.index)
+            own = {stage: devices[device] for stage, device in given.devices.items()}
             worker.run = PipelineRun(
-                given, self._waves * given.wave, ahead, several, seconds, partial(self._receive, worker)
+                given, self._waves * given.wave, ahead, several, seconds, partial(self._wait, worker), own
             )
             self._note_staleness(worker)
             self._go_on(worker, 0.0)
@@ -306,15 +311,15 @@ class _ClusterRun:
         run = worker.run
         if now == worker.wakes:
             worker.wakes = math.inf
-        run.advance(now if run.crosses else math.inf)
+        run.advance(now if run.shares else math.inf)
         if run.wave_end is not None and not worker.synchronises:
             worker.synchronises = True
             self._at(run.wave_end, partial(self._push, worker))
         self._wake(worker)
 
     def _wake(self, worker: _Worker) -> None:
-        """Have a pipeline whose stages share links go on at its next event."""
-        following = worker.run.next if worker.run.crosses else None
+        """Have a pipeline that others slow down go on at its next event."""
+        following = worker.run.next if worker.run.shares else None
         if following is not None and following < worker.wakes:
             worker.wakes = following
             self._at(following, partial(self._go_on, worker))
@@ -369,14 +374,17 @@ class _ClusterRun:
         lacking[worker.index] = 0
         worker.staleness = max(worker.staleness, int(lacking.max()))
 
-    def _receive(self, worker: _Worker, now: float, crossing: Crossing, done: Done) -> None:
-        """Move what a stage receives from another node."""
+    def _wait(self, worker: _Worker, now: float, given: Crossing | SharedDevice, done: Done) -> None:
+        """Move what a stage receives from another node, or wait for its device."""
 
-        def received(when: float) -> None:
+        def reached(when: float) -> None:
             done(when)
             self._wake(worker)
 
-        self._send(self._network.crossing(crossing), now, received)
+        if isinstance(given, Crossing):
+            self._send(self._network.crossing(given), now, reached)
+        else:
+            given.take(now, reached)
 
     def _later(self, delay: float, act: Done, now: float) -> None:
         self._at(now + delay, act)

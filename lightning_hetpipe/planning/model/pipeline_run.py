@@ -1,8 +1,8 @@
 """Run of one virtual worker's pipeline within the simulation of a cluster.
 
 It goes on until Lightning's thread has ended a wave, as the rest of the cluster says when the synchronisation is over;
-until then nothing outside matters. Only where its stages lie on several nodes do others slow it down at any time, as
-they share links: then it goes on no further than to the present.
+until then nothing outside matters. Only where its stages lie on several nodes, or on a device that has stages of other
+virtual workers, do others slow it down at any time: then it goes on no further than to the present.
 
 Stages, minibatches and Lightning's thread do what :mod:`~lightning_hetpipe.planning.model.simulate` says, with the same
 ties: events at one time are handled in the order in which they came to be known.
@@ -14,11 +14,12 @@ import heapq
 import itertools
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from lightning_hetpipe.planning.model.shared_device import SharedDevice
 from lightning_hetpipe.planning.model.simulate import StageTimes, Visits
 from lightning_hetpipe.planning.model.simulated_calls import SimulatedCalls
 from lightning_hetpipe.rules.schedule import Work, route
@@ -60,6 +61,7 @@ class WorkerPipeline:
         forwards: What the forward of a segment receives over the network, by the segment's index.
         gradients: The same for its backward.
         weights: Its weights, by where they lie.
+        devices: Devices that have stages of other virtual workers, too, by the index of the stage there.
     """
 
     stages: Sequence[StageTimes]
@@ -69,6 +71,7 @@ class WorkerPipeline:
     forwards: Mapping[int, Crossing] = field(default_factory=dict)
     gradients: Mapping[int, Crossing] = field(default_factory=dict)
     weights: Sequence[PlacedWeights] = ()
+    devices: Mapping[int, Hashable] = field(default_factory=dict)
 
 
 class PipelineRun:
@@ -80,12 +83,14 @@ class PipelineRun:
         ahead: Gives how many minibatches may be in flight after a version.
         synchronises: Whether its waves end with a synchronisation.
         rows: Seconds of each task of the route, minibatch by minibatch.
-        receive: Starts a transfer, given the time, the crossing and what to call with the time at which it is over.
+        wait: Waits for a transfer or for a device, given the time, and what to call with the time at which the one is
+            over or the other is free.
+        devices: Devices of stages that are other virtual workers', too.
 
     Attributes:
         published: When version p came to be, for p = 1, 2, ...
         wave_end: When Lightning's thread came to the end of a wave, while it synchronises; None otherwise.
-        crosses: Whether its stages share links with others.
+        shares: Whether its stages share links, or a device, with others.
     """
 
     def __init__(
@@ -95,12 +100,13 @@ class PipelineRun:
         ahead: Callable[[int], int],
         synchronises: bool,
         rows: Iterator[list[float]],
-        receive: Callable[[float, Crossing, Callable[[float], None]], None],
+        wait: Callable[[float, Crossing | SharedDevice, Callable[[float], None]], None],
+        devices: Mapping[int, SharedDevice],
     ) -> None:
         self.published: list[float] = []
         self.wave_end: float | None = None
         self._wave, self._step, self._last = given.wave, given.step, last
-        self._ahead, self._synchronises, self._rows, self._receive = ahead, synchronises, rows, receive
+        self._ahead, self._synchronises, self._rows, self._wait = ahead, synchronises, rows, wait
         visits = given.visits or Visits.once(len(given.stages))
         self._route = route(visits.segments, visits.calls)
         self._stage = [task.segment.stage for task in self._route]
@@ -108,7 +114,8 @@ class PipelineRun:
         self._seconds = task_seconds(given)
         received = [given.gradients if task.work is Work.BACKWARD else given.forwards for task in self._route]
         self._crossings = [each.get(task.segment.index) for each, task in zip(received, self._route, strict=True)]
-        self.crosses = any(self._crossings)
+        self._devices = [devices.get(stage) for stage in self._stage]
+        self.shares = any(self._crossings) or bool(devices)
         self._calls = SimulatedCalls(self._route, visits.changing)
         self._ordered = bool(self._calls)
         stages = max(self._stage) + 1
@@ -134,9 +141,9 @@ class PipelineRun:
         return self._events[0][0] if self._events else None
 
     def advance(self, until: float = math.inf) -> None:
-        """Go on to the end of a wave, or if the stages share links up to ``until``."""
+        """Go on to the end of a wave, or where others slow it down up to ``until``."""
         events, ready, pop = self._events, self._ready, heapq.heappop
-        while self.wave_end is None or self.crosses:
+        while self.wave_end is None or self.shares:
             if ready and (not events or events[0][0] > self._now or events[0][1] > ready[0][0]):
                 self._admit(*ready.popleft()[1:])
             elif events and events[0][0] <= until:
@@ -182,9 +189,15 @@ class PipelineRun:
 
     def _start(self, number: int, task: int) -> None:
         if crossing := self._crossings[task]:
-            self._receive(self._now, crossing, lambda when: self._compute(when, number, task))
+            self._wait(self._now, crossing, lambda when: self._received(when, number, task))
         else:
-            self._compute(self._now, number, task)
+            self._received(self._now, number, task)
+
+    def _received(self, now: float, number: int, task: int) -> None:
+        if device := self._devices[task]:
+            self._wait(now, device, lambda when: self._compute(when, number, task))
+        else:
+            self._compute(now, number, task)
 
     def _compute(self, now: float, number: int, task: int) -> None:
         took = self._row[number][task]
@@ -195,6 +208,8 @@ class PipelineRun:
         heapq.heappush(self._events, (now + took, self._number(), _ENDED, number, task))
 
     def _ended(self, number: int, task: int) -> None:
+        if device := self._devices[task]:
+            device.free(self._now)
         if task + 1 < len(self._stage):
             self._ready.append((self._number(), number, task + 1))
         else:

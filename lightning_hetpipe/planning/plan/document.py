@@ -129,8 +129,8 @@ class Plan:
         spread: Whether it is of a spread run, which a run of the plan is, too; as ``recompute``.
         weights: Name of the weight policy that the figures, and a run, are for; "stash" where a file does not say it.
         accumulate_grad_batches: Minibatches of an optimizer step that the figures are for; 1 where a file does not say.
-        allocation: The rule by which virtual workers got their devices: "np", "ed", "hd" or "auto"; empty where one was
-            planned for the devices that were given, and where a file does not say.
+        allocation: The rule by which virtual workers got their devices: "np", "ed", "hd", "placed" or "auto"; empty
+            where one was planned for the devices that were given, and where a file does not say.
         placement: The setting that says which server holds which parameter; "size" where a file does not say.
         network_bytes: Bytes that cross the network between nodes for each minibatch.
     """
@@ -256,8 +256,20 @@ class Plan:
         return table(self)
 
     def of_worker(self, index: int) -> Plan:
-        """The plan of virtual worker ``index`` alone."""
-        return replace(self, virtual_workers=(self.virtual_workers[index],))
+        """The plan of virtual worker ``index`` alone; of a device that others have stages on, it has the memory that
+        these leave, in equal parts."""
+        worker = self.virtual_workers[index]
+        stages = tuple(self._own_part(stage) for stage in worker.stages)
+        return replace(self, virtual_workers=(replace(worker, stages=stages),))
+
+    def _own_part(self, stage: PlannedStage) -> PlannedStage:
+        """Limit a stage to its own bytes and an equal part of those that all on its device leave."""
+        at, every = (stage.node, stage.device_number), [each.stages for each in self.virtual_workers]
+        there = [[each for each in own if (each.node, each.device_number) == at] for own in every]
+        if (sharing := sum(map(bool, there))) == 1 or stage.memory_limit_bytes is None:
+            return stage
+        left = stage.memory_limit_bytes - sum(each.memory_bytes for own in there for each in own)
+        return replace(stage, memory_limit_bytes=stage.memory_bytes + max(0, left) // sharing)
 
     @property
     def fingerprint(self) -> str:
@@ -312,7 +324,7 @@ class Plan:
             yield Problem("placement", f"is '{self.placement}' and must be one of {', '.join(PLACEMENTS)}")
         if not self.virtual_workers:
             yield Problem("virtual_workers", "is empty; a plan has at least one")
-        taken: dict[tuple[str, int], int] = {}
+        taken: dict[tuple[str, int], tuple[int, bool]] = {}
         for index, worker in enumerate(self.virtual_workers):
             place = f"virtual_workers[{index}].stages"
             if not worker.stages:
@@ -322,19 +334,25 @@ class Plan:
                 yield from stage_problems(stage, f"{place}[{number}]", next_layer, len(self.layers))
                 next_layer = stage.last_layer + 1
                 if (at := stage.device_number) is not None:
-                    other = taken.setdefault((stage.node, at), index)
-                    if other != index:
-                        yield Problem(
-                            f"{place}[{number}].device", f"is '{stage.place}', which is virtual worker {other}'s, too"
-                        )
+                    is_last = number + 1 == len(worker.stages)
+                    other, shares = taken.setdefault((stage.node, at), (index, is_last))
+                    if other != index and not (shares and is_last):
+                        said = f"is '{stage.place}', which is virtual worker {other}'s, too, and only last stages share"
+                        yield Problem(f"{place}[{number}].device", f"{said} a device")
                 if cluster is not None:
                     yield from place_problems(stage, f"{place}[{number}]", cluster)
-            yield from shared_problems(worker.stages, place, cluster)
             if worker.stages and next_layer != len(self.layers):
                 yield Problem(
                     f"{place}[{len(worker.stages) - 1}].last_layer",
                     f"is {next_layer - 1}, and the model's last layer is {len(self.layers) - 1}",
                 )
+
+        stages = {
+            f"virtual_workers[{index}].stages[{number}]": stage
+            for index, worker in enumerate(self.virtual_workers)
+            for number, stage in enumerate(worker.stages)
+        }
+        yield from shared_problems(stages, cluster)
 
     def check(self, cluster: Cluster | None = None) -> None:
         """Refuse a plan that cannot be run.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -61,19 +61,19 @@ def place_problems(stage: PlannedStage, place: str, cluster: Cluster) -> Iterato
         yield Problem(f"{place}.memory_bytes", said)
 
 
-def shared_problems(stages: Sequence[PlannedStage], place: str, cluster: Cluster | None) -> Iterator[Problem]:
-    """Faults of devices that several stages share, each of which would fit there alone."""
-    shared: dict[tuple[str, int], list[int]] = {}
-    for number, stage in enumerate(stages):
+def shared_problems(stages: Mapping[str, PlannedStage], cluster: Cluster | None) -> Iterator[Problem]:
+    """Faults of devices that several of ``stages``, by their keys, share, each of which would fit there alone."""
+    shared: dict[tuple[str, int], list[str]] = {}
+    for place, stage in stages.items():
         if (at := stage.device_number) is not None:
-            shared.setdefault((stage.node, at), []).append(number)
-    for numbers in shared.values():
-        limit = _limit([stages[number] for number in numbers], cluster)
-        taken = [stages[number].memory_bytes for number in numbers]
+            shared.setdefault((stage.node, at), []).append(place)
+    for places in shared.values():
+        limit = _limit([stages[place] for place in places], cluster)
+        taken = [stages[place].memory_bytes for place in places]
         if limit is not None and max(taken) <= limit < sum(taken):
-            together = f"{in_bytes(sum(taken))} with what else lies on {stages[numbers[0]].place}"
+            together = f"{in_bytes(sum(taken))} with what else lies on {stages[places[0]].place}"
             said = f"makes {together}, {in_bytes(sum(taken) - limit)} more than it has"
-            yield Problem(f"{place}[{numbers[-1]}].memory_bytes", said)
+            yield Problem(f"{places[-1]}.memory_bytes", said)
 
 
 def _limit(stages: Sequence[PlannedStage], cluster: Cluster | None) -> int | None:

@@ -210,7 +210,7 @@ class _Search:
         found = self._found[in_flight] = self._at(in_flight).best()
         if found is None:
             return self._unfit(in_flight, asked=True)
-        return self._choice(found, [_slowest(found)])
+        return self._choice(found, [slowest_stage(found)])
 
     def spread(self, memory: SpreadMemory) -> Choice:
         """Plan a spread run, whose devices hold what ``memory`` says."""
@@ -371,7 +371,8 @@ def _one_after_another(found: Estimate) -> str:
     return f"devices compute one after another, {took} for each minibatch, as one is in flight"
 
 
-def _slowest(found: Estimate) -> str:
+def slowest_stage(found: Estimate) -> str:
+    """Say which stage is the slowest, and what that makes of the throughput."""
     number = max(range(len(found.stages)), key=lambda index: found.stages[index].times.total)
     stage = found.stages[number]
     if len(found.stages) == 1:
@@ -385,7 +386,7 @@ def _slowest(found: Estimate) -> str:
 
 def _why(chosen: Estimate, plans: Sequence[Estimate], unfit: int | None) -> list[str]:
     best = max(plans, key=lambda plan: plan.rate)
-    reasons = [_slowest(chosen)]
+    reasons = [slowest_stage(chosen)]
     if best.in_flight != chosen.in_flight:
         reasons.append(
             f"Nm = {chosen.in_flight} is the smallest within 1% of the best, {digits(best.rate)} minibatches per second"

@@ -1,0 +1,256 @@
+"""Placement of layers (arXiv 1901.05803): ``allocation="placed"``.
+
+Layers with many parameters and little work, such as a classifier's, lie where their server is, for every virtual
+worker: activations cross the network in place of parameters. There is one virtual worker for each node; their last
+stages, which begin with the same layer, are all on one device, the *head*, and with ``placement="local"`` their weights
+are on the server of its node. Of three nodes with two devices each, where the head H is on the last one:
+
+    ABH, CDH, EH
+
+Where the head is its node's only device, it either does nothing else, or is a virtual worker with all layers, too.
+
+The search decides which device is the head, whether it does something else, and where its layers begin. No choice of
+these is faster than its *bound*, by the seconds of its devices and the bytes of the busiest links. Choices with large
+bounds are simulated first, until none that is left can be faster; of those that are as fast within 1%, the one with the
+fewest bytes on the network is taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.planning.allocation.allocator import HIDING, NEAR, Allocation, Allocator
+from lightning_hetpipe.planning.allocation.group_plans import GroupPlans, Kinds
+from lightning_hetpipe.planning.allocation.groupings import Group, Grouping
+from lightning_hetpipe.planning.model.cluster import Cluster, DeviceSlot
+from lightning_hetpipe.planning.model.estimate import INSTANT, estimate
+from lightning_hetpipe.planning.model.profile import Profile, UserBytes
+from lightning_hetpipe.planning.model.stage_memory import optimizer_state
+from lightning_hetpipe.planning.search.choice import Choice, slowest_stage
+from lightning_hetpipe.rules.versions import Versions
+
+PLACED = "placed"
+"""Name of the allocation."""
+
+SIMULATED = 24
+"""Largest number of choices that are simulated."""
+
+PLANS = 60
+"""Number of plans of several devices before the head, each at one Nm, after which no other choice is looked at."""
+
+UNFIT = 5
+"""Factor of these two while no choice fits."""
+
+
+@dataclass(frozen=True)
+class Head:
+    """A device with the last stages of all virtual workers.
+
+    Attributes:
+        slot: The device.
+        grouping: The devices of each virtual worker, of which it is the last.
+        first: The first layer on it.
+    """
+
+    slot: DeviceSlot
+    grouping: Grouping
+    first: int
+
+
+class PlacedPlans(GroupPlans):
+    """Plans of groups whose last device has the layers from ``first`` on: the others are divided among the other
+    devices as without them."""
+
+    def __init__(self, allocator: Allocator, first: int) -> None:
+        profile, cluster, stages = allocator.profile, allocator.cluster, allocator.settings["stages"]
+        settings = {**allocator.settings, "stages": None if stages is None else stages - 1}
+        super().__init__(profile, cluster, settings)
+        self._first = first
+        self.before = GroupPlans(_before(profile, first), cluster, settings)
+        """Plans of several devices before the last one."""
+
+    def _found(self, slots: Group, in_flight: int | None, fewer: bool) -> Choice:
+        if in_flight is None:
+            return self._best(slots)
+        found = self._at(slots, in_flight)
+        while fewer and not found.fits and found.in_flight > 1:
+            found = self._at(slots, found.in_flight - 1)
+        return found
+
+    def _best(self, slots: Group) -> Choice:
+        """The plan at the smallest Nm within 1% of the best throughput."""
+        first = self.before.plan(slots[:-1]).in_flight if len(slots) > 2 else 1
+        best = self._at(slots, first)
+        while not best.fits and best.in_flight > 1:
+            best = self._at(slots, best.in_flight - 1)
+        plan = best
+        while plan.fits and plan.in_flight <= best.in_flight + len(slots) and self._is_possible(plan.in_flight + 1):
+            plan = self._at(slots, plan.in_flight + 1)
+            best = max(best, plan, key=lambda each: (each.fits, each.rate))
+        chosen = best
+        while chosen.in_flight > 1:
+            plan = self._at(slots, chosen.in_flight - 1)
+            if plan.rate < NEAR * best.rate:
+                break
+            chosen = plan
+        return chosen
+
+    def _at(self, slots: Group, in_flight: int) -> Choice:
+        *own, head = slots
+        before = self.before.plan(own, in_flight) if len(own) > 1 else None
+        stages = [(stage.slot, stage.first) for stage in before.stages] if before else [(slot, 0) for slot in own]
+        stages.append((head, self._first if own else 0))
+        found = estimate(
+            self._profile,
+            self._cluster,
+            [slot for slot, _ in stages],
+            [first for _, first in stages],
+            in_flight,
+            state=optimizer_state(self._settings["optimizer"]),
+            recompute=self._settings["recompute"],
+            versions=Versions(self._settings["weights"], in_flight, self._settings["every"]),
+        )
+        return Choice(
+            found.stages,
+            found.versions,
+            found.recompute,
+            found.rate,
+            found.simulation,
+            found.spread,
+            idle=before.idle if before else (),
+            tried=(),
+            reasons=(slowest_stage(found),),
+        )
+
+    def _is_possible(self, in_flight: int) -> bool:
+        return Versions(self._settings["weights"], in_flight, self._settings["every"]).is_possible
+
+    def _sorted(self, group: Sequence[DeviceSlot]) -> tuple[Kinds, Group]:
+        *own, head = group
+        kinds, slots = super()._sorted(own)
+        beside = any(slot.node == head.node for slot in own)
+        link = self._cluster.nodes[head.node].own_link if beside else self._cluster.between
+        return (*kinds, (link, (head.device,))), (*slots, head)
+
+
+def placed(allocator: Allocator, *, shares: bool, placement: str = "local", floor: float = 0.0) -> Allocation | None:
+    """The fastest allocation of this kind that is found, of those within 1% of it the one with the fewest bytes on the
+    network; where none fits, the one that lacks the least memory.
+
+    Args:
+        allocator: Makes allocations of the cluster's devices.
+        shares: Whether faster virtual workers get longer waves.
+        placement: As :meth:`~lightning_hetpipe.planning.allocation.allocator.Allocator.allocate` has it.
+        floor: Minibatches per second; those whose bound is below it are not looked at.
+
+    Returns:
+        None where all bounds are below ``floor``.
+
+    Raises:
+        SettingError: where no two virtual workers would share a device.
+    """
+    bounds = {head: _bound(allocator, head, shares, placement) for head in heads(allocator)}
+    if not bounds:
+        count, layers = len(allocator.cluster.nodes), len(allocator.profile.layers)
+        raise SettingError(
+            f"allocation='{PLACED}' has the last of at least two stages of several virtual workers, one for each node,"
+            f" on one device, and there {'is' if count == 1 else 'are'} {count} node{'' if count == 1 else 's'} and"
+            f" {layers} layer{'' if layers == 1 else 's'}; use 'np' or 'auto', declare more nodes, or set fewer"
+            " stages, of 2 or more"
+        )
+    best, found = floor, list[Allocation]()
+    plans: dict[int, PlacedPlans] = {}
+    for head in sorted(bounds, key=lambda each: (-bounds[each].rate, bounds[each].nbytes)):
+        effort = max(len(found) / SIMULATED, sum(len(each.before) for each in plans.values()) / PLANS)
+        if bounds[head].rate < NEAR * best or effort >= (1 if any(each.fits for each in found) else UNFIT):
+            break
+        own = plans.setdefault(head.first, PlacedPlans(allocator, head.first))
+        found.append(allocate(allocator, head, own, shares=shares, placement=placement))
+        best = max(best, found[-1].rate)
+    if not any(each.fits for each in found):
+        return min(found, key=lambda each: each.lacking, default=None)
+    best = max(each.rate for each in found)
+    return min((each for each in found if each.rate >= NEAR * best), key=lambda each: each.network_bytes)
+
+
+def allocate(
+    allocator: Allocator, head: Head, plans: PlacedPlans, *, shares: bool, placement: str = "local"
+) -> Allocation:
+    """The allocation with this ``head``, and ``plans`` whose last stages begin where it does."""
+    return allocator.allocate(PLACED, head.grouping, shares=shares, placement=placement, plans=plans)
+
+
+def heads(allocator: Allocator) -> Iterator[Head]:
+    """All heads, of those that are alike the first."""
+    cluster, stages = allocator.cluster, allocator.settings["stages"]
+    seen = set()
+    for slot in cluster.slots:
+        node = cluster.nodes[slot.node]
+        if (kind := (node.own_link, node.devices, slot.device)) in seen:
+            continue
+        seen.add(kind)
+        for grouping in _groupings(cluster, slot):
+            if stages is None or 2 <= stages <= min(map(len, grouping)):
+                for first in range((stages or 2) - 1, len(allocator.profile.layers)):
+                    yield Head(slot, grouping, first)
+
+
+def _groupings(cluster: Cluster, head: DeviceSlot) -> Iterator[Grouping]:
+    """The groupings with this ``head``, the group of its own node last."""
+    nodes: dict[int, list[DeviceSlot]] = {}
+    for slot in cluster.slots:
+        if slot != head:
+            nodes.setdefault(slot.node, []).append(slot)
+    order = sorted(nodes, key=lambda node: node == head.node)
+    groups = tuple((*nodes[node], head) for node in order)
+    if len(groups) > 1:
+        yield groups
+    if groups and head.node not in nodes:
+        yield (*groups, (head,))
+
+
+class _Bound(NamedTuple):
+    """Minibatches per second, and the bytes on the network for each."""
+
+    rate: float
+    nbytes: float
+
+
+def _bound(allocator: Allocator, head: Head, shares: bool, placement: str) -> _Bound:
+    """The most minibatches per second with ``head``, up to as many in flight as are of use, and its bytes."""
+    profile, first, workers = allocator.profile, head.first, len(head.grouping)
+    rates, busy = [], []
+    for *own, last in head.grouping:
+        rates.append(sum(1 / _seconds(profile, slot, 0, first) for slot in own) or 1 / _seconds(profile, last, 0))
+        busy.append(_seconds(profile, last, first if own else 0))
+    in_flight = allocator.in_flight or 2 * max(map(len, head.grouping)) + HIDING
+    lengths = allocator.waves(rates, in_flight, shares)
+    far = [length for group, length in zip(head.grouping, lengths, strict=True) if group[0].node != head.slot.node]
+    received, output = sum(layer.given for layer in profile.layers[:first]), profile.layers[first - 1].output
+    weights = sum(layer.parameters for layer in profile.layers[:first])
+    pushed = (workers - 1) * weights if placement == "local" else 0  # to where the first virtual worker's are
+    beside = lengths[0] * (output + received) if head.grouping[0][0].node != head.slot.node else 0
+    link = max(sum(far) * (output + received), pushed + beside) / allocator.cluster.between.bandwidth
+    computing = sum(lengths) / (sum(rates) if shares else workers * min(rates))
+    together = sum(length * seconds for length, seconds in zip(lengths, busy, strict=True))
+    nbytes = sum(far) * (2 * output + received) + 2 * pushed
+    return _Bound(sum(lengths) / max(computing, together, link), nbytes / sum(lengths))
+
+
+def _seconds(profile: Profile, slot: DeviceSlot, first: int, after: int | None = None) -> float:
+    times = profile.times_on(slot.device)[first:after]
+    return max(sum(each.forward + each.backward for each in times), INSTANT)
+
+
+def _before(profile: Profile, first: int) -> Profile:
+    """The layers before ``first``, without user code."""
+    return replace(
+        profile,
+        layers=profile.layers[:first],
+        times={name: times[:first] for name, times in profile.times.items()},
+        calls=[(start, min(after, first)) for start, after in profile.calls if start < first],
+        user=UserBytes(),
+    )

@@ -1,0 +1,120 @@
+"""Plans with ``allocation="placed"``: last stages of all virtual workers on one machine, the others at hosts."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_hetpipe import Plan
+from lightning_hetpipe.planning.allocation.allocator import Allocator
+from lightning_hetpipe.planning.allocation.placed import PlacedPlans, allocate, heads
+from lightning_hetpipe.planning.model.cluster import Cluster, Node
+from lightning_hetpipe.planning.model.profile import LayerBytes, Profile, Times
+from tests.hosts.test_other_machines import serving
+from tests.hosts.test_waves_by_stage import done, environment, serve
+from tests.support.namespaces import Unavailable, network
+from tests.wsp.launch import ROOT
+
+WIDE = 8192
+NAMES = ("store", "attic", "cellar")
+CLUSTER = Cluster([Node(name, ["cpu"]) for name in NAMES], "1 Gbit/s")
+
+PROGRAM = """
+import json
+import sys
+
+import torch
+from torch import nn
+
+from lightning_hetpipe import Plan, WSPCallback
+from tests.hosts.test_placed import CLUSTER, WIDE
+from tests.support.models import ADAMW, CLASSES, Task, vectors
+from tests.support.strategies import stashing
+from tests.support.trainers import quiet_trainer
+
+saved, plan, servers, hosts = sys.argv[1], Plan.load(sys.argv[2]), *map(json.loads, sys.argv[3:])
+torch.manual_seed(0)
+net = nn.Sequential(nn.Linear(6, 16), nn.Dropout(0.2), nn.Linear(16, WIDE), nn.Linear(WIDE, CLASSES))
+learner = Task(net, ADAMW)
+wsp = WSPCallback(servers=servers or None, security={"insecure": True}, aggregate="mean")
+where = {"stage_hosts": hosts} if hosts else {"cluster": CLUSTER}
+trainer = quiet_trainer(stashing(plan=plan, wsp=wsp, **where))
+trainer.fit(learner, vectors(4 * 30 * len(plan.virtual_workers), 4))
+if trainer.is_global_zero:
+    torch.save(learner.state_dict(), saved)
+"""
+
+HEAD = 4 * (16 * WIDE + WIDE + WIDE * 3 + 3)
+"""Bytes of the last stage's weights, at the least."""
+
+
+def made(folder: Path, *, alone: bool) -> Path:
+    """A plan whose last two layers are on the first machine, which is a virtual worker ``alone``, too, or not."""
+    layers = [LayerBytes(f"net.{n}", 4 if n < 2 else WIDE, 64, 64) for n in range(4)]
+    allocator = Allocator(Profile("Task", 4, layers, {"cpu": [Times(0.01, 0.02)] * 4}, {}), CLUSTER, in_flight=3)
+    workers = 2 + alone
+    (head,) = (each for each in heads(allocator) if each.first == 2 and len(each.grouping) == workers)
+    plan = Plan.of_allocation(
+        allocate(allocator, head, PlacedPlans(allocator, 2), shares=False),
+        "Task",
+        [each.name for each in layers],
+        CLUSTER,
+    )
+    assert list(plan.problems(CLUSTER)) == []
+    assert {worker.stages[-1].place for worker in plan.virtual_workers} == {"cpu:0"}
+    assert plan.workers_on_nodes == {"store": workers}
+    plan.save(folder / "plan.json")
+    return folder / "plan.json"
+
+
+def program(saved: Path, plan: Path, servers: str = "[]", hosts: str = "{}") -> list[object]:
+    return [sys.executable, "-c", PROGRAM, saved, plan, servers, hosts]
+
+
+def same(one: Path, other: Path) -> bool:
+    first, second = torch.load(one), torch.load(other)
+    return all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_the_bits_are_those_of_stages_in_threads(tmp_path: Path) -> None:
+    """The machine of the last stages is a virtual worker of its own, too."""
+    plan, known = made(tmp_path, alone=True), {"HETPIPE_TOKEN": "one"}
+    here, there = tmp_path / "here.pt", tmp_path / "there.pt"
+    with serving(known) as attic, serving(known) as cellar:
+        hosts = f'{{"attic": "{attic.address}", "cellar": "{cellar.address}"}}'
+        for command in (program(here, plan), program(there, plan, hosts=hosts)):
+            words, own = [*map(str, command)], {**os.environ, "PYTHONPATH": str(ROOT), **known}
+            ran = subprocess.run(words, capture_output=True, text=True, env=own)
+            assert ran.returncode == 0, ran.stderr
+    assert same(here, there)
+
+
+@pytest.mark.slow
+def test_weights_of_last_stages_cross_no_network(tmp_path: Path) -> None:
+    """Those of first stages do: one machine's go to the other's server, and come back."""
+    plan = made(tmp_path, alone=False)
+    here, there = tmp_path / "here.pt", tmp_path / "there.pt"
+    try:
+        with network(len(NAMES)) as (store, *others):
+            done(store.start(program(here, plan), tmp_path, environment()))
+            for machine in (store, *others):
+                serve(machine, tmp_path, "hetpipe_server", 7070)
+            for machine in others:
+                serve(machine, tmp_path, "hetpipe_host", 7071)
+            servers = ", ".join(f'"{machine.address}:7070"' for machine in (store, *others))
+            hosts = ", ".join(
+                f'"{name}": "{machine.address}:7071"' for name, machine in zip(NAMES[1:], others, strict=True)
+            )
+            before = store.transferred()
+            told = done(store.start(program(there, plan, f"[{servers}]", f"{{{hosts}}}"), tmp_path, environment()))
+            moved = store.transferred() - before
+    except Unavailable as why:
+        pytest.skip(str(why))
+    assert "by way of this process" not in told
+    assert same(here, there)
+    assert moved < 2 * HEAD, "10 waves of two virtual workers would carry it 40 times"
