@@ -16,7 +16,7 @@ from lightning_hetpipe.planning.allocation.placed import PlacedPlans, allocate, 
 from lightning_hetpipe.planning.model.cluster import Cluster, Node
 from lightning_hetpipe.planning.model.profile import LayerBytes, Profile, Times
 from tests.hosts.test_other_machines import serving
-from tests.hosts.test_waves_by_stage import done, environment, serve
+from tests.hosts.test_waves_by_stage import done, environment
 from tests.support.namespaces import Unavailable, network
 from tests.wsp.launch import ROOT
 
@@ -37,13 +37,13 @@ from tests.support.models import ADAMW, CLASSES, Task, vectors
 from tests.support.strategies import stashing
 from tests.support.trainers import quiet_trainer
 
-saved, plan, servers, hosts = sys.argv[1], Plan.load(sys.argv[2]), *map(json.loads, sys.argv[3:])
+saved, plan, nodes, hosts = sys.argv[1], Plan.load(sys.argv[2]), *map(json.loads, sys.argv[3:])
 torch.manual_seed(0)
 net = nn.Sequential(nn.Linear(6, 16), nn.Dropout(0.2), nn.Linear(16, WIDE), nn.Linear(WIDE, CLASSES))
 learner = Task(net, ADAMW)
-wsp = WSPCallback(servers=servers or None, security={"insecure": True}, aggregate="mean")
-where = {"stage_hosts": hosts} if hosts else {"cluster": CLUSTER}
-trainer = quiet_trainer(stashing(plan=plan, wsp=wsp, **where))
+wsp = WSPCallback(security={"insecure": True}, aggregate="mean")
+where = {"stage_hosts": hosts} if hosts else {"cluster": CLUSTER} if nodes == 1 else {}
+trainer = quiet_trainer(stashing(plan=plan, wsp=wsp, **where), num_nodes=nodes)
 trainer.fit(learner, vectors(4 * 30 * len(plan.virtual_workers), 4))
 if trainer.is_global_zero:
     torch.save(learner.state_dict(), saved)
@@ -67,13 +67,13 @@ def made(folder: Path, *, alone: bool) -> Path:
     )
     assert list(plan.problems(CLUSTER)) == []
     assert {worker.stages[-1].place for worker in plan.virtual_workers} == {"cpu:0"}
-    assert plan.workers_on_nodes == {"store": workers}
+    assert plan.workers_on_nodes == {"store": workers, "attic": 0, "cellar": 0}
     plan.save(folder / "plan.json")
     return folder / "plan.json"
 
 
-def program(saved: Path, plan: Path, servers: str = "[]", hosts: str = "{}") -> list[object]:
-    return [sys.executable, "-c", PROGRAM, saved, plan, servers, hosts]
+def program(saved: Path, plan: Path, nodes: int = 1, hosts: str = "{}") -> list[object]:
+    return [sys.executable, "-c", PROGRAM, saved, plan, nodes, hosts]
 
 
 def same(one: Path, other: Path) -> bool:
@@ -100,18 +100,14 @@ def test_weights_of_last_stages_cross_no_network(tmp_path: Path) -> None:
     plan = made(tmp_path, alone=False)
     here, there = tmp_path / "here.pt", tmp_path / "there.pt"
     try:
-        with network(len(NAMES)) as (store, *others):
-            done(store.start(program(here, plan), tmp_path, environment()))
-            for machine in (store, *others):
-                serve(machine, tmp_path, "hetpipe_server", 7070)
-            for machine in others:
-                serve(machine, tmp_path, "hetpipe_host", 7071)
-            servers = ", ".join(f'"{machine.address}:7070"' for machine in (store, *others))
-            hosts = ", ".join(
-                f'"{name}": "{machine.address}:7071"' for name, machine in zip(NAMES[1:], others, strict=True)
+        with network(len(NAMES)) as machines:
+            store = machines[0]
+            done([store.start(program(here, plan), tmp_path, environment())])
+            before, command = store.transferred(), program(there, plan, len(machines))
+            own = {**environment(), "MASTER_ADDR": store.address, "MASTER_PORT": 29500}
+            told = done(
+                [each.start(command, tmp_path, {**own, "NODE_RANK": rank}) for rank, each in enumerate(machines)]
             )
-            before = store.transferred()
-            told = done(store.start(program(there, plan, f"[{servers}]", f"{{{hosts}}}"), tmp_path, environment()))
             moved = store.transferred() - before
     except Unavailable as why:
         pytest.skip(str(why))
