@@ -44,7 +44,7 @@ class HostProcess:
             assert self._process.stdin is not None
             with self._process.stdin as pipe:
                 pipe.write(json.dumps(told).encode())
-        self.wire = Wire(own)
+        self.wire = Wire(own, shares=True)
 
     @property
     def name(self) -> str:
@@ -84,7 +84,7 @@ def child(descriptor: int, security: dict[str, Any] | None) -> None:
     try:
         connection = raw if security is None else _admitted(raw, security)
         given = None if security is None else Security(**security)
-        if connection is not None and not Host(Wire(connection), given).run():
+        if connection is not None and not Host(Wire(connection, shares=security is None), given).run():
             os._exit(1)
     except BaseException:
         import traceback

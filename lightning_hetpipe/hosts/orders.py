@@ -242,14 +242,13 @@ class Taken(NamedTuple):
     """Answer to :class:`Take`.
 
     Attributes:
-        gradients: Of weights, by number; dense ones that are shown are there until the next ones are taken. Of those
-            that the host keeps only the looks are here.
+        gradients: Of weights, by number. Of those that the host keeps only the looks are here.
         memory: What is counted of the stage's memory: of each quantity what it is now, and at the most.
         busy: Seconds that the stage has computed.
         padded: The fields of the record of a stage that is emulated, or None.
     """
 
-    gradients: Mapping[int, SharedTensor | SparseTensor]
+    gradients: Mapping[int, Tensor | SharedTensor | SparseTensor]
     memory: Sequence[Sequence[int]]
     busy: float
     padded: Sequence[float] | None

@@ -16,7 +16,7 @@ from lightning_hetpipe.errors import SettingError, VirtualWorkerLost
 from lightning_hetpipe.hosts import orders
 from lightning_hetpipe.hosts.host_process import HostProcess
 from lightning_hetpipe.hosts.server_calls import HostHolder
-from lightning_hetpipe.hosts.shared_weights import FoundStash, SeenTensors, SharedStash
+from lightning_hetpipe.hosts.shared_weights import FoundStash, SharedStash
 from lightning_hetpipe.hosts.stage_host import modes
 from lightning_hetpipe.hosts.wire import CODE, Wire
 from lightning_hetpipe.pipeline.graph_code import layers_as_data, new_variants
@@ -84,7 +84,6 @@ class RemoteStage(Stage):
     def __init__(self, connect: Callable[[], HostLink] | None, *args: Any) -> None:
         self._start_host = connect or HostProcess
         self._host: HostLink | None = None
-        self._seen = SeenTensors()
         self._answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._asked: dict[tuple[int, str], float] = {}
         self._lock = threading.Lock()
@@ -195,10 +194,11 @@ class RemoteStage(Stage):
 
     def take(self, minibatch: int) -> FoundGradients:
         found = FoundGradients()
-        found.gradients = {number: self._gradient(each) for number, each in self._taken(minibatch, ()).items()}
+        for number, each in self._taken(minibatch, ()).items():
+            found.gradients[number] = sparse_of(each) if isinstance(each, orders.SparseTensor) else each
         return found
 
-    def _taken(self, minibatch: int, numbers: Sequence[int]) -> Mapping[int, orders.SharedTensor | orders.SparseTensor]:
+    def _taken(self, minibatch: int, numbers: Sequence[int]) -> Mapping[int, Any]:
         taken = self._ask(orders.Take(minibatch, numbers))
         assert isinstance(taken, orders.Taken)
         self.memory.mirror(taken.memory)
@@ -210,11 +210,6 @@ class RemoteStage(Stage):
 
     def delivered(self, minibatch: int) -> None:
         self._send(orders.Delivered(minibatch))
-
-    def _gradient(self, sent: orders.SharedTensor | orders.SparseTensor) -> Tensor:
-        if isinstance(sent, orders.SharedTensor):
-            return self._seen.of(sent).clone()
-        return sparse_of(sent)
 
     def _published(self) -> orders.PublishedWeights:
         assert isinstance(self.stash, FoundStash)

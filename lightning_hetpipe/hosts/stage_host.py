@@ -20,7 +20,7 @@ from lightning_hetpipe.emulation import Emulation, Pad
 from lightning_hetpipe.hosts import orders
 from lightning_hetpipe.hosts.host_memory import HeldTensors
 from lightning_hetpipe.hosts.server_calls import ServerCalls
-from lightning_hetpipe.hosts.shared_weights import SeenStash, SharedMemory
+from lightning_hetpipe.hosts.shared_weights import SeenStash
 from lightning_hetpipe.hosts.wire import Wire
 from lightning_hetpipe.pipeline.graph_code import add_variants, layers_of_data
 from lightning_hetpipe.pipeline.memory import PlannedMemory
@@ -121,7 +121,6 @@ class Host:
         self._wire = wire
         self._calls = ServerCalls(security, self._answer_call)
         self._answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._gradients: SharedMemory | None = None
         self._held = HeldTensors()
         self._emulation: Emulation | None = None
 
@@ -224,7 +223,7 @@ class Host:
             add_variants(stage.layers, message.graphs)
         elif isinstance(message, orders.Take):
             found = stage.take(message.minibatch).gradients
-            gradients = self._keep(found, message.numbers) if message.numbers else self._shared(found)
+            gradients = self._keep(found, message.numbers) if message.numbers else _plain(found)
             levels = [[level.now, level.most] for level in stage.memory.levels()]
             padded = None if self._emulation is None else [*asdict(self._emulation.stages[stage.index]).values()]
             self._answers.put(orders.Taken(gradients, levels, stage.stream.busy_seconds(), padded))
@@ -234,16 +233,6 @@ class Host:
             stage.delivered(message.minibatch)
         else:
             stage.put(Parcel(message))
-
-    def _shared(self, gradients: dict[int, Tensor]) -> dict[int, orders.SharedTensor | orders.SparseTensor]:
-        """Copies of ``gradients`` where the other process sees them, in place of those before."""
-        strided = {number: each for number, each in gradients.items() if each.layout is torch.strided}
-        sparse = {number: _sparse(each) for number, each in gradients.items() if number not in strided}
-        needed, memory = SharedMemory.needed(strided.values()), self._gradients
-        if memory is None or needed > memory.size:
-            memory = self._gradients = SharedMemory(needed)
-        memory.clear()
-        return {**{number: memory.copy(each)[1] for number, each in strided.items()}, **sparse}
 
     def _keep(
         self, gradients: dict[int, Tensor], numbers: Sequence[int]
@@ -295,6 +284,11 @@ def _kept(answer: Any) -> Any:
     if isinstance(answer, Tensor):
         return answer.clone(memory_format=torch.preserve_format)
     return [*map(_kept, answer)] if isinstance(answer, list | tuple) else answer
+
+
+def _plain(gradients: dict[int, Tensor]) -> dict[int, Tensor | orders.SparseTensor]:
+    """``gradients`` as they are sent."""
+    return {number: each if each.layout is torch.strided else _sparse(each) for number, each in gradients.items()}
 
 
 def _sparse(gradient: Tensor) -> orders.SparseTensor:

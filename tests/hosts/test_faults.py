@@ -160,7 +160,7 @@ def test_a_host_ends_with_the_process_of_lightnings_loop(sent: signal.Signals, h
 
 def test_a_host_that_is_given_no_message_ends() -> None:
     process = HostProcess()
-    process.wire._connection.sendall(b"\0" * 7 + b"\x02{}")
+    process.wire._connection.sendall(b"\0" * 15 + b"\x02{}")
     process.join(60)
     assert process.told() == "has ended with exit code 1"
     process.wire.close()
