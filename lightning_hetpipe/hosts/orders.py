@@ -2,8 +2,8 @@
 
     to the host      Put, SharedBlock, Runs, Bring, CallServer, at any time; SetUp, and then Begin, Publish, NewLayers,
                      NewVariants, Take, Look, Delivered, and tasks of the stage
-    from the host    results of tasks; ServerAnswered; Brought, Taken and Looked, in the order in which these were
-                     asked for; Broken, last
+    from the host    results of tasks; Shown, before the last result of a minibatch; ServerAnswered; Brought, Taken and
+                     Looked, in the order in which these were asked for; Broken, last
 
 They travel in one order. So a version is at the host before the first minibatch that uses it.
 """
@@ -57,6 +57,7 @@ class SetUp:
         timeout: Seconds after which a wait in which nothing moves ends.
         pad: The fields of its pad; None where no device is emulated.
         modes: Settings of torch that belong to a process.
+        shows: Whether gradients and state of each minibatch are :class:`Shown`.
     """
 
     index: int
@@ -75,6 +76,7 @@ class SetUp:
     timeout: float
     pad: Sequence[float] | None
     modes: Sequence[Any]
+    shows: bool
 
 
 class PublishedWeights(NamedTuple):
@@ -254,6 +256,14 @@ class Taken(NamedTuple):
     padded: Sequence[float] | None
 
 
+class Shown(NamedTuple):
+    """What :class:`Take` and :class:`Look` for ``minibatch`` would answer; they are not sent then."""
+
+    minibatch: int
+    taken: Taken
+    state: StageState
+
+
 class Looked(NamedTuple):
     """Answer to :class:`Look`."""
 
@@ -289,6 +299,7 @@ RECORDS: Sequence[type[Any]] = (
     Look,
     Delivered,
     Taken,
+    Shown,
     Looked,
     Broken,
 )

@@ -60,6 +60,8 @@ class OwnedStash(FoundStash):
 class OwnedStage(RemoteStage):
     """The stage, as the process of Lightning's loop has it; its arguments are those of ``RemoteStage``."""
 
+    shows_gradients = False  # they stay at the host
+
     def __init__(self, connect: Callable[[], HostLink] | None, *args: Any) -> None:
         self._moved: list[nn.Parameter] = []
         super().__init__(connect, *args)

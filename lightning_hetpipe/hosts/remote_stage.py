@@ -80,6 +80,8 @@ class RemoteStage(Stage):
     """The host, for the weights that it has."""
     emulation: Emulation | None = None
     """Emulation of the stages of this virtual worker, where their devices are not here."""
+    shows_gradients = True
+    """Whether the host sends gradients and state of a minibatch unasked, as the step waits for them."""
 
     def __init__(self, connect: Callable[[], HostLink] | None, *args: Any) -> None:
         self._start_host = connect or HostProcess
@@ -88,6 +90,7 @@ class RemoteStage(Stage):
         self._asked: dict[tuple[int, str], float] = {}
         self._lock = threading.Lock()
         self._asking = threading.Lock()  # answers come in the order of questions
+        self._shown: dict[int, orders.Shown] = {}
         self._lost: str | None = None
         self._known: list[int] = []
         self._is_set_up = False
@@ -120,6 +123,7 @@ class RemoteStage(Stage):
                 self._watchdog.seconds,
                 None if pad is None else [pad.forward, pad.backward],
                 modes(),
+                self.shows_gradients,
             )
         )
         self._is_set_up = True
@@ -179,6 +183,7 @@ class RemoteStage(Stage):
 
     def begin(self, version: Version, forwards: int) -> None:
         super().begin(version, forwards)
+        self._shown.clear()
         self._send(orders.Begin(_without_weights(version), forwards, self._published()))
 
     def publish(self, version: Version) -> None:
@@ -186,8 +191,8 @@ class RemoteStage(Stage):
         self._send(orders.Publish(_without_weights(version), self._published()))
 
     def state(self, minibatch: int) -> StageState:
-        found = self._ask(orders.Look(minibatch))
-        assert isinstance(found, orders.Looked)
+        found = self._shown.get(minibatch) or self._ask(orders.Look(minibatch))
+        assert isinstance(found, orders.Looked | orders.Shown)
         for runner, left in zip(self._runners.values(), found.state.buffers, strict=True):
             runner.buffers.mirror(minibatch, left)  # so that publishing finds what callbacks have changed
         return found.state
@@ -199,7 +204,10 @@ class RemoteStage(Stage):
         return found
 
     def _taken(self, minibatch: int, numbers: Sequence[int]) -> Mapping[int, Any]:
-        taken = self._ask(orders.Take(minibatch, numbers))
+        for number in [each for each in [*self._shown] if each < minibatch]:
+            del self._shown[number]  # the step has taken nothing of it
+        shown = self._shown.get(minibatch)
+        taken = self._ask(orders.Take(minibatch, numbers)) if shown is None else shown.taken
         assert isinstance(taken, orders.Taken)
         self.memory.mirror(taken.memory)
         self._busy.show(taken.busy)
@@ -209,6 +217,7 @@ class RemoteStage(Stage):
         return taken.gradients
 
     def delivered(self, minibatch: int) -> None:
+        self._shown.pop(minibatch, None)
         self._send(orders.Delivered(minibatch))
 
     def _published(self) -> orders.PublishedWeights:
@@ -306,6 +315,9 @@ class RemoteStage(Stage):
             if isinstance(message, orders.ServerAnswered):
                 assert self.holder is not None
                 self.holder.answered(message)
+                continue
+            if isinstance(message, orders.Shown):
+                self._shown[message.minibatch] = message
                 continue
             if isinstance(message, orders.Taken | orders.Looked | orders.Brought):
                 self._answers.put(message)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import queue
 import threading
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
@@ -28,7 +29,7 @@ from lightning_hetpipe.pipeline.plain_code import NotPlain
 from lightning_hetpipe.pipeline.random.generators import RandomGenerators
 from lightning_hetpipe.pipeline.readers_writer_lock import ReadersWriterLock
 from lightning_hetpipe.pipeline.stage import Layer, Stage, StageSettings
-from lightning_hetpipe.pipeline.stage_messages import Failure, Result
+from lightning_hetpipe.pipeline.stage_messages import Failure, InputGradients, Result
 from lightning_hetpipe.pipeline.stage_thread import Parcel
 from lightning_hetpipe.pipeline.streams import StreamEvent, Streams
 from lightning_hetpipe.pipeline.threads import Watchdog
@@ -123,6 +124,8 @@ class Host:
         self._answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._held = HeldTensors()
         self._emulation: Emulation | None = None
+        self._shows: Stage | None = None
+        self._backwards: Counter[int] = Counter()
 
     def run(self) -> bool:
         """Do what messages ask for, until none comes any more; False if that could not be done.
@@ -194,7 +197,7 @@ class Host:
             buffers=setup.buffers,
         )
         watchdog = Watchdog(setup.timeout, lambda: True, lambda: f"stage {setup.index} in a process of its own")
-        return HostedStage(
+        stage = HostedStage(
             self._held,
             setup.index,
             DEVICE,
@@ -209,9 +212,12 @@ class Host:
             None if setup.memory is None else PlannedMemory(*setup.memory),  # type: ignore[arg-type]
             setup.visits,
         )
+        self._shows = stage if setup.shows else None
+        return stage
 
     def _serve(self, stage: HostedStage, message: Any) -> None:
         if isinstance(message, orders.Begin):
+            self._backwards.clear()
             stage.see(message.weights)
             stage.begin(message.version, message.forwards)
         elif isinstance(message, orders.Publish):
@@ -222,17 +228,20 @@ class Host:
         elif isinstance(message, orders.NewVariants):
             add_variants(stage.layers, message.graphs)
         elif isinstance(message, orders.Take):
-            found = stage.take(message.minibatch).gradients
-            gradients = self._keep(found, message.numbers) if message.numbers else _plain(found)
-            levels = [[level.now, level.most] for level in stage.memory.levels()]
-            padded = None if self._emulation is None else [*asdict(self._emulation.stages[stage.index]).values()]
-            self._answers.put(orders.Taken(gradients, levels, stage.stream.busy_seconds(), padded))
+            self._answers.put(self._taken(stage, message.minibatch, message.numbers))
         elif isinstance(message, orders.Look):
             self._answers.put(orders.Looked(stage.state(message.minibatch)))
         elif isinstance(message, orders.Delivered):
             stage.delivered(message.minibatch)
         else:
             stage.put(Parcel(message))
+
+    def _taken(self, stage: Stage, minibatch: int, numbers: Sequence[int]) -> orders.Taken:
+        found = stage.take(minibatch).gradients
+        gradients = self._keep(found, numbers) if numbers else _plain(found)
+        levels = [[level.now, level.most] for level in stage.memory.levels()]
+        padded = None if self._emulation is None else [*asdict(self._emulation.stages[stage.index]).values()]
+        return orders.Taken(gradients, levels, stage.stream.busy_seconds(), padded)
 
     def _keep(
         self, gradients: dict[int, Tensor], numbers: Sequence[int]
@@ -257,7 +266,16 @@ class Host:
         return self._held.get(held.number).data  # whose changes in place are not counted in graphs
 
     def _done(self, result: Result, event: StreamEvent | None) -> None:
+        if self._shows is not None and isinstance(result, InputGradients):
+            self._show(self._shows, result.minibatch)
         self._answers.put(result)
+
+    def _show(self, stage: Stage, minibatch: int) -> None:
+        """Send what the step takes of ``minibatch``, if that was its last backward here."""
+        self._backwards[minibatch] += 1
+        if self._backwards[minibatch] == stage.memory.visits:
+            del self._backwards[minibatch]
+            self._answers.put(orders.Shown(minibatch, self._taken(stage, minibatch, ()), stage.state(minibatch)))
 
     def _answer_call(self, answer: orders.ServerAnswered) -> None:
         self._answers.put(answer)
