@@ -56,7 +56,7 @@ class Ends:
         for each in self.sockets:
             each.settimeout(20.0)
         self._others = blocks()
-        self.here, self.there = (Wire(each, shares=shares) for each in self.sockets)  # type: ignore[arg-type]
+        self.here, self.there = (Wire(each, shares=shares) for each in self.sockets)
 
     def pass_on(self, value: Tensor) -> Tensor:
         """``value`` as it arrives."""
