@@ -26,7 +26,7 @@ LATEST = 100
 """Messages with large tensors after which a block goes that none of them has needed."""
 
 
-class _Block(NamedTuple):
+class _LentBlock(NamedTuple):
     """A block of this process; ``used`` counts the messages until it was lent last."""
 
     memory: memoryview
@@ -39,8 +39,8 @@ class LentMemory:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._lent: dict[int, _Block] = {}
-        self._idle: list[_Block] = []
+        self._lent: dict[int, _LentBlock] = {}
+        self._idle: list[_LentBlock] = []
         self._messages = 0
 
     def lend(self, parts: list[memoryview]) -> Place | None:
@@ -60,7 +60,7 @@ class LentMemory:
         with self._lock:
             self._idle += [self._lent.pop(inode) for inode in inodes]
 
-    def _block(self, size: int) -> _Block | None:
+    def _block(self, size: int) -> _LentBlock | None:
         self._messages += 1
         self._idle = [block for block in self._idle if self._messages - block.used < LATEST]
         fitting = [block for block in self._idle if size <= len(block.memory) <= 2 * size]
@@ -76,7 +76,7 @@ class LentMemory:
                 return None
             place = place_of([memory])
             assert place is not None
-            block = _Block(memory, place, 0)
+            block = _LentBlock(memory, place, 0)
         self._lent[block.place.inode] = block = block._replace(used=self._messages)
         return block
 

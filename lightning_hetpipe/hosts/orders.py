@@ -257,7 +257,7 @@ class Taken(NamedTuple):
 
 
 class Shown(NamedTuple):
-    """What :class:`Take` and :class:`Look` for ``minibatch`` would answer; they are not sent then."""
+    """Answers to :class:`Take` and :class:`Look` for ``minibatch``, which are not sent then."""
 
     minibatch: int
     taken: Taken

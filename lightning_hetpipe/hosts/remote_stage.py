@@ -81,7 +81,7 @@ class RemoteStage(Stage):
     emulation: Emulation | None = None
     """Emulation of the stages of this virtual worker, where their devices are not here."""
     shows_gradients = True
-    """Whether the host sends gradients and state of a minibatch unasked, as the step waits for them."""
+    """True if the host sends gradients and state of a minibatch unasked, as the step waits for them."""
 
     def __init__(self, connect: Callable[[], HostLink] | None, *args: Any) -> None:
         self._start_host = connect or HostProcess

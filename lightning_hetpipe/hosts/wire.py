@@ -114,7 +114,7 @@ class Wire:
         self._connection.close()
 
     def _memory(self, note: Note) -> Take:
-        """Where the tensors of the message with ``note`` are."""
+        """Take the tensors of the message with ``note`` from where they are."""
         if self._lent is None:
             raise NotPlain("memory that is lent between machines")
         try:
