@@ -48,7 +48,7 @@ class HostProcess:
             assert self._process.stdin is not None
             with self._process.stdin as pipe:
                 pipe.write(json.dumps(told).encode())
-        self.wire = Wire(own)
+        self.wire = Wire(own, shares=True)
 
     @property
     def name(self) -> str:
@@ -87,8 +87,9 @@ def child(descriptor: int, security: dict[str, Any] | None) -> None:
     raw = socket.socket(fileno=descriptor)
     try:
         connection = raw if security is None else _admitted(raw, security)
-        given, host = None if security is None else Security(**security), raw.getsockname()
-        if connection is not None and not Host(Wire(connection), given, host[0] if given else "").run():
+        given = None if security is None else Security(**security)
+        host = raw.getsockname()[0] if given else ""
+        if connection is not None and not Host(Wire(connection, shares=given is None), given, host).run():
             os._exit(1)
     except BaseException:
         import traceback

@@ -3,8 +3,8 @@
     to the host      UseDevice, first, where it is to compute on an accelerator; Put, SharedBlock, Runs, Bring,
                      CallServer, Listen, HandOver, at any time; SetUp, and then Begin, Publish, NewLayers, NewVariants,
                      Take, Look, Delivered, and tasks of the stage
-    from the host    results of tasks; ServerAnswered; Brought, Taken and Looked, in the order in which these were
-                     asked for; Broken, last
+    from the host    results of tasks; Shown, before the last result of a minibatch; ServerAnswered; Brought, Taken and
+                     Looked, in the order in which these were asked for; Broken, last
     host to host     Handed, Forgotten
 
 They travel in one order. So a version is at the host before the first minibatch that uses it.
@@ -75,6 +75,7 @@ class SetUp:
         timeout: Seconds after which a wait in which nothing moves ends.
         pad: The fields of its pad; None where no device is emulated.
         modes: Settings of torch that belong to a process.
+        shows: Whether gradients and state of each minibatch are :class:`Shown`.
     """
 
     index: int
@@ -93,6 +94,7 @@ class SetUp:
     timeout: float
     pad: Sequence[float] | None
     modes: Sequence[Any]
+    shows: bool
 
 
 class PublishedWeights(NamedTuple):
@@ -304,17 +306,24 @@ class Taken(NamedTuple):
     """Answer to :class:`Take`.
 
     Attributes:
-        gradients: Of weights, by number; dense ones that are shown are there until the next ones are taken. Of those
-            that the host keeps only the looks are here.
+        gradients: Of weights, by number. Of those that the host keeps only the looks are here.
         memory: What is counted of the stage's memory: of each quantity what it is now, and at the most.
         busy: Seconds that the stage has computed.
         padded: The fields of the record of a stage that is emulated, or None.
     """
 
-    gradients: Mapping[int, SharedTensor | SparseTensor]
+    gradients: Mapping[int, Tensor | SharedTensor | SparseTensor]
     memory: Sequence[Sequence[int]]
     busy: float
     padded: Sequence[float] | None
+
+
+class Shown(NamedTuple):
+    """Answers to :class:`Take` and :class:`Look` for ``minibatch``, which are not sent then."""
+
+    minibatch: int
+    taken: Taken
+    state: StageState
 
 
 class Looked(NamedTuple):
@@ -364,6 +373,7 @@ RECORDS: Sequence[type[Any]] = (
     Look,
     Delivered,
     Taken,
+    Shown,
     Looked,
     Broken,
 )

@@ -75,6 +75,8 @@ class OwnedStage(RemoteStage):
         args: Those of ``RemoteStage``. The device is that which weights have for this process.
     """
 
+    shows_gradients = False  # they stay at the host
+
     def __init__(self, connect: Callable[[], HostLink] | None, accelerator: Accelerator | None, *args: Any) -> None:
         self._moved: list[nn.Parameter] = []
         self._accelerator = accelerator

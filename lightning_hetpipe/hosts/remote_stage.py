@@ -16,7 +16,7 @@ from lightning_hetpipe.errors import SettingError, VirtualWorkerLost
 from lightning_hetpipe.hosts import orders
 from lightning_hetpipe.hosts.host_process import HostProcess
 from lightning_hetpipe.hosts.server_calls import HostHolder
-from lightning_hetpipe.hosts.shared_weights import FoundStash, SeenTensors, SharedStash
+from lightning_hetpipe.hosts.shared_weights import FoundStash, SharedStash
 from lightning_hetpipe.hosts.stage_host import modes
 from lightning_hetpipe.hosts.wire import CODE, Wire
 from lightning_hetpipe.pipeline.graph_code import layers_as_data, new_variants
@@ -85,15 +85,17 @@ class RemoteStage(Stage):
     """The host, for the weights that it has."""
     emulation: Emulation | None = None
     """Emulation of the stages of this virtual worker, where their devices are not here."""
+    shows_gradients = True
+    """True if the host sends gradients and state of a minibatch unasked, as the step waits for them."""
 
     def __init__(self, connect: Callable[[], HostLink] | None, *args: Any) -> None:
         self._start_host = connect or HostProcess
         self._host: HostLink | None = None
-        self._seen = SeenTensors()
         self._answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._asked: dict[tuple[int, str], float] = {}
         self._lock = threading.Lock()
         self._asking = threading.Lock()  # answers come in the order of questions
+        self._shown: dict[int, orders.Shown] = {}
         self._lost: str | None = None
         self._broken: str | None = None  # the class's name of the error with which the host cannot go on
         self._known: list[int] = []
@@ -127,6 +129,7 @@ class RemoteStage(Stage):
                 self._watchdog.seconds,
                 None if pad is None else [pad.forward, pad.backward],
                 modes(),
+                self.shows_gradients,
             )
         )
         self._is_set_up = True
@@ -186,6 +189,7 @@ class RemoteStage(Stage):
 
     def begin(self, version: Version, forwards: int) -> None:
         super().begin(version, forwards)
+        self._shown.clear()
         self._send(orders.Begin(_without_weights(version), forwards, self._published()))
 
     def publish(self, version: Version) -> None:
@@ -193,19 +197,23 @@ class RemoteStage(Stage):
         self._send(orders.Publish(_without_weights(version), self._published()))
 
     def state(self, minibatch: int) -> StageState:
-        found = self._ask(orders.Look(minibatch))
-        assert isinstance(found, orders.Looked)
+        found = self._shown.get(minibatch) or self._ask(orders.Look(minibatch))
+        assert isinstance(found, orders.Looked | orders.Shown)
         for runner, left in zip(self._runners.values(), found.state.buffers, strict=True):
             runner.buffers.mirror(minibatch, left)  # so that publishing finds what callbacks have changed
         return found.state
 
     def take(self, minibatch: int) -> FoundGradients:
         found = FoundGradients()
-        found.gradients = {number: self._gradient(each) for number, each in self._taken(minibatch, ()).items()}
+        for number, each in self._taken(minibatch, ()).items():
+            found.gradients[number] = sparse_of(each) if isinstance(each, orders.SparseTensor) else each
         return found
 
-    def _taken(self, minibatch: int, numbers: Sequence[int]) -> Mapping[int, orders.SharedTensor | orders.SparseTensor]:
-        taken = self._ask(orders.Take(minibatch, numbers))
+    def _taken(self, minibatch: int, numbers: Sequence[int]) -> Mapping[int, Any]:
+        for number in [each for each in [*self._shown] if each < minibatch]:
+            del self._shown[number]  # the step has taken nothing of it
+        shown = self._shown.get(minibatch)
+        taken = self._ask(orders.Take(minibatch, numbers)) if shown is None else shown.taken
         assert isinstance(taken, orders.Taken)
         self.memory.mirror(taken.memory)
         self._busy.show(taken.busy)
@@ -215,12 +223,8 @@ class RemoteStage(Stage):
         return taken.gradients
 
     def delivered(self, minibatch: int) -> None:
+        self._shown.pop(minibatch, None)
         self._send(orders.Delivered(minibatch))
-
-    def _gradient(self, sent: orders.SharedTensor | orders.SparseTensor) -> Tensor:
-        if isinstance(sent, orders.SharedTensor):
-            return self._seen.of(sent).clone()
-        return sparse_of(sent)
 
     def _published(self) -> orders.PublishedWeights:
         assert isinstance(self.stash, FoundStash)
@@ -321,6 +325,9 @@ class RemoteStage(Stage):
             if isinstance(message, orders.ServerAnswered):
                 assert self.holder is not None
                 self.holder.answered(message)
+                continue
+            if isinstance(message, orders.Shown):
+                self._shown[message.minibatch] = message
                 continue
             if isinstance(message, orders.Taken | orders.Looked | orders.Brought):
                 self._answers.put(message)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import queue
 import threading
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
@@ -23,7 +24,7 @@ from lightning_hetpipe.hosts.host_device import CPU, Computed, HostDevice
 from lightning_hetpipe.hosts.host_memory import HeldTensors
 from lightning_hetpipe.hosts.peer_hosts import PeerHosts
 from lightning_hetpipe.hosts.server_calls import ServerCalls
-from lightning_hetpipe.hosts.shared_weights import SeenStash, SharedMemory
+from lightning_hetpipe.hosts.shared_weights import SeenStash
 from lightning_hetpipe.hosts.wire import Wire
 from lightning_hetpipe.pipeline.graph_code import add_variants, layers_of_data
 from lightning_hetpipe.pipeline.memory import PlannedMemory
@@ -31,7 +32,7 @@ from lightning_hetpipe.pipeline.plain_code import NotPlain
 from lightning_hetpipe.pipeline.random.generators import RandomGenerators
 from lightning_hetpipe.pipeline.readers_writer_lock import ReadersWriterLock
 from lightning_hetpipe.pipeline.stage import Layer, Stage, StageSettings
-from lightning_hetpipe.pipeline.stage_messages import Failure, Result
+from lightning_hetpipe.pipeline.stage_messages import Failure, InputGradients, Result
 from lightning_hetpipe.pipeline.stage_thread import Parcel
 from lightning_hetpipe.pipeline.streams import StreamEvent, Streams, move
 from lightning_hetpipe.pipeline.threads import Watchdog
@@ -165,11 +166,12 @@ class Host:
         self._timeout = 0.0
         self._calls = ServerCalls(security, self._answer_call)
         self._answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._gradients: SharedMemory | None = None
         self._held = HeldTensors()
         self._device = HostDevice()
         self._streams = Streams()
         self._emulation: Emulation | None = None
+        self._shows: Stage | None = None
+        self._backwards: Counter[int] = Counter()
 
     def run(self) -> bool:
         """Do what messages ask for, until none comes any more; False if that could not be done.
@@ -259,7 +261,7 @@ class Host:
             buffers=setup.buffers,
         )
         watchdog = Watchdog(setup.timeout, lambda: True, lambda: f"stage {setup.index} in a process of its own")
-        return HostedStage(
+        stage = HostedStage(
             self._held,
             self._peers,
             self._device.place,
@@ -276,9 +278,12 @@ class Host:
             None if setup.memory is None else PlannedMemory(*setup.memory),  # type: ignore[arg-type]
             setup.visits,
         )
+        self._shows = stage if setup.shows else None
+        return stage
 
     def _serve(self, stage: HostedStage, message: Any) -> None:
         if isinstance(message, orders.Begin):
+            self._backwards.clear()
             stage.stream.synchronize()  # what was dropped may still be computed, on the weights that come next
             stage.see(message.weights)
             stage.begin(message.version, message.forwards)
@@ -290,14 +295,7 @@ class Host:
         elif isinstance(message, orders.NewVariants):
             add_variants(stage.layers, message.graphs)
         elif isinstance(message, orders.Take):
-            taken = stage.take(message.minibatch)
-            found = taken.gradients
-            for event in taken.events:
-                self._streams.user.join(event, found.values())
-            gradients = self._keep(found, message.numbers) if message.numbers else self._shared(found)
-            levels = [[level.now, level.most] for level in stage.memory.levels()]
-            padded = None if self._emulation is None else [*asdict(self._emulation.stages[stage.index]).values()]
-            self._answers.put(orders.Taken(gradients, levels, stage.stream.busy_seconds(), padded))
+            self._answers.put(self._taken(stage, message.minibatch, message.numbers))
         elif isinstance(message, orders.Look):
             self._answers.put(orders.Looked(self._device.state(stage.state(message.minibatch))))
         elif isinstance(message, orders.Delivered):
@@ -308,15 +306,15 @@ class Host:
             except RuntimeError as error:
                 self._answers.put(Failure(message.minibatch, error))
 
-    def _shared(self, gradients: dict[int, Tensor]) -> dict[int, orders.SharedTensor | orders.SparseTensor]:
-        """Copies of ``gradients`` where the other process sees them, in place of those before."""
-        strided = {number: each for number, each in gradients.items() if each.layout is torch.strided}
-        sparse = {number: _sparse(each) for number, each in gradients.items() if number not in strided}
-        needed, memory = SharedMemory.needed(strided.values()), self._gradients
-        if memory is None or needed > memory.size:
-            memory = self._gradients = SharedMemory(needed)
-        memory.clear()
-        return {**{number: memory.copy(each)[1] for number, each in strided.items()}, **sparse}
+    def _taken(self, stage: Stage, minibatch: int, numbers: Sequence[int]) -> orders.Taken:
+        taken = stage.take(minibatch)
+        found = taken.gradients
+        for event in taken.events:
+            self._streams.user.join(event, found.values())
+        gradients = self._keep(found, numbers) if numbers else _plain(found)
+        levels = [[level.now, level.most] for level in stage.memory.levels()]
+        padded = None if self._emulation is None else [*asdict(self._emulation.stages[stage.index]).values()]
+        return orders.Taken(gradients, levels, stage.stream.busy_seconds(), padded)
 
     def _keep(
         self, gradients: dict[int, Tensor], numbers: Sequence[int]
@@ -341,7 +339,16 @@ class Host:
         return self._held.get(held.number).data  # whose changes in place are not counted in graphs
 
     def _done(self, result: Result, event: StreamEvent | None) -> None:
+        if self._shows is not None and isinstance(result, InputGradients):
+            self._show(self._shows, result.minibatch)
         self._answers.put(result if event is None else Computed(result, event))
+
+    def _show(self, stage: Stage, minibatch: int) -> None:
+        """Send what the step takes of ``minibatch``, if that was its last backward here."""
+        self._backwards[minibatch] += 1
+        if self._backwards[minibatch] == stage.memory.visits:
+            del self._backwards[minibatch]
+            self._answers.put(orders.Shown(minibatch, self._taken(stage, minibatch, ()), stage.state(minibatch)))
 
     def _answer_call(self, answer: orders.ServerAnswered) -> None:
         self._answers.put(answer)
@@ -365,6 +372,11 @@ def _alone(number: int, who: str) -> Iterator[None]:
 
 def _text_of(error: Exception) -> str:
     return "\n".join([str(error), *getattr(error, "__notes__", ())])
+
+
+def _plain(gradients: dict[int, Tensor]) -> dict[int, Tensor | orders.SparseTensor]:
+    """``gradients`` as they are sent."""
+    return {number: each if each.layout is torch.strided else _sparse(each) for number, each in gradients.items()}
 
 
 def _sparse(gradient: Tensor) -> orders.SparseTensor:

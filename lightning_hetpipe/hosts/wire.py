@@ -1,8 +1,10 @@
 """Wire between two processes: messages as frames on a connected socket, in order.
 
-    | length of the text, 8 bytes | text | the bytes of each tensor |
+    | lengths of note and text, 8 bytes each | note | text | the bytes of each tensor |
 
-The bytes of large tensors go from the sender's tensor to the socket and from there into the receiver's tensor.
+The bytes of large tensors go from the sender's tensor to the socket and from there into the receiver's tensor. On one
+machine they do not travel: where the tensors of a message are large, the note names a block of memory that has them.
+A socket takes them in pieces, for each of which both processes are woken, while stages compute on the same cores.
 """
 
 from __future__ import annotations
@@ -12,33 +14,55 @@ import struct
 import threading
 from contextlib import suppress
 from importlib import metadata
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from lightning_hetpipe.hosts import orders
+from lightning_hetpipe.hosts.lent_memory import BorrowedMemory, LentMemory
 from lightning_hetpipe.hosts.secured_socket import Connection
 from lightning_hetpipe.pipeline import message_code
-from lightning_hetpipe.pipeline.plain_code import NotPlain, PlainCode
+from lightning_hetpipe.pipeline.plain_code import NotPlain, PlainCode, Take
+from lightning_hetpipe.server.transport.shared_memory import NoBlock, Place
 
 RELEASE = f"lightning_hetpipe {metadata.version('lightning-hetpipe')} with torch {torch.__version__}"
 """Release that both ends have to be of: so operators are called the same, and give the same bits."""
 
-_LENGTH = struct.Struct(">Q")
+_LENGTHS = struct.Struct(">QQ")
 
 SMALL = 1 << 16
 """Bytes of tensors that are sent together with the text."""
 
-CODE = PlainCode([*message_code.RECORDS, *orders.RECORDS])
+
+class Note(NamedTuple):
+    """Memory of a message.
+
+    Attributes:
+        place: Of the block that is lent with its tensors; None if they follow the text.
+        unneeded: Blocks of the other process that it has back, by their inodes.
+    """
+
+    place: Place | None
+    unneeded: list[int]
+
+
+CODE = PlainCode([*message_code.RECORDS, *orders.RECORDS, Note])
 
 
 class Wire:
-    """One end of the wire. Any thread may send; one receives."""
+    """One end of the wire. Any thread may send; one receives.
 
-    def __init__(self, connection: Connection) -> None:
+    Args:
+        connection: A socket.
+        shares: Whether the other end is on this machine, and shares memory.
+    """
+
+    def __init__(self, connection: Connection, *, shares: bool = False) -> None:
         self._connection = connection
         self._lock = threading.Lock()
+        self._lent = LentMemory() if shares else None
+        self._borrowed = BorrowedMemory()
 
     def send(self, message: Any) -> None:
         """Send ``message``; its tensors must stay as they are meanwhile.
@@ -48,8 +72,15 @@ class Wire:
             OSError: if the other process has ended.
         """
         text, tensors = CODE.write(message_code.to_record(message))
-        small = bytearray(_LENGTH.pack(len(text)) + text)
+        place = None
+        if self._lent is not None and sum(map(len, tensors)) > SMALL:
+            place = self._lent.lend(tensors)
         with self._lock:
+            unneeded = self._borrowed.unneeded()
+            note = CODE.write(Note(place, unneeded))[0] if place or unneeded else b""
+            small = bytearray(_LENGTHS.pack(len(note), len(text)) + note + text)
+            if place is not None:
+                tensors = []
             for tensor in tensors:
                 if len(tensor) > SMALL:
                     self._connection.sendall(small)
@@ -66,11 +97,13 @@ class Wire:
             EOFError: if none comes any more.
             NotPlain: for bytes that are no message.
         """
-        head = bytearray(_LENGTH.size)
+        head = bytearray(_LENGTHS.size)
         self._fill(memoryview(head))
-        text = bytearray(*_LENGTH.unpack(head))
+        note, text = map(bytearray, _LENGTHS.unpack(head))
+        self._fill(memoryview(note))
         self._fill(memoryview(text))
-        return message_code.of_record(CODE.read(bytes(text), self._take))
+        take = self._memory(CODE.read(bytes(note), self._take)) if note else self._take
+        return message_code.of_record(CODE.read(bytes(text), take))
 
     def end(self) -> None:
         """Send nothing any more; what the other process has sent can still be received."""
@@ -79,6 +112,16 @@ class Wire:
 
     def close(self) -> None:
         self._connection.close()
+
+    def _memory(self, note: Note) -> Take:
+        """Take the tensors of the message with ``note`` from where they are."""
+        if self._lent is None:
+            raise NotPlain("memory that is lent between machines")
+        try:
+            self._lent.take_back(note.unneeded)
+            return self._take if note.place is None else self._borrowed.borrow(note.place).take
+        except (KeyError, NoBlock) as no:
+            raise NotPlain(f"tensors in memory that is not there ({no})") from None
 
     def _take(self, length: int) -> Tensor:
         found = torch.empty(length, dtype=torch.uint8)

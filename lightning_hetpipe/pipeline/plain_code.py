@@ -128,12 +128,27 @@ def _stored(shape: Sequence[int], stride: Sequence[int]) -> list[int]:
     return [min(size, 1) if step == 0 else size for size, step in zip(shape, stride, strict=True)]
 
 
+def _order(sizes: Sequence[int], stride: Sequence[int]) -> list[int] | None:
+    """The dimensions from the slowest to the fastest, where elements lie one behind the other; else None."""
+    order = sorted(range(len(sizes)), key=lambda dim: (stride[dim], sizes[dim]), reverse=True)
+    step = 1
+    for dim in reversed(order):
+        if sizes[dim] != 1:
+            if stride[dim] != step:
+                return None
+            step *= sizes[dim]
+    return order
+
+
 def _bytes_of(tensor: Tensor) -> memoryview:
     if tensor.layout is not torch.strided:
         raise NotPlain(f"a tensor of layout {tensor.layout} has no place in a message")
     packed = tensor.detach()
-    for dim, size in enumerate(_stored(tensor.shape, tensor.stride())):
+    sizes = _stored(tensor.shape, tensor.stride())
+    for dim, size in enumerate(sizes):
         packed = packed.narrow(dim, 0, size)
+    if (order := _order(sizes, tensor.stride())) is not None:
+        packed = packed.permute(order)
     if packed.device.type != "cpu" or not packed.is_contiguous() or packed.is_conj() or packed.is_neg():
         packed = torch.empty(packed.shape, dtype=packed.dtype).copy_(packed)
     if not packed.numel():
@@ -149,7 +164,7 @@ def _tensor_of(dtype: str, shape: list[int], stride: list[int], take: Take) -> T
     sizes = _stored(shape, stride)
     if not (length := math.prod(sizes) * kind.itemsize):
         return torch.empty_strided(shape, stride, dtype=kind)
-    found = take(length).view(kind).view(sizes)
-    if list(found.stride()) != stride:
-        found = torch.empty_strided(sizes, stride, dtype=kind).copy_(found)
+    found = take(length).view(kind)
+    if _order(sizes, stride) is None:
+        found = torch.empty_strided(sizes, stride, dtype=kind).copy_(found.view(sizes))
     return found.as_strided(shape, stride)

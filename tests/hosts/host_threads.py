@@ -18,7 +18,7 @@ class HostThread:
 
     def __init__(self) -> None:
         own, its = socket.socketpair()
-        self.wire, self._its = Wire(own), Wire(its)
+        self.wire, self._its = Wire(own, shares=True), Wire(its, shares=True)
         self.pid = os.getpid()
         self.name = f"process {self.pid}"
         self.thread = threading.Thread(target=self._run, name="hetpipe-host")

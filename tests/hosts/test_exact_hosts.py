@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from lightning_hetpipe.hosts.remote_stage import RemoteStage
 from lightning_hetpipe.hosts.stages_apart import StagesApart
 from tests.exact.pipelines import even
 from tests.exact.running import assert_equal, expect, fit
@@ -24,6 +25,18 @@ def test_models(name: str, in_flight: int, stages: int, host_threads: list[HostT
     strategy = even(layers, min(stages, layers), in_flight, stage_hosts="processes")
     assert_equal(expected, fit(made(name), loader, strategy=strategy))
     assert len(host_threads) == min(stages, layers) - 1
+
+
+def test_a_step_asks_nothing_of_hosts(host_threads: list[HostThread], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients and buffers are there as soon as a minibatch is: a question would wait for a host that computes."""
+    asked: list[object] = []
+    monkeypatch.setattr(RemoteStage, "_ask", lambda self, message: asked.append(message))
+    _, loader, layers = CASES["resnet"]
+    expected = expect(made("resnet"), loader, 3)
+    strategy = even(layers, 3, 3, stage_hosts="processes")
+    assert_equal(expected, fit(made("resnet"), loader, strategy=strategy))
+    assert host_threads
+    assert not asked
 
 
 @pytest.mark.parametrize(("name", "in_flight", "stages"), slow_except(ROWS, *QUICK))

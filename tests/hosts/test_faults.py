@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_hetpipe import HetPipeStrategy
-from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.errors import PipelineStalled, SettingError
 from lightning_hetpipe.hosts.host_process import HostProcess
 from lightning_hetpipe.hosts.remote_stage import HostLost, RemoteStage
 from lightning_hetpipe.hosts.wire import Wire
@@ -75,12 +75,21 @@ def test_a_host_is_killed(sent: signal.Signals, how: str) -> None:
     assert all(map(gone, kills.pids))
 
 
-def test_a_host_that_is_stopped() -> None:
-    """Lightning's thread waits for it with the lock over user code, whose time the watchdog does not count."""
+@pytest.mark.parametrize(
+    ("owned", "error", "text"),
+    [
+        (True, HostLost, r"the process of stage 0 \(process \d+\) has not answered for 8 s, and was ended"),
+        (False, PipelineStalled, r"stage 0 \(process \d+\) was given the \w+ of minibatch \d+"),
+    ],
+)
+def test_a_host_that_is_stopped(
+    owned: bool, error: type[Exception], text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a stage that its host owns, Lightning's thread asks for gradients with the lock over user code, whose time the
+    watchdog does not count; those of others come unasked."""
+    monkeypatch.setattr("lightning_hetpipe.hosts.stages_apart.owns", lambda device: owned)
     kills = Kills(signal.SIGSTOP)
-    with pytest.raises(
-        HostLost, match=r"the process of stage 0 \(process \d+\) has not answered for 8 s, and was ended"
-    ):
+    with pytest.raises(error, match=text):
         trained([kills], timeout=8)
     assert kills.pids
     assert all(map(gone, kills.pids))
@@ -160,7 +169,7 @@ def test_a_host_ends_with_the_process_of_lightnings_loop(sent: signal.Signals, h
 
 def test_a_host_that_is_given_no_message_ends() -> None:
     process = HostProcess()
-    process.wire._connection.sendall(b"\0" * 7 + b"\x02{}")
+    process.wire._connection.sendall(b"\0" * 15 + b"\x02{}")
     process.join(60)
     assert process.told() == "has ended with exit code 1"
     process.wire.close()
