@@ -85,7 +85,7 @@ def test_a_host_is_killed(sent: signal.Signals, how: str) -> None:
 def test_a_host_that_is_stopped(
     owned: bool, error: type[Exception], text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a stage that its host owns, Lightning's thread asks for gradients with the lock over user code, whose time the
+    """Lightning's thread asks the owner of a stage for gradients with the lock over user code, whose time the
     watchdog does not count; those of others come unasked."""
     monkeypatch.setattr("lightning_hetpipe.hosts.stages_apart.owns", lambda device: owned)
     kills = Kills(signal.SIGSTOP)
