@@ -1,17 +1,13 @@
 """The paper's allocations NP and ED-local, run on four machines that are network namespaces with emulated devices."""
 
 import secrets
-import subprocess
-import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Protocol
 
 from benchmarks.ed_local_worker import SPEEDS, Task
 from benchmarks.harness import (
-    ROOT,
     Figure,
     Options,
     Outcome,
@@ -56,26 +52,10 @@ def measure(task: Task, rate: str | None) -> Found:
     Raises:
         ProcessFailed: also if this machine makes no network namespaces.
     """
-    token = secrets.token_urlsafe(32)
     try:
-        with network(len(SPEEDS), rate) as machines, ExitStack() as undo:
-            if task.allocation == "np":
-                told = {"MASTER_ADDR": machines[0].address, "MASTER_PORT": "29500", "HETPIPE_TOKEN": token}
-                processes = [
-                    worker_on(machine, WORKER, task, {**told, "NODE_RANK": node})
-                    for node, machine in enumerate(machines)
-                ]
-            else:
-                *others, last = machines
-                for machine in (last, *others) if task.allocation == "ed" else ():
-                    undo.callback(serve(machine, "hetpipe_server", 7070, token).kill)
-                for machine in others if task.allocation == "ed" else ():
-                    undo.callback(serve(machine, "hetpipe_host", 7071, token).kill)
-                if task.allocation == "ed":
-                    servers = [f"{machine.address}:7070" for machine in (last, *others)]
-                    task = replace(task, servers=servers, hosts=[f"{machine.address}:7071" for machine in others])
-                processes = [worker_on(last, WORKER, task, {"HETPIPE_TOKEN": token})]
-            told_of = [one for each in run_together(processes, TIMEOUT) for one in each]
+        with network(len(SPEEDS), rate) as machines:
+            started = machines[:1] if task.allocation == "one machine" else machines
+            told_of = [one for each in run_together(on_each(started, WORKER, task), TIMEOUT) for one in each]
     except Unavailable as why:
         raise ProcessFailed(str(why)) from None
     machine_bytes = float(str(told_of[-1].notes["bytes"])) / len(told_of)
@@ -83,21 +63,14 @@ def measure(task: Task, rate: str | None) -> Found:
     return Found(sum(each.rate for each in told_of), machine_bytes, weight)
 
 
-def worker_on(machine: Machine, module: str, task: WorkerTask, environment: Mapping[str, object]) -> Process:
-    """The worker of ``module`` on ``machine``."""
-    settings = [f"{name}={value}" for name, value in environment.items()]
-    return Process(module, (task.to_json(),), prefix=tuple(machine.apart("env", *settings)))
-
-
-def serve(machine: Machine, program: str, port: int, token: str) -> "subprocess.Popen[str]":
-    """Starts a server or hosts on ``machine``, and waits until they listen."""
-    words = [sys.executable, "-m", f"lightning_hetpipe.cli.{program}", f"address={machine.address}:{port}"]
-    environment = {"HETPIPE_TOKEN": token, "PYTHONPATH": ROOT, "OMP_NUM_THREADS": 1}
-    process = machine.start([*words, "security.insecure=true"], ROOT, environment)
-    assert process.stdout is not None
-    if "serving" not in process.stdout.readline():
-        raise ProcessFailed(f"{program} does not serve on {machine.address}")
-    return process
+def on_each(machines: Sequence[Machine], module: str, task: WorkerTask) -> list[Process]:
+    """The workers of ``module``, one command on each of ``machines``."""
+    told = {"MASTER_ADDR": machines[0].address, "MASTER_PORT": 29500, "HETPIPE_TOKEN": secrets.token_urlsafe(32)}
+    settings = [f"{name}={value}" for name, value in told.items()]
+    return [
+        Process(module, (task.to_json(),), prefix=tuple(machine.apart("env", *settings, f"NODE_RANK={rank}")))
+        for rank, machine in enumerate(machines)
+    ]
 
 
 def run(options: Options) -> Outcome:

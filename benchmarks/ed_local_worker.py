@@ -3,7 +3,6 @@
 import json
 import os
 import sys
-from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from typing import Literal
@@ -31,9 +30,6 @@ class Task:
     """
 
     allocation: Literal["np", "ed", "one machine"]
-    servers: Sequence[str] = ()
-    hosts: Sequence[str] = ()
-    """Addresses of the hosts of the nodes but the last, for "ed"."""
     seconds: float = 1.6
     """Time of a minibatch on a device of speed 1, forward and backward; 0 emulates nothing."""
     in_flight: int = 4
@@ -77,11 +73,10 @@ def strategy_of(task: Task) -> HetPipeStrategy:
     """The strategy of one virtual worker."""
     placement = "size" if task.allocation == "np" else "local"
     insecure = {"insecure": True}
-    wsp = WSPCallback(aggregate="mean", servers=task.servers or None, placement=placement, security=insecure)
+    wsp = WSPCallback(aggregate="mean", placement=placement, security=insecure)
     if task.allocation == "np":
         return HetPipeStrategy(stages=len(SPEEDS), in_flight=task.in_flight, weights="stash", wsp=wsp)
-    hosts = {f"node{number}": address for number, address in enumerate(task.hosts)}
-    return HetPipeStrategy(plan=plan(task), weights="stash", stage_hosts=hosts or "threads", wsp=wsp)
+    return HetPipeStrategy(plan=plan(task), weights="stash", wsp=wsp)
 
 
 def main(task: Task) -> None:
@@ -91,7 +86,7 @@ def main(task: Task) -> None:
     module, window = Dense(layer for pair in pairs for layer in pair), Window(task)
     node = int(os.environ.get("NODE_RANK", "0"))
     strategy, samples = strategy_of(task), len(SPEEDS) * task.batch * (task.warmup + task.steps + task.tail)
-    nodes = len(SPEEDS) if task.allocation == "np" else 1
+    nodes = 1 if task.allocation == "one machine" else len(SPEEDS)
     data = DataLoader(TensorDataset(torch.randn(samples, task.narrow)), batch_size=task.batch)
     with padded(strategy, task.pads(node)) if task.seconds else nullcontext():
         trainer_of(strategy, nodes, window).fit(module, data)

@@ -4,14 +4,12 @@ Beside them run plain parameter servers, a virtual worker on each machine; all-r
 of its size: bytes of weights, images and activations, and the cables.
 """
 
-import secrets
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
 
 from benchmarks.all_reduce import all_reduce
-from benchmarks.ed_local import serve, worker_on
+from benchmarks.ed_local import on_each
 from benchmarks.harness import Figure, Options, Outcome, ProcessFailed, Spread, in_rounds, run_together, table
 from benchmarks.machine import describe_machine, provenance
 from benchmarks.paper_models import BATCH, CLASSES, SIZE, profile
@@ -91,25 +89,11 @@ def measure(task: Task, rate: str | None) -> Found:
     Raises:
         ProcessFailed: also if this machine makes no network namespaces.
     """
-    token = secrets.token_urlsafe(32)
     try:
-        with network(NODES, rate, burst="64kb") as machines, ExitStack() as undo:
-            store, *others = machines
+        with network(NODES, rate, burst="64kb") as machines:
             task = replace(task, names=[machine.name for machine in machines])
-            if task.allocation == "np":
-                told = {"MASTER_ADDR": store.address, "MASTER_PORT": "29500", "HETPIPE_TOKEN": token}
-                processes = [worker_on(each, WORKER, task, {**told, "NODE_RANK": n}) for n, each in enumerate(machines)]
-            else:
-                for machine in machines if task.allocation == "placed" else ():
-                    undo.callback(serve(machine, "hetpipe_server", 7070, token).kill)
-                for machine in others if task.allocation == "placed" else ():
-                    undo.callback(serve(machine, "hetpipe_host", 7071, token).kill)
-                if task.allocation == "placed":
-                    addresses = [machine.address for machine in machines]
-                    servers, hosts = ([f"{each}:{port}" for each in addresses] for port in (7070, 7071))
-                    task = replace(task, servers=servers, hosts=hosts[1:])
-                processes = [worker_on(store, WORKER, task, {"HETPIPE_TOKEN": token})]
-            told_of = [one for each in run_together(processes, TIMEOUT) for one in each]
+            started = machines[:1] if task.allocation == "one machine" else machines
+            told_of = [one for each in run_together(on_each(started, WORKER, task), TIMEOUT) for one in each]
     except Unavailable as why:
         raise ProcessFailed(str(why)) from None
     (weight,) = {str(each.notes["weight"]) for each in told_of}

@@ -46,9 +46,6 @@ class Task:
     """Time of a minibatch in the convolutions, and in the classifier; 0 emulates nothing."""
     names: Sequence[str] = ()
     """The machines' network namespaces, whose bytes are counted."""
-    servers: Sequence[str] = ()
-    hosts: Sequence[str] = ()
-    """Addresses of the hosts of the machines but the first, for "placed"."""
     in_flight: int = 4
     batch: int = 8
     warmup: int = 4
@@ -140,11 +137,10 @@ def strategy_of(task: Task) -> HetPipeStrategy:
     """The strategy of one virtual worker."""
     placement = "size" if task.allocation == "np" else "local"
     insecure = {"insecure": True}
-    wsp = WSPCallback(aggregate="mean", servers=task.servers or None, placement=placement, security=insecure)
+    wsp = WSPCallback(aggregate="mean", placement=placement, security=insecure)
     if task.allocation == "np":
         return HetPipeStrategy(stages=1, in_flight=task.in_flight, weights="stash", wsp=wsp)
-    hosts = {f"node{number}": address for number, address in enumerate(task.hosts, start=1)}
-    return HetPipeStrategy(plan=plan(task), weights="stash", stage_hosts=hosts or "threads", wsp=wsp)
+    return HetPipeStrategy(plan=plan(task), weights="stash", wsp=wsp)
 
 
 def pads(task: Task) -> list[Pad]:
@@ -163,7 +159,7 @@ def main(task: Task) -> None:
     images, labels = torch.randn(samples, task.image), torch.randint(task.widths[-1], (samples,))
     data = DataLoader(TensorDataset(images, labels), batch_size=task.batch)
     strategy = strategy_of(task)
-    trainer = trainer_of(strategy, NODES if task.allocation == "np" else 1, window)
+    trainer = trainer_of(strategy, 1 if task.allocation == "one machine" else NODES, window)
     with padded(strategy, pads(task)):
         trainer.fit(module, data)
     weight = math.fsum(float(each.double().sum()) for each in module.parameters())

@@ -11,6 +11,9 @@ from typing import Any, Protocol
 
 from lightning_hetpipe.server.transport.security import Security, split
 
+UNREACHABLE = 60.0
+"""Seconds after which a machine that does not answer is taken for lost."""
+
 _PART = 1 << 18
 _HEAD = struct.Struct(">I")
 _LONGEST = 1 << 16  # bytes
@@ -198,9 +201,14 @@ def _read(connection: Connection, length: int) -> bytearray:
 
 
 def keep_alive(connection: socket.socket) -> None:
-    """Send small messages at once, and notice within a minute that the other machine is gone."""
+    """Send small messages at once, and notice after :data:`UNREACHABLE` seconds that the other machine is gone.
+
+    Idle connections are probed; for what was sent and not received, there is a limit of its own.
+    """
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in (("TCP_KEEPIDLE", 20), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 4)):
-        if hasattr(socket, name):
-            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    third, sixth = max(1, round(UNREACHABLE / 3)), max(1, round(UNREACHABLE / 6))
+    limits = {"KEEPIDLE": third, "KEEPINTVL": sixth, "KEEPCNT": 4, "USER_TIMEOUT": round(1000 * UNREACHABLE)}
+    for name, value in limits.items():
+        if hasattr(socket, f"TCP_{name}"):
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, f"TCP_{name}"), value)

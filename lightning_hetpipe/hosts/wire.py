@@ -133,7 +133,7 @@ class Wire:
         while len(memory):
             try:
                 count = self._connection.recv_into(memory)
-            except ConnectionError:
+            except OSError:  # it has ended, or its machine cannot be reached any more
                 count = 0
             if not count:
                 raise EOFError("the other process has ended")

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.server.transports import eventually
 from tests.support.namespaces import Machine, Unavailable, finished, network
 from tests.wsp.launch import ROOT, SECONDS
 
@@ -115,3 +117,49 @@ def test_activations_go_from_host_to_host(tmp_path: Path) -> None:
         pytest.skip(str(why))
     assert min(attic, cellar) > BETWEEN
     assert desk < BETWEEN / 4
+
+
+CUT = """
+import os
+import sys
+
+import lightning as L
+
+from lightning_hetpipe import WSPCallback
+from lightning_hetpipe.hosts import secured_socket
+from tests.hosts.test_other_machines import plan, task
+from tests.support.models import vectors
+from tests.support.strategies import stashing
+from tests.support.trainers import quiet_trainer
+
+secured_socket.UNREACHABLE = 6.0
+
+
+class Pause(L.Callback):
+    def on_train_batch_end(self, trainer, *_):
+        if trainer.global_step == 4:
+            print("trains", flush=True)
+            sys.stdin.readline()
+
+
+wsp = WSPCallback(security={"insecure": True})
+strategy = stashing(plan=plan("attic", "desk", "desk"), wsp=wsp)
+quiet_trainer(strategy, num_nodes=2, callbacks=[Pause()]).fit(task(), vectors(400, 4))
+"""
+
+
+def test_a_machine_that_cannot_be_reached_any_more(machines: list[Machine], tmp_path: Path) -> None:
+    """Both ends notice, though messages are under way, which are sent again for a quarter of an hour by default."""
+    told = {"PYTHONPATH": ROOT, "HETPIPE_TOKEN": "one", "MASTER_ADDR": machines[0].address, "MASTER_PORT": 29500}
+    desk, attic = (
+        each.start([sys.executable, "-c", CUT], tmp_path, {**told, "NODE_RANK": rank}, stdin=subprocess.PIPE)
+        for rank, each in enumerate(machines)
+    )
+    assert desk.stdout is not None
+    assert desk.stdout.readline() == "trains\n"
+    machines[1].cut()
+    ((code, _, err), (its, _, others)) = finished([desk, attic], SECONDS)
+    assert (code, its) == (1, 1), err + others
+    assert "has closed the connection, or its machine cannot be reached any more" in err
+    assert "node 0 was lost, or has ended without a word" in others
+    eventually(lambda: machines[1].programs() == [], "a host has not ended")

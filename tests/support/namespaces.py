@@ -48,12 +48,15 @@ class Machine:
         """Runs a short command on this machine; gives its output."""
         return _run(*self.inside(*command))
 
-    def start(self, command: Sequence[object], folder: Path, environment: Mapping[str, Any]) -> subprocess.Popen[str]:
+    def start(
+        self, command: Sequence[object], folder: Path, environment: Mapping[str, Any], stdin: int | None = None
+    ) -> subprocess.Popen[str]:
         """Starts a program, in a session of its own, that ends with the network at the latest."""
         process = subprocess.Popen(
             self.inside(*command),
             cwd=folder,
             env={**os.environ, **{name: str(value) for name, value in environment.items()}},
+            stdin=stdin,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
