@@ -49,7 +49,12 @@ def reason_of(error: Exception) -> str:
     """Tell why something was not possible, by the error that it ended with.
 
     Only a ``SettingError`` is foreseen; its text is the reason.
+
+    Raises:
+        VirtualWorkerLost: if that is the error, as whatever was tried is not to blame.
     """
+    if isinstance(error, VirtualWorkerLost):
+        raise error from None
     if isinstance(error, SettingError):
         return str(error)
     text = " ".join(str(error).split())

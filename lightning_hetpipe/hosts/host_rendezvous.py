@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import wait
-from typing import Self
+from typing import Any, Self
 
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.hosts.secured_socket import Connection, Refused, admit, connect, hear, tell
@@ -27,6 +27,9 @@ INTRODUCING = 20.0
 
 MOST = 1024
 """Largest number of connections at a time; further ones are closed."""
+
+MOST_NAMED = 8
+"""Largest number of machines whose refusals are told again in the end."""
 
 SAYING = 5.0
 """Seconds in which all that serve are told how node 0 has ended."""
@@ -79,6 +82,7 @@ class HostRendezvous:
         self._threads: set[threading.Thread] = set()
         self._changed = threading.Condition()
         self._status: int | None = None
+        self._refusals: dict[str, str] = {}
 
     def __enter__(self) -> Self:
         if self._security.encrypted:
@@ -91,8 +95,9 @@ class HostRendezvous:
         except OSError as error:
             raise SettingError(
                 f"node 0 cannot listen on {self.address} ({error.strerror}), where the other nodes of the plan look for"
-                " it: MASTER_ADDR must be node 0's address in the network, and the port after that of its server"
-                " (HETPIPE_PORT, or else MASTER_PORT + 1) must be free; set them so on every node"
+                " it: MASTER_ADDR must be node 0's address in the network (other nodes set NODE_RANK), and the port"
+                " after that of its server (HETPIPE_PORT, or else MASTER_PORT + 1) must be free; set them so on every"
+                " node"
             ) from None
         threading.Thread(target=self._accept, name="hetpipe-host-rendezvous", daemon=True).start()
         return self
@@ -112,12 +117,13 @@ class HostRendezvous:
                 waited = time.monotonic() - began
                 if waited > seconds:
                     raise SettingError(
-                        f"{_nodes(missing)} of the plan did not come within {seconds:g} s; start the program on each"
-                        " node of the plan, with the NODE_RANK of that node, or set join_timeout"
+                        f"{_nodes(missing)} of the plan did not come within {seconds:g} s{self._refused_so_far()};"
+                        " start the program on each node of the plan, with the NODE_RANK of that node, or set"
+                        " WSPCallback(join_timeout=...)"
                     )
                 if waited > NOTICE_AFTER and not told:
                     told = True
-                    print(f"hetpipe: node 0 waits for {_nodes(missing)} of the plan.", file=sys.stderr, flush=True)
+                    _say(f"node 0 waits for {_nodes(missing)} of the plan")
                 self._changed.wait(min(_AGAIN, seconds))
             return [self._arrived[node] for node in sorted(self._arrived)]
 
@@ -135,6 +141,10 @@ class HostRendezvous:
         deadline = time.monotonic() + SAYING
         for thread in threads:
             thread.join(max(0.0, deadline - time.monotonic()))
+
+    def _refused_so_far(self) -> str:
+        said = [f"{peer} was refused: {why}" for peer, why in self._refusals.items()]
+        return f" ({'; '.join(said)})" if said else ""
 
     def _missing(self) -> dict[int, str]:
         return {node: name for node, name in self._expected.items() if node not in self._arrived}
@@ -171,7 +181,10 @@ class HostRendezvous:
                     raise Refused(reason)
                 self._tell(connection, arrival)
         except (Refused, TypeError) as refused:
-            print(f"hetpipe: a node at {peer} was refused: {refused}.", file=sys.stderr, flush=True)
+            _say(f"a node at {peer} was refused: {refused}")
+            with self._changed:
+                if len(self._refusals) < MOST_NAMED:
+                    self._refusals[peer] = str(refused)
         finally:
             with self._changed:
                 self._threads.discard(threading.current_thread())
@@ -234,13 +247,12 @@ class Meeting:
         Raises:
             SettingError: if node 0 has another plan, or has ended, or takes longer than so many ``seconds``.
         """
-        self._raw.settimeout(seconds)
         try:
-            told = hear(self._connection)
+            told = self._told(seconds)
         except TimeoutError:
             raise SettingError(
                 f"node 0 ({self._address}) has waited for other nodes of the plan for {seconds:g} s; start the program"
-                " on each of them, or set join_timeout"
+                " on each of them, or set WSPCallback(join_timeout=...)"
             ) from None
         except (Refused, OSError):
             raise self._ended() from None
@@ -259,26 +271,41 @@ class Meeting:
             return None
         return found
 
+    def _told(self, seconds: float) -> dict[str, Any]:
+        """Hear node 0 out; a person is told of a longer wait."""
+        if not wait([self._raw], min(seconds, NOTICE_AFTER)):
+            _say(f"this node waits for others of the plan, at node 0 ({self._address})")
+        self._raw.settimeout(seconds)
+        return hear(self._connection)
+
     def _ended(self) -> SettingError:
         return SettingError(f"node 0 ({self._address}) has ended before all nodes of the plan had come; look there why")
 
 
 def _connected(address: str, security: Security, seconds: float) -> tuple[socket.socket, Connection]:
     """Connect to node 0, which may have been started later than this process."""
-    deadline, waits = time.monotonic() + seconds, threading.Event()
+    began, waits, said = time.monotonic(), threading.Event(), False
     while True:
         try:
             return connect(address, security, RELEASE, INTRODUCING)
         except Refused as refused:
             raise SettingError(f"node 0 ({address}) does not let this process in: {refused}") from None
         except OSError as error:
-            if time.monotonic() > deadline:
+            waited = time.monotonic() - began
+            if waited > NOTICE_AFTER and not said:
+                said = True
+                _say(f"this node waits for node 0, which does not answer at {address} yet")
+            if waited > seconds:
                 raise SettingError(
                     f"node 0 does not answer at {address} within {seconds:g} s ({error.strerror or error}); start the"
                     " program there with NODE_RANK=0, and set MASTER_ADDR and MASTER_PORT alike on all nodes, or set"
                     " a longer timeout"
                 ) from None
         waits.wait(_AGAIN)
+
+
+def _say(sentence: str) -> None:
+    print(f"hetpipe: {sentence}.", file=sys.stderr, flush=True)
 
 
 def _nodes(missing: Mapping[int, str]) -> str:

@@ -18,6 +18,7 @@ from typing import Protocol, Self
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.hosts.host_process import CHILD
 from lightning_hetpipe.server.process.parent_death import guarded
+from lightning_hetpipe.server.process.server_process import how
 from lightning_hetpipe.server.process.signals import Signals
 from lightning_hetpipe.server.transport.security import Security, split
 
@@ -146,7 +147,10 @@ class _Hosts:
 
     def reap(self) -> int:
         """Let the system forget those that have ended; gives the number of the others."""
-        self._running = [each for each in self._running if each.poll() is None]
+        for each in self._running:
+            if (code := each.poll()) is not None and code < 0:
+                print(f"hetpipe-host: process {each.pid}, of a stage, {how(code)}.", file=sys.stderr, flush=True)
+        self._running = [each for each in self._running if each.returncode is None]
         return len(self._running)
 
     def end(self) -> None:

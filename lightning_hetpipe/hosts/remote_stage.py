@@ -309,7 +309,8 @@ class RemoteStage(Stage):
         if self._lost is None:
             self._lost = self._host.told()
         kind = STAYING.get(self._broken or "", HostLost)
-        return kind(f"the process of stage {self.index} ({self._host.name}) {self._lost}")
+        advice = "; start again from the last checkpoint" if kind is HostLost else ""
+        return kind(f"the process of stage {self.index} ({self._host.name}) {self._lost}{advice}")
 
     def _receive(self, host: HostLink) -> None:
         torch.set_num_threads(self._torch_threads)

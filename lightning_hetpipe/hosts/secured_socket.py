@@ -7,8 +7,10 @@ import socket
 import ssl
 import struct
 import threading
+from contextlib import suppress
 from typing import Any, Protocol
 
+from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.server.transport.security import Security, split
 
 UNREACHABLE = 60.0
@@ -65,7 +67,7 @@ class SecuredSocket:
         try:
             self._shake_hands()
         except ssl.SSLError as error:
-            raise Refused(f"certificates do not fit ({error.reason or error})") from None
+            raise Refused(_unfit(error)) from None
 
     def _shake_hands(self) -> None:
         while True:
@@ -109,6 +111,45 @@ class SecuredSocket:
 
     def close(self) -> None:
         self._raw.close()
+
+
+def _unfit(error: ssl.SSLError) -> str:
+    if error.reason == "WRONG_VERSION_NUMBER":
+        return "it shows no certificate: another program listens there, or it was started without HETPIPE_CERTIFICATE"
+    return (
+        f"certificates do not fit ({error.reason or error}): those of both machines must be of one authority, and name"
+        " the hosts; hetpipe-certificates makes them"
+    )
+
+
+def check_names(security: Security, host: str) -> None:
+    """Check that the certificate names ``host``, at which others look for this process.
+
+    Raises:
+        SettingError: if it does not, or the files cannot be used.
+    """
+    if not security.encrypted:
+        return
+    ours, theirs = socket.socketpair()
+    refusals: list[Refused] = []
+
+    def shown() -> None:
+        with theirs, suppress(Refused, OSError):
+            SecuredSocket(theirs, security, None)
+
+    thread = threading.Thread(target=shown, name="hetpipe-own-certificate", daemon=True)
+    thread.start()
+    with ours:
+        try:
+            SecuredSocket(ours, security, host)
+        except Refused as refused:
+            refusals.append(refused)
+    thread.join()
+    if refusals:
+        raise SettingError(
+            f"HETPIPE_CERTIFICATE={security.certificate} does not fit {host}, where the other nodes look for this one"
+            f" ({refusals[0]}); make one that names all of them, with hetpipe-certificates hosts=[{host},...]"
+        )
 
 
 def connect(address: str, security: Security, release: str, seconds: float) -> tuple[socket.socket, Connection]:

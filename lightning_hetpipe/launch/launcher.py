@@ -203,7 +203,8 @@ class Launcher(BaseLauncher):
         children = Children(program.command, program.folder, processes, self.rank.index)
         try:
             children.give(self.extra())
-        except BaseException:
+        except BaseException as error:
+            lost_workers.forget(_code(error))
             children.end(signal.SIGTERM, self.grace)
             if self.closed is not None:
                 self.closed()

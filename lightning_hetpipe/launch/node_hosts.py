@@ -20,6 +20,7 @@ from lightning.fabric.plugins import ClusterEnvironment
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.hosts import host_server
 from lightning_hetpipe.hosts.host_rendezvous import Arrival, HostRendezvous, Meeting
+from lightning_hetpipe.hosts.secured_socket import check_names
 from lightning_hetpipe.launch import servers
 from lightning_hetpipe.launch.lost_workers import lost_workers, say
 from lightning_hetpipe.launch.ranks import Rank
@@ -152,6 +153,7 @@ def _host(rank: Rank, coordinator: str, security: Security, nodes: ServingNodes,
     if rank.local or nodes.names[rank.node] not in nodes.stages:
         return ""
     given = os.environ.get(servers.PORT)
+    check_names(security, servers.host_of_node(rank, coordinator).strip("[]"))
     address = f"{servers.host_of_node(rank, coordinator)}:{int(given) + HOST_PORT if given else 0}"
     try:
         return undo.enter_context(host_server.serving(address, security))

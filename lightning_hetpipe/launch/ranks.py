@@ -89,7 +89,13 @@ def find_rank(
             f" Trainer(num_nodes={len(of_nodes)}) and start the program on each of them, with NODE_RANK=0 on the plan's"
             " first node, or give the cluster, too, to emulate all of them on a CPU"
         )
-    node = environment.node_rank()
+    try:
+        node = environment.node_rank()
+    except ValueError:
+        raise SettingError(
+            f"NODE_RANK={os.environ.get('NODE_RANK')} must be a whole number: 0 on the first node, 1 on the next"
+            " one, and so on"
+        ) from None
     if not 0 <= node < num_nodes:
         raise SettingError(
             f"NODE_RANK={node} is beyond num_nodes={num_nodes}; set num_nodes to the number of nodes, and NODE_RANK to"

@@ -245,15 +245,16 @@ def over_nodes(rank: Rank, environment: ClusterEnvironment, security: Security) 
     if security.token is None:
         raise SettingError(
             f"num_nodes={rank.nodes} needs a secret that all nodes share; set {TOKEN} to the same long random value on"
-            ' each of them (python -c "import secrets; print(secrets.token_urlsafe(32))" makes one)'
+            " each of them (hetpipe-certificates makes one, and certificates)"
         )
     if is_loopback(host):
         return coordinator, security  # a user who tries several nodes on one machine
     if not security.encrypted and not security.insecure:
         raise SettingError(
             f"num_nodes={rank.nodes} has a server on {coordinator}, open to other machines, without certificates; set"
-            " HETPIPE_CA, HETPIPE_CERTIFICATE and HETPIPE_KEY to PEM files, or, on a network that you trust,"
-            " WSPCallback(security={'insecure': True})"
+            " HETPIPE_CA, HETPIPE_CERTIFICATE and HETPIPE_KEY to PEM files (hetpipe-certificates makes them), or, on a"
+            " network that you trust, WSPCallback(security={'insecure': True}), on the command line"
+            " strategy.wsp.security.insecure=true"
         )
     if rank.index == 0 and is_loopback(_address_of(host)):
         raise SettingError(
@@ -272,7 +273,13 @@ def _main(environment: ClusterEnvironment, why: str) -> tuple[str, int]:
                 f"{why} needs {' and '.join(missing)}; set MASTER_ADDR to the first node's address and MASTER_PORT to a"
                 " free port of its, the same values for every process"
             )
-    return environment.main_address, environment.main_port
+    try:
+        return environment.main_address, environment.main_port
+    except ValueError:
+        raise SettingError(
+            f"MASTER_PORT={os.environ.get('MASTER_PORT')} must be a port of the first node, such as 29500, the same"
+            " value for every process"
+        ) from None
 
 
 def _own_host(coordinator: str) -> str:

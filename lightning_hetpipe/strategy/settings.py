@@ -50,7 +50,7 @@ def check_allocation(value: Any, plan: Plan | None) -> None:
     """Refuses an allocation, other than "auto", that no plan has made."""
     if value == "auto" or (plan is not None and value == plan.allocation):
         return
-    has = "there is none" if plan is None else f"the plan for {plan.model} has allocation={plan.allocation!r}"
+    has = "there is none" if plan is None else f"the plan for {plan.model} has {plan.allocation or 'none'!r}"
     raise SettingError(
         f"allocation={value!r} is decided when devices are measured and a plan is made, and {has}; make one with"
         f" hetpipe-plan cluster=... strategy.allocation={value}, and give it as plan=..., or leave allocation out"

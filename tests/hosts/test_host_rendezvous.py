@@ -10,6 +10,7 @@ import pytest
 
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.hosts.host_rendezvous import Arrival, HostRendezvous, Meeting
+from lightning_hetpipe.hosts.secured_socket import check_names
 from lightning_hetpipe.server.transport.security import Security
 from tests.server.transports import certificates, eventually
 
@@ -96,6 +97,8 @@ def test_a_node_that_does_not_fit_is_refused(own: Arrival, message: str, capfd: 
         ):
             refused.everyone(LONG)
         eventually(lambda: "a node at 127.0.0.1 was refused" in capfd.readouterr().err, "node 0 has not said it")
+        with pytest.raises(SettingError, match=rf"within 0.3 s \(127.0.0.1 was refused: {message}"):
+            node0.everyone(SHORT)
 
 
 def test_a_rank_that_has_come_is_refused_while_its_node_is_there() -> None:
@@ -132,6 +135,16 @@ def test_certificates_on_both_sides() -> None:
         Meeting(node0.address, security, ATTIC, LONG) as attic,
     ):
         assert attic.everyone(LONG) == cellar.everyone(LONG) == node0.everyone(LONG) == [ATTIC, CELLAR]
+
+
+def test_a_certificate_that_does_not_name_its_node() -> None:
+    folder = certificates()
+    ca, certificate, key = (str(folder / f"{name}.pem") for name in ("ca", "certificate", "key"))
+    security = Security(token="one", ca=ca, certificate=certificate, key=key)
+    check_names(security, "127.0.0.1")
+    check_names(TOKEN, "10.0.0.9")
+    with pytest.raises(SettingError, match=r"certificate.pem does not fit 10.0.0.9, .*hetpipe-certificates hosts="):
+        check_names(security, "10.0.0.9")
 
 
 def test_a_port_that_is_taken() -> None:

@@ -101,6 +101,7 @@ class Nodes:
         own = {name: value for name, value in os.environ.items() if not name.startswith("HETPIPE")}
         self._environment = {**own, "PYTHONPATH": str(ROOT), "HETPIPE_TOKEN": "one", "MASTER_ADDR": "127.0.0.1"}
         self._environment["MASTER_PORT"] = str(free_port())
+        self.port = self._environment["MASTER_PORT"]
         self.started: list[subprocess.Popen[str]] = []
 
     def start(self, rank: int, environment: Mapping[str, str] | None = None, **told: Any) -> subprocess.Popen[str]:
@@ -260,6 +261,15 @@ def _hosts(node: subprocess.Popen[str]) -> list[int]:
         for thread in Path(f"/proc/{node.pid}/task").iterdir()
         for child in (thread / "children").read_text().split()
     ]
+
+
+@pytest.mark.slow
+def test_a_server_that_cannot_start_fails_all_nodes(tmp_path: Path) -> None:
+    with launched(tmp_path, [["attic", "desk", "desk"]] * 2, 2) as nodes:
+        with socket.create_server(("127.0.0.1", int(nodes.port) + 1)):
+            (code, _, err), (its, _, _) = results([nodes.start(0), nodes.start(1)])
+        assert (code, its) == (1, 1)
+        assert "this node's server cannot listen on 127.0.0.1" in err or "cannot be had" in err
 
 
 @pytest.mark.slow

@@ -235,6 +235,23 @@ def test_a_host_that_is_killed_ends_its_virtual_worker(hosts: Hosts) -> None:
     )
 
 
+class KillInValidation(Kill):
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        """Nothing is killed while training runs."""
+
+    def on_validation_start(self, trainer: L.Trainer, *_: Any) -> None:
+        os.kill(self.hosts.children()[0], signal.SIGKILL)
+        eventually(lambda: len(self.hosts.children()) < 1, "the host has not ended")
+
+
+def test_a_host_that_is_killed_is_not_the_fault_of_an_evaluation(hosts: Hosts, recwarn: Any) -> None:
+    """A warning asked to report the model, as its evaluation would not run in the pipeline."""
+    trainer = quiet_trainer(apart(hosts, "attic", "desk", "desk", timeout=60), callbacks=[KillInValidation(hosts)])
+    with pytest.raises(HostLost, match="start again from the last checkpoint"):
+        trainer.fit(task(), vectors(40, 4), vectors(12, 4))
+    assert not [each for each in recwarn if "does not run in the pipeline" in str(each.message)]
+
+
 class Interrupted(L.Callback):
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
         if trainer.global_step == 4:

@@ -60,6 +60,12 @@ def test_a_process_that_a_user_started_is_the_first_of_its_node(monkeypatch: pyt
         find_rank(3, 1, LightningEnvironment())
 
 
+def test_a_node_rank_that_is_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    put(monkeypatch, NODE_RANK="one")
+    with pytest.raises(SettingError, match="NODE_RANK=one must be a whole number"):
+        find_rank(3, 2, LightningEnvironment())
+
+
 def test_a_process_that_our_launcher_started(monkeypatch: pytest.MonkeyPatch) -> None:
     ours, childs = pair()
     with ours, childs:

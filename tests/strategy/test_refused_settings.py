@@ -93,7 +93,7 @@ def test_other_ways_to_start_processes_are_refused() -> None:
 def test_an_allocation_is_that_of_a_plan() -> None:
     with refused("allocation='ed' is decided when", "there is none", "hetpipe-plan cluster=... strategy.allocation=ed"):
         HetPipeStrategy(allocation="ed")
-    with refused("allocation='ed' is decided when", "has allocation='np'"):
+    with refused("allocation='ed' is decided when", "has 'np'"):
         HetPipeStrategy(allocation="ed", plan=replace(planned(0, 1), allocation="np"))
     HetPipeStrategy(allocation="np", plan=replace(planned(0, 1), allocation="np"))
 
