@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 import gc
 import os
+import sys
 import threading
+import traceback
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
@@ -58,8 +60,10 @@ def no_thread_left() -> Iterator[None]:
     left = [thread for thread in threading.enumerate() if thread not in before and thread.name.startswith("hetpipe")]
     for thread in left:
         thread.join(timeout=1)  # one that is on its last lines is not left behind
-    alive = [thread.name for thread in left if thread.is_alive()]
-    assert not alive, f"threads left alive: {', '.join(alive)}"
+    alive = [thread for thread in left if thread.is_alive()]
+    frames = sys._current_frames()
+    stacks = ["".join(traceback.format_stack(frames[each.ident])) for each in alive if each.ident in frames]
+    assert not alive, f"threads left alive: {', '.join(each.name for each in alive)}\n" + "\n".join(stacks)
 
 
 @pytest.fixture

@@ -145,8 +145,11 @@ class RemoteStage(Stage):
         return layers_as_data(self.layers)
 
     def close(self) -> None:
-        if self._host is not None:
-            self._host.wire.end()
+        if self._host is None:
+            return
+        if self._watchdog.given_up is not None:
+            self._host.kill()  # it may be stopped; whoever waits for its answers is told
+        self._host.wire.end()
 
     def join(self, seconds: float) -> bool:
         if self._host is None:

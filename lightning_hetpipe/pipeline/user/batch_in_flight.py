@@ -26,6 +26,9 @@ from lightning_hetpipe.pipeline.user.lock import Precedence, Ticket, UserLock
 from lightning_hetpipe.pipeline.user.user_section import NO_SECTION, UserSection
 from lightning_hetpipe.torch_private.autograd import Carried
 
+UNWINDING = 4.0
+"""Seconds for which user code that is to unwind waits for the lock; fewer than the pipeline waits for its threads."""
+
 
 class Pipeline(Protocol):
     """The pipeline of a batch, as far as the batch needs it."""
@@ -163,7 +166,7 @@ class BatchInFlight:
         except BaseException:
             if self._take_ticket() is not None:  # nothing came, so nobody has asked for the lock yet
                 self._pipeline.lock.request(ticket)
-            if ticket.wait(self._pipeline.watchdog.seconds):
+            if ticket.wait(min(UNWINDING, self._pipeline.watchdog.seconds)):
                 self._enter()
             else:  # user code unwinds without the lock: whoever holds it is stuck
                 self._pipeline.lock.abandon(ticket)
