@@ -119,9 +119,7 @@ def report(
 
 def over_np(link: str, rounds: Sequence[Mapping[str, Found]]) -> Spread | None:
     """Minibatches per second of ED-local over NP's, formed within each round; None if no round has both."""
-    both = [each for each in rounds if {_job(NP, link), _job(ED, link)} <= each.keys()]
-    found = [each[_job(ED, link)].rate / each[_job(NP, link)].rate for each in both]
-    return Spread.of(found) if found else None
+    return Spread.of_ratios(rounds, _job(ED, link), _job(NP, link), lambda found: found.rate)
 
 
 def _job(name: str, link: str) -> str:

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from benchmarks.harness import Measurement, announce
 from benchmarks.several_nodes_worker import Dense, Window, trainer_of
 from lightning_hetpipe import HetPipeStrategy, WSPCallback
 from lightning_hetpipe.emulation import Pad, padded
@@ -91,13 +90,7 @@ def main(task: Task) -> None:
     with padded(strategy, task.pads(node)) if task.seconds else nullcontext():
         trainer_of(strategy, nodes, window).fit(module, data)
     weight = float(next(module.parameters()).double().sum())
-    notes: dict[str, object] = {"bytes": window.bytes / task.steps, "weight": weight.hex()}
-    cpu = window.cpu / window.seconds
-    announce(
-        Measurement(
-            task.allocation, task.steps / window.seconds, cpu, torch.get_num_threads(), module.last.item(), notes
-        )
-    )
+    window.announce(task.allocation, module.last, bytes=window.bytes / task.steps, weight=weight.hex())
 
 
 if __name__ == "__main__":

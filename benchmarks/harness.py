@@ -21,6 +21,8 @@ MARK = "@benchmark "
 READY = "ready"
 THREAD_SETTINGS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 T = TypeVar("T")
+K = TypeVar("K")
+V = TypeVar("V")
 
 
 class ProcessFailed(Exception):
@@ -70,6 +72,14 @@ class Spread:
         """Summarises at least one value; raises `statistics.StatisticsError` for none."""
         known = list(values)
         return cls(statistics.median(known), min(known), max(known))
+
+    @classmethod
+    def of_ratios(
+        cls, rounds: Iterable[Mapping[K, V]], over: K, under: K, value: Callable[[V], float]
+    ) -> "Spread | None":
+        """Summarises a ratio of values that is formed within each round; None if no round has both sides."""
+        both = [each for each in rounds if over in each and under in each]
+        return cls.of(value(each[over]) / value(each[under]) for each in both) if both else None
 
 
 @dataclass(frozen=True)

@@ -177,9 +177,7 @@ def report(
 
 def over_np(model: str, rounds: Sequence[Mapping[str, Found]], of: Callable[[Found], float]) -> Spread | None:
     """A figure of placed layers over that of parameter servers, formed within each round; None if no round has both."""
-    both = [each for each in rounds if {_job(model, NP), _job(model, PLACED)} <= each.keys()]
-    found = [of(each[_job(model, PLACED)]) / of(each[_job(model, NP)]) for each in both]
-    return Spread.of(found) if found else None
+    return Spread.of_ratios(rounds, _job(model, PLACED), _job(model, NP), of)
 
 
 def _rate(found: Found) -> float:

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from benchmarks.harness import Measurement, announce
 from benchmarks.several_nodes_worker import Window, trainer_of
 from lightning_hetpipe import HetPipeStrategy, WSPCallback
 from lightning_hetpipe.emulation import Pad, padded
@@ -163,13 +162,7 @@ def main(task: Task) -> None:
     with padded(strategy, pads(task)):
         trainer.fit(module, data)
     weight = math.fsum(float(each.double().sum()) for each in module.parameters())
-    notes: dict[str, object] = {"bytes": window.sent / task.steps / NODES, "weight": weight.hex()}
-    cpu = window.cpu / window.seconds
-    announce(
-        Measurement(
-            task.allocation, task.steps / window.seconds, cpu, torch.get_num_threads(), module.last.item(), notes
-        )
-    )
+    window.announce(task.allocation, module.last, bytes=window.sent / task.steps / NODES, weight=weight.hex())
 
 
 if __name__ == "__main__":

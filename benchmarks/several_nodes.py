@@ -122,9 +122,7 @@ def report(
 
 def over_ddp(variant: str, link: str, rounds: Sequence[Mapping[str, Found]]) -> Spread | None:
     """Images per second of `variant` over DDP's, formed within each round; None if no round has both."""
-    pairs = [(each[_job(variant, link)], each.get(_job(DDP, link))) for each in rounds if _job(variant, link) in each]
-    found = [mine.images / theirs.images for mine, theirs in pairs if theirs is not None]
-    return Spread.of(found) if found else None
+    return Spread.of_ratios(rounds, _job(variant, link), _job(DDP, link), lambda found: found.images)
 
 
 def _job(variant: str, link: str) -> str:

@@ -88,6 +88,11 @@ class Window(L.Callback):
             self.cpu += sign * time.process_time()
             self.bytes += sign * sum(int((STATISTICS / f"{way}_bytes").read_text()) for way in ("rx", "tx"))
 
+    def announce(self, name: str, loss: torch.Tensor, **notes: object) -> None:
+        """Announces minibatches per second as variant ``name``, with the ``loss`` of the last one."""
+        rate, cores = self.task.steps / self.seconds, self.cpu / self.seconds
+        announce(Measurement(name, rate, cores, torch.get_num_threads(), loss.item(), notes))
+
 
 def trainer_of(strategy: HetPipeStrategy | str, nodes: int, window: Window) -> L.Trainer:
     """A Trainer for one epoch on CPUs that shows and saves nothing."""
@@ -116,16 +121,7 @@ def main(task: Task) -> None:
         strategy = HetPipeStrategy(stages=1, in_flight=task.in_flight, wsp=wsp)
     data = TensorDataset(torch.randn(2 * task.batch * (task.warmup + task.steps + task.tail), task.width))
     trainer_of(strategy, 2, window).fit(module, DataLoader(data, batch_size=task.batch))
-    announce(
-        Measurement(
-            task.variant,
-            task.steps / window.seconds,
-            window.cpu / window.seconds,
-            torch.get_num_threads(),
-            module.last.item(),
-            {"bytes": window.bytes / task.steps},
-        )
-    )
+    window.announce(task.variant, module.last, bytes=window.bytes / task.steps)
 
 
 if __name__ == "__main__":

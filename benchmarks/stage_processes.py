@@ -91,9 +91,7 @@ def report(machine: Mapping[str, object], rounds: Sequence[Round], failures: Map
 
 def compare(rounds: Sequence[Round], model: ModelName, over: str, under: str) -> Spread | None:
     """Summarises a ratio of minibatches per second that is formed within each round; None if no round has both."""
-    both = [each for each in rounds if (model, over) in each and (model, under) in each]
-    pairs = [(_one(each[model, over]), _one(each[model, under])) for each in both]
-    return Spread.of(one.rate / other.rate for one, other in pairs) if pairs else None
+    return Spread.of_ratios(rounds, (model, over), (model, under), lambda found: _one(found).rate)
 
 
 def _found(rounds: Sequence[Round], model: ModelName, variant: str) -> list[Measurement]:

@@ -107,8 +107,7 @@ def run(options: Options) -> Outcome:
 
 def ratio(rounds: Sequence[Mapping[str, Carried]], over: str, under: str) -> Spread | None:
     """Formed within each round; None if no round has both."""
-    both = [found for found in rounds if over in found and under in found]
-    return Spread.of(found[over].rate / found[under].rate for found in both) if both else None
+    return Spread.of_ratios(rounds, over, under, lambda found: found.rate)
 
 
 def report(

@@ -10,14 +10,13 @@ from torch import Tensor
 from lightning_hetpipe.accelerator import accelerates, all_devices, default_generators, device_module
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.hosts import orders
+from lightning_hetpipe.hosts.host_memory import CPU
 from lightning_hetpipe.pipeline.random.generators import RandomGenerators
 from lightning_hetpipe.pipeline.stage_messages import Forward, InputGradients, Output, Result, StageState
 from lightning_hetpipe.pipeline.streams import Stream, StreamEvent, move, stream_on
 from lightning_hetpipe.pipeline.values import moved, tensors_in
 from lightning_hetpipe.planning.model.catalogue import canonical
 from lightning_hetpipe.planning.model.units import in_bytes
-
-CPU = torch.device("cpu")
 
 
 class Computed(NamedTuple):

@@ -24,10 +24,6 @@ child(int(sys.argv[1]), told["security"])
 """Program of a host, whose argument is a descriptor, and whose input says what it has to know."""
 
 
-INTRODUCING = 20.0
-"""Seconds in which whoever has connected shows token, release and certificate."""
-
-
 class HostProcess:
     """A host in a process of its own, and the wire to it.
 
@@ -101,7 +97,7 @@ def child(descriptor: int, security: dict[str, Any] | None) -> None:
 
 def _admitted(raw: socket.socket, given: dict[str, Any]) -> Any:
     """The connection, if whoever is at its other end is let in."""
-    from lightning_hetpipe.hosts.secured_socket import Refused, admit
+    from lightning_hetpipe.hosts.secured_socket import INTRODUCING, Refused, admit
     from lightning_hetpipe.hosts.wire import RELEASE
     from lightning_hetpipe.server.transport.security import Security
 

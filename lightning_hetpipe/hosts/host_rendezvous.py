@@ -8,7 +8,6 @@ other processes    say what their node serves, and learn what all others do; a n
 from __future__ import annotations
 
 import socket
-import sys
 import threading
 import time
 from collections.abc import Mapping
@@ -18,12 +17,20 @@ from multiprocessing.connection import wait
 from typing import Any, Self
 
 from lightning_hetpipe.errors import SettingError
-from lightning_hetpipe.hosts.secured_socket import Connection, Refused, admit, connect, hear, tell
+from lightning_hetpipe.hosts.secured_socket import (
+    INTRODUCING,
+    Connection,
+    Refused,
+    admit,
+    connect,
+    hear,
+    listen,
+    stop_listening,
+    tell,
+)
 from lightning_hetpipe.hosts.wire import RELEASE
+from lightning_hetpipe.server.process.notices import NOTICE_AFTER, say
 from lightning_hetpipe.server.transport.security import Security, split
-
-INTRODUCING = 20.0
-"""Seconds in which whoever has connected shows who it is."""
 
 MOST = 1024
 """Largest number of connections at a time; further ones are closed."""
@@ -33,9 +40,6 @@ MOST_NAMED = 8
 
 SAYING = 5.0
 """Seconds in which all that serve are told how node 0 has ended."""
-
-NOTICE_AFTER = 15.0
-"""Seconds after which a person is told of a wait."""
 
 _AGAIN = 0.5  # seconds between attempts to connect
 
@@ -87,11 +91,8 @@ class HostRendezvous:
     def __enter__(self) -> Self:
         if self._security.encrypted:
             self._security.read()
-        host, port = split(self.address)
         try:
-            self._listener = socket.create_server(
-                (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET
-            )
+            self._listener = listen(*split(self.address))
         except OSError as error:
             raise SettingError(
                 f"node 0 cannot listen on {self.address} ({error.strerror}), where the other nodes of the plan look for"
@@ -123,7 +124,7 @@ class HostRendezvous:
                     )
                 if waited > NOTICE_AFTER and not told:
                     told = True
-                    _say(f"node 0 waits for {_nodes(missing)} of the plan")
+                    say(f"node 0 waits for {_nodes(missing)} of the plan")
                 self._changed.wait(min(_AGAIN, seconds))
             return [self._arrived[node] for node in sorted(self._arrived)]
 
@@ -135,9 +136,7 @@ class HostRendezvous:
             self._status = status
             self._changed.notify_all()
             threads = [*self._threads]
-        with suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread, which closing alone does not
-        self._listener.close()
+        stop_listening(self._listener)
         deadline = time.monotonic() + SAYING
         for thread in threads:
             thread.join(max(0.0, deadline - time.monotonic()))
@@ -181,7 +180,7 @@ class HostRendezvous:
                     raise Refused(reason)
                 self._tell(connection, arrival)
         except (Refused, TypeError) as refused:
-            _say(f"a node at {peer} was refused: {refused}")
+            say(f"a node at {peer} was refused: {refused}")
             with self._changed:
                 if len(self._refusals) < MOST_NAMED:
                     self._refusals[peer] = str(refused)
@@ -274,7 +273,7 @@ class Meeting:
     def _told(self, seconds: float) -> dict[str, Any]:
         """Hear node 0 out; a person is told of a longer wait."""
         if not wait([self._raw], min(seconds, NOTICE_AFTER)):
-            _say(f"this node waits for others of the plan, at node 0 ({self._address})")
+            say(f"this node waits for others of the plan, at node 0 ({self._address})")
         self._raw.settimeout(seconds)
         return hear(self._connection)
 
@@ -294,7 +293,7 @@ def _connected(address: str, security: Security, seconds: float) -> tuple[socket
             waited = time.monotonic() - began
             if waited > NOTICE_AFTER and not said:
                 said = True
-                _say(f"this node waits for node 0, which does not answer at {address} yet")
+                say(f"this node waits for node 0, which does not answer at {address} yet")
             if waited > seconds:
                 raise SettingError(
                     f"node 0 does not answer at {address} within {seconds:g} s ({error.strerror or error}); start the"
@@ -302,10 +301,6 @@ def _connected(address: str, security: Security, seconds: float) -> tuple[socket
                     " a longer timeout"
                 ) from None
         waits.wait(_AGAIN)
-
-
-def _say(sentence: str) -> None:
-    print(f"hetpipe: {sentence}.", file=sys.stderr, flush=True)
 
 
 def _nodes(missing: Mapping[int, str]) -> str:

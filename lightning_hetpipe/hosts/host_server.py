@@ -17,10 +17,11 @@ from typing import Protocol, Self
 
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.hosts.host_process import CHILD
+from lightning_hetpipe.hosts.secured_socket import listen
 from lightning_hetpipe.server.process.parent_death import guarded
 from lightning_hetpipe.server.process.server_process import how
 from lightning_hetpipe.server.process.signals import Signals
-from lightning_hetpipe.server.transport.security import Security, split
+from lightning_hetpipe.server.transport.security import Security, joined, split
 
 MOST_HOSTS = 64
 """Largest number of processes at a time; further connections are closed."""
@@ -58,16 +59,14 @@ class HostServer:
 
     def __enter__(self) -> Self:
         host, port = split(self.address)
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
-            self._listener = socket.create_server((host, port), family=family)
+            self._listener = listen(host, port)
         except OSError as error:
             raise SettingError(
                 f"address={self.address} cannot be had ({error.strerror}); is another hetpipe-host running there? Give"
                 " another port, or 0 for any that is free."
             ) from None
-        spelled = f"[{host}]" if ":" in host else host
-        self.address = f"{spelled}:{self._listener.getsockname()[1]}"
+        self.address = joined(host, self._listener.getsockname()[1])
         self._hosts = _Hosts(self._security)
         self._undo.enter_context(self._listener)
         self._undo.callback(self._hosts.end)

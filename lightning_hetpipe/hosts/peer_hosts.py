@@ -21,7 +21,7 @@ from torch import Tensor
 
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.hosts import orders
-from lightning_hetpipe.hosts.secured_socket import Refused, admit, connect, hear, tell
+from lightning_hetpipe.hosts.secured_socket import Refused, admit, connect, hear, listen, stop_listening, tell
 from lightning_hetpipe.hosts.wire import RELEASE, Wire
 from lightning_hetpipe.pipeline.stage_messages import Backward, Forward, InputGradients, Message, Output, Result
 from lightning_hetpipe.pipeline.values import Addends, Gradients, Value
@@ -58,8 +58,7 @@ class PeerHosts:
 
     def listen(self, secret: str) -> int:
         """Let in peers that show ``secret``; gives the port."""
-        family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
-        self._listener = socket.create_server((self._host, 0), family=family)
+        self._listener = listen(self._host, 0)
         thread = threading.Thread(target=self._accept, args=(secret,), name="hetpipe-peer-hosts", daemon=True)
         thread.start()
         port: int = self._listener.getsockname()[1]
@@ -116,9 +115,7 @@ class PeerHosts:
     def close(self) -> None:
         """End all connections."""
         if self._listener is not None:
-            with suppress(OSError):
-                self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread, which closing alone does not
-            self._listener.close()
+            stop_listening(self._listener)
         for link in self._links:
             link.close()
         for wire in self._wires:

@@ -13,6 +13,9 @@ from typing import Any, Protocol
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.server.transport.security import Security, split
 
+INTRODUCING = 20.0
+"""Seconds in which whoever has connected shows token, release and certificate."""
+
 UNREACHABLE = 60.0
 """Seconds after which a machine that does not answer is taken for lost."""
 
@@ -131,7 +134,6 @@ def check_names(security: Security, host: str) -> None:
     if not security.encrypted:
         return
     ours, theirs = socket.socketpair()
-    refusals: list[Refused] = []
 
     def shown() -> None:
         with theirs, suppress(Refused, OSError):
@@ -139,17 +141,32 @@ def check_names(security: Security, host: str) -> None:
 
     thread = threading.Thread(target=shown, name="hetpipe-own-certificate", daemon=True)
     thread.start()
-    with ours:
-        try:
+    try:
+        with ours:
             SecuredSocket(ours, security, host)
-        except Refused as refused:
-            refusals.append(refused)
-    thread.join()
-    if refusals:
+    except Refused as refused:
         raise SettingError(
             f"HETPIPE_CERTIFICATE={security.certificate} does not fit {host}, where the other nodes look for this one"
-            f" ({refusals[0]}); make one that names all of them, with hetpipe-certificates hosts=[{host},...]"
-        )
+            f" ({refused}); make one that names all of them, with hetpipe-certificates hosts=[{host},...]"
+        ) from None
+    finally:
+        thread.join()
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that takes connections at ``host``; port 0 takes any that is free.
+
+    Raises:
+        OSError: if the address cannot be had.
+    """
+    return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+
+
+def stop_listening(listener: socket.socket) -> None:
+    """Close ``listener``, and wake the thread that takes its connections, which closing alone does not."""
+    with suppress(OSError):
+        listener.shutdown(socket.SHUT_RDWR)
+    listener.close()
 
 
 def connect(address: str, security: Security, release: str, seconds: float) -> tuple[socket.socket, Connection]:

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from lightning_hetpipe.emulation import Emulation, Pad
 from lightning_hetpipe.hosts import orders
-from lightning_hetpipe.hosts.host_device import CPU, Computed, HostDevice
-from lightning_hetpipe.hosts.host_memory import HeldTensors
+from lightning_hetpipe.hosts.host_device import Computed, HostDevice
+from lightning_hetpipe.hosts.host_memory import CPU, HeldTensors
 from lightning_hetpipe.hosts.peer_hosts import PeerHosts
 from lightning_hetpipe.hosts.server_calls import ServerCalls
 from lightning_hetpipe.hosts.shared_weights import SeenStash

@@ -24,7 +24,7 @@ from lightning_hetpipe.rules.schedule import Segment
 from lightning_hetpipe.server.process.held_weights import HERE, WeightHolder
 from lightning_hetpipe.server.process.sessions import SessionChannel
 from lightning_hetpipe.server.transport.interface import Channel
-from lightning_hetpipe.server.transport.security import Security, is_loopback, split
+from lightning_hetpipe.server.transport.security import Security, is_loopback, joined, split
 
 NO_ACCELERATORS: Mapping[int, tuple[int, str]] = {}
 
@@ -84,7 +84,7 @@ class StagesApart:
     def machine(self, parameter: Tensor) -> str:
         """The machine that has ``parameter``, as the host of its address; empty for this one."""
         stage = self._owner(parameter)
-        return split(self._addresses[stage.index])[0] if stage is not None and stage.index in self._addresses else ""
+        return "" if stage is None else self._away().get(stage.index, "")
 
     def _owner(self, parameter: Tensor) -> OwnedStage | None:
         stages = (stage for stage in self._stages if isinstance(stage, OwnedStage))
@@ -147,21 +147,21 @@ class StagesApart:
 
     def join(self, engine: Engine) -> None:
         """Have hosts on other machines hand activations and gradients over to each other, where they can."""
-        away = self._away()
+        away, followers = self._away(), engine.followers
         stages = {segment.index: stage.index for stage in engine.stages for segment in stage.segments}
         listening: dict[int, tuple[str, str]] = {}
         for stage in [each for each in self._stages if each.index in away]:
             assert isinstance(stage, OwnedStage)
             after, before = (
                 {segment.index: stages[to] for segment in stage.segments if (to := each[segment.index]) is not None}
-                for each in engine.followers
+                for each in followers
             )
             others = sorted(({*after.values(), *before.values()} & away.keys()) - {stage.index})
             for other in others:
                 if other not in listening:
                     secret, its = token_hex(16), engine.stages[other]
                     assert isinstance(its, OwnedStage)
-                    listening[other] = f"{away[other]}:{its.listen(secret)}", secret
+                    listening[other] = joined(away[other], its.listen(secret)), secret
             if not others:
                 continue
             forwards, backwards = (
@@ -173,7 +173,7 @@ class StagesApart:
 
     def _away(self) -> dict[int, str]:
         """Hosts of the addresses of stages on other machines, by number."""
-        return {index: address.rpartition(":")[0] for index, address in self._addresses.items()}
+        return {index: split(address)[0] for index, address in self._addresses.items()}
 
     def tell_unreached(self) -> None:
         """Say what goes by this process, once hosts were joined, and :meth:`holder` was asked for all weights."""

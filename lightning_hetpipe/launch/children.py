@@ -17,8 +17,9 @@ from dataclasses import dataclass
 
 from lightning_hetpipe.launch import parent_watch
 from lightning_hetpipe.launch.child_work import work_of
-from lightning_hetpipe.launch.lost_workers import lost_workers, say
+from lightning_hetpipe.launch.lost_workers import lost_workers
 from lightning_hetpipe.server.process import parent_death
+from lightning_hetpipe.server.process.notices import say
 from lightning_hetpipe.server.process.server_process import how
 
 NOTICE_AFTER = 10.0

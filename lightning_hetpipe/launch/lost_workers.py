@@ -15,14 +15,10 @@ import sys
 import threading
 from multiprocessing.util import Finalize
 
+from lightning_hetpipe.server.process.notices import say
+
 _LAST = -1_000_000
 """The lowest of multiprocessing's priorities at exit; its own are -100 to 10."""
-
-
-def say(sentence: str) -> None:
-    """Print a sentence for the person at the terminal."""
-    with contextlib.suppress(OSError):
-        print(f"hetpipe: {sentence}.", file=sys.stderr, flush=True)
 
 
 class Uncaught:

@@ -22,10 +22,11 @@ from lightning_hetpipe.hosts import host_server
 from lightning_hetpipe.hosts.host_rendezvous import Arrival, HostRendezvous, Meeting
 from lightning_hetpipe.hosts.secured_socket import check_names
 from lightning_hetpipe.launch import servers
-from lightning_hetpipe.launch.lost_workers import lost_workers, say
+from lightning_hetpipe.launch.lost_workers import lost_workers
 from lightning_hetpipe.launch.ranks import Rank
 from lightning_hetpipe.launch.wsp_settings import WSPSettings
-from lightning_hetpipe.server.transport.security import Security, split
+from lightning_hetpipe.server.process.notices import say
+from lightning_hetpipe.server.transport.security import Security, joined, split
 
 HOST_PORT = 2
 """Distance of the port of a node's hosts from that of its server, where HETPIPE_PORT gives this."""
@@ -152,9 +153,9 @@ def _host(rank: Rank, coordinator: str, security: Security, nodes: ServingNodes,
     """Start the hosts of this node, if it serves, and this is its first process; gives their address."""
     if rank.local or nodes.names[rank.node] not in nodes.stages:
         return ""
-    given = os.environ.get(servers.PORT)
-    check_names(security, servers.host_of_node(rank, coordinator).strip("[]"))
-    address = f"{servers.host_of_node(rank, coordinator)}:{int(given) + HOST_PORT if given else 0}"
+    given, host = os.environ.get(servers.PORT), servers.host_of_node(rank, coordinator)
+    check_names(security, host)
+    address = joined(host, int(given) + HOST_PORT if given else 0)
     try:
         return undo.enter_context(host_server.serving(address, security))
     except SettingError as error:
@@ -169,4 +170,4 @@ def _host(rank: Rank, coordinator: str, security: Security, nodes: ServingNodes,
 def _meeting(coordinator: str) -> str:
     """The address at which all nodes meet."""
     host, port = split(coordinator)
-    return f"[{host}]:{port + 1}" if ":" in host else f"{host}:{port + 1}"
+    return joined(host, port + 1)

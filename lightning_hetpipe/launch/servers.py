@@ -30,13 +30,13 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.launch import local_rendezvous, parent_watch
 from lightning_hetpipe.launch.local_rendezvous import LocalRendezvous
-from lightning_hetpipe.launch.lost_workers import say
 from lightning_hetpipe.launch.ranks import Rank, Role
 from lightning_hetpipe.launch.wsp_settings import WSPSettings
+from lightning_hetpipe.server.process.notices import say
 from lightning_hetpipe.server.process.server_process import ServerProcess
 from lightning_hetpipe.server.process.supervisor import ServerLost, Supervisor
 from lightning_hetpipe.server.protocol.identifiers import PeerFailed
-from lightning_hetpipe.server.transport.security import Security, is_loopback
+from lightning_hetpipe.server.transport.security import Security, is_loopback, joined
 
 COORDINATOR, TOKEN = "HETPIPE_COORDINATOR", "HETPIPE_TOKEN"
 """Variables for a launch's other processes: the address of the coordinator, and the token that it asks for."""
@@ -93,7 +93,7 @@ def start(rank: Rank, environment: ClusterEnvironment, wsp: WSPSettings, *, ever
         coordinator, security = over_nodes(rank, environment, wsp.security.from_environment())
         port = coordinator.rpartition(":")[2] if rank.index == 0 else os.environ.get(PORT, "0")
         if rank.index == 0 or wsp.placement != "local" or everywhere:
-            _serve(f"{host_of_node(rank, coordinator)}:{port}", security, wsp.lease)
+            _serve(joined(host_of_node(rank, coordinator), int(port)), security, wsp.lease)
         return {COORDINATOR: coordinator, TOKEN: security.token or ""}
     # A token of the user's lets `hetpipe-server status` ask; otherwise the server makes up one that nobody knows.
     server = _serve("127.0.0.1:0", Security(token=wsp.security.from_environment().token), wsp.lease)
@@ -224,8 +224,8 @@ def _meet(environment: ClusterEnvironment, variables: Mapping[str, str]) -> None
 
 
 def host_of_node(rank: Rank, coordinator: str) -> str:
-    """The host at which this node's servers listen, as it stands in an address."""
-    return _spelled(_host_of(coordinator) if rank.index == 0 else _own_host(coordinator))
+    """The host at which this node's servers listen."""
+    return _host_of(coordinator) if rank.index == 0 else _own_host(coordinator)
 
 
 def over_nodes(rank: Rank, environment: ClusterEnvironment, security: Security) -> tuple[str, Security]:
@@ -241,7 +241,7 @@ def over_nodes(rank: Rank, environment: ClusterEnvironment, security: Security) 
         port = int(os.environ[PORT])
     else:
         port += 1
-    coordinator = f"{_spelled(host)}:{port}"
+    coordinator = joined(host.strip("[]"), port)
     if security.token is None:
         raise SettingError(
             f"num_nodes={rank.nodes} needs a secret that all nodes share; set {TOKEN} to the same long random value on"
@@ -315,11 +315,6 @@ def _address_of(host: str) -> str:
 
 def _host_of(address: str) -> str:
     return address.rpartition(":")[0].strip("[]")
-
-
-def _spelled(host: str) -> str:
-    """The host as it stands in host:port, an IPv6 address in brackets."""
-    return f"[{host}]" if ":" in host and not host.startswith("[") else host
 
 
 def _launch_of(environment: ClusterEnvironment) -> str:

@@ -25,14 +25,15 @@ from torch import Tensor
 
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.launch import parent_watch
-from lightning_hetpipe.launch.lost_workers import Uncaught, say
+from lightning_hetpipe.launch.lost_workers import Uncaught
 from lightning_hetpipe.launch.servers import FoundServers
 from lightning_hetpipe.launch.wsp_settings import WSPSettings
 from lightning_hetpipe.server.process.client import Client, ServersUnheard
+from lightning_hetpipe.server.process.notices import NOTICE_AFTER, say
 from lightning_hetpipe.server.protocol.identifiers import COORDINATOR, PeerFailed
 from lightning_hetpipe.server.protocol.messages import Departed
 from lightning_hetpipe.server.transport.interface import STATUS, CallRefused, Unreachable
-from lightning_hetpipe.workers.join_handshake import NOTICE_AFTER, JoinHandshake
+from lightning_hetpipe.workers.join_handshake import JoinHandshake
 from lightning_hetpipe.workers.large_gathers import gather_in_chunks
 
 SESSIONS = "HETPIPE_SESSIONS"

@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 
 from lightning_hetpipe.errors import SettingError
-from lightning_hetpipe.launch.lost_workers import say
 from lightning_hetpipe.launch.servers import FoundServers
 from lightning_hetpipe.launch.wsp_settings import WSPSettings
 from lightning_hetpipe.server.process.client import LONGEST_WAIT, Cancelled, Client, NotJoined
+from lightning_hetpipe.server.process.notices import NOTICE_AFTER, say
 from lightning_hetpipe.server.process.sessions import SessionChannel
 from lightning_hetpipe.server.protocol.identifiers import COORDINATOR, PeerFailed, Refusal, RemoteFault
 from lightning_hetpipe.server.protocol.messages import Departed, Parameter, TrainingSignature
@@ -34,9 +34,6 @@ from lightning_hetpipe.server.transport.security import split
 
 LEASES_TO_END = 2.0
 """Leases after which a killed launch is forgotten, and its servers serve the next one."""
-
-NOTICE_AFTER = 15.0
-"""Seconds after which a person is told of a wait for other processes."""
 
 _AGAIN = 0.5  # seconds between attempts to have a server that another launch has
 _LAUNCH = "launch"

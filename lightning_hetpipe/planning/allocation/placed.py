@@ -113,17 +113,7 @@ class PlacedPlans(GroupPlans):
             recompute=self._settings["recompute"],
             versions=Versions(self._settings["weights"], in_flight, self._settings["every"]),
         )
-        return Choice(
-            found.stages,
-            found.versions,
-            found.recompute,
-            found.rate,
-            found.simulation,
-            found.spread,
-            idle=before.idle if before else (),
-            tried=(),
-            reasons=(slowest_stage(found),),
-        )
+        return Choice.of(found, before.idle if before else (), (), (slowest_stage(found),))
 
     def _is_possible(self, in_flight: int) -> bool:
         return Versions(self._settings["weights"], in_flight, self._settings["every"]).is_possible

@@ -14,8 +14,8 @@ A spread run, which ``in_flight=1`` may ask for, is not searched (``spread_plan`
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 
 from lightning_hetpipe.errors import SettingError
@@ -88,6 +88,19 @@ class Choice(Estimate):
     tried: tuple[Tried, ...]
     reasons: tuple[str, ...]
     advise: Callable[[], Help] | None = field(default=None, repr=False, compare=False)
+
+    @classmethod
+    def of(
+        cls,
+        found: Estimate,
+        idle: Iterable[DeviceSlot],
+        tried: Iterable[Tried],
+        reasons: Iterable[str],
+        advise: Callable[[], Help] | None = None,
+    ) -> Choice:
+        """The choice of ``found``."""
+        own = {each.name: getattr(found, each.name) for each in fields(Estimate)}
+        return cls(**own, idle=tuple(idle), tried=tuple(tried), reasons=tuple(reasons), advise=advise)
 
     @cached_property
     def help(self) -> Help | None:
@@ -341,18 +354,9 @@ class _Search:
 
     def _choice(self, found: Estimate, reasons: Sequence[str], advise: Callable[[], Help] | None = None) -> Choice:
         used = {stage.slot for stage in found.stages}
-        return Choice(
-            found.stages,
-            found.versions,
-            found.recompute,
-            found.rate,
-            found.simulation,
-            found.spread,
-            idle=tuple(slot for slot in self._problem.slots if slot not in used),
-            tried=tuple(_tried(in_flight, plan) for in_flight, plan in sorted(self._found.items())),
-            reasons=tuple(reasons),
-            advise=advise,
-        )
+        idle = (slot for slot in self._problem.slots if slot not in used)
+        tried = (_tried(in_flight, plan) for in_flight, plan in sorted(self._found.items()))
+        return Choice.of(found, idle, tried, reasons, advise)
 
 
 def _tried(in_flight: int, found: Estimate | None) -> Tried:

@@ -127,6 +127,11 @@ def split(address: str) -> tuple[str, int]:
     return bare, number
 
 
+def joined(host: str, port: int) -> str:
+    """The address that :func:`split` takes apart."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 def is_loopback(host: str) -> bool:
     """Check that only this machine reaches ``host``. A name other than localhost counts as another machine's."""
     if host.lower() == "localhost":
