@@ -26,6 +26,7 @@ from lightning_hetpipe.hosts.peer_hosts import PeerHosts
 from lightning_hetpipe.hosts.server_calls import ServerCalls
 from lightning_hetpipe.hosts.shared_weights import SeenStash
 from lightning_hetpipe.hosts.wire import Wire
+from lightning_hetpipe.pipeline.freed_memory import keep_freed_memory
 from lightning_hetpipe.pipeline.graph_code import add_variants, layers_of_data
 from lightning_hetpipe.pipeline.memory import PlannedMemory
 from lightning_hetpipe.pipeline.plain_code import NotPlain
@@ -180,6 +181,7 @@ class Host:
         one that this process has for itself.
         """
         torch.set_num_threads(1)
+        keep_freed_memory()
         sender = threading.Thread(target=self._send, name="hetpipe-host-sender", daemon=True)
         sender.start()
         with suppress(EOFError), ExitStack() as undo:

@@ -34,6 +34,7 @@ from lightning_hetpipe.lightning_private import (
     step_arguments,
 )
 from lightning_hetpipe.pipeline.engine import Engine
+from lightning_hetpipe.pipeline.freed_memory import keep_freed_memory
 from lightning_hetpipe.pipeline.live import Moves
 from lightning_hetpipe.pipeline.operands import OperandsTogether
 from lightning_hetpipe.pipeline.random.generators import RandomGenerators
@@ -135,6 +136,7 @@ class Fit(TrainerRun):
         """Puts the run between Lightning's loops and the module, until :meth:`close`."""
         self._undo.callback(torch.set_num_threads, torch.get_num_threads())
         torch.set_num_threads(self._settings.torch_threads)
+        keep_freed_memory()
         self._undo.enter_context(self._operands)
         epoch_loop = self._trainer.fit_loop.epoch_loop
         if len(set(self._settings.devices)) > 1:
