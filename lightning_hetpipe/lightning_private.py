@@ -329,7 +329,7 @@ def _open_around_waits(iterator: Any, waiting: Callable[[], AbstractContextManag
 
 def is_fit(function: Callable[..., Any], trainer: L.Trainer | None) -> bool:
     """Tell whether ``function``, which a launcher is to call, is the fit of ``trainer``."""
-    return trainer is not None and function == trainer._fit_impl
+    return function == getattr(trainer, "_fit_impl", None)
 
 
 def with_checkpoint(

@@ -178,9 +178,11 @@ class Children:
             self._give(child)
 
     def _give(self, child: Child, again: bool = False) -> None:
-        variables = {**self._variables, parent_watch.AGAIN: "1"} if again else dict(self._variables)
+        self._tell(child, {**self._variables, parent_watch.AGAIN: "1"} if again else dict(self._variables))
+
+    def _tell(self, child: Child, what: Mapping[str, str]) -> None:
         with contextlib.suppress(OSError):  # it has ended, which `_watch` sees as well
-            child.link.sendall(json.dumps(variables).encode() + b"\n")
+            child.link.sendall(json.dumps(what).encode() + b"\n")
 
     def _watch(self, child: Child) -> bool:
         """Wait until ``child`` ends, and tell; returns True if it is to be started again, of which nobody is told."""
@@ -257,7 +259,9 @@ class Children:
             grace: As of ``end``.
         """
         with self._changed:
-            self._restarts.clear()  # nobody can come back to a run that is over
+            self._restarts.clear()
+        for child in self._still():  # one that was started again may be about to come back to a run that is over
+            self._tell(child, {})
         soon = NOTICE_AFTER if end_timeout is None else min(end_timeout, NOTICE_AFTER)
         if not self._gone(soon) and soon != end_timeout:
             who = ", ".join(map(str, self._still()))

@@ -37,6 +37,9 @@ READY = "ready-"
 CHUNK = 16 << 20
 """Bytes that are left under one name at a time."""
 
+_ANNOUNCED = 5.0
+"""Seconds after which one that is ready says so again."""
+
 _AGAIN = 0.1
 """Seconds between looks at the coordinator's status."""
 
@@ -138,6 +141,11 @@ class Returning:
         return int(self._state["cut"])
 
     @property
+    def asked(self) -> dict[int, int]:
+        """The virtual workers that come back at that cut, each with its incarnation in the session of the launch."""
+        return dict(self._state["vws"])
+
+    @property
     def agreed(self) -> dict[str, list[Any]]:
         """Values that the others have agreed on since their first epoch began."""
         return dict(self._state["agreed"])
@@ -146,15 +154,18 @@ class Returning:
         """Wait until the others have ended an epoch, and get the checkpoint."""
         if self._state:
             return
-        self._launch.keep(f"{READY}{self._index}-{self._launch.member.incarnation}", b"1")
-        while True:  # one that came before this process was ready is for others
-            found = _loaded(self._launch.recall(STATE))
-            if self._index in found["vws"]:
+        again = threading.Event()
+        while True:
+            # Again and again, as a coordinator that was started again has forgotten it.
+            self._launch.keep(f"{READY}{self._index}-{self._launch.member.incarnation}", b"1")
+            content = self._launch.recall(STATE, _ANNOUNCED)
+            found = {} if content is None else _loaded(content)
+            if found.get("vws", {}).get(self._index) == self._launch.member.incarnation:
                 break
-            threading.Event().wait(_AGAIN)
+            again.wait(_AGAIN if found else 0.0)  # that one is for others, or for an earlier process of this one
         with self.checkpoint.open("wb") as file:
             for part in range(found["parts"]):
-                file.write(self._launch.recall(f"{STATE}-{part}"))
+                file.write(recalled(self._launch, f"{STATE}-{part}"))
         self._state = found
 
     def seats(self, cut: int) -> list[int]:
@@ -164,7 +175,7 @@ class Returning:
             CameTooLate: if this was another cut than that of the checkpoint.
         """
         if cut == self.cut:
-            seats = _loaded(self._launch.recall(SEATS))
+            seats = _loaded(recalled(self._launch, SEATS))
             if seats["cut"] == cut and self._index in seats["vws"]:
                 return list(seats["vws"])
         raise CameTooLate(
@@ -209,20 +220,24 @@ class Reception:
 
         Leaves the record again where a coordinator has lost it.
         """
-        kept = status_of(self._coordinator, self._session, self._lease).get("kept", [])
-        if self._open and RECORD not in kept:
+        status = status_of(self._coordinator, self._session, self._lease)
+        kept, members = status.get("kept", []), status.get("members", [])
+        if self._open and status and RECORD not in kept:
             self.post()
-        named = [name.removeprefix(READY).partition("-") for name in kept if name.startswith(READY)]
-        return {int(vw): int(incarnation) for vw, _, incarnation in named}
+        alive = {f"{READY}{each['vw']}-{each['incarnation']}": each for each in members}
+        return {each["vw"]: each["incarnation"] for name, each in alive.items() if name in kept}
 
-    def hand_over(self, checkpoint: Path, vws: Sequence[int], cut: int, agreed: Mapping[str, list[Any]]) -> None:
-        """Leave ``checkpoint`` and what all have ``agreed`` on for ``vws``, which are to become members at ``cut``."""
+    def hand_over(self, checkpoint: Path, vws: Mapping[int, int], cut: int, agreed: Mapping[str, list[Any]]) -> None:
+        """Leave ``checkpoint`` and what all have ``agreed`` on for ``vws``, which are to become members at ``cut``.
+
+        ``vws`` are as :meth:`ready` gave them.
+        """
         parts = 0
         with checkpoint.open("rb") as file:
             while content := file.read(CHUNK):
                 self._launch.keep(f"{STATE}-{parts}", content)
                 parts += 1
-        self._launch.keep(STATE, _written({"vws": list(vws), "cut": cut, "parts": parts, "agreed": dict(agreed)}))
+        self._launch.keep(STATE, _written({"vws": dict(vws), "cut": cut, "parts": parts, "agreed": dict(agreed)}))
         self._handed = parts
 
     def await_askers(self, vws: Sequence[int], check: Callable[[], None]) -> list[int]:
@@ -257,8 +272,15 @@ def leave_parts(client: Client, name: str, content: bytes) -> None:
 
 def recall_parts(client: Client, name: str) -> bytes:
     """Return what was left under ``name``, once it is."""
-    parts = _loaded(client.recall(name))["parts"]
-    return b"".join(client.recall(f"{name}-{part}") for part in range(parts))
+    parts = _loaded(recalled(client, name))["parts"]
+    return b"".join(recalled(client, f"{name}-{part}") for part in range(parts))
+
+
+def recalled(client: Client, name: str) -> bytes:
+    """Return what is kept under ``name``, once something is."""
+    content = client.recall(name)
+    assert content is not None
+    return content
 
 
 def status_of(channel: Channel, session: str, seconds: float) -> dict[str, Any]:

@@ -34,7 +34,7 @@ from lightning_hetpipe.server.process.notices import NOTICE_AFTER, say
 from lightning_hetpipe.server.protocol.identifiers import COORDINATOR, PeerFailed
 from lightning_hetpipe.server.protocol.messages import Departed
 from lightning_hetpipe.server.transport.interface import STATUS, CallRefused, Unreachable
-from lightning_hetpipe.workers.coming_back import Returning
+from lightning_hetpipe.workers.coming_back import Returning, too_late
 from lightning_hetpipe.workers.join_handshake import JoinHandshake
 from lightning_hetpipe.workers.large_gathers import gather_in_chunks
 from lightning_hetpipe.workers.seats import Seats
@@ -90,7 +90,9 @@ class Group:
     ) -> None:
         self.index = index
         self.size = size
-        self._handshake = JoinHandshake(index, size, found, settings, timeout, lost, self._lose)
+        self._handshake = JoinHandshake(index, size, found, settings, timeout, self._is_lost, self._lose)
+        self._servers_lost = lost
+        self._has_taken_part = False
         self._found = found
         self.interrupted: Callable[[], bool] = lambda: False
         """True while this virtual worker ends on an exception: it answers its gathers alone then."""
@@ -135,8 +137,6 @@ class Group:
         self._exits.callback(self._handshake.close)
         self._exits.callback(self._wait_until_all_have_left, session)
         self._handshake.returns = self._handshake.goes_on_without_this(session)
-        if parent_watch.AGAIN in parent_watch.launcher_variables():
-            self._handshake.check_goes_on(session)
         try:
             with self._handshake.explaining_waits():
                 launch, _ = self._handshake.join(session)
@@ -208,10 +208,12 @@ class Group:
         self._fit_ordinal = itertools.count(1)
         self.seats.taken = returning.seats(self._fit.member.cut)
         self.seats.agreed = returning.agreed
+        self._welcome(returning.asked)
         return weights
 
     def begin_epoch(self) -> None:
         """An epoch begins: a process that comes back gathers with the others from now on."""
+        self._has_taken_part = True
         if self.seats.begin_epoch(self._gathers):
             self._handshake.returns = False
 
@@ -223,13 +225,17 @@ class Group:
             checkpoint: On virtual worker 0, what they resume from.
             cut: Number of the cut.
         """
-        asking = self.seats.offer([*vws], checkpoint, cut, self.check)
+        asking = self.seats.offer(vws, checkpoint, cut, self.check)
         found = self.gather([self.index, asking], "the return of virtual workers")
         seats = sorted({*(index for index, _ in found), *(vw for _, asking in found for vw in asking)})
         self.seats.deal(seats, cut)
         self.weights.arrive(cut, admit=True)
         self.passed_cut()
-        back, members = [vw for vw in vws if vw in seats], self.weights.member.commit_index
+        return self._welcome(vws)
+
+    def _welcome(self, vws: Mapping[int, int]) -> list[int]:
+        """Note that those of ``vws`` who have seats are lost no more; gives them."""
+        back, members = [vw for vw in vws if vw in self.seats.taken], self.weights.member.commit_index
         assert members is not None
         self.seats.settle(back, vws, members)
         self._early_departures = [each for each in self._early_departures if each.vw not in back]
@@ -421,6 +427,13 @@ class Group:
         if fit is not None:
             self._end_fit(fit)
         self._exits.close()
+
+    def _is_lost(self) -> Exception | None:
+        """The error to end on, where servers do not come back, or there is no run any more to come back to."""
+        child = parent_watch.this_child()
+        if child is not None and child.outlasts and not self._has_taken_part and parent_watch.AGAIN in child.variables:
+            return too_late(self.index)
+        return self._servers_lost()
 
     def check(self) -> None:
         """Raise the failure of another one, if one is known."""

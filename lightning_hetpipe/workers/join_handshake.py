@@ -31,7 +31,7 @@ from lightning_hetpipe.server.protocol.sharding import place
 from lightning_hetpipe.server.transport.grpc_channel import GrpcChannel
 from lightning_hetpipe.server.transport.interface import STATUS, Unreachable
 from lightning_hetpipe.server.transport.security import split
-from lightning_hetpipe.workers.coming_back import goes_on_without, status_of, too_late
+from lightning_hetpipe.workers.coming_back import goes_on_without, status_of
 
 LEASES_TO_END = 2.0
 """Leases after which a killed launch is forgotten, and its servers serve the next one."""
@@ -160,7 +160,7 @@ class JoinHandshake:
         In a session that all have joined the others go on without them, once their lease has run out.
         """
         self._gone = {**self._gone, **gone}
-        if self._gone:
+        if self._is_incomplete:
             self._somebody_is_gone.set()
             if (joining := self._joining) is not None:
                 joining.cancel()
@@ -177,15 +177,10 @@ class JoinHandshake:
             self.coordinator, session, self.found.launch, self.index, self.settings.lease
         )
 
-    def check_goes_on(self, session: str) -> None:
-        """Check that virtual worker 0 has not ended since an earlier process of this one was in ``session``.
-
-        Raises:
-            CameTooLate: if it has.
-        """
-        status = status_of(self.coordinator, session, self.settings.lease)
-        if not self.returns and "0" in status.get("incarnations", {}) and status.get("phase") != "joining":
-            raise too_late(self.index)
+    @property
+    def _is_incomplete(self) -> bool:
+        """True where a session cannot begin as some are gone; one that has begun may be come back to without them."""
+        return bool(self._gone) and not self.returns
 
     def check_lease(self) -> None:
         """Check that servers have the same lease: heartbeats go out by ours, and the server misses them by its own.
@@ -279,11 +274,11 @@ class JoinHandshake:
     def _join_with(self, client: Client, weights: Sequence[Tensor]) -> list[Tensor]:
         self._joining = client
         try:
-            if self._gone:
+            if self._is_incomplete:
                 raise Cancelled
             return client.join(weights)
         except Cancelled:
-            if not self._gone:
+            if not self._is_incomplete:
                 raise
             who = ", ".join(f"VW {vw}, which {how}" for vw, how in sorted(self._gone.items()))
             raise PeerFailed(f"VW {self.index} cannot go on without {who}") from None

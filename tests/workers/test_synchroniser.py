@@ -42,7 +42,6 @@ class OnlyOne:
         self.weights = self
         self.member = SimpleNamespace(clock=0, slowest=0, cut_at=-1, cut=0)
         self.seats = Seats(0, 1)
-        self.agree = self.gather
         self.met: list[str] = []
         self.waiting: Callable[[], AbstractContextManager[None]] = nullcontext
 
@@ -55,6 +54,9 @@ class OnlyOne:
             with self.waiting():
                 self._meet(what)
         return [value]
+
+    def agree(self, value: Any, what: str) -> list[Any]:
+        return self.gather(value, what)
 
     def check(self) -> None: ...
 

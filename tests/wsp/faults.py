@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from lightning_hetpipe.launch import parent_watch
+from lightning_hetpipe.launch import parent_watch, servers
 from lightning_hetpipe.launch.servers import COORDINATOR, TOKEN
 from lightning_hetpipe.server.protocol.messages import decode
 from lightning_hetpipe.server.transport import grpc_channel
@@ -73,8 +73,9 @@ def others() -> list[int]:
 def do(what: str) -> None:
     """Lets it happen.
 
-    server: the server is killed. kill, stop: this virtual worker is. kill others: those of the first one are. continue
-    others: those that were stopped go on, to their end. garbage: the server gets all that makes no sense.
+    server: the server is killed. kill, stop: this virtual worker is. kill others: those of the first one are. continue:
+    those of the first one that were stopped go on; continue others: and to their end. garbage: the server gets all that
+    makes no sense.
     """
     match what:
         case "server":
@@ -85,6 +86,9 @@ def do(what: str) -> None:
             for pid in others():
                 os.kill(pid, signal.SIGKILL if what == "kill others" else signal.SIGCONT)
             until(lambda: not others(), "the others do not end")
+        case "continue":
+            for pid in others():
+                os.kill(pid, signal.SIGCONT)
         case "garbage":
             told = parent_watch.launcher_variables()
             assert annoy(told[COORDINATOR], Security(token=told[TOKEN]), "fit-1") > 100
@@ -197,3 +201,13 @@ def install(vw: int, faults: Sequence[dict[str, Any]]) -> None:
 
     vars(join_handshake)["GrpcChannel"] = Channel
     vars(grpc_channel).update(requests=requests, received=received)
+
+
+def record_decisions(path: str) -> None:
+    """Lets the server that this process starts write its coordinators' decisions to the file ``path``."""
+    make = vars(servers)["ServerProcess"]
+
+    def recording(handler: str, arguments: dict[str, object], *rest: Any) -> Any:
+        return make(handler, {**arguments, "log": path}, *rest)
+
+    vars(servers)["ServerProcess"] = recording

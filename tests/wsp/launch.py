@@ -43,6 +43,11 @@ class Job:
         """Files that each virtual worker wrote."""
         return [torch.load(self.folder / f"{worker}.pt", weights_only=False) for worker in range(len(self.lengths))]
 
+    def written_so_far(self) -> list[dict[str, Any] | None]:
+        """Likewise, None for one that has not come to its end."""
+        paths = [self.folder / f"{worker}.pt" for worker in range(len(self.lengths))]
+        return [torch.load(path, weights_only=False) if path.exists() else None for path in paths]
+
 
 def start(*jobs: Job, **variables: str) -> subprocess.CompletedProcess[str]:
     """Runs ``jobs``, of as many virtual workers each, in one launch to its end, whatever that is.

@@ -5,6 +5,7 @@ Run as ``python -m tests.wsp.worker '{"task": "mlp", ...}' ...``, a fit for each
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -13,7 +14,7 @@ import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import lightning as L
 import torch
@@ -95,20 +96,27 @@ class Waits(L.Callback):
     """Has virtual worker 0 wait, in the last minibatch of an epoch, until others are ready to come back.
 
     Args:
-        epochs: Those that are to be ready, by epoch.
+        epochs: How many are to be ready, by epoch; "all": in each those that do not take part, if they come in time.
         group: Gives the group.
     """
 
-    def __init__(self, epochs: dict[str, int], group: Callable[[], Any]) -> None:
+    def __init__(self, epochs: dict[str, int] | Literal["all"], group: Callable[[], Any]) -> None:
         self.epochs, self.group = epochs, group
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        number = self.epochs.get(str(trainer.current_epoch), 0)
-        if number and trainer.is_global_zero and batch_idx + 1 == trainer.num_training_batches:
-            seats = self.group().seats
-            faults.until(lambda: len(seats.ready()) >= number, f"{number} virtual workers do not come back")
+        if not trainer.is_global_zero or batch_idx + 1 < trainer.num_training_batches:
+            return
+        group = self.group()
+        if self.epochs != "all":
+            number = self.epochs.get(str(trainer.current_epoch), 0)
+            faults.until(lambda: len(group.seats.ready()) >= number, f"{number} virtual workers do not come back")
+            return
+        faults.do("continue")
+        members = {member.vw for member in group.weights.member.commit_index.members}
+        with contextlib.suppress(AssertionError):  # some may not come any more
+            faults.until(lambda: members | group.seats.ready().keys() == set(range(group.size)), "some are missing")
 
 
 class Notes(Logger):
@@ -260,7 +268,11 @@ def main(job: dict[str, Any]) -> None:
         defaults["plugins"] = [AsyncCheckpointIO()]
     trainer = quiet_trainer(callbacks=callbacks, **{**defaults, **job.get("trainer", {})})
     worker = strategy.global_rank
+    if "late" in job and Path(job["late"]).exists():  # a process that was started again
+        faults.until(Path(job["folder"], "meeting").exists, "nobody comes to meet it")
     faults.install(worker, job.get("faults", ()))
+    if "log" in job:
+        faults.record_decisions(job["log"])
     if "paces" in job:  # of each virtual worker, epoch after epoch
         paces = iter([epoch[worker] for epoch in job["paces"]])
         Pace.rate = property(lambda self: next(paces))  # type: ignore[assignment, method-assign]

@@ -207,7 +207,7 @@ class WavesAndCuts(Extension):
         trainer, group = self._trainer, self._synchroniser.group
         with self._pausing(), tempfile.TemporaryDirectory(prefix="hetpipe-") as folder:
             checkpoint = Path(folder, "state.ckpt")
-            trainer.save_checkpoint(checkpoint)
+            trainer.save_checkpoint(checkpoint, weights_only=False)
             with self._synchronising():
                 back = self._synchroniser.readmit(coming, checkpoint if group.index == 0 else None, self._number(0))
         for vw in back:

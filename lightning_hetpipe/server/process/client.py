@@ -236,17 +236,16 @@ class Client:
         me = self.member.vw, self.member.incarnation
         self._until_answered(KeepBytes(*me, name), [memoryview(content)] if len(content) else ())
 
-    def recall(self, name: str) -> bytes:
-        """Return what is kept under ``name``; waits until something is.
+    def recall(self, name: str, seconds: float | None = None) -> bytes | None:
+        """Return what is kept under ``name``; waits until something is, for so many ``seconds``: then None.
 
         Raises:
             ServersSilent: after ``timeout`` or ``longest_wait``.
             PeerFailed: another VW has failed.
             RemoteFault: this VW was left out.
         """
-        me, found = (self.member.vw, self.member.incarnation), bytearray()
-        while True:
-            answer = self._until_answered(AskForKept(*me, name))
+        me = self.member.vw, self.member.incarnation
+        while (answer := self._until_answered(AskForKept(*me, name), seconds=seconds)) is not None:
             assert isinstance(answer, KeptSize)
             found = bytearray(answer.size)
             try:
@@ -256,14 +255,16 @@ class Client:
                     raise
             else:
                 return bytes(found)
+        return None
 
     def _until_answered(
         self,
         message: AboutKept,
         body: Sequence[memoryview] = (),
         into: Sequence[memoryview] = (),
-    ) -> Answer:
-        """The coordinator's answer to ``message``, asked again and again until it has one."""
+        seconds: float | None = None,
+    ) -> Answer | None:
+        """The coordinator's answer to ``message``, asked again until it has one; None after so many ``seconds``."""
         began = heard = self._now()
         while True:
             if self._stopped.is_set():
@@ -272,9 +273,15 @@ class Client:
             answer, now = self._call(message, body, into), self._now()
             heard = heard if answer is None else now
             if isinstance(answer, RemoteFault):
-                raise PeerFailed(str(answer)) if answer.refusal is Refusal.FAILED else answer
-            if answer is not None and not isinstance(answer, NotYet):
+                if answer.refusal is Refusal.FAILED:
+                    raise PeerFailed(str(answer))
+                if answer.refusal not in (Refusal.GENERATION, Refusal.BUSY):
+                    raise answer
+                self._stopped.wait(min(0.1, self._lease / 10))  # the heartbeat joins again
+            elif answer is not None and not isinstance(answer, NotYet):
                 return answer
+            if seconds is not None and now - began > seconds:
+                return None
             who = f"VW {self.member.vw} has waited"
             if now - heard > self.timeout:
                 raise ServersUnheard(f"{who} for {self.timeout:g} s for an answer: {self._silence}")
