@@ -12,6 +12,7 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.fabric.plugins import CheckpointIO
+from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.fabric.strategies import _StrategyRegistry
 from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging, Timer, WeightAveraging
 from lightning.pytorch.loops import _EvaluationLoop, _PredictionLoop
@@ -106,6 +107,28 @@ def seconds_between_validations(trainer: L.Trainer) -> float | None:
 def on_requeue(trainer: L.Trainer, handler: Callable[..., Any]) -> Redirect:
     """Lets ``handler`` have the signal with which SLURM announces a job's end; ``original`` saves, and requeues."""
     return Redirect(trainer._signal_connector, "_slurm_sigusr_handler_fn", handler)
+
+
+def on_sigterm(trainer: L.Trainer, handler: Callable[..., Any]) -> Redirect:
+    """Lets ``handler`` have SIGTERM in a run that begins later; ``original`` ends the run after its batch."""
+    return Redirect(trainer._signal_connector, "_sigterm_notifier_fn", handler)
+
+
+def note_sigterm(trainer: L.Trainer) -> None:
+    """Has ``trainer.received_sigterm`` say that SIGTERM ends the run."""
+    trainer._signal_connector.received_sigterm = True
+
+
+def requeue_path(trainer: L.Trainer) -> str | None:
+    """The file from which a job of SLURM's resumes by itself; None elsewhere."""
+    if not SLURMEnvironment.detect():
+        return None
+    return trainer._checkpoint_connector.hpc_save_path(trainer.default_root_dir)
+
+
+def ends_epoch(trainer: L.Trainer) -> bool:
+    """Tell whether the step that has ended is the last of the epoch, or of the training."""
+    return bool(trainer.fit_loop.epoch_loop._is_training_done)
 
 
 def saves_by_steps(callback: Any) -> bool:

@@ -22,16 +22,14 @@ from lightning_hetpipe.launch.command import current_job, this_program
 from lightning_hetpipe.launch.lost_workers import Uncaught, lost_workers
 from lightning_hetpipe.launch.parent_watch import this_child
 from lightning_hetpipe.launch.ranks import Rank, Role, other_number
+from lightning_hetpipe.launch.told_to_end import TERMINATED, ToldToEnd
 from lightning_hetpipe.lightning_private import BaseLauncher, TunerExit
 from lightning_hetpipe.server.protocol.identifiers import PeerFailed
 
 T = TypeVar("T")
 
-TERMINATED = 128 + signal.SIGTERM
-"""The exit code of a program that SIGTERM has ended, as shells report it."""
-
 INTERRUPTED = 128 + signal.SIGINT
-"""Likewise of one that Ctrl-C has ended."""
+"""The exit code of a program that Ctrl-C has ended, as shells report it."""
 
 
 @dataclass
@@ -50,6 +48,8 @@ class _Launch:
     def fail(self, error: BaseException) -> None:
         """End the children, because the launch has failed. Their servers stay until `finish`, as we may use them."""
         self.failed = True
+        if isinstance(error, ToldToEnd):  # as all were
+            self.children.let_end()
         self._end_by(lambda: self.children.end(signal.SIGINT, self.grace))
         self.children.show_errors(error)
 
