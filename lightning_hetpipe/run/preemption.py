@@ -133,6 +133,8 @@ class Preemption:
         redirect.original(*args)
         if self.agreed or (self._single and self._told is not None):
             self.end()
+        if self._told is not None and self._trainer.fit_loop.done:  # too late for the last cut
+            self._end_now(alone=not self._trainer.is_global_zero)
 
     def _on_save(self, redirect: Redirect, *args: Any, **kwargs: Any) -> None:
         started = time.monotonic()
