@@ -12,7 +12,6 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.fabric.plugins import CheckpointIO
-from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.fabric.strategies import _StrategyRegistry
 from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging, Timer, WeightAveraging
 from lightning.pytorch.loops import _EvaluationLoop, _PredictionLoop
@@ -119,10 +118,8 @@ def note_sigterm(trainer: L.Trainer) -> None:
     trainer._signal_connector.received_sigterm = True
 
 
-def requeue_path(trainer: L.Trainer) -> str | None:
-    """The file from which a job of SLURM's resumes by itself; None elsewhere."""
-    if not SLURMEnvironment.detect():
-        return None
+def requeue_path(trainer: L.Trainer) -> str:
+    """The next file in which a job of SLURM's is saved before it is requeued, and from which it resumes by itself."""
     return trainer._checkpoint_connector.hpc_save_path(trainer.default_root_dir)
 
 

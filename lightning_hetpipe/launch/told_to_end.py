@@ -10,7 +10,7 @@ TERMINATED = 128 + signal.SIGTERM
 """The exit code of a program that SIGTERM has ended, as shells report it."""
 
 REASON = "told to end"
-"""What the others are told of a virtual worker that leaves them."""
+"""Reason that the others are told where a virtual worker leaves them."""
 
 
 class ToldToEnd(SIGTERMException):

@@ -1,8 +1,8 @@
 """Preemption: a run that is told to end is saved where all virtual workers hold the same weights, and ends (law L6).
 
-Virtual worker 0 decides, whoever else got the signal: it asks for a cut with the wave that runs, so that all cut at most
-D + 1 waves later (`extensions/waves_and_cuts.py`). A single virtual worker saves after the step that runs. An epoch or
-a validation that ends first is such a place, too. One of several that alone is told to end leaves after its wave.
+Virtual worker 0 decides, whoever else got the signal: it asks for a cut with the wave that runs, and all cut at most
+D + 1 waves later (`extensions/waves_and_cuts.py`). A single virtual worker saves after the step that runs. An epoch or a
+validation that ends first is such a place, too. One of several that alone is told to end leaves after its wave.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import lightning as L
+from lightning.fabric.plugins.environments import SLURMEnvironment
 
 from lightning_hetpipe.launch.parent_watch import this_child
 from lightning_hetpipe.launch.told_to_end import ToldToEnd
@@ -94,7 +95,7 @@ class Preemption:
 
     @property
     def wish(self) -> int:
-        """What all are to do, if this is virtual worker 0, which decides."""
+        """Wish for what all are to do; of virtual worker 0, which decides."""
         return self._wish if self._trainer.is_global_zero else NOTHING
 
     def agree(self, wishes: Sequence[int]) -> None:
@@ -166,7 +167,7 @@ class Preemption:
         """
         trainer, first = self._trainer, self._trainer.is_global_zero
         requeues = max(self.agreed, self.wish) == REQUEUE
-        where, how = self._place()
+        where, how = self._place(requeues)
         if where is not None:
             if requeues and first:
                 self._original.original(*self._requeue)
@@ -183,14 +184,20 @@ class Preemption:
         note_sigterm(self._trainer)
         raise ToldToEnd(alone)
 
-    def _place(self) -> tuple[str | None, str]:
-        """The file to save in, or None, and what to do to go on from there."""
+    def _place(self, requeues: bool) -> tuple[str | None, str]:
+        """The file to save in, or None, and what to do to go on from there.
+
+        SLURM's signal is an order to save. SIGTERM is none to a Trainer that is to write no checkpoints.
+        """
         trainer = self._trainer
-        if (path := requeue_path(trainer)) is not None:
-            return path, "the same job of SLURM resumes from it by itself"
         saver: Any = trainer.checkpoint_callback
-        if saver is None:
+        if saver is None and not requeues:
             return None, "its Trainer saves no checkpoints (enable_checkpointing=False), so start it anew"
+        if requeues or SLURMEnvironment.detect():
+            return requeue_path(trainer), "the same job of SLURM resumes from it by itself"
         folder = getattr(saver, "dirpath", None) or trainer.default_root_dir
         path = os.path.join(folder, f"preempted-epoch={trainer.current_epoch}-step={trainer.global_step}.ckpt")
-        return path, f"to resume, start it again with trainer.fit(..., ckpt_path={path!r}), hetpipe-train with ckpt_path"
+        return (
+            path,
+            f"to resume, start it again with trainer.fit(..., ckpt_path={path!r}), hetpipe-train with ckpt_path",
+        )

@@ -120,7 +120,7 @@ def test_it_is_saved_where_the_users_checkpoints_are(tmp_path: Path) -> None:
 
 
 def test_without_checkpoints_none_is_saved(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Who has switched them off may have no room for them; one line says what was lost."""
+    """As there may be no room for them; one line says so."""
     told(tmp_path, Told(3), enable_checkpointing=False)
     assert list(tmp_path.rglob("*.ckpt")) == []
     said = "told to end after 3 steps, and is not saved; its Trainer saves no checkpoints (enable_checkpointing=False)"

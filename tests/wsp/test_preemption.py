@@ -25,11 +25,11 @@ class Story:
         self.job = Job(Path(), "mlp", (8, 8) if distance else (5, 5), 1 if in_flight == 1 else 2, in_flight, more)
 
     def run(self, folder: Path) -> tuple[list[dict[str, Any]], Path, str]:
-        """What virtual workers have trained until they ended, the file in which they are saved, and what was said."""
+        """Records of the virtual workers until they ended, the file in which they are saved, and their output on stderr."""
         settings = {"enable_checkpointing": True, "default_root_dir": str(folder)}
         self.job.folder = folder
         self.job.more |= {"is_preempted": True, "wsp": {"clock_distance": self.distance}}
-        self.job.more["fault"] = (*self.fault, "SIGTERM") if self.fault else ()
+        self.job.more["fault"] = (*self.fault, "SIGTERM") if len(self.fault) == 2 else self.fault
         self.job.more["trainer"] = {**settings, **self.job.more.get("trainer", {})}
         done = start(self.job)
         assert done.returncode == 143, done.stderr
@@ -43,6 +43,7 @@ class Story:
 STORIES = {
     "the first one is": Story((0, 1), 3),
     "all are": Story(("all", 1), 3),
+    "all processes are": Story((0, 1, "SIGTERM of all"), 3),
     "a distance": Story((0, 1), 6, in_flight=2, distance=2),
     "one in flight": Story((0, 1), 2, in_flight=1),
     "at the end of an epoch": Story((), 5, acts=[(0, 5, "SIGTERM")]),

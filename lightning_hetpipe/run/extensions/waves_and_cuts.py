@@ -185,9 +185,7 @@ class WavesAndCuts(Extension):
         self._synchroniser.take_buffers()
         trainer = self._trainer
         stops = trainer.should_stop or 0 <= trainer.max_steps <= trainer.global_step
-        found = self._synchroniser.group.gather(
-            [stops, self._preemption.wish, rate], "the end of an epoch"
-        )
+        found = self._synchroniser.group.gather([stops, self._preemption.wish, rate], "the end of an epoch")
         if any(stop for stop, *_ in found) and not stops:
             trainer.should_stop = True
         every = minibatches_per_step(trainer, trainer.current_epoch + 1)
