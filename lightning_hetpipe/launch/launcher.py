@@ -22,7 +22,7 @@ from lightning_hetpipe.launch.command import current_job, this_program
 from lightning_hetpipe.launch.lost_workers import Uncaught, lost_workers
 from lightning_hetpipe.launch.parent_watch import this_child
 from lightning_hetpipe.launch.ranks import Rank, Role, other_number
-from lightning_hetpipe.launch.told_to_end import TERMINATED, ToldToEnd
+from lightning_hetpipe.launch.told_to_end import TERMINATED, ToldToEnd, first_sigterm_ignored
 from lightning_hetpipe.lightning_private import BaseLauncher, TunerExit
 from lightning_hetpipe.server.protocol.identifiers import PeerFailed
 
@@ -235,11 +235,14 @@ class ServingLauncher(BaseLauncher):
     def launch(self, function: Callable[..., Any], *args: Any, trainer: L.Trainer | None = None, **kwargs: Any) -> Any:
         """Serve, and end the program: what the Trainer wants run is the virtual workers'.
 
+        SIGTERM is left to those, which are still to save what is here; a second one ends this process.
+
         Raises:
             SystemExit: always, unless serving fails.
         """
         try:
-            code = self.serve()
+            with first_sigterm_ignored():
+                code = self.serve()
         except KeyboardInterrupt:
             code = INTERRUPTED
         raise SystemExit(code)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
@@ -11,6 +14,20 @@ TERMINATED = 128 + signal.SIGTERM
 
 REASON = "told to end"
 """Reason that the others are told where a virtual worker leaves them."""
+
+
+@contextmanager
+def first_sigterm_ignored() -> Iterator[None]:
+    """Within it, in the main thread, only a second SIGTERM ends this process."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.getsignal(signal.SIGTERM)
+    signal.signal(signal.SIGTERM, lambda *_: signal.signal(signal.SIGTERM, before) and None)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 class ToldToEnd(SIGTERMException):

@@ -1,8 +1,8 @@
 """Preemption: a run that is told to end is saved where all virtual workers hold the same weights, and ends (law L6).
 
 Virtual worker 0 decides, whoever else got the signal: it asks for a cut with the wave that runs, and all cut at most
-D + 1 waves later (`extensions/waves_and_cuts.py`). A single virtual worker saves after the step that runs. An epoch or a
-validation that ends first is such a place, too. One of several that alone is told to end leaves after its wave.
+D + 1 waves later (`extensions/waves_and_cuts.py`). A single virtual worker saves after the step that runs. An epoch or
+a validation that ends first is such a place, too. One of several that alone is told to end leaves after its wave.
 """
 
 from __future__ import annotations

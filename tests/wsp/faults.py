@@ -58,7 +58,7 @@ def server() -> int | None:
 
 
 def tell_all() -> None:
-    """Sends SIGTERM to every process of the launch, as SLURM does: virtual workers, servers, hosts, and this one last."""
+    """Sends SIGTERM to every process of the launch, as SLURM does: virtual workers, servers, and this one last."""
     here = {pid for pid, _ in processes(os.getpid())}
     for pid in [*here, *(grandchild for child in here for grandchild, _ in processes(child)), os.getpid()]:
         os.kill(pid, signal.SIGTERM)

@@ -25,7 +25,7 @@ class Story:
         self.job = Job(Path(), "mlp", (8, 8) if distance else (5, 5), 1 if in_flight == 1 else 2, in_flight, more)
 
     def run(self, folder: Path) -> tuple[list[dict[str, Any]], Path, str]:
-        """Records of the virtual workers until they ended, the file in which they are saved, and their output on stderr."""
+        """Records of virtual workers until they ended, the file in which they are saved, and what was said."""
         settings = {"enable_checkpointing": True, "default_root_dir": str(folder)}
         self.job.folder = folder
         self.job.more |= {"is_preempted": True, "wsp": {"clock_distance": self.distance}}
