@@ -100,7 +100,7 @@ def child(descriptor: int, security: dict[str, Any] | None) -> None:
 def _end_with(parent: int) -> None:
     """Have SIGTERM end this process only where it says that the process ``parent`` has ended.
 
-    Who tells all processes of a run to end reaches hosts, too, and the run is still to be saved, with the weights here.
+    Who tells all processes of a run to end, as SLURM does, reaches hosts, too, whose weights are still to be saved.
     """
 
     def told(number: int, frame: FrameType | None) -> None:
@@ -108,6 +108,8 @@ def _end_with(parent: int) -> None:
             os._exit(128 + number)
 
     signal.signal(signal.SIGTERM, told)
+    for number in (signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _admitted(raw: socket.socket, given: dict[str, Any]) -> Any:

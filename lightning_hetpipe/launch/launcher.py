@@ -22,7 +22,7 @@ from lightning_hetpipe.launch.command import current_job, this_program
 from lightning_hetpipe.launch.lost_workers import Uncaught, lost_workers
 from lightning_hetpipe.launch.parent_watch import this_child
 from lightning_hetpipe.launch.ranks import Rank, Role, other_number
-from lightning_hetpipe.launch.told_to_end import TERMINATED, ToldToEnd, first_sigterm_ignored
+from lightning_hetpipe.launch.told_to_end import TERMINATED, ToldToEnd, left_to_others
 from lightning_hetpipe.lightning_private import BaseLauncher, TunerExit
 from lightning_hetpipe.server.protocol.identifiers import PeerFailed
 
@@ -241,7 +241,7 @@ class ServingLauncher(BaseLauncher):
             SystemExit: always, unless serving fails.
         """
         try:
-            with first_sigterm_ignored():
+            with left_to_others():
                 code = self.serve()
         except KeyboardInterrupt:
             code = INTERRUPTED

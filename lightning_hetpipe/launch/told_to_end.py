@@ -6,6 +6,7 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import FrameType
 
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
@@ -17,17 +18,23 @@ REASON = "told to end"
 
 
 @contextmanager
-def first_sigterm_ignored() -> Iterator[None]:
-    """Within it, in the main thread, only a second SIGTERM ends this process."""
+def left_to_others() -> Iterator[None]:
+    """Within it, in the main thread, SIGTERM ends this process only when it comes again, and SLURM's signals do not."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.getsignal(signal.SIGTERM)
-    signal.signal(signal.SIGTERM, lambda *_: signal.signal(signal.SIGTERM, before) and None)
+    before = {each: signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)}
+
+    def told(number: int, frame: FrameType | None) -> None:
+        signal.signal(number, before[signal.SIGTERM])
+
+    for each in before:
+        signal.signal(each, told if each is signal.SIGTERM else signal.SIG_IGN)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for each, handler in before.items():
+            signal.signal(each, handler)
 
 
 class ToldToEnd(SIGTERMException):
