@@ -106,7 +106,7 @@ class Children:
     If one of them dies, the others go on: ``watch`` names who is told of it.
     """
 
-    def __init__(self, command: Sequence[str], folder: str, processes: int, first: int = 0) -> None:
+    def __init__(self, command: Sequence[str], folder: str, processes: int, first: int = 0, restarts: int = 0) -> None:
         """Start them.
 
         Args:
@@ -114,6 +114,7 @@ class Children:
             folder: The folder in which it starts.
             processes: All virtual workers of the node; this process is number 0.
             first: The number of this process among those of all nodes.
+            restarts: How often each is started again that ends in the middle, at most.
         """
         self.processes = processes
         self._first = first
@@ -128,6 +129,8 @@ class Children:
         self._changed = threading.Condition()
         self._all: list[Child] = []
         self._running = 0
+        self._restarts = dict.fromkeys(range(1, processes), restarts)
+        self._variables: Mapping[str, str] = {}
         try:
             for local in range(1, processes):
                 begun: Future[None] = Future()
@@ -151,7 +154,9 @@ class Children:
             begun.set_exception(error)
         else:
             begun.set_result(None)
-            self._watch(child)
+            while self._watch(child):
+                child = self._start(command, folder, local)
+                self._give(child, again=True)
 
     def _start(self, command: Sequence[str], folder: str, local: int) -> Child:
         ours, childs = parent_watch.pair()
@@ -174,17 +179,33 @@ class Children:
 
     def give(self, variables: Mapping[str, str]) -> None:
         """Send them the variables that they wait for; to be called once."""
+        self._variables = variables
         for child in self._all:
-            with contextlib.suppress(OSError):  # it has ended, which `_watch` sees as well
-                child.link.sendall(json.dumps(dict(variables)).encode() + b"\n")
+            self._give(child)
 
-    def _watch(self, child: Child) -> None:
+    def _give(self, child: Child, again: bool = False) -> None:
+        variables = {**self._variables, parent_watch.AGAIN: "1"} if again else dict(self._variables)
+        with contextlib.suppress(OSError):  # it has ended, which `_watch` sees as well
+            child.link.sendall(json.dumps(variables).encode() + b"\n")
+
+    def _watch(self, child: Child) -> bool:
+        """Wait until ``child`` ends, and tell; returns True if it is to be started again, of which nobody is told."""
         code = child.process.wait()
         with self._changed:
             child.listen()
             failed = code != 0 and child.local not in self._signalled
-            if failed:
+            again = failed and child.arrived and child.error is None and self._restarts.get(child.local, 0) > 0
+            if again:
+                self._restarts[child.local] -= 1
+                self._all.remove(child)
+                self._running -= 1
+                child.link.close()
+            elif failed:
                 self.failures[child.local] = code
+        if again:
+            left = self._restarts[child.local]
+            say(f"{child} {how(code)}, and is started again ({left or 'no'} more restart{'s' * (left != 1)})")
+            return True
         try:
             if failed and not child.was_told:
                 lost_workers.note(
@@ -202,6 +223,7 @@ class Children:
             with self._changed:
                 self._running -= 1
                 self._changed.notify_all()
+        return False
 
     def watch(self, on_end: OnEnd | None) -> None:
         """Have ``on_end`` told of all that have ended, and of those that end from now on; None: nobody is told."""
@@ -245,6 +267,8 @@ class Children:
             end_timeout: Seconds after which they are ended, and the program fails; None: never.
             grace: As of ``end``.
         """
+        with self._changed:
+            self._restarts.clear()  # nobody can come back to a run that is over
         soon = NOTICE_AFTER if end_timeout is None else min(end_timeout, NOTICE_AFTER)
         if not self._gone(soon) and soon != end_timeout:
             who = ", ".join(map(str, self._still()))
@@ -270,6 +294,7 @@ class Children:
             grace: Seconds until SIGTERM, and as many again until SIGKILL.
         """
         with self._changed:
+            self._restarts.clear()
             before = set(self._signalled)
         self._ask(signum, lambda child: child.local not in before)
         if before and not self._gone(grace / 3):

@@ -11,6 +11,7 @@ import os
 import signal
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeVar
 
 import lightning as L
@@ -23,13 +24,18 @@ from lightning_hetpipe.launch.lost_workers import Uncaught, lost_workers
 from lightning_hetpipe.launch.parent_watch import this_child
 from lightning_hetpipe.launch.ranks import Rank, Role, other_number
 from lightning_hetpipe.launch.told_to_end import TERMINATED, ToldToEnd, left_to_others
-from lightning_hetpipe.lightning_private import BaseLauncher, TunerExit
-from lightning_hetpipe.server.protocol.identifiers import PeerFailed
+from lightning_hetpipe.lightning_private import BaseLauncher, TunerExit, is_fit, with_checkpoint
+from lightning_hetpipe.server.process.notices import say
+from lightning_hetpipe.server.protocol.identifiers import PeerFailed, Refusal, RemoteFault
 
 T = TypeVar("T")
 
 INTERRUPTED = 128 + signal.SIGINT
 """The exit code of a program that Ctrl-C has ended, as shells report it."""
+
+
+LEFT_OUT = 75
+"""Exit code of a virtual worker that the others have gone on without: EX_TEMPFAIL of sysexits.h, "try again"."""
 
 
 @dataclass
@@ -123,6 +129,9 @@ class Launcher(BaseLauncher):
         grace: Seconds until the next stronger signal goes to a child that is to end.
         end_timeout: Called at each launch; gives the seconds that the program's end waits for children; None: no limit.
         trainer: The Trainer whose run it is, once there is one.
+        resumed_from: Called before a fit; gives the checkpoint that it resumes from, if this process comes back to a
+            run that goes on; None else.
+        restarts: Called once; gives how often each process that was started here is started again, at most.
     """
 
     rank: Rank
@@ -132,6 +141,8 @@ class Launcher(BaseLauncher):
     grace: float = 10.0
     end_timeout: Callable[[], float | None] = lambda: None
     trainer: L.Trainer | None = None
+    resumed_from: Callable[[], Path | None] = lambda: None
+    restarts: Callable[[], int] = lambda: 0
 
     @property
     def is_interactive_compatible(self) -> bool:
@@ -145,6 +156,7 @@ class Launcher(BaseLauncher):
 
         Raises:
             SettingError: if they have ended already, because an earlier call failed.
+            SystemExit: with `LEFT_OUT`, if the others have gone on without this virtual worker.
         """
         self.trainer = trainer
         child, launch = this_child(), None
@@ -158,6 +170,8 @@ class Launcher(BaseLauncher):
         try:
             if launch is not None:
                 launch.children.watch(self.on_end)
+            if is_fit(function, trainer) and (checkpoint := self.resumed_from()) is not None:
+                args, kwargs = with_checkpoint(function, args, kwargs, checkpoint)
             return function(*args, **kwargs)
         except TunerExit:  # how lr_find ends a fit that went well
             raise
@@ -165,6 +179,9 @@ class Launcher(BaseLauncher):
             lost_workers.forget(_code(error))
             if child is not None:
                 child.given_up = True
+            if isinstance(error, RemoteFault) and error.refusal in (Refusal.LEFT_OUT, Refusal.FENCED):
+                say(f"virtual worker {self.rank.index} ends, as the others have gone on without it: {error}")
+                raise SystemExit(LEFT_OUT) from None
             if child is not None and isinstance(error, (Exception, SIGTERMException)):
                 child.failed(error)  # now, as cleaning up may take long, and be disturbed
             if launch is not None:
@@ -200,7 +217,7 @@ class Launcher(BaseLauncher):
         if (before := _own_launch()) is not None:
             before.finish(False)  # the previous job of the sweep
         program = this_program()
-        children = Children(program.command, program.folder, processes, self.rank.index)
+        children = Children(program.command, program.folder, processes, self.rank.index, self.restarts())
         try:
             children.give(self.extra())
         except BaseException as error:

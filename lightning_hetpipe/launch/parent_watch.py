@@ -32,6 +32,9 @@ from lightning_hetpipe.server.process import parent_death
 VARIABLE = "HETPIPE_VIRTUAL_WORKER"
 """A child's environment variable: 1/2@7 is virtual worker 1 of the node's 2, its end of the pair is descriptor 7."""
 
+AGAIN = "HETPIPE_STARTED_AGAIN"
+"""A variable for a child whose earlier process has ended in the middle of a run."""
+
 GRACE = 10.0
 """Seconds that a child whose launcher has ended has to clean up."""
 

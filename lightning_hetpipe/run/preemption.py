@@ -32,8 +32,9 @@ TOGETHER = 2.0
 """Seconds in which SIGTERM reaches all processes of a run that is to end: from a scheduler, and once more from whoever
 has started them. A second one that comes later ends a process at once; one that got it alone leaves only then."""
 
-NOTHING, END, REQUEUE = range(3)
-"""Wishes of virtual worker 0, the strongest last: that all end, and that SLURM requeues the job, too."""
+LEAVES, NOTHING, END, REQUEUE = range(-1, 3)
+"""Wishes of a virtual worker, the strongest last: to leave the others; and those of virtual worker 0, that all end, and
+that SLURM requeues the job, too."""
 
 
 class Preemption:
@@ -95,21 +96,22 @@ class Preemption:
 
     @property
     def wish(self) -> int:
-        """Wish for what all are to do; of virtual worker 0, which decides."""
-        return self._wish if self._trainer.is_global_zero else NOTHING
+        """Wish of this virtual worker; only virtual worker 0 has one for all."""
+        if self._trainer.is_global_zero:
+            return self._wish
+        return LEAVES if self._told is not None and time.monotonic() - self._told >= TOGETHER else NOTHING
 
     def agree(self, wishes: Sequence[int]) -> None:
         """Take the ``wishes`` of all virtual workers that are at a cut; called on all of them."""
         self.agreed = max(self.agreed, *wishes)
 
-    def check_leaving(self) -> None:
-        """Leave the others, after a wave or an epoch, if virtual worker 0 was not told to end with this one.
+    def leave_unless_all_end(self) -> None:
+        """Leave the others, after a wave or an epoch, if virtual worker 0 was not told to end as well.
 
         Raises:
             ToldToEnd: if so.
         """
-        alone = self._told is not None and not self._trainer.is_global_zero and not self.agreed
-        if alone and time.monotonic() - (self._told or 0.0) >= TOGETHER:
+        if not self.agreed:
             self._end_now(alone=True)
 
     # Lightning's loops.
@@ -134,7 +136,7 @@ class Preemption:
         redirect.original(*args)
         if self.agreed or (self._single and self._told is not None):
             self.end()
-        if self._told is not None and self._trainer.fit_loop.done:  # too late for the last cut
+        if self._told is not None and self._wish == END and self._trainer.fit_loop.done:  # too late for the last cut
             self._end_now(alone=not self._trainer.is_global_zero)
 
     def _on_save(self, redirect: Redirect, *args: Any, **kwargs: Any) -> None:
@@ -166,7 +168,7 @@ class Preemption:
             ToldToEnd: always.
         """
         trainer, first = self._trainer, self._trainer.is_global_zero
-        requeues = max(self.agreed, self.wish) == REQUEUE
+        requeues = (self._wish if self._single else self.agreed) == REQUEUE
         where, how = self._place(requeues)
         if where is not None:
             if requeues and first:

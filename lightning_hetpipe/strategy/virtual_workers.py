@@ -35,7 +35,7 @@ from lightning_hetpipe.strategy.saved_states import add_states, note_shares, tak
 from lightning_hetpipe.strategy.weights import HostWeights
 from lightning_hetpipe.strategy.wsp_callback import WSPCallback
 from lightning_hetpipe.workers import collectives
-from lightning_hetpipe.workers.shared_data import InjectedRank, IntervalOfFirst, Shares
+from lightning_hetpipe.workers.shared_data import InjectedRank, IntervalOfFirst, Shares, deal_among
 from lightning_hetpipe.workers.shared_metrics import share
 from lightning_hetpipe.workers.synchroniser import NoSynchroniser, Synchroniser
 
@@ -140,6 +140,8 @@ class VirtualWorkers(HostWeights):
         """Give the share of this virtual worker to a ``dataloader`` whose sampler Lightning has made."""
         if self._shares is not None:
             self._shares.deal(dataloader)
+        if self._group is not None and len(self._group.seats.taken) < self._group.size:
+            deal_among(self._group.seats.taken, self.global_rank, dataloader)
         return super().process_dataloader(dataloader)
 
     def _divide(self, trainer: L.Trainer) -> None:
@@ -255,6 +257,7 @@ class VirtualWorkers(HostWeights):
                 place=f"node {rank.node}, {platform.node()}" if rank.nodes > 1 else "",
                 on_loss=lost_workers.note,
                 stays=rank.role is Role.EXTERNAL,
+                on_return=_come_back,
             )
             _group.lose(_ended)
             _group.open()
@@ -279,8 +282,18 @@ class VirtualWorkers(HostWeights):
                 on_end=self._on_end,
                 closed=_end,
                 end_timeout=lambda: self._wsp_settings().end_timeout,
+                resumed_from=self._resumed_from,
+                restarts=lambda: self._wsp_settings().restarts,
             )
             announce(rank)
+
+    def _resumed_from(self) -> Path | None:
+        """The checkpoint that a fit resumes from in a process that comes back to a run; None in any other."""
+        if self.global_rank == 0:
+            return None
+        self._open_group()
+        returning = None if self._group is None else self._group.seats.returning
+        return None if returning is None else returning.checkpoint
 
     def _on_end(self, local: int, code: int) -> None:
         """The process of another virtual worker of this node has ended."""
@@ -390,6 +403,10 @@ class VirtualWorkers(HostWeights):
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         """Load what this virtual worker would have saved, if it has taken part in saving."""
+        returning = None if self._group is None else self._group.seats.returning
+        if returning is not None and Path(checkpoint_path) == returning.checkpoint:
+            returning.await_state()
+            weights_only = True  # it comes from another process, of which nothing is unpickled
         checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
         resuming = is_fitting(self.lightning_module)
         recorded = take_shares(checkpoint, self.world_size)
@@ -410,6 +427,12 @@ class VirtualWorkers(HostWeights):
         self._failure = exception
         if isinstance(exception, SIGTERMException) and exception.code is None:  # a script would end as if all were well
             exception.code = TERMINATED
+
+
+def _come_back(vw: int) -> None:
+    """A virtual worker that was lost takes part again."""
+    _ended.pop(vw, None)
+    lost_workers.find(vw)
 
 
 def _part() -> None:

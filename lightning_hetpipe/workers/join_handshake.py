@@ -31,6 +31,7 @@ from lightning_hetpipe.server.protocol.sharding import place
 from lightning_hetpipe.server.transport.grpc_channel import GrpcChannel
 from lightning_hetpipe.server.transport.interface import STATUS, Unreachable
 from lightning_hetpipe.server.transport.security import split
+from lightning_hetpipe.workers.coming_back import goes_on_without, status_of, too_late
 
 LEASES_TO_END = 2.0
 """Leases after which a killed launch is forgotten, and its servers serve the next one."""
@@ -78,6 +79,8 @@ class JoinHandshake:
         self._gone: Mapping[int, str] = {}
         self._somebody_is_gone = threading.Event()
         self._joining: Client | None = None
+        self.returns = False
+        """True while this process comes back to sessions that the others are in."""
 
     @property
     def coordinator(self) -> GrpcChannel:
@@ -162,6 +165,28 @@ class JoinHandshake:
             if (joining := self._joining) is not None:
                 joining.cancel()
 
+    def find(self, vws: Sequence[int]) -> None:
+        """Note that ``vws`` are there again."""
+        self._gone = {vw: how for vw, how in self._gone.items() if vw not in vws}
+        if not self._gone:
+            self._somebody_is_gone.clear()
+
+    def goes_on_without_this(self, session: str) -> bool:
+        """Tell whether the others have been in ``session`` with an earlier process of this one, and are there still."""
+        return self.index > 0 and goes_on_without(
+            self.coordinator, session, self.found.launch, self.index, self.settings.lease
+        )
+
+    def check_goes_on(self, session: str) -> None:
+        """Check that virtual worker 0 has not ended since an earlier process of this one was in ``session``.
+
+        Raises:
+            CameTooLate: if it has.
+        """
+        status = status_of(self.coordinator, session, self.settings.lease)
+        if not self.returns and "0" in status.get("incarnations", {}) and status.get("phase") != "joining":
+            raise too_late(self.index)
+
     def check_lease(self) -> None:
         """Check that servers have the same lease: heartbeats go out by ours, and the server misses them by its own.
 
@@ -234,7 +259,7 @@ class JoinHandshake:
             signature,
             placed,
             self.index,
-            time.time_ns(),
+            self._incarnation(session, self._channels[servers[0]]),
             lease=wsp.lease,
             timeout=self.timeout,
             longest_wait=self.longest_wait,
@@ -242,7 +267,14 @@ class JoinHandshake:
             name=f"hetpipe-{session}",
             lost=self._lost,
             departed=lambda each: self._departed(each, bool(parameters)),
+            returns=self.returns,
         )
+
+    def _incarnation(self, session: str, channel: GrpcChannel) -> int:
+        """A number larger than that of each earlier process, also one of a machine whose clock is ahead."""
+        status = status_of(channel, session, self.settings.lease) if self.returns else {}
+        known: int = status.get("incarnations", {}).get(str(self.index), -1)
+        return max(time.time_ns(), known + 1)
 
     def _join_with(self, client: Client, weights: Sequence[Tensor]) -> list[Tensor]:
         self._joining = client

@@ -16,6 +16,7 @@ from lightning_hetpipe.lightning_private import begun_minibatches
 from lightning_hetpipe.run.extensions.waves_and_cuts import END, EPOCH, LAST_VALIDATION, WavesAndCuts, within
 from lightning_hetpipe.run.preemption import Preemption
 from lightning_hetpipe.run.together import check_together
+from lightning_hetpipe.workers.seats import Seats
 from lightning_hetpipe.workers.synchroniser import Synchroniser
 from tests.support.small import Validated, batches
 from tests.support.trainers import quiet_trainer
@@ -27,6 +28,7 @@ class Others:
     def __init__(self, told: Any) -> None:
         self.told = told
         self.group = self
+        self.index, self.size, self.seats = 0, 2, Seats(0, 2)
         self.shares = None
         self.most_waves_to_cut = 1
         self.numbers: list[int] = []
@@ -161,7 +163,7 @@ def test_a_stop_elsewhere_is_a_stop_here() -> None:
 
     class Stopped(Others):
         def gather(self, value: Any, what: str) -> list[Any]:
-            return [value, [True, False, None]] if isinstance(value, list) else super().gather(value, what)
+            return [value, [True, False, None, 1, {}]] if isinstance(value, list) else super().gather(value, what)
 
     others = Stopped((4, 4))
     trainer = quiet_trainer("auto", callbacks=[Runs(others)], max_epochs=5)

@@ -530,7 +530,16 @@ def test_the_status_tells_clocks_and_leases() -> None:
         {"vw": 1, "clock": 0, "lag": None, "waits_at_cut": True, "silent_ms": 1500, "incarnation": 0},
     ]
     assert status == {
-        "epoch": "epoch1", "phase": "running", "generation": "epoch1.1", "slowest": 1, "commits": 1, "members": members
+        "epoch": "epoch1",
+        "phase": "running",
+        "generation": "epoch1.1",
+        "slowest": 1,
+        "commits": 1,
+        "members": members,
+        "settings": [],
+        "newcomers": [],
+        "kept": [],
+        "incarnations": {"0": 0, "1": 0},
     }  # fmt: skip
 
 

@@ -2,8 +2,9 @@
 
 An address: {"vw": 1, "room": "fit-1", "message": "StageUpdate", "nth": 2, "when": "middle", "what": "server"};
 without "nth" it is every one. With "once": "pushed" it happens when the other virtual workers have pushed their updates
-of the wave, with "wait", when they wait at a cut. The middle of a message is half-way through its body, which then goes
-by gRPC; with "shared" it is when the other side has been told where in shared memory the body lies.
+of the wave, with "wait", when they wait at a cut. With "mark": a path, it happens where no such file is, and makes it:
+in the first of several processes of a virtual worker. The middle of a message is half-way through its body, which then
+goes by gRPC; with "shared" it is when the other side has been told where in shared memory the body lies.
 """
 
 from __future__ import annotations
@@ -114,6 +115,10 @@ class Injector:
             nth = self._counts[room, message] = self._counts.get((room, message), 0) + 1
         for fault in self._faults:
             if (fault["room"], fault["message"], fault.get("nth", nth)) == (room, message, nth):
+                if "mark" in fault and Path(fault["mark"]).exists():
+                    continue
+                if "mark" in fault:
+                    Path(fault["mark"]).touch()
                 return fault
         return None
 

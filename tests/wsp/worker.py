@@ -10,7 +10,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -93,6 +93,26 @@ class Acts(L.Callback):
                     frozen.data.add_(0.1 + trainer.global_rank)
                 elif what == "meet":  # whoever is held there goes on when this is opened
                     open(f"{self.folder}/meeting", "w").close()
+
+
+class Waits(L.Callback):
+    """Has virtual worker 0 wait, in the last minibatch of an epoch, until others are ready to come back.
+
+    Args:
+        epochs: Those that are to be ready, by epoch.
+        group: Gives the group.
+    """
+
+    def __init__(self, epochs: dict[str, int], group: Callable[[], Any]) -> None:
+        self.epochs, self.group = epochs, group
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        number = self.epochs.get(str(trainer.current_epoch), 0)
+        if number and trainer.is_global_zero and batch_idx + 1 == trainer.num_training_batches:
+            seats = self.group().seats
+            faults.until(lambda: len(seats.ready()) >= number, f"{number} virtual workers do not come back")
 
 
 class Notes(Logger):
@@ -224,6 +244,8 @@ def main(job: dict[str, Any]) -> None:
     )
     recorder, validates, notes = Recorder(), Validates(), Notes()
     callbacks: list[L.Callback] = [validates, recorder, Acts(job.get("acts", ()), job["folder"])]
+    if "awaits" in job:
+        callbacks.append(Waits(job["awaits"], lambda: strategy._group))
     if "clocks" in job:
         callbacks.append(Clock(job["clocks"]))
     if "averages" in job:

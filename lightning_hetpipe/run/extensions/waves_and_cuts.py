@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -17,13 +19,15 @@ from lightning_hetpipe.lightning_private import (
     recount_batches,
     train_loaders,
     validates_at_the_end,
+    validation_loaders,
 )
 from lightning_hetpipe.redirect import Redirect
 from lightning_hetpipe.run.extensions.intervals import Intervals
 from lightning_hetpipe.run.extensions.pace import Pace
 from lightning_hetpipe.run.lifecycle import Extension
-from lightning_hetpipe.run.preemption import Preemption
+from lightning_hetpipe.run.preemption import LEAVES, NOTHING, Preemption
 from lightning_hetpipe.run.together import check_batches, check_shares, minibatches_per_step
+from lightning_hetpipe.workers.shared_data import deal_among
 from lightning_hetpipe.workers.synchroniser import Computing, Synchroniser
 
 LOOP, EPOCH = 1 << 56, 1 << 32
@@ -77,10 +81,13 @@ class WavesAndCuts(Extension):
         self._pace = pace
         self._pausing: Callable[[], AbstractContextManager[None]] = nullcontext if pace is None else pace.pause
         self._loop = 0
+        self._dealt = [*synchroniser.group.seats.taken]  # the virtual workers that have the data of the epoch
+        self._coming: dict[int, int] = {}  # ready to come back, each with its incarnation
         synchroniser.group.waiting = waiting
         self._redirects = [
             Redirect(trainer, "save_checkpoint", self._on_save),
             Redirect(trainer.fit_loop.epoch_loop, "on_run_start", self._on_epoch),
+            Redirect(trainer.fit_loop, "on_advance_start", self._on_next_epoch),
         ]
         synchroniser.meet = self._meet
 
@@ -95,6 +102,8 @@ class WavesAndCuts(Extension):
         if not self._compared:
             self._compare()
         self._compared = self._running = True
+        if self._synchroniser.group.seats.returning is not None:
+            self._loop = self._synchroniser.group.weights.member.cut // LOOP
         if self._number(BEGIN) < self._synchroniser.last_cut:
             self._loop += 1
         with self._synchronising():
@@ -142,13 +151,14 @@ class WavesAndCuts(Extension):
             return
         with self._pausing():
             with self._synchronising():
-                cuts = self._synchroniser.synchronise(self._computing, bool(self._preemption.wish))
+                cuts = self._synchroniser.synchronise(self._computing, self._preemption.wish > NOTHING)
             self._preemption.wave_ends()
             if cuts:
                 self._cut(self._place_of(version), version)
                 self._agree_on_end()
                 self._end_if_agreed()
-            self._preemption.check_leaving()
+            if self._preemption.wish == LEAVES:
+                self._preemption.leave_unless_all_end()
 
     def _agree_on_end(self) -> None:
         """At a cut: agree whether to end there, as virtual worker 0 was told to."""
@@ -185,15 +195,55 @@ class WavesAndCuts(Extension):
         self._synchroniser.take_buffers()
         trainer = self._trainer
         stops = trainer.should_stop or 0 <= trainer.max_steps <= trainer.global_step
-        found = self._synchroniser.group.gather([stops, self._preemption.wish, rate], "the end of an epoch")
+        group, wish = self._synchroniser.group, self._preemption.wish
+        found = group.gather([stops, wish, rate, group.index, group.seats.ready()], "the end of an epoch")
         if any(stop for stop, *_ in found) and not stops:
             trainer.should_stop = True
+        seats = [index for _, wants, _, index, _ in found if wants != LEAVES]
+        self._coming = {vw: incarnation for *_, coming in found for vw, incarnation in coming.items()}
         every = minibatches_per_step(trainer, trainer.current_epoch + 1)
-        if self._intervals is not None and self._synchroniser.divide([rate for *_, rate in found], every):
+        if self._intervals is not None and self._synchroniser.divide([rate for _, _, rate, *_ in found], every):
             rank_zero_info(f"shares from epoch {trainer.current_epoch + 1} on: {self._synchroniser.told_shares()}")
             recount_batches(trainer)
-        self._preemption.agree([wish for _, wish, _ in found])
-        self._preemption.check_leaving()
+        self._preemption.agree([wish for _, wish, *_ in found])
+        if wish == LEAVES:
+            self._preemption.leave_unless_all_end()
+        if not self._coming:
+            self._deal(seats)
+
+    def _on_next_epoch(self, redirect: Redirect, *args: Any) -> None:
+        """The epoch before is over with its evaluations, checkpoints and hooks: lost ones may come back here."""
+        coming, self._coming = self._coming, {}
+        if coming:
+            self._readmit(coming)
+        redirect.original(*args)
+
+    def _readmit(self, coming: Mapping[int, int]) -> None:
+        trainer, group = self._trainer, self._synchroniser.group
+        with self._pausing(), tempfile.TemporaryDirectory(prefix="hetpipe-") as folder:
+            checkpoint = Path(folder, "state.ckpt")
+            trainer.save_checkpoint(checkpoint)
+            with self._synchronising():
+                back = self._synchroniser.readmit(coming, checkpoint if group.index == 0 else None, self._number(0))
+        for vw in back:
+            rank_zero_info(f"virtual worker {vw} has come back, and takes part from epoch {trainer.current_epoch} on")
+        self._deal(group.seats.taken)
+
+    def _deal(self, seats: Sequence[int]) -> None:
+        """Deal the data of the next epoch among ``seats``, where these are others than those that have it."""
+        group, trainer = self._synchroniser.group, self._trainer
+        if [*seats] == self._dealt:
+            return
+        self._dealt, group.seats.taken = [*seats], seats
+        for loader in (*train_loaders(trainer), *validation_loaders(trainer)):
+            deal_among(seats, group.index, loader)
+        recount_batches(trainer)
+        if gone := [vw for vw in range(group.size) if vw not in seats]:
+            names = " and ".join(map(str, gone))
+            rank_zero_info(
+                f"epoch {trainer.current_epoch + 1} and later ones are dealt among {len(seats)} of {group.size} virtual"
+                f" workers, without virtual worker {names}"
+            )
 
     def _on_save(self, redirect: Redirect, *args: Any, **kwargs: Any) -> None:
         """A checkpoint within an epoch is a cut. After an exception nobody waits for anybody."""

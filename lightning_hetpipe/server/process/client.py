@@ -22,9 +22,14 @@ from lightning_hetpipe.server.protocol.actions import Ask, AskShards, Body, Goal
 from lightning_hetpipe.server.protocol.identifiers import COORDINATOR, LocalFault, PeerFailed, Refusal, RemoteFault
 from lightning_hetpipe.server.protocol.member import Member
 from lightning_hetpipe.server.protocol.messages import (
+    AboutKept,
     Answer,
+    AskForKept,
     Departed,
     Done,
+    FetchKept,
+    KeepBytes,
+    KeptSize,
     NotYet,
     Parameter,
     Request,
@@ -79,6 +84,7 @@ class Client:
         lost: returns the error by which the servers are known not to come back, once there is one; the call under way
             and all later ones raise it.
         departed: called once for each other VW that was left out or has left, from any thread.
+        returns: as in ``Join``.
     """
 
     def __init__(
@@ -97,11 +103,12 @@ class Client:
         now: Callable[[], float] = time.monotonic,
         lost: Callable[[], Exception | None] = lambda: None,
         departed: Callable[[Departed], None] = lambda each: None,
+        returns: bool = False,
     ) -> None:
         owned: list[tuple[Parameter, ...]] = [
             tuple(signature.parameters[index] for index in indices) for indices in placement
         ]
-        self.member = Member(vw, incarnation, signature, owned)
+        self.member = Member(vw, incarnation, signature, owned, returns)
         self.failure: Exception | None = None
         """Fatal error that the heartbeat has received. The next call raises it."""
         self.waits_for = ""
@@ -223,6 +230,58 @@ class Client:
             found[each.vw] = self._kept[start : start + each.size]
             start += each.size
         return found
+
+    def keep(self, name: str, content: bytes | memoryview) -> None:
+        """Leave ``content`` with the coordinator under ``name``, for VWs that come back; empty takes it away."""
+        me = self.member.vw, self.member.incarnation
+        self._until_answered(KeepBytes(*me, name), [memoryview(content)] if len(content) else ())
+
+    def recall(self, name: str) -> bytes:
+        """Return what is kept under ``name``; waits until something is.
+
+        Raises:
+            ServersSilent: after ``timeout`` or ``longest_wait``.
+            PeerFailed: another VW has failed.
+            RemoteFault: this VW was left out.
+        """
+        me, found = (self.member.vw, self.member.incarnation), bytearray()
+        while True:
+            answer = self._until_answered(AskForKept(*me, name))
+            assert isinstance(answer, KeptSize)
+            found = bytearray(answer.size)
+            try:
+                self._until_answered(FetchKept(*me, name, answer.size), into=[memoryview(found)])
+            except RemoteFault as fault:
+                if fault.refusal is not Refusal.STALE:
+                    raise
+            else:
+                return bytes(found)
+
+    def _until_answered(
+        self,
+        message: AboutKept,
+        body: Sequence[memoryview] = (),
+        into: Sequence[memoryview] = (),
+    ) -> Answer:
+        """The coordinator's answer to ``message``, asked again and again until it has one."""
+        began = heard = self._now()
+        while True:
+            if self._stopped.is_set():
+                raise Cancelled("the call was cancelled")
+            self.check()
+            answer, now = self._call(message, body, into), self._now()
+            heard = heard if answer is None else now
+            if isinstance(answer, RemoteFault):
+                raise PeerFailed(str(answer)) if answer.refusal is Refusal.FAILED else answer
+            if answer is not None and not isinstance(answer, NotYet):
+                return answer
+            who = f"VW {self.member.vw} has waited"
+            if now - heard > self.timeout:
+                raise ServersUnheard(f"{who} for {self.timeout:g} s for an answer: {self._silence}")
+            if now - began > self.longest_wait:
+                raise ServersSilent(f"{who} for {self.longest_wait:g} s for '{message.name}'; set a longer timeout")
+            if answer is None:
+                self._stopped.wait(min(0.1, self._lease / 10))
 
     def leave(self, why: str = "") -> None:
         """End the membership; the others are told ``why``, if they go on without this one."""
