@@ -313,12 +313,10 @@ def test_a_wish_that_is_repeated_does_not_put_a_cut_off() -> None:
 
 def test_one_that_was_told_to_end_has_left_and_the_others_hear_why() -> None:
     world = started(3)
-    wave(world, 0, 1)
+    wave(world, 0, 1, 2)
     assert isinstance(ask(world, Leave(2, world.vws[2].member.incarnation, "", "told to end")), Done)
-    wave(world, 0, 1)
-    told = ask(world, world.vws[0].member.heartbeat())
-    assert isinstance(told, Done)
-    assert [(each.vw, each.why) for each in told.departed] == [(2, "told to end")]
+    wave(world, 0, 1)  # at once, and not after its lease
+    assert departed(world, 0) == [(2, 1, "told to end")]
 
 
 # Cuts and gathers.
