@@ -110,6 +110,26 @@ def on_requeue(trainer: L.Trainer, handler: Callable[..., Any]) -> Redirect:
     return Redirect(trainer._signal_connector, "_slurm_sigusr_handler_fn", handler)
 
 
+def on_sigterm(trainer: L.Trainer, handler: Callable[..., Any]) -> Redirect:
+    """Lets ``handler`` have SIGTERM in a run that begins later; ``original`` ends the run after its batch."""
+    return Redirect(trainer._signal_connector, "_sigterm_notifier_fn", handler)
+
+
+def note_sigterm(trainer: L.Trainer) -> None:
+    """Has ``trainer.received_sigterm`` say that SIGTERM ends the run."""
+    trainer._signal_connector.received_sigterm = True
+
+
+def requeue_path(trainer: L.Trainer) -> str:
+    """The next file in which a job of SLURM's is saved before it is requeued, and from which it resumes by itself."""
+    return trainer._checkpoint_connector.hpc_save_path(trainer.default_root_dir)
+
+
+def ends_epoch(trainer: L.Trainer) -> bool:
+    """Tell whether the step that has ended is the last of the epoch, or of the training."""
+    return bool(trainer.fit_loop.epoch_loop._is_training_done)
+
+
 def saves_by_steps(callback: Any) -> bool:
     """Tell whether ``callback`` is a ModelCheckpoint with ``every_n_train_steps``."""
     return isinstance(callback, ModelCheckpoint) and callback._every_n_train_steps > 0

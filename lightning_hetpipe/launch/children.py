@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from lightning_hetpipe.launch import parent_watch
 from lightning_hetpipe.launch.child_work import work_of
 from lightning_hetpipe.launch.lost_workers import lost_workers
+from lightning_hetpipe.launch.told_to_end import ToldToEnd
 from lightning_hetpipe.server.process import parent_death
 from lightning_hetpipe.server.process.notices import say
 from lightning_hetpipe.server.process.server_process import how
@@ -32,7 +33,7 @@ OnEnd = Callable[[int, int], None]
 """Takes the virtual worker's number on its node and its process's return code, negative for a signal."""
 
 # Errors that follow from another process's, or from somebody's wish, explain nothing.
-_CONSEQUENCES = ("PeerFailed:", "SIGTERMException:")
+_CONSEQUENCES = ("PeerFailed:", "SIGTERMException:", f"{ToldToEnd.__name__}:")
 
 _LOOK = 0.05  # seconds between looks at the messages of children that are to end
 
@@ -66,6 +67,11 @@ class Child:
     @property
     def name(self) -> str:
         return f"virtual worker {self.worker}"
+
+    @property
+    def was_told(self) -> bool:
+        """It was told to end, and has left the others, who hear of that through servers."""
+        return self.error is not None and self.error.startswith(f"{ToldToEnd.__name__}:")
 
     def send(self, signum: int) -> None:
         """Send it a signal; SIGINT to all processes of its session, as a terminal does.
@@ -203,7 +209,7 @@ class Children:
             say(f"{child} {how(code)}, and is started again ({left or 'no'} more restart{'s' * (left != 1)})")
             return True
         try:
-            if failed:
+            if failed and not child.was_told:
                 lost_workers.note(
                     child.worker, child.name, how(code), f"{child} {how(code)}" if child.error is None else ""
                 )
@@ -250,6 +256,11 @@ class Children:
         for child in self._still():
             if not child.leaving:
                 self._signal(child, signum)
+
+    def let_end(self) -> None:
+        """Count all as told to end, as they were through servers: they end by themselves."""
+        with self._changed:
+            self._signalled.update(child.local for child in self._all)
 
     def wait(self, end_timeout: float | None, grace: float) -> None:
         """Wait until all have ended by themselves, however long their own code takes; a person is told once.

@@ -23,17 +23,15 @@ from lightning_hetpipe.launch.command import current_job, this_program
 from lightning_hetpipe.launch.lost_workers import Uncaught, lost_workers
 from lightning_hetpipe.launch.parent_watch import this_child
 from lightning_hetpipe.launch.ranks import Rank, Role, other_number
+from lightning_hetpipe.launch.told_to_end import TERMINATED, ToldToEnd, left_to_others
 from lightning_hetpipe.lightning_private import BaseLauncher, TunerExit, is_fit, with_checkpoint
 from lightning_hetpipe.server.process.notices import say
 from lightning_hetpipe.server.protocol.identifiers import PeerFailed, Refusal, RemoteFault
 
 T = TypeVar("T")
 
-TERMINATED = 128 + signal.SIGTERM
-"""The exit code of a program that SIGTERM has ended, as shells report it."""
-
 INTERRUPTED = 128 + signal.SIGINT
-"""Likewise of one that Ctrl-C has ended."""
+"""The exit code of a program that Ctrl-C has ended, as shells report it."""
 
 
 LEFT_OUT = 75
@@ -56,6 +54,8 @@ class _Launch:
     def fail(self, error: BaseException) -> None:
         """End the children, because the launch has failed. Their servers stay until `finish`, as we may use them."""
         self.failed = True
+        if isinstance(error, ToldToEnd):  # as all were
+            self.children.let_end()
         self._end_by(lambda: self.children.end(signal.SIGINT, self.grace))
         self.children.show_errors(error)
 
@@ -252,11 +252,14 @@ class ServingLauncher(BaseLauncher):
     def launch(self, function: Callable[..., Any], *args: Any, trainer: L.Trainer | None = None, **kwargs: Any) -> Any:
         """Serve, and end the program: what the Trainer wants run is the virtual workers'.
 
+        SIGTERM is left to those, which are still to save what is here; a second one ends this process.
+
         Raises:
             SystemExit: always, unless serving fails.
         """
         try:
-            code = self.serve()
+            with left_to_others():
+                code = self.serve()
         except KeyboardInterrupt:
             code = INTERRUPTED
         raise SystemExit(code)

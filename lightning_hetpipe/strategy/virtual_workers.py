@@ -17,10 +17,11 @@ from torch import Tensor
 
 from lightning_hetpipe.errors import SettingError, VirtualWorkerLost
 from lightning_hetpipe.launch import node_hosts, servers
-from lightning_hetpipe.launch.launcher import TERMINATED, Launcher, ServingLauncher, check_processes
+from lightning_hetpipe.launch.launcher import Launcher, ServingLauncher, check_processes
 from lightning_hetpipe.launch.lost_workers import lost_workers
 from lightning_hetpipe.launch.node_hosts import ServingNodes
 from lightning_hetpipe.launch.ranks import Rank, Role, announce, find_rank
+from lightning_hetpipe.launch.told_to_end import REASON, TERMINATED, ToldToEnd
 from lightning_hetpipe.launch.wsp_settings import WSPSettings
 from lightning_hetpipe.lightning_private import is_fitting, is_last_batch
 from lightning_hetpipe.planning.plan.document import Plan
@@ -351,6 +352,10 @@ class VirtualWorkers(HostWeights):
                 group, self._group = self._group, None
                 share(None)
                 alone = isinstance(self._failure, VirtualWorkerLost)
+                if isinstance(self._failure, ToldToEnd):
+                    told = "" if self.global_rank else f"{SIGTERMException.__name__}: it was {REASON}"  # any who waits
+                    group.part(told, why=REASON if self._failure.alone else "")
+                    return
                 group.part(f"{type(self._failure).__name__}: {self._failure}", alone)
             elif self._group is not None:
                 self._group.leave_fit()

@@ -405,12 +405,13 @@ class Group:
         finally:
             self.part(failure)
 
-    def part(self, failure: str = "", alone: bool = False) -> None:
+    def part(self, failure: str = "", alone: bool = False, why: str = "") -> None:
         """Leave at once; with a ``failure``, such as one that ends the program, the others are told, and end.
 
         Args:
             alone: The failure is this virtual worker's alone: it leaves without a word, and the others go on once its
                 lease is over, but not without virtual worker 0.
+            why: The others go on without this one at once, and are told why.
         """
         atexit.unregister(self.part)
         ending = self._uncaught.error
@@ -418,6 +419,8 @@ class Group:
         self._failed = bool(failure)
         fit, launch, self._fit, self._launch = self._fit, self._launch, None, None
         for client in (fit, launch):
+            if client is not None and why:
+                client.leave(why)
             if client is None or not failure:
                 continue
             if alone and self.index:

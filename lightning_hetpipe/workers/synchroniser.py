@@ -98,6 +98,11 @@ class Synchroniser:
         """The number of the last cut."""
 
     @property
+    def most_waves_to_cut(self) -> int:
+        """Number of waves that may pass from virtual worker 0's wish for a cut to that cut."""
+        return self.group.settings.clock_distance + 1
+
+    @property
     def wave(self) -> int:
         """W, of this virtual worker."""
         return self.lengths[self.group.index]

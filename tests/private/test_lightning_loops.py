@@ -103,6 +103,33 @@ def test_the_signal_of_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
     assert heard == [signal.SIGUSR2], "a checkpoint would be saved in the middle of whatever runs, and hang"
 
 
+@guards("_sigterm_notifier_fn", "_checkpoint_connector", "_is_training_done")
+def test_sigterm(tmp_path: Path) -> None:
+    trainer = quiet_trainer("auto", default_root_dir=tmp_path)
+    heard = []
+    redirect = of_lightning.on_sigterm(trainer, lambda redirect, *args: heard.append(args[0]))
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    trainer._signal_connector.register_signal_handlers()
+    try:
+        signal.raise_signal(signal.SIGTERM)
+    finally:
+        trainer._signal_connector.teardown()
+        redirect.remove()
+        signal.signal(signal.SIGTERM, before)
+    assert (heard, trainer.received_sigterm) == ([signal.SIGTERM], False), "a run would end without a checkpoint"
+    of_lightning.note_sigterm(trainer)
+    assert trainer.received_sigterm, "callbacks would not know that the run was told to end"
+    assert of_lightning.requeue_path(trainer) == str(tmp_path / "hpc_ckpt_1.ckpt"), "SLURM's job would begin anew"
+    ends: list[bool] = []
+
+    class Ends(L.Callback):
+        def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+            ends.append(of_lightning.ends_epoch(trainer))
+
+    quiet_trainer("auto", callbacks=[Ends()]).fit(Learner(), batches(3))
+    assert ends == [False, False, True], "a run would be saved before its epoch has ended"
+
+
 @guards("_every_n_train_steps", "_train_time_interval", "_duration", "_interval", "_val_check_time_interval")
 def test_what_decides_by_steps_or_by_time() -> None:
     hour = timedelta(hours=1)

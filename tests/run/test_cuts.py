@@ -14,6 +14,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint, Timer
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.lightning_private import begun_minibatches
 from lightning_hetpipe.run.extensions.waves_and_cuts import END, EPOCH, LAST_VALIDATION, WavesAndCuts, within
+from lightning_hetpipe.run.preemption import Preemption
 from lightning_hetpipe.run.together import check_together
 from lightning_hetpipe.workers.seats import Seats
 from lightning_hetpipe.workers.synchroniser import Synchroniser
@@ -29,6 +30,7 @@ class Others:
         self.group = self
         self.index, self.size, self.seats = 0, 2, Seats(0, 2)
         self.shares = None
+        self.most_waves_to_cut = 1
         self.numbers: list[int] = []
         self.begins: list[int] = []
         self.buffers: list[str] = []
@@ -65,7 +67,8 @@ class Runs(L.Callback):
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self.cuts is None:
-            self.cuts = WavesAndCuts(trainer, cast(Synchroniser, self.others), nullcontext)
+            synchroniser = cast(Synchroniser, self.others)
+            self.cuts = WavesAndCuts(trainer, synchroniser, Preemption(trainer, synchroniser, 30.0), nullcontext)
         self.cuts.epoch_begins(begun_minibatches(trainer)[0] + 1)
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

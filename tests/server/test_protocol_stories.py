@@ -302,6 +302,23 @@ def test_vw_0_asks_for_a_cut_and_all_know_in_time(distance: int) -> None:
     assert world.vws[1].member.cut_at == 2 + distance
 
 
+def test_a_wish_that_is_repeated_does_not_put_a_cut_off() -> None:
+    """Each wave's wish had moved the cut on, so that it never came with D > 0."""
+    world = started(2, 2)
+    for _ in range(2):
+        world.wave(0, ask_cut=True)
+        until(world, 0, MemberState.IDLE)
+    assert world.vws[0].member.cut_at == 3
+
+
+def test_one_that_was_told_to_end_has_left_and_the_others_hear_why() -> None:
+    world = started(3)
+    wave(world, 0, 1, 2)
+    assert isinstance(ask(world, Leave(2, world.vws[2].member.incarnation, "", "told to end")), Done)
+    wave(world, 0, 1)  # at once, and not after its lease
+    assert departed(world, 0) == [(2, 1, "told to end")]
+
+
 # Cuts and gathers.
 
 

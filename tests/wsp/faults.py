@@ -58,6 +58,13 @@ def server() -> int | None:
     return next((pid for pid, command in processes(launcher) if "hetpipe-server" in command), None)
 
 
+def tell_all() -> None:
+    """Sends SIGTERM to every process of the launch, as SLURM does: virtual workers, servers, and this one last."""
+    here = {pid for pid, _ in processes(os.getpid())}
+    for pid in [*here, *(grandchild for child in here for grandchild, _ in processes(child)), os.getpid()]:
+        os.kill(pid, signal.SIGTERM)
+
+
 def kill_server() -> None:
     """Returns when it is gone; it may be so already."""
     if (pid := server()) is not None:

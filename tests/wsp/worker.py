@@ -22,10 +22,12 @@ from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint, OnE
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.trainer.states import RunningStage
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.utils.data import DataLoader
 from torchmetrics import CatMetric, MeanMetric
 
 from lightning_hetpipe import Cluster, HetPipeStrategy, Node, WSPCallback
+from lightning_hetpipe.run import preemption
 from lightning_hetpipe.run.extensions.pace import Pace
 from tests.exact.pipelines import Delays
 from tests.exact.running import Recorder
@@ -85,6 +87,8 @@ class Acts(L.Callback):
                     trainer.should_stop = True
                 elif what == "save":
                     trainer.save_checkpoint(f"{self.folder}/saved.ckpt")
+                elif what == "SIGTERM":
+                    os.kill(os.getpid(), signal.SIGTERM)
                 elif what == "edit":  # as a callback moves a teacher, each by what it has seen
                     frozen = next(p for p in trainer.lightning_module.parameters() if not p.requires_grad)
                     frozen.data.add_(0.1 + trainer.global_rank)
@@ -157,7 +161,8 @@ class Evaluated(Learner):
 
     Args:
         task: What is trained.
-        fault: (virtual worker, batch, what happens there): a signal's name, or what `training_step` knows.
+        fault: (virtual worker or "all", batch, what happens there): a signal's name, or what `training_step` knows;
+            "validation" is a batch as well.
         folder: Where it meets the test, if it is told to pause.
     """
 
@@ -170,7 +175,7 @@ class Evaluated(Learner):
         self.all = CatMetric()
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        if self.fault and (self.global_rank, batch_idx) == tuple(self.fault[:2]):
+        if self.fault and self.fault[0] in (self.global_rank, "all") and self.fault[1] == batch_idx:
             what = self.fault[2]
             if what == "raise":
                 raise ValueError("a bad batch")
@@ -186,6 +191,8 @@ class Evaluated(Learner):
                 open(self.fault[3]).close()  # until the other end is opened
             elif what == "save":
                 self.trainer.save_checkpoint(self.fault[3])
+            elif what == "SIGTERM of all":
+                faults.tell_all()
             else:
                 os.kill(os.getpid(), getattr(signal, what))
         return super().training_step(batch, batch_idx)
@@ -194,6 +201,8 @@ class Evaluated(Learner):
         return self.task.compute(batch)
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
+        if self.fault and tuple(self.fault[:2]) == (self.global_rank, "validation"):
+            os.kill(os.getpid(), getattr(signal, self.fault[2]))
         loss = self.compute(batch)["loss"]
         self.log("loss", loss, sync_dist=True)
         self.mean(loss)
@@ -285,7 +294,14 @@ def main(job: dict[str, Any]) -> None:
     shares = job.get("shares")
     loader = shared_data(job["task"], shares) if shares else data_of(job["task"], worker, lengths[worker])
     validation = data_of(job["task"], 8 + worker, 3) if job.get("validate") else None
-    trainer.fit(module, loader, validation, ckpt_path=job.get("resume"))
+    preemption.TOGETHER = job.get("together", preemption.TOGETHER)
+    ended: BaseException | None = None
+    try:
+        trainer.fit(module, loader, validation, ckpt_path=job.get("resume"))
+    except SIGTERMException as error:
+        if not job.get("is_preempted"):
+            raise
+        ended = error
     record = recorder.record
     torch.save(
         {
@@ -299,6 +315,8 @@ def main(job: dict[str, Any]) -> None:
         },
         Path(job["folder"]) / f"{worker}.pt",
     )
+    if ended is not None:
+        raise ended
     if "lasts" in job:
         outlast(Path(job["folder"]), worker, job["lasts"])
 

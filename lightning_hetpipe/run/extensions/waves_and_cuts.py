@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -17,7 +16,6 @@ from lightning_hetpipe.lightning_private import (
     averages,
     begun_minibatches,
     in_a_step,
-    on_requeue,
     recount_batches,
     train_loaders,
     validates_at_the_end,
@@ -27,6 +25,7 @@ from lightning_hetpipe.redirect import Redirect
 from lightning_hetpipe.run.extensions.intervals import Intervals
 from lightning_hetpipe.run.extensions.pace import Pace
 from lightning_hetpipe.run.lifecycle import Extension
+from lightning_hetpipe.run.preemption import LEAVES, NOTHING, Preemption
 from lightning_hetpipe.run.together import check_batches, check_shares, minibatches_per_step
 from lightning_hetpipe.workers.shared_data import deal_among
 from lightning_hetpipe.workers.synchroniser import Computing, Synchroniser
@@ -53,6 +52,7 @@ class WavesAndCuts(Extension):
     Args:
         trainer: Lightning's.
         synchroniser: The fit's.
+        preemption: Ends the fit at a cut, if it is told to.
         synchronising: Opened around synchronisation, in which user code may run.
         computing: Opened around what is computed in it.
         waiting: Opened around any other wait for virtual workers.
@@ -63,6 +63,7 @@ class WavesAndCuts(Extension):
         self,
         trainer: L.Trainer,
         synchroniser: Synchroniser,
+        preemption: Preemption,
         synchronising: Callable[[], AbstractContextManager[None]],
         computing: Computing = nullcontext,
         waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
@@ -70,6 +71,7 @@ class WavesAndCuts(Extension):
     ) -> None:
         self._trainer = trainer
         self._synchroniser = synchroniser
+        self._preemption = preemption
         self._synchronising = synchronising
         self._computing = computing
         self._running = False  # an epoch
@@ -81,11 +83,9 @@ class WavesAndCuts(Extension):
         self._loop = 0
         self._dealt = [*synchroniser.group.seats.taken]  # the virtual workers that have the data of the epoch
         self._coming: dict[int, int] = {}  # ready to come back, each with its incarnation
-        self._requeue: tuple[Any, ...] | None = None  # what the signal's handler was given
         synchroniser.group.waiting = waiting
         self._redirects = [
             Redirect(trainer, "save_checkpoint", self._on_save),
-            on_requeue(trainer, self._on_requeue),
             Redirect(trainer.fit_loop.epoch_loop, "on_run_start", self._on_epoch),
             Redirect(trainer.fit_loop, "on_advance_start", self._on_next_epoch),
         ]
@@ -146,15 +146,28 @@ class WavesAndCuts(Extension):
 
     def stepped(self, version: int) -> None:
         """Push the update and take the merged weights, at the end of a wave (law L3)."""
+        self._end_if_agreed()  # during the validation that has just ended, if at all
         if not self._synchroniser.ends_wave(version):
             return
         with self._pausing():
             with self._synchronising():
-                cuts = self._synchroniser.synchronise(self._computing, self._asks)
+                cuts = self._synchroniser.synchronise(self._computing, self._preemption.wish > NOTHING)
+            self._preemption.wave_ends()
             if cuts:
                 self._cut(self._place_of(version), version)
-                if any(self._synchroniser.group.gather(self._asks, "a signal's cut")):
-                    self._save_and_requeue()
+                self._agree_on_end()
+                self._end_if_agreed()
+            if self._preemption.wish == LEAVES:
+                self._preemption.leave_unless_all_end()
+
+    def _agree_on_end(self) -> None:
+        """At a cut: agree whether to end there, as virtual worker 0 was told to."""
+        self._preemption.agree(self._synchroniser.group.gather(self._preemption.wish, "a signal's cut"))
+
+    def _end_if_agreed(self) -> None:
+        if self._preemption.agreed:
+            with self._redirects[0].suspended():  # this is the cut to save at
+                self._preemption.end()
 
     @contextmanager
     def evaluating(self, minibatch: int) -> Iterator[None]:
@@ -169,6 +182,7 @@ class WavesAndCuts(Extension):
             finally:
                 self._evaluates = False
                 put_back()
+            self._agree_on_end()
 
     def epoch_ends(self) -> None:
         """Cut; one that has come to the end of training ends it for all, as nobody could go on with others gone.
@@ -181,20 +195,21 @@ class WavesAndCuts(Extension):
         self._synchroniser.take_buffers()
         trainer = self._trainer
         stops = trainer.should_stop or 0 <= trainer.max_steps <= trainer.global_step
-        group = self._synchroniser.group
-        found = group.gather([stops, self._asks, rate, group.index, group.seats.ready()], "the end of an epoch")
+        group, wish = self._synchroniser.group, self._preemption.wish
+        found = group.gather([stops, wish, rate, group.index, group.seats.ready()], "the end of an epoch")
         if any(stop for stop, *_ in found) and not stops:
             trainer.should_stop = True
-        seats = [index for *_, index, _ in found]
+        seats = [index for _, wants, _, index, _ in found if wants != LEAVES]
         self._coming = {vw: incarnation for *_, coming in found for vw, incarnation in coming.items()}
         every = minibatches_per_step(trainer, trainer.current_epoch + 1)
         if self._intervals is not None and self._synchroniser.divide([rate for _, _, rate, *_ in found], every):
             rank_zero_info(f"shares from epoch {trainer.current_epoch + 1} on: {self._synchroniser.told_shares()}")
             recount_batches(trainer)
+        self._preemption.agree([wish for _, wish, *_ in found])
+        if wish == LEAVES:
+            self._preemption.leave_unless_all_end()
         if not self._coming:
             self._deal(seats)
-        if any(asks for _, asks, *_ in found):
-            self._save_and_requeue()
 
     def _on_next_epoch(self, redirect: Redirect, *args: Any) -> None:
         """The epoch before is over with its evaluations, checkpoints and hooks: lost ones may come back here."""
@@ -250,20 +265,6 @@ class WavesAndCuts(Extension):
                 redirect.original(*args, **kwargs)
             return
         redirect.original(*args, **kwargs)
-
-    def _on_requeue(self, redirect: Redirect, *args: Any) -> None:
-        """SLURM's signal comes at any moment, also during a wait: virtual worker 0 asks for a cut to save at."""
-        self._requeue = args
-
-    @property
-    def _asks(self) -> bool:
-        return self._requeue is not None and self._trainer.is_global_zero
-
-    def _save_and_requeue(self) -> None:
-        """Save and requeue, as SLURM's signal wants it; at a cut, on all."""
-        told, self._requeue = self._requeue, None
-        with self._redirects[0].suspended():  # this is the cut to save at
-            self._redirects[1].original(*(told or (signal.SIGUSR1, None)))
 
     def _cut(self, place: int | None = None, version: int | None = None) -> None:
         """Cut once at each place of each epoch; by default after minibatch ``version``, or the last that has begun."""

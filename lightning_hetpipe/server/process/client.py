@@ -290,9 +290,9 @@ class Client:
             if answer is None:
                 self._stopped.wait(min(0.1, self._lease / 10))
 
-    def leave(self) -> None:
-        """End the membership."""
-        self._leave("")
+    def leave(self, why: str = "") -> None:
+        """End the membership; the others are told ``why``, if they go on without this one."""
+        self._leave("", why)
 
     def fail(self, reason: str) -> None:
         """End the membership because of a failure, with which the others end too."""
@@ -434,12 +434,12 @@ class Client:
         for each in news:
             self._on_departed(each)
 
-    def _leave(self, failure: str) -> None:
+    def _leave(self, failure: str, why: str = "") -> None:
         self._left = True
         self._stopped.set()
         with self._busy:
             joined = self.member.state is not MemberState.OUTSIDE
-            message = self.member.leave(failure)
+            message = self.member.leave(failure, why)
         deadline, pause = time.monotonic() + min(TIME_TO_LEAVE, self._lease), threading.Event()
         while joined and self._call(message, timeout=min(2.0, self.timeout)) is None:
             if time.monotonic() > deadline:

@@ -255,7 +255,7 @@ class Coordinator:
         if message.failure and not self._failure and not left_out:
             self._fail(message.vw, message.failure, now)
         if message.vw in self._leases.seen:
-            self._remove(message.vw)
+            self._remove(message.vw, message.why[:MAX_FAILURE])
         self.gone[message.vw] = message.incarnation
         return self._done()
 

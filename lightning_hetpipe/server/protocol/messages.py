@@ -207,9 +207,13 @@ class FetchKept(FromMember):
 
 @dataclass(frozen=True)
 class Leave(FromMember):
-    """The VW is done; or has failed, if ``failure`` says why, and the others must end too."""
+    """The VW is done; or has failed, if ``failure`` says why, and the others must end too.
+
+    ``why``: the others go on without it, and are told that.
+    """
 
     failure: str
+    why: str = ""
 
 
 # Requests to a shard.
