@@ -197,9 +197,16 @@ class Preemption:
             return None, "its Trainer saves no checkpoints (enable_checkpointing=False), so start it anew"
         if requeues or SLURMEnvironment.detect():
             return requeue_path(trainer), "the same job of SLURM resumes from it by itself"
-        folder = getattr(saver, "dirpath", None) or trainer.default_root_dir
-        path = os.path.join(folder, f"preempted-epoch={trainer.current_epoch}-step={trainer.global_step}.ckpt")
-        return (
-            path,
-            f"to resume, start it again with trainer.fit(..., ckpt_path={path!r}), hetpipe-train with ckpt_path",
-        )
+        path = unplanned_path(trainer, "preempted")
+        return path, how_to_resume(path)
+
+
+def unplanned_path(trainer: L.Trainer, why: str) -> str:
+    """The file, named after the reason ``why``, to save in what no callback has planned: beside a ModelCheckpoint's."""
+    folder = getattr(trainer.checkpoint_callback, "dirpath", None) or trainer.default_root_dir
+    return os.path.join(folder, f"{why}-epoch={trainer.current_epoch}-step={trainer.global_step}.ckpt")
+
+
+def how_to_resume(path: str) -> str:
+    """Say how a run goes on from ``path``, as the end of a sentence."""
+    return f"to resume, start it again with trainer.fit(..., ckpt_path={path!r}), hetpipe-train with ckpt_path"

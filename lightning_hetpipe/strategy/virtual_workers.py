@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lightning_hetpipe.errors import SettingError, VirtualWorkerLost
 from lightning_hetpipe.launch import node_hosts, servers
-from lightning_hetpipe.launch.launcher import Launcher, ServingLauncher, check_processes
+from lightning_hetpipe.launch.launcher import Launcher, LeftOut, ServingLauncher, check_processes
 from lightning_hetpipe.launch.lost_workers import lost_workers
 from lightning_hetpipe.launch.node_hosts import ServingNodes
 from lightning_hetpipe.launch.ranks import Rank, Role, announce, find_rank
@@ -31,6 +31,7 @@ from lightning_hetpipe.server.process.server_process import how
 from lightning_hetpipe.server.protocol.identifiers import MOST_VIRTUAL_WORKERS
 from lightning_hetpipe.strategy import checks, settings
 from lightning_hetpipe.strategy.checkpoints import local_folder
+from lightning_hetpipe.strategy.rescue import rescue
 from lightning_hetpipe.strategy.saved_states import add_states, note_shares, take_shares, take_state
 from lightning_hetpipe.strategy.weights import HostWeights
 from lightning_hetpipe.strategy.wsp_callback import WSPCallback
@@ -79,6 +80,7 @@ class VirtualWorkers(HostWeights):
         self._failure: BaseException | None = None
         self._found_rank: Rank | None = None
         self._waiting_call: str | None = None
+        self._saves_for_first = False
 
     @property
     def _rank(self) -> Rank:
@@ -130,7 +132,7 @@ class VirtualWorkers(HostWeights):
 
     @property
     def is_global_zero(self) -> bool:
-        return self.global_rank == 0
+        return self.global_rank == 0 or self._saves_for_first
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
@@ -351,7 +353,7 @@ class VirtualWorkers(HostWeights):
             if self._group is not None and self._failure is not None:
                 group, self._group = self._group, None
                 share(None)
-                alone = isinstance(self._failure, VirtualWorkerLost)
+                alone = isinstance(self._failure, VirtualWorkerLost | LeftOut)
                 if isinstance(self._failure, ToldToEnd):
                     told = "" if self.global_rank else f"{SIGTERMException.__name__}: it was {REASON}"  # any who waits
                     group.part(told, why=REASON if self._failure.alone else "")
@@ -427,6 +429,17 @@ class VirtualWorkers(HostWeights):
         self._failure = exception
         if isinstance(exception, SIGTERMException) and exception.code is None:  # a script would end as if all were well
             exception.code = TERMINATED
+        if self._group is not None and self.lightning_module is not None:
+            rescue(self.lightning_module.trainer, self._group, self._shared, exception, self._save_for_first)
+
+    def _save_for_first(self, path: str) -> None:
+        """Save a checkpoint in the place of virtual worker 0."""
+        assert self.lightning_module is not None
+        self._saves_for_first = True
+        try:
+            self.lightning_module.trainer.save_checkpoint(path, weights_only=False)
+        finally:
+            self._saves_for_first = False
 
 
 def _come_back(vw: int) -> None:

@@ -136,10 +136,9 @@ class Group:
         self._handshake.connect([self.coordinator])
         self._exits.callback(self._handshake.close)
         self._exits.callback(self._wait_until_all_have_left, session)
-        self._handshake.returns = self._handshake.goes_on_without_this(session)
         try:
             with self._handshake.explaining_waits():
-                launch, _ = self._handshake.join(session)
+                launch = self._handshake.come_to(session)
         except ServersUnheard as silent:
             if self.settings.servers is not None:
                 raise SettingError(
@@ -437,6 +436,19 @@ class Group:
         if child is not None and child.outlasts and not self._has_taken_part and parent_watch.AGAIN in child.variables:
             return too_late(self.index)
         return self._servers_lost()
+
+    def ends_without_first(self, exception: BaseException) -> bool:
+        """Tell whether ``exception`` ends a fit as virtual worker 0 is lost, and this is the lowest one that is left.
+
+        Its machine is lost with it where the coordinator ran there and is silent, or our launcher has ended.
+        """
+        if self.index == 0 or self._fit is None or (members := self._fit.member.commit_index) is None:
+            return False
+        child, silent = parent_watch.this_child(), isinstance(exception, ServersUnheard)
+        orphaned = child is not None and child.orphaned
+        lost = 0 in self._lost or orphaned or (silent and self.settings.servers is None)
+        left = [each.vw for each in members.members if each.vw and each.vw not in self._lost]
+        return lost and self.index == min(left, default=self.index)
 
     def check(self) -> None:
         """Raise the failure of another one, if one is known."""

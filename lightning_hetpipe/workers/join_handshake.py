@@ -31,14 +31,19 @@ from lightning_hetpipe.server.protocol.sharding import place
 from lightning_hetpipe.server.transport.grpc_channel import GrpcChannel
 from lightning_hetpipe.server.transport.interface import STATUS, Unreachable
 from lightning_hetpipe.server.transport.security import split
-from lightning_hetpipe.workers.coming_back import goes_on_without, status_of
+from lightning_hetpipe.workers.coming_back import goes_on, status_of
 
 LEASES_TO_END = 2.0
 """Leases after which a killed launch is forgotten, and its servers serve the next one."""
 
 _AGAIN = 0.5  # seconds between attempts to have a server that another launch has
+_SOON = 5.0  # seconds in which a server that is there tells its status
 _LAUNCH = "launch"
 _PRESENCE = "launch-1"
+
+
+class SessionRuns(Exception):
+    """The others are in a session without this one."""
 
 
 class _Occupied(Exception):
@@ -149,6 +154,9 @@ class JoinHandshake:
                         f"the server at {which} serves another launch; wait until that has ended, or start servers for"
                         " this one (all processes of a launch have the same MASTER_ADDR and MASTER_PORT)"
                     ) from None
+            except SessionRuns:
+                client.close()
+                raise
             except BaseException:
                 client.__exit__(*sys.exc_info())
                 raise
@@ -171,11 +179,16 @@ class JoinHandshake:
         if not self._gone:
             self._somebody_is_gone.clear()
 
-    def goes_on_without_this(self, session: str) -> bool:
-        """Tell whether the others have been in ``session`` with an earlier process of this one, and are there still."""
-        return self.index > 0 and goes_on_without(
-            self.coordinator, session, self.found.launch, self.index, self.settings.lease
-        )
+    def come_to(self, session: str) -> Client:
+        """Join a session without weights, once all others do, or as one that comes back to it; raises as :meth:`join`.
+
+        Attribute ``returns`` tells which of these it was.
+        """
+        while True:
+            try:
+                return self.join(session)[0]
+            except SessionRuns:
+                self.returns = goes_on(self.coordinator, session, self.settings.lease)
 
     @property
     def _is_incomplete(self) -> bool:
@@ -267,7 +280,7 @@ class JoinHandshake:
 
     def _incarnation(self, session: str, channel: GrpcChannel) -> int:
         """A number larger than that of each earlier process, also one of a machine whose clock is ahead."""
-        status = status_of(channel, session, self.settings.lease) if self.returns else {}
+        status = status_of(channel, session, _SOON) if self.index else {}
         known: int = status.get("incarnations", {}).get(str(self.index), -1)
         return max(time.time_ns(), known + 1)
 
@@ -293,6 +306,8 @@ class JoinHandshake:
         except RemoteFault as error:
             if error.refusal is Refusal.SIGNATURE and f"'{_LAUNCH}=" in str(error):
                 raise _Occupied from None
+            if error.refusal is Refusal.RUNS:
+                raise SessionRuns from None
             way_out = "; give all of them the same model and settings" if error.refusal is Refusal.SIGNATURE else ""
             raise SettingError(f"this virtual worker was refused: {error}{way_out}") from None
         finally:

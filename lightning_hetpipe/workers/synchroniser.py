@@ -322,6 +322,13 @@ class Synchroniser:
                 update = [each * self.group.size for each in update]
             self._pass_cut(number, update, computing, everything=True)
 
+    def go_back(self) -> bool:
+        """Make the weights that this one took last the live ones; False if they are at others than this process."""
+        if self._holds or not self._last:
+            return False
+        self._take([last.detach() for last in self._last], everything=False)
+        return True
+
     def readmit(self, vws: Mapping[int, int], checkpoint: Path | None, cut: int) -> list[int]:
         """Have virtual workers come back at ``cut``, between two epochs; see :meth:`Group.readmit`.
 

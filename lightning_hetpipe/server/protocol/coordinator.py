@@ -280,8 +280,11 @@ class Coordinator:
         if self.phase is not Phase.JOINING:
             if message.report.commit_index is not None:
                 raise RemoteFault(Refusal.LEFT_OUT, f"the others have gone on without VW {vw}")
+            weightless = not message.signature.parameters and self.phase is Phase.RUNNING
+            if weightless and vw and not message.returns:
+                raise RemoteFault(Refusal.RUNS, f"the others are there without VW {vw}")
             self._newcomers[vw] = message
-            if message.returns and not message.signature.parameters and self.phase is Phase.RUNNING and self.log:
+            if weightless and message.returns and self.log is not None:
                 self._take_in(self.log)  # at once, as there are no weights that it would have to take
                 return self._joined(vw)
             return messages.NotYet("a cut at which VWs may join")
