@@ -30,6 +30,9 @@ import torch
 from lightning_hetpipe.errors import SettingError, VirtualWorkerLost
 from lightning_hetpipe.server.process.client import Client
 from lightning_hetpipe.server.process.notices import say
+from lightning_hetpipe.server.process.service import COORDINATOR_METHOD
+from lightning_hetpipe.server.process.sessions import SessionChannel
+from lightning_hetpipe.server.protocol.messages import Leave, encode
 from lightning_hetpipe.server.transport.interface import STATUS, CallRefused, Channel, Unreachable
 
 RECORD, STATE, SEATS = "record", "state", "seats"
@@ -312,6 +315,19 @@ def goes_on(channel: Channel, session: str, lease: float) -> bool:
             return True
         again.wait(_AGAIN)
     return False
+
+
+def end_former(channel: Channel, vw: int, seconds: float) -> None:
+    """Have the others wait no longer for the lease of an earlier process of virtual worker ``vw``, in any fit."""
+    try:
+        sessions: dict[str, Any] = json.loads(channel.call(STATUS, b"", timeout=seconds))
+        for name, status in sessions.items():
+            members = status["members"] if name.startswith("fit-") else ()
+            for incarnation in (member["incarnation"] for member in members if member["vw"] == vw):
+                leave = encode(Leave(vw, incarnation, "", "started again"))
+                SessionChannel(channel, name).call(COORDINATOR_METHOD, leave, timeout=seconds)
+    except (Unreachable, CallRefused):
+        return  # then its lease runs out
 
 
 def _written(values: Any) -> bytes:

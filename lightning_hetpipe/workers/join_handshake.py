@@ -31,7 +31,7 @@ from lightning_hetpipe.server.protocol.sharding import place
 from lightning_hetpipe.server.transport.grpc_channel import GrpcChannel
 from lightning_hetpipe.server.transport.interface import STATUS, Unreachable
 from lightning_hetpipe.server.transport.security import split
-from lightning_hetpipe.workers.coming_back import goes_on, status_of
+from lightning_hetpipe.workers.coming_back import end_former, goes_on, status_of
 
 LEASES_TO_END = 2.0
 """Leases after which a killed launch is forgotten, and its servers serve the next one."""
@@ -189,6 +189,8 @@ class JoinHandshake:
                 return self.join(session)[0]
             except SessionRuns:
                 self.returns = goes_on(self.coordinator, session, self.settings.lease)
+                if self.returns:
+                    end_former(self.coordinator, self.index, self.settings.lease)
 
     @property
     def _is_incomplete(self) -> bool:
