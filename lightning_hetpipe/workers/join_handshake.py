@@ -26,7 +26,7 @@ from lightning_hetpipe.server.process.client import LONGEST_WAIT, Cancelled, Cli
 from lightning_hetpipe.server.process.notices import NOTICE_AFTER, say
 from lightning_hetpipe.server.process.sessions import SessionChannel
 from lightning_hetpipe.server.protocol.identifiers import COORDINATOR, PeerFailed, Refusal, RemoteFault
-from lightning_hetpipe.server.protocol.messages import Departed, Parameter, TrainingSignature
+from lightning_hetpipe.server.protocol.messages import Departed, Lost, Parameter, TrainingSignature
 from lightning_hetpipe.server.protocol.sharding import place
 from lightning_hetpipe.server.transport.grpc_channel import GrpcChannel
 from lightning_hetpipe.server.transport.interface import STATUS, Unreachable
@@ -51,7 +51,8 @@ class JoinHandshake:
         found: The servers, as far as it knows them.
         settings: The settings of the synchronisation; may be set anew, as may ``timeout``.
         timeout: Seconds for which servers may be silent.
-        lost, departed: As for a `Client`; the latter's second argument is True for a session with weights.
+        lost, departed, updates_lost: As for a `Client`; the second argument of ``departed`` is True for a session with
+            weights, and only these have updates.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class JoinHandshake:
         timeout: float,
         lost: Callable[[], Exception | None],
         departed: Callable[[Departed, bool], None],
+        updates_lost: Callable[[Lost], None],
     ) -> None:
         self.index = index
         self.size = size
@@ -71,6 +73,7 @@ class JoinHandshake:
         self.timeout = timeout
         self._lost = lost
         self._departed = departed
+        self._updates_lost = updates_lost
         self._channels: list[GrpcChannel] = []
         self._present: dict[int, Client] = {}
         """By server."""
@@ -242,6 +245,7 @@ class JoinHandshake:
             name=f"hetpipe-{session}",
             lost=self._lost,
             departed=lambda each: self._departed(each, bool(parameters)),
+            updates_lost=lambda each: self._updates_lost(each) if parameters else None,
         )
 
     def _join_with(self, client: Client, weights: Sequence[Tensor]) -> list[Tensor]:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
-from typing import Self
+from typing import Self, TypeVar
 
 from torch import Tensor
 
@@ -25,6 +25,8 @@ from lightning_hetpipe.server.protocol.messages import (
     Answer,
     Departed,
     Done,
+    Joined,
+    Lost,
     NotYet,
     Parameter,
     Request,
@@ -40,6 +42,9 @@ LONGEST_WAIT = 3600.0
 
 TIME_TO_LEAVE = 10.0
 """Seconds for which a VW repeats that it leaves, as the coordinator may be starting again; then its lease runs out."""
+
+
+News = TypeVar("News", Departed, Lost)
 
 
 class Cancelled(Exception):
@@ -79,6 +84,7 @@ class Client:
         lost: returns the error by which the servers are known not to come back, once there is one; the call under way
             and all later ones raise it.
         departed: called once for each other VW that was left out or has left, from any thread.
+        updates_lost: likewise, for updates of another VW that nobody holds any more, as it died together with servers.
     """
 
     def __init__(
@@ -97,6 +103,7 @@ class Client:
         now: Callable[[], float] = time.monotonic,
         lost: Callable[[], Exception | None] = lambda: None,
         departed: Callable[[Departed], None] = lambda each: None,
+        updates_lost: Callable[[Lost], None] = lambda each: None,
     ) -> None:
         owned: list[tuple[Parameter, ...]] = [
             tuple(signature.parameters[index] for index in indices) for indices in placement
@@ -120,7 +127,8 @@ class Client:
         self._now = now
         self._lost = lost
         self._on_departed = departed
-        self._departed: set[Departed] = set()
+        self._on_updates_lost = updates_lost
+        self._told: set[Departed | Lost] = set()
         self._hears = threading.Lock()
         self._name = name
         self._pool = self._new_pool()
@@ -292,7 +300,8 @@ class Client:
                 continue
             who = f"VW {self.member.vw}, in state '{state.value}', has waited"
             if now - heard > self.timeout:
-                raise ServersUnheard(f"{who} for {self.timeout:g} s for an answer: {self._silence}")
+                silence = f"{self._silence}; if it may be silent for longer, raise HetPipeStrategy(timeout=...)"
+                raise ServersUnheard(f"{who} for {self.timeout:g} s for an answer: {silence}")
             if missing and self.member.goal is Goal.START and now - began > self._join_timeout:
                 raise NotJoined(f"{who} for {self._join_timeout:g} s for {why}", missing)
             if now - began > self.longest_wait:
@@ -356,17 +365,20 @@ class Client:
         answer = decode(header)
         if not isinstance(answer, Answer):
             raise RemoteFault(Refusal.MALFORMED, f"a server answered with a {type(answer).__name__}")
-        if isinstance(answer, Done) and answer.departed:
-            self._hear(answer.departed)
+        if isinstance(answer, Done):
+            for departed in self._news(answer.departed):
+                self._on_departed(departed)
+        elif isinstance(answer, Joined):
+            for lost in self._news(answer.lost):
+                self._on_updates_lost(lost)
         return answer
 
-    def _hear(self, departed: Sequence[Departed]) -> None:
+    def _news(self, told: Sequence[News]) -> list[News]:
         with self._hears:
             # Its own departure is an error of its calls.
-            news = [each for each in departed if each not in self._departed and each.vw != self.member.vw]
-            self._departed.update(news)
-        for each in news:
-            self._on_departed(each)
+            news = [each for each in told if each not in self._told and each.vw != self.member.vw]
+            self._told.update(news)
+        return news
 
     def _leave(self, failure: str) -> None:
         self._left = True
