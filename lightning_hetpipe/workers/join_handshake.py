@@ -75,6 +75,8 @@ class JoinHandshake:
         self._departed = departed
         self._updates_lost = updates_lost
         self._channels: list[GrpcChannel] = []
+        self._hearts: list[GrpcChannel] = []
+        """Connections to the same servers for heartbeats alone."""
         self._present: dict[int, Client] = {}
         """By server."""
         self._servers_lease: float | None = None
@@ -100,6 +102,7 @@ class JoinHandshake:
         """Connect to the further ones of these servers, the coordinator's first; those that are connected stay."""
         for address in servers[len(self._channels) :]:
             self._channels.append(GrpcChannel(address, self.found.security))
+            self._hearts.append(GrpcChannel(address, self.found.security))
 
     def join(
         self,
@@ -185,7 +188,7 @@ class JoinHandshake:
         present, self._present = self._present, {}
         for client in present.values():
             client.__exit__(None, None, None)
-        channels, self._channels = self._channels, []
+        channels, self._channels, self._hearts = [*self._channels, *self._hearts], [], []
         for channel in channels:
             channel.close()
 
@@ -244,6 +247,7 @@ class JoinHandshake:
             join_timeout=wsp.join_timeout,
             name=f"hetpipe-{session}",
             lost=self._lost,
+            heart=SessionChannel(self._hearts[servers[0]], session),
             departed=lambda each: self._departed(each, bool(parameters)),
             updates_lost=lambda each: self._updates_lost(each) if parameters else None,
         )

@@ -19,6 +19,7 @@ from lightning_hetpipe.server.protocol.identifiers import LocalFault, PeerFailed
 from lightning_hetpipe.server.protocol.messages import (
     NOTHING,
     Fetch,
+    Heartbeat,
     Join,
     Leave,
     Lost,
@@ -394,3 +395,22 @@ def test_whoever_is_left_is_told_once_what_died_with_a_shard_and_a_vw() -> None:
         cluster.hosts[0].restart()
         assert_same([weight + 1 + 1 for weight in start], client.synchronise(one))
         assert told == [Lost(1, 0, 0, 1)]
+
+
+def test_heartbeats_have_a_connection_of_their_own() -> None:
+    """On a slow link they waited behind weights for longer than the lease, and a virtual worker that lived was lost."""
+    cluster = Cluster(1, lease=0.3)
+    model, beats = mlp(), threading.Semaphore(0)
+
+    class Heart(DirectChannel):
+        def call(self, method: str, header: bytes, *args: Any, **options: Any) -> bytes:
+            assert isinstance(decode(header), Heartbeat)
+            beats.release()
+            return super().call(method, header, *args, **options)
+
+    cluster.faults.then[Address(0, 0, "Heartbeat", 1)] = lambda: None  # the first one is part of joining
+    heart = Heart(cluster.hosts[0], 0, 0, Faults())
+    with cluster.client(0, signature_of(model, 1, 1), heart=heart) as client:
+        client.join(list(model.parameters()))
+        assert all(beats.acquire(timeout=WAIT) for _ in range(2))
+    assert not cluster.faults.happened

@@ -36,7 +36,7 @@ LEASE, TIMEOUT = 8.0, 12.0
 @contextmanager
 def made(number: int, rate: str | None = None) -> Iterator[list[Machine]]:
     try:
-        with network(number, rate) as machines:
+        with network(number, rate, latency="400ms") as machines:  # routers' queues are long, and lose little
             yield machines
     except Unavailable as why:
         pytest.skip(str(why))

@@ -83,6 +83,8 @@ class Client:
         name: prefix of the threads' names.
         lost: returns the error by which the servers are known not to come back, once there is one; the call under way
             and all later ones raise it.
+        heart: channel to the coordinator for heartbeats alone, which would wait behind weights on a slow link for
+            longer than the lease; by default the first of ``channels``.
         departed: called once for each other VW that was left out or has left, from any thread.
         updates_lost: likewise, for updates of another VW that nobody holds any more, as it died together with servers.
     """
@@ -102,6 +104,7 @@ class Client:
         name: str = "hetpipe-client",
         now: Callable[[], float] = time.monotonic,
         lost: Callable[[], Exception | None] = lambda: None,
+        heart: Channel | None = None,
         departed: Callable[[Departed], None] = lambda each: None,
         updates_lost: Callable[[Lost], None] = lambda each: None,
     ) -> None:
@@ -116,6 +119,7 @@ class Client:
         self.bytes_pushed = 0
         self.bytes_pulled = 0
         self._channels = channels
+        self._heart_channel = channels[COORDINATOR] if heart is None else heart
         self._held = HeldWeights(signature.parameters, placement)
         self._silence = ""
         """The transport's error of the last call without an answer; it names the server."""
@@ -349,9 +353,10 @@ class Client:
         body: Sequence[memoryview] = (),
         into: Sequence[memoryview] = (),
         timeout: float | None = None,
+        channel: Channel | None = None,
     ) -> Answer | RemoteFault | None:
         """Return the coordinator's answer; ``None`` if none came."""
-        channel, timeout = self._channels[COORDINATOR], timeout or self.timeout
+        channel, timeout = channel or self._channels[COORDINATOR], timeout or self.timeout
         return self._answered(message, lambda header: channel.call(COORDINATOR_METHOD, header, body, into, timeout))
 
     def _answered(self, message: Request | ShardRequest, call: Callable[[bytes], bytes]) -> Answer | RemoteFault | None:
@@ -402,7 +407,7 @@ class Client:
 
     def _say_alive(self) -> None:
         heartbeat = self.member.heartbeat()
-        answer = self._call(heartbeat, timeout=self._lease / 3)
+        answer = self._call(heartbeat, timeout=self._lease / 3, channel=self._heart_channel)
         if not isinstance(answer, RemoteFault):
             return
         if answer.refusal is Refusal.FAILED:
