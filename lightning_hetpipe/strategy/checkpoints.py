@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import errno
 import mmap
 import os
 import warnings
@@ -85,9 +86,10 @@ def explaining(path: str | Path) -> Iterator[None]:
     except OSError as error:
         if error.errno is None:
             raise
+        room = "make room, or " if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
         what = (
-            f"{error.strerror}; the checkpoint was not written, and what was there before is as it was: make room, or"
-            " save elsewhere, by ModelCheckpoint(dirpath=...) or Trainer(default_root_dir=...)"
+            f"{error.strerror}; the checkpoint was not written, and what was there before is as it was: {room}save"
+            " elsewhere, by ModelCheckpoint(dirpath=...) or Trainer(default_root_dir=...)"
         )
         raise OSError(error.errno, what, str(path)) from error
 

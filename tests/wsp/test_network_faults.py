@@ -36,7 +36,7 @@ LEASE, TIMEOUT = 8.0, 12.0
 @contextmanager
 def made(number: int, rate: str | None = None) -> Iterator[list[Machine]]:
     try:
-        with network(number, rate, latency="400ms") as machines:  # routers' queues are long, and lose little
+        with network(number, rate, "64kb", "400ms") as machines:  # routers' queues are long, and lose little
             yield machines
     except Unavailable as why:
         pytest.skip(str(why))
@@ -153,15 +153,15 @@ def test_a_partition(name: str, tmp_path: Path) -> None:
 
 def test_a_slow_link_loses_nobody(tmp_path: Path) -> None:
     """A wave takes longer than a lease, and heartbeats share the link with it."""
-    with made(2, "1mbit") as machines:
-        more = {"virtual_workers": 1, "trainer": {"num_nodes": 2, "max_epochs": 1}, "wsp": {**TRUSTED, "lease": 3}}
-        job = Job(tmp_path, "wide", (4, 4), in_flight=2, more=more)
+    with made(2, "500kbit") as machines:
+        more = {"virtual_workers": 1, "trainer": {"num_nodes": 2, "max_epochs": 1}, "wsp": {**TRUSTED, "lease": 6}}
+        job = Job(tmp_path, "wide", (2, 2), in_flight=2, more=more)
         trained(job, by_hand(machines, job), 2, 1)
 
 
 def test_a_link_too_slow_for_the_timeout_is_named(tmp_path: Path) -> None:
     with made(2, "200kbit") as machines:
-        more = {"virtual_workers": 1, "trainer": {"num_nodes": 2, "max_epochs": 1}, "wsp": {**TRUSTED, "lease": 3}}
+        more = {"virtual_workers": 1, "trainer": {"num_nodes": 2, "max_epochs": 1}, "wsp": TRUSTED}
         job = Job(tmp_path, "wide", (4, 4), in_flight=2, more={**more, "timeout": 6})
         for code, _, said in finished(by_hand(machines, job), SECONDS):
             assert code == 1, said
