@@ -30,7 +30,7 @@ from lightning_hetpipe.run.together import minibatches_per_step
 from lightning_hetpipe.server.process.server_process import how
 from lightning_hetpipe.server.protocol.identifiers import MOST_VIRTUAL_WORKERS
 from lightning_hetpipe.strategy import checks, settings
-from lightning_hetpipe.strategy.checkpoints import local_folder
+from lightning_hetpipe.strategy.checkpoints import explaining, local_folder
 from lightning_hetpipe.strategy.rescue import rescue
 from lightning_hetpipe.strategy.saved_states import add_states, note_shares, take_shares, take_state
 from lightning_hetpipe.strategy.weights import HostWeights
@@ -396,7 +396,8 @@ class VirtualWorkers(HostWeights):
         """Writes one file, of virtual worker 0, which each one's state of training is in; called on all."""
         if "optimizer_states" in checkpoint and (group := self._together("trainer.save_checkpoint")) is not None:
             folder = local_folder(filepath) if self.is_global_zero else None
-            add_states(checkpoint, group, type(self.precision_plugin).__qualname__, self._shared.rounded, folder)
+            with explaining(filepath):
+                add_states(checkpoint, group, type(self.precision_plugin).__qualname__, self._shared.rounded, folder)
             assert self.lightning_module is not None, "a run saves"
             trainer = self.lightning_module.trainer
             goes_on_in = trainer.current_epoch + is_last_batch(trainer)

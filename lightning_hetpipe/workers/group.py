@@ -16,7 +16,7 @@ import pickle
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import IO, Any
@@ -32,7 +32,7 @@ from lightning_hetpipe.launch.wsp_settings import WSPSettings
 from lightning_hetpipe.server.process.client import Client, ServersUnheard
 from lightning_hetpipe.server.process.notices import NOTICE_AFTER, say
 from lightning_hetpipe.server.protocol.identifiers import COORDINATOR, PeerFailed
-from lightning_hetpipe.server.protocol.messages import Departed
+from lightning_hetpipe.server.protocol.messages import Departed, Lost
 from lightning_hetpipe.server.transport.interface import STATUS, CallRefused, Unreachable
 from lightning_hetpipe.workers.coming_back import Returning, too_late
 from lightning_hetpipe.workers.join_handshake import JoinHandshake
@@ -90,7 +90,9 @@ class Group:
     ) -> None:
         self.index = index
         self.size = size
-        self._handshake = JoinHandshake(index, size, found, settings, timeout, self._is_lost, self._lose)
+        self._handshake = JoinHandshake(
+            index, size, found, settings, timeout, self._is_lost, self._lose, self._lose_updates
+        )
         self._servers_lost = lost
         self._has_taken_part = False
         self._found = found
@@ -276,16 +278,34 @@ class Group:
             self._early_departures.append(departed)
             return
         self._lost.add(vw)
-        who = f"virtual worker {vw}" + (f" ({self._places[vw]})" if self._places.get(vw) else "")
+        who = self._named(vw)
         what = f"{who} is lost{f' after {departed.clock} waves' if of_fit else ''}: it was {why}"
-        here = [i for i, place in self._places.items() if place == self._places[self.index] and i not in self._lost]
-        if self.index == min(here):
+        if self._speaks(self._lost):
             self._has_told = True
             self._on_loss(vw, who, f"was {why}", what if vw == 0 else f"{what}; the others go on without it")
         self.lose({vw: f"was {why}"})
         for client in (self._fit, self._launch) if vw == 0 else ():
             if client is not None:
                 client.failure = PeerFailed(f"{what}; only it writes checkpoints, so start again from the last one")
+
+    def _lose_updates(self, lost: Lost) -> None:
+        """Say, from any thread, which updates died with a virtual worker and the servers that had them (law L5)."""
+        if not self._speaks({*self._lost, lost.vw}):
+            return
+        who, first = self._named(lost.vw), lost.first
+        if lost.last < 0:
+            say(f"what {who} had pushed from wave {first} on, if anything, is lost: only the lost server knew of it")
+        else:
+            waves = f"wave {first}" if first == lost.last else f"waves {first} to {lost.last}"
+            say(f"the updates of {who} from {waves} are lost: only it and the lost server had them")
+
+    def _named(self, vw: int) -> str:
+        return f"virtual worker {vw}" + (f" ({self._places[vw]})" if self._places.get(vw) else "")
+
+    def _speaks(self, gone: Collection[int]) -> bool:
+        """True for the first one of its node that is not ``gone``."""
+        here = [i for i, place in self._places.items() if place == self._places[self.index] and i not in gone]
+        return self.index == min(here)
 
     def _end_fit(self, fit: Client) -> None:
         fit.__exit__(None, None, None)

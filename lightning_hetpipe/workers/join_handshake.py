@@ -26,7 +26,7 @@ from lightning_hetpipe.server.process.client import LONGEST_WAIT, Cancelled, Cli
 from lightning_hetpipe.server.process.notices import NOTICE_AFTER, say
 from lightning_hetpipe.server.process.sessions import SessionChannel
 from lightning_hetpipe.server.protocol.identifiers import COORDINATOR, PeerFailed, Refusal, RemoteFault
-from lightning_hetpipe.server.protocol.messages import Departed, Parameter, TrainingSignature
+from lightning_hetpipe.server.protocol.messages import Departed, Lost, Parameter, TrainingSignature
 from lightning_hetpipe.server.protocol.sharding import place
 from lightning_hetpipe.server.transport.grpc_channel import GrpcChannel
 from lightning_hetpipe.server.transport.interface import STATUS, Unreachable
@@ -57,7 +57,8 @@ class JoinHandshake:
         found: The servers, as far as it knows them.
         settings: The settings of the synchronisation; may be set anew, as may ``timeout``.
         timeout: Seconds for which servers may be silent.
-        lost, departed: As for a `Client`; the latter's second argument is True for a session with weights.
+        lost, departed, updates_lost: As for a `Client`; the second argument of ``departed`` is True for a session with
+            weights, and only these have updates.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class JoinHandshake:
         timeout: float,
         lost: Callable[[], Exception | None],
         departed: Callable[[Departed, bool], None],
+        updates_lost: Callable[[Lost], None],
     ) -> None:
         self.index = index
         self.size = size
@@ -77,7 +79,10 @@ class JoinHandshake:
         self.timeout = timeout
         self._lost = lost
         self._departed = departed
+        self._updates_lost = updates_lost
         self._channels: list[GrpcChannel] = []
+        self._hearts: list[GrpcChannel] = []
+        """Connections to the same servers for heartbeats alone."""
         self._present: dict[int, Client] = {}
         """By server."""
         self._servers_lease: float | None = None
@@ -105,6 +110,7 @@ class JoinHandshake:
         """Connect to the further ones of these servers, the coordinator's first; those that are connected stay."""
         for address in servers[len(self._channels) :]:
             self._channels.append(GrpcChannel(address, self.found.security))
+            self._hearts.append(GrpcChannel(address, self.found.security))
 
     def join(
         self,
@@ -217,7 +223,7 @@ class JoinHandshake:
         present, self._present = self._present, {}
         for client in present.values():
             client.__exit__(None, None, None)
-        channels, self._channels = self._channels, []
+        channels, self._channels, self._hearts = [*self._channels, *self._hearts], [], []
         for channel in channels:
             channel.close()
 
@@ -276,8 +282,10 @@ class JoinHandshake:
             join_timeout=wsp.join_timeout,
             name=f"hetpipe-{session}",
             lost=self._lost,
+            heart=SessionChannel(self._hearts[servers[0]], session),
             departed=lambda each: self._departed(each, bool(parameters)),
             returns=self.returns,
+            updates_lost=lambda each: self._updates_lost(each) if parameters else None,
         )
 
     def _incarnation(self, session: str, channel: GrpcChannel) -> int:

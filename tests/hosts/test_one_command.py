@@ -19,7 +19,7 @@ import torch
 
 from tests.server.transports import eventually
 from tests.support.namespaces import finished
-from tests.wsp.launch import ROOT, SECONDS
+from tests.wsp.launch import ROOT, SECONDS, free_port
 
 PROGRAM = """
 import json
@@ -68,20 +68,6 @@ if trainer.is_global_zero:
 
 OVER = [["attic", "cellar", "desk"]]
 """Nodes of the stages of one virtual worker; their ranks are 1, 2 and 0."""
-
-
-def free_port() -> int:
-    """The first of three that are free: of rendezvous, of node 0's server, and of the meeting of nodes."""
-    while True:
-        with socket.socket() as found:
-            found.bind(("127.0.0.1", 0))
-            port: int = found.getsockname()[1]
-        try:
-            for each in range(port, port + 3):
-                socket.create_server(("127.0.0.1", each)).close()
-        except OSError:
-            continue
-        return port
 
 
 class Nodes:

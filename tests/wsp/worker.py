@@ -5,13 +5,13 @@ Run as ``python -m tests.wsp.worker '{"task": "mlp", ...}' ...``, a fit for each
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
@@ -35,6 +35,7 @@ from tests.oracle import State
 from tests.support.models import Learner
 from tests.support.trainers import quiet_trainer
 from tests.wsp import faults
+from tests.wsp.pushed import Pushed
 from tests.wsp.tasks import TASKS
 
 SEED = 3
@@ -89,6 +90,8 @@ class Acts(L.Callback):
                     trainer.save_checkpoint(f"{self.folder}/saved.ckpt")
                 elif what == "SIGTERM":
                     os.kill(os.getpid(), signal.SIGTERM)
+                elif what in ("fill", "fill most"):
+                    fill(Path(self.folder), left=4096 * 4 * (what == "fill most"))
                 elif what == "edit":  # as a callback moves a teacher, each by what it has seen
                     frozen = next(p for p in trainer.lightning_module.parameters() if not p.requires_grad)
                     frozen.data.add_(0.1 + trainer.global_rank)
@@ -119,8 +122,16 @@ class Waits(L.Callback):
             return
         faults.do("continue")
         members = {member.vw for member in group.weights.member.commit_index.members}
-        with contextlib.suppress(AssertionError):  # some may not come any more
+        with suppress(AssertionError):  # some may not come any more
             faults.until(lambda: members | group.seats.ready().keys() == set(range(group.size)), "some are missing")
+
+
+def fill(folder: Path, left: int = 0) -> None:
+    """Leave no room but for ``left`` bytes on the file system of ``folder``."""
+    with suppress(OSError), open(folder / "filling", "wb", buffering=0) as file:
+        while file.write(bytes(1 << 12)):
+            pass
+    os.truncate(folder / "filling", os.path.getsize(folder / "filling") - left)
 
 
 class Notes(Logger):
@@ -154,6 +165,22 @@ class Clock(Timer):
 
     def time_elapsed(self, stage: RunningStage | str = RunningStage.TRAINING) -> float:
         return 3600.0 if self.over else 0.0
+
+
+class WantsMemory:
+    """Has a stage of a virtual worker want more memory than there is, as a GPU's allocator would say it.
+
+    Args:
+        worker: The virtual worker of this process.
+        where: (virtual worker, stage, work, minibatch).
+    """
+
+    def __init__(self, worker: int, where: Sequence[Any]) -> None:
+        self.here, *self.task = (worker == where[0], *where[1:])
+
+    def __call__(self, *task: Any) -> None:
+        if self.here and [*task] == self.task:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
 
 
 class Evaluated(Learner):
@@ -282,11 +309,14 @@ def main(job: dict[str, Any]) -> None:
     faults.install(worker, job.get("faults", ()))
     if "log" in job:
         faults.record_decisions(job["log"])
+    pushed = Pushed() if "pushed" in job else None
     if "paces" in job:  # of each virtual worker, epoch after epoch
         paces = iter([epoch[worker] for epoch in job["paces"]])
         Pace.rate = property(lambda self: next(paces))  # type: ignore[assignment, method-assign]
     if "delays" in job:
         strategy._before_pass = Delays(job["delays"] + worker)
+    if "wants_memory" in job:
+        strategy._before_pass = WantsMemory(worker, job["wants_memory"])
     module = Evaluated(task_of(job["task"], worker), job.get("fault", ()), job["folder"])
     if job.get("on_meta"):
         module.task.to("meta")
@@ -311,6 +341,7 @@ def main(job: dict[str, Any]) -> None:
             "end": State.of(module, trainer.optimizers[0]),
             "metrics": dict(trainer.callback_metrics),
             "logged": notes.logged,
+            "pushed": pushed,
             "stages": [stage.layers for stage in strategy.last_run.stages],
         },
         Path(job["folder"]) / f"{worker}.pt",

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
-from typing import Self
+from typing import Self, TypeVar
 
 from torch import Tensor
 
@@ -28,8 +28,10 @@ from lightning_hetpipe.server.protocol.messages import (
     Departed,
     Done,
     FetchKept,
+    Joined,
     KeepBytes,
     KeptSize,
+    Lost,
     NotYet,
     Parameter,
     Request,
@@ -45,6 +47,9 @@ LONGEST_WAIT = 3600.0
 
 TIME_TO_LEAVE = 10.0
 """Seconds for which a VW repeats that it leaves, as the coordinator may be starting again; then its lease runs out."""
+
+
+News = TypeVar("News", Departed, Lost)
 
 
 class Cancelled(Exception):
@@ -83,8 +88,11 @@ class Client:
         name: prefix of the threads' names.
         lost: returns the error by which the servers are known not to come back, once there is one; the call under way
             and all later ones raise it.
+        heart: channel to the coordinator for heartbeats alone, which would wait behind weights on a slow link for
+            longer than the lease; by default the first of ``channels``.
         departed: called once for each other VW that was left out or has left, from any thread.
         returns: as in ``Join``.
+        updates_lost: likewise, for updates of another VW that nobody holds any more, as it died together with servers.
     """
 
     def __init__(
@@ -102,8 +110,10 @@ class Client:
         name: str = "hetpipe-client",
         now: Callable[[], float] = time.monotonic,
         lost: Callable[[], Exception | None] = lambda: None,
+        heart: Channel | None = None,
         departed: Callable[[Departed], None] = lambda each: None,
         returns: bool = False,
+        updates_lost: Callable[[Lost], None] = lambda each: None,
     ) -> None:
         owned: list[tuple[Parameter, ...]] = [
             tuple(signature.parameters[index] for index in indices) for indices in placement
@@ -116,6 +126,7 @@ class Client:
         self.bytes_pushed = 0
         self.bytes_pulled = 0
         self._channels = channels
+        self._heart_channel = channels[COORDINATOR] if heart is None else heart
         self._held = HeldWeights(signature.parameters, placement)
         self._silence = ""
         """The transport's error of the last call without an answer; it names the server."""
@@ -127,7 +138,8 @@ class Client:
         self._now = now
         self._lost = lost
         self._on_departed = departed
-        self._departed: set[Departed] = set()
+        self._on_updates_lost = updates_lost
+        self._told: set[Departed | Lost] = set()
         self._hears = threading.Lock()
         self._name = name
         self._pool = self._new_pool()
@@ -358,7 +370,8 @@ class Client:
                 continue
             who = f"VW {self.member.vw}, in state '{state.value}', has waited"
             if now - heard > self.timeout:
-                raise ServersUnheard(f"{who} for {self.timeout:g} s for an answer: {self._silence}")
+                silence = f"{self._silence}; if it may be silent for longer, raise HetPipeStrategy(timeout=...)"
+                raise ServersUnheard(f"{who} for {self.timeout:g} s for an answer: {silence}")
             if missing and self.member.goal is Goal.START and now - began > self._join_timeout:
                 raise NotJoined(f"{who} for {self._join_timeout:g} s for {why}", missing)
             if now - began > self.longest_wait:
@@ -406,9 +419,10 @@ class Client:
         body: Sequence[memoryview] = (),
         into: Sequence[memoryview] = (),
         timeout: float | None = None,
+        channel: Channel | None = None,
     ) -> Answer | RemoteFault | None:
         """Return the coordinator's answer; ``None`` if none came."""
-        channel, timeout = self._channels[COORDINATOR], timeout or self.timeout
+        channel, timeout = channel or self._channels[COORDINATOR], timeout or self.timeout
         return self._answered(message, lambda header: channel.call(COORDINATOR_METHOD, header, body, into, timeout))
 
     def _answered(self, message: Request | ShardRequest, call: Callable[[bytes], bytes]) -> Answer | RemoteFault | None:
@@ -422,17 +436,20 @@ class Client:
         answer = decode(header)
         if not isinstance(answer, Answer):
             raise RemoteFault(Refusal.MALFORMED, f"a server answered with a {type(answer).__name__}")
-        if isinstance(answer, Done) and answer.departed:
-            self._hear(answer.departed)
+        if isinstance(answer, Done):
+            for departed in self._news(answer.departed):
+                self._on_departed(departed)
+        elif isinstance(answer, Joined):
+            for lost in self._news(answer.lost):
+                self._on_updates_lost(lost)
         return answer
 
-    def _hear(self, departed: Sequence[Departed]) -> None:
+    def _news(self, told: Sequence[News]) -> list[News]:
         with self._hears:
             # Its own departure is an error of its calls.
-            news = [each for each in departed if each not in self._departed and each.vw != self.member.vw]
-            self._departed.update(news)
-        for each in news:
-            self._on_departed(each)
+            news = [each for each in told if each not in self._told and each.vw != self.member.vw]
+            self._told.update(news)
+        return news
 
     def _leave(self, failure: str, why: str = "") -> None:
         self._left = True
@@ -456,7 +473,7 @@ class Client:
 
     def _say_alive(self) -> None:
         heartbeat = self.member.heartbeat()
-        answer = self._call(heartbeat, timeout=self._lease / 3)
+        answer = self._call(heartbeat, timeout=self._lease / 3, channel=self._heart_channel)
         if not isinstance(answer, RemoteFault):
             return
         if answer.refusal is Refusal.FAILED:
