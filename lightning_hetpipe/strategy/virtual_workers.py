@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lightning_hetpipe.errors import SettingError, VirtualWorkerLost
 from lightning_hetpipe.launch import node_hosts, servers
-from lightning_hetpipe.launch.launcher import Launcher, LeftOut, ServingLauncher, check_processes
+from lightning_hetpipe.launch.launcher import Launcher, ServingLauncher, WasLeftOut, check_processes
 from lightning_hetpipe.launch.lost_workers import lost_workers
 from lightning_hetpipe.launch.node_hosts import ServingNodes
 from lightning_hetpipe.launch.ranks import Rank, Role, announce, find_rank
@@ -353,7 +353,7 @@ class VirtualWorkers(HostWeights):
             if self._group is not None and self._failure is not None:
                 group, self._group = self._group, None
                 share(None)
-                alone = isinstance(self._failure, VirtualWorkerLost | LeftOut)
+                alone = isinstance(self._failure, VirtualWorkerLost | WasLeftOut)
                 if isinstance(self._failure, ToldToEnd):
                     told = "" if self.global_rank else f"{SIGTERMException.__name__}: it was {REASON}"  # any who waits
                     group.part(told, why=REASON if self._failure.alone else "")
