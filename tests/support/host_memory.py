@@ -23,9 +23,17 @@ def is_mapped(path: Path) -> bool:
     return str(path.resolve()) in Path("/proc/self/maps").read_text()
 
 
+_MMAP_THRESHOLD = -3  # glibc's M_MMAP_THRESHOLD
+
+
 def _trim() -> None:
-    """Give back the pages that the allocator keeps, as otherwise it would do so at some later time."""
-    ctypes.CDLL(None).malloc_trim(0)
+    """Give back the pages that the allocator keeps, as otherwise it would do so at some later time.
+
+    From now on it keeps no large block that is freed, though a fit asks for that: what is held is to be seen.
+    """
+    library = ctypes.CDLL(None)
+    library.mallopt(_MMAP_THRESHOLD, 1 << 17)
+    library.malloc_trim(0)
 
 
 class Peak:
