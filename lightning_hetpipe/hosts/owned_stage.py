@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hetpipe.accelerator import accelerates
+from lightning_hetpipe.errors import PipelineStalled
 from lightning_hetpipe.hosts import orders
 from lightning_hetpipe.hosts.host_memory import HostMemory
 from lightning_hetpipe.hosts.remote_stage import LOST, HostLink, RemoteStage, sparse_of
@@ -117,7 +118,7 @@ class OwnedStage(RemoteStage):
     def close(self) -> None:
         try:
             if self._host is not None and self._lost is None:
-                with suppress(*LOST):
+                with suppress(*LOST, PipelineStalled):
                     self._come_home()
         finally:
             super().close()

@@ -6,6 +6,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from itertools import count
 from typing import Any, Protocol
 
 import torch
@@ -91,7 +92,8 @@ class RemoteStage(Stage):
     def __init__(self, connect: Callable[[], HostLink] | None, *args: Any) -> None:
         self._start_host = connect or HostProcess
         self._host: HostLink | None = None
-        self._answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._answers: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()  # numbered as they come
+        self._questions = count()
         self._asked: dict[tuple[int, str], float] = {}
         self._lock = threading.Lock()
         self._asking = threading.Lock()  # answers come in the order of questions
@@ -261,12 +263,12 @@ class RemoteStage(Stage):
 
     def _send_variants(self) -> None:
         """Send graphs that were made since the last ones were sent."""
-        now = self._variants()
-        if now == self._known:
+        if self._variants() == self._known:
             return
         with self._lock:
-            known, self._known = self._known, now
-            self._send(orders.NewVariants(new_variants(self.layers, known)))
+            new = new_variants(self.layers, self._known)  # while others are added, which the next forward sends
+            self._send(orders.NewVariants(new))
+            self._known = [known + len(each["graphs"]) for known, each in zip(self._known, new, strict=True)]
 
     def _send(self, message: Any) -> None:
         assert self._host is not None
@@ -286,15 +288,17 @@ class RemoteStage(Stage):
     def _await_answer(self) -> Any:
         """Wait for the answer to what was sent, which a host gives at once, whatever its stage computes.
 
-        Lightning's thread has the lock over user code meanwhile, so that the watchdog does not count this time.
+        Lightning's thread has the lock over user code meanwhile, so that the watchdog does not count this time. Where a
+        wait was interrupted, as by Ctrl-C, its answer comes before the one to this question.
         """
         assert self._host is not None
         found: list[Any] = []
-        host, since = self._host, time.monotonic()
+        host, since, question = self._host, time.monotonic(), next(self._questions)
 
         def ready(seconds: float) -> bool:
             try:
-                found.append(self._answers.get(timeout=seconds))
+                number, answer = self._answers.get(timeout=seconds)
+                found.extend([answer] if number == question else [])
             except queue.Empty:
                 if self._lost is not None:
                     raise self._host_lost() from None
@@ -317,10 +321,15 @@ class RemoteStage(Stage):
 
     def _receive(self, host: HostLink) -> None:
         torch.set_num_threads(self._torch_threads)
+        numbers = count()
         while True:
             try:
                 message = host.wire.receive()
             except (EOFError, NotPlain):
+                break
+            except Exception as unfit:  # such as want of memory for what has come
+                self._lost = f"has sent what could not be taken ({type(unfit).__name__}: {unfit})"
+                host.wire.end()
                 break
             if isinstance(message, orders.Broken):
                 kind = "" if message.kind in STAYING else f"{message.kind}: "
@@ -334,7 +343,7 @@ class RemoteStage(Stage):
                 self._shown[message.minibatch] = message
                 continue
             if isinstance(message, orders.Taken | orders.Looked | orders.Brought):
-                self._answers.put(message)
+                self._answers.put((next(numbers), message))
                 continue
             with self._lock:
                 for key in [key for key in self._asked if key[0] == message.minibatch]:
@@ -345,9 +354,9 @@ class RemoteStage(Stage):
         if self.holder is not None:
             self.holder.lose(error)
         with self._lock:
-            numbers = {number for number, _ in self._asked}
+            waiting = {number for number, _ in self._asked}
             self._asked.clear()
-        for number in numbers:
+        for number in waiting:
             self._done(Failure(number, error), None)
 
 

@@ -363,7 +363,9 @@ class Host:
             except OSError:
                 return  # nobody is there any more, which the other thread finds out, too
             except Exception as error:
-                self._wire.send(Failure(message.minibatch, error))
+                number = getattr(message, "minibatch", None)  # an answer has none
+                broken = orders.Broken(type(error).__name__, _text_of(error))
+                self._wire.send(broken if number is None else Failure(number, error))
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from secrets import token_hex
 from typing import Any
@@ -92,8 +93,9 @@ class StagesApart:
 
     def close(self) -> None:
         """End the processes."""
-        for stage in self._stages:
-            stage.close()
+        with ExitStack() as ends:  # of all, also where one fails
+            for stage in reversed(self._stages):
+                ends.callback(stage.close)
 
     def make(
         self, index: int, device: torch.device, segments: Sequence[Segment], layers: Sequence[Layer], *args: Any

@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_hetpipe import HetPipeStrategy
 from lightning_hetpipe.errors import PipelineStalled, SettingError
+from lightning_hetpipe.hosts import orders
 from lightning_hetpipe.hosts.host_process import HostProcess
 from lightning_hetpipe.hosts.remote_stage import HostLost, RemoteStage
 from lightning_hetpipe.hosts.wire import Wire
@@ -238,3 +239,19 @@ def test_a_stage_without_a_graph_stays_and_says_why(host_threads: list[HostThrea
     ):
         trainer.fit(Two(), vectors(12, 4))
     assert not host_threads
+
+
+def test_what_cannot_be_taken_ends_the_stage(host_threads: list[HostThread], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as a message for which this process has no memory: whoever waits is told at once."""
+    original = Wire.receive
+
+    def receive(wire: Wire) -> Any:
+        found = original(wire)
+        if isinstance(found, orders.Shown) and found.minibatch == 3:
+            raise RuntimeError("can't allocate memory")
+        return found
+
+    monkeypatch.setattr(Wire, "receive", receive)
+    with pytest.raises(HostLost, match=r"stage 0 .* has sent what could not be taken \(RuntimeError: can't allocate"):
+        trained([])
+    assert host_threads
