@@ -53,6 +53,11 @@ class HostProcess:
     @property
     def pid(self) -> int:
         return self._process.pid
+    @property
+    def node(self) -> str:
+        """Name of another node of a plan: none."""
+        return ""
+
 
     def told(self) -> str:
         """Say how it has ended, as the end of a sentence."""

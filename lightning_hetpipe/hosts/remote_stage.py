@@ -39,6 +39,9 @@ class HostLink(Protocol):
     @property
     def name(self) -> str: ...
 
+    @property
+    def node(self) -> str: ...
+
     def told(self) -> str: ...
 
     def join(self, seconds: float) -> None: ...
@@ -86,6 +89,8 @@ class RemoteStage(Stage):
     """The host, for the weights that it has."""
     emulation: Emulation | None = None
     """Emulation of the stages of this virtual worker, where their devices are not here."""
+    whose = ""
+    """Name of its virtual worker, where there are several, as the end of its own."""
     shows_gradients = True
     """True if the host sends gradients and state of a minibatch unasked, as the step waits for them."""
 
@@ -315,9 +320,14 @@ class RemoteStage(Stage):
         assert self._host is not None
         if self._lost is None:
             self._lost = self._host.told()
-        kind = STAYING.get(self._broken or "", HostLost)
-        advice = "; start again from the last checkpoint" if kind is HostLost else ""
-        return kind(f"the process of stage {self.index} ({self._host.name}) {self._lost}{advice}")
+        kind = STAYING.get(self._broken or "")
+        who, where = f"the process of stage {self.index}", self._host.name
+        if self._host.node:
+            where += f" on {self._host.node}"
+        if kind is not None:
+            return kind(f"{who}{self.whose} ({where}) {self._lost}")
+        advice = "" if self._settings.generators.virtual_worker else "; start again from the last checkpoint"
+        return HostLost(f"{who}{self.whose} ({where}) {self._lost}{advice}", f"{who} ({where}) {self._lost}")
 
     def _receive(self, host: HostLink) -> None:
         torch.set_num_threads(self._torch_threads)

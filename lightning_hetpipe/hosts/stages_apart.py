@@ -28,6 +28,7 @@ from lightning_hetpipe.server.transport.interface import Channel
 from lightning_hetpipe.server.transport.security import Security, is_loopback, joined, split
 
 NO_ACCELERATORS: Mapping[int, tuple[int, str]] = {}
+NO_NODES: Mapping[int, str] = {}
 
 
 def owns(device: torch.device) -> bool:
@@ -44,6 +45,8 @@ class StagesApart:
         security: Certificates and token for these.
         emulation: Of the stages, where their devices are not here.
         accelerators: Number and name, on their machines, of the accelerators that stages of ``addresses`` are on.
+        nodes: Names of their machines in the plan.
+        worker: Number of the virtual worker; None where there is but one.
     """
 
     def __init__(
@@ -53,9 +56,12 @@ class StagesApart:
         security: Security,
         emulation: Emulation | None = None,
         accelerators: Mapping[int, tuple[int, str]] = NO_ACCELERATORS,
+        nodes: Mapping[int, str] = NO_NODES,
+        worker: int | None = None,
     ) -> None:
         self._all, self._addresses, self._security, self._emulation = all, addresses, security, emulation
-        self._accelerators = accelerators
+        self._accelerators, self._nodes = accelerators, nodes
+        self._whose = "" if worker is None else f" of virtual worker {worker}"
         self._apart: list[int] = []
         self._reasons: dict[int, str] = {}
         self._stages: list[RemoteStage] = []
@@ -117,7 +123,7 @@ class StagesApart:
         self._apart.append(index)
         stage: RemoteStage
         if address is not None:
-            connect = partial(HostConnection, address, self._security)
+            connect = partial(HostConnection, address, self._security, self._nodes.get(index, ""))
             found = self._accelerators.get(index)
             own_device = None if found is None else Accelerator(*found)
             stage = OwnedStage(connect, own_device, index, device, segments, layers, *args)
@@ -126,7 +132,7 @@ class StagesApart:
             stage = OwnedStage(None, own_device, index, device, segments, layers, *args)
         else:
             stage = RemoteStage(None, index, device, segments, layers, *args)
-        stage.emulation = self._emulation
+        stage.emulation, stage.whose = self._emulation, self._whose
         self._stages.append(stage)
         return stage
 

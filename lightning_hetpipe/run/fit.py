@@ -306,7 +306,13 @@ class Fit(TrainerRun):
         ]
         moved = self._move(layout)
         stages = StagesApart(
-            settings.in_processes, settings.hosts, settings.security, self._emulation, settings.accelerators
+            settings.in_processes,
+            settings.hosts,
+            settings.security,
+            self._emulation,
+            settings.accelerators,
+            settings.nodes,
+            settings.virtual_worker if settings.virtual_workers > 1 else None,
         )
         self._undo.callback(stages.close)
         engine = Engine(

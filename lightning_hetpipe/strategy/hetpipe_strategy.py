@@ -389,6 +389,7 @@ class HetPipeStrategy(PlannedDevices):
             hosts=settings.stages_elsewhere(self._own_plan, self._found_addresses(), planner.placement.emulated),
             accelerators=settings.accelerators_elsewhere(self._own_plan, planner.placement.emulated),
             security=self._wsp_settings().security.from_environment(),
+            nodes=settings.nodes_elsewhere(self._own_plan),
             waited_in=self._waited_in,
             resumed=None if self._asked_in_flight else self._resumed,
         )

@@ -281,6 +281,14 @@ def stages_elsewhere(plan: Plan | None, hosts: StageHosts, emulated: bool) -> di
     return {number: hosts[stage.node] for number, stage in found.items()}
 
 
+def nodes_elsewhere(plan: Plan | None) -> dict[int, str]:
+    """Node of each stage that is on another one than the last stage, of a plan of one virtual worker."""
+    if plan is None:
+        return {}
+    (worker,) = plan.virtual_workers
+    return {number: stage.node for number, stage in enumerate(worker.stages) if stage.node != worker.leader}
+
+
 def accelerators_elsewhere(plan: Plan | None, emulated: bool) -> dict[int, tuple[int, str]]:
     """Number and name of the accelerator of each stage that is on one of another node than the last stage's, of a plan
     of one virtual worker; where devices are ``emulated``, hosts compute on CPUs."""

@@ -337,8 +337,10 @@ class VirtualWorkers(HostWeights):
             if self._group is not None and self._failure is not None:
                 group, self._group = self._group, None
                 share(None)
-                alone = isinstance(self._failure, VirtualWorkerLost)
-                group.part(f"{type(self._failure).__name__}: {self._failure}", alone)
+                if isinstance(self._failure, VirtualWorkerLost) and group.index:
+                    group.part(self._failure.how, alone=True)
+                else:
+                    group.part(f"{type(self._failure).__name__}: {self._failure}")
             elif self._group is not None:
                 self._group.leave_fit()
         finally:

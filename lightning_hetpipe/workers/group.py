@@ -317,21 +317,18 @@ class Group:
         """Leave at once; with a ``failure``, such as one that ends the program, the others are told, and end.
 
         Args:
-            alone: The failure is this virtual worker's alone: it leaves without a word, and the others go on once its
-                lease is over, but not without virtual worker 0.
+            alone: The failure is this virtual worker's alone, which is not virtual worker 0: the others go on, as
+                ``failure`` says what has become of it. This process stays for them, if its node's server ends with it.
         """
         atexit.unregister(self.part)
         ending = self._uncaught.error
         failure = failure or (f"{type(ending).__name__}: {ending}" if ending is not None else "")
-        self._failed = bool(failure)
+        self._failed = bool(failure) and not alone
+        self._has_told |= alone
         fit, launch, self._fit, self._launch = self._fit, self._launch, None, None
         for client in (fit, launch):
-            if client is None or not failure:
-                continue
-            if alone and self.index:
-                client.close()
-            else:
-                client.fail(failure)
+            if client is not None and failure:
+                client.fail(failure, alone)
         if fit is not None:
             self._end_fit(fit)
         self._exits.close()

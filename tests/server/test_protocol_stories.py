@@ -485,6 +485,15 @@ def test_a_failure_is_told_to_all_with_its_reason() -> None:
     assert world.server[0].coordinator.finished
 
 
+def test_who_fails_alone_is_lost_at_once_and_the_others_go_on() -> None:
+    world = started(2)
+    wave(world, 0, 1)
+    lost = Departed(1, 0, 1, "unable to go on")
+    assert ask(world, world.vws[1].member.leave("unable to go on", alone=True)) == Done((lost,))
+    del world.vws[1]
+    wave(world, 0)
+
+
 def test_who_has_left_is_not_waited_for_and_may_say_so_twice() -> None:
     world = started(2)
     wave(world, 0, 1)

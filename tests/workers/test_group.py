@@ -184,9 +184,11 @@ def test_who_has_a_server_stays_until_the_others_have_left(
     assert second._launch is not None
     fail = second._launch.fail
 
-    def failing(reason: str) -> None:  # and where it leaves with a failure: of the two, who is first to say so is open
+    def failing(
+        reason: str, alone: bool = False
+    ) -> None:  # and where it leaves with a failure: of the two, who is first to say so is open
         going.wait(SECONDS)
-        fail(reason)
+        fail(reason, alone)
 
     monkeypatch.setattr(second._launch, "fail", failing)
     closed = [pair.threads.submit(group.close, failure) for group in (first, second)]
@@ -204,6 +206,27 @@ def test_who_fails_waits_a_lease_at_most(exits: ExitStack, monkeypatch: pytest.M
     with pytest.raises(Exception, match="VW 0 failed: ValueError: a bad batch"):
         pair.groups[1].gather(1, "a test")
     pair.groups[1].close("PeerFailed")
+
+
+def test_who_fails_alone_tells_why_and_its_server_stays_for_the_others(
+    exits: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others learned of it by the lease, in other words; and its server, which ended with it, stopped them all."""
+    pair = Pair(exits, monkeypatch)
+    pair.enter_fit(1.0, 2.0)
+    first, second = pair.groups
+    told = list[tuple[int, str, str, str]]()
+    monkeypatch.setattr(first, "_on_loss", lambda *what: told.append(what))
+    parted = pair.threads.submit(second.part, "unable to go on, as its host has ended", True)
+    update = [torch.ones(3), torch.ones(3)]
+    merged = pair.threads.submit(first.weights.synchronise, update).result(SECONDS)
+    assert [tensor.tolist() for tensor in merged] == [[2.0] * 3, [3.0] * 3]
+    why = "was unable to go on, as its host has ended"
+    said = f"virtual worker 1 is lost after 0 waves: it {why}; the others go on without it"
+    assert told == [(1, "virtual worker 1", why, said)]
+    assert not parted.done()
+    first.close()
+    parted.result(SECONDS)
 
 
 def test_two_launches_at_once_at_one_server(exits: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -228,9 +228,9 @@ class Client:
         """End the membership."""
         self._leave("")
 
-    def fail(self, reason: str) -> None:
-        """End the membership because of a failure, with which the others end too."""
-        self._leave(reason)
+    def fail(self, reason: str, alone: bool = False) -> None:
+        """End the membership because of a failure, with which the others end too, unless it is this one's ``alone``."""
+        self._leave(reason, alone)
 
     def cancel(self) -> None:
         """End the call that is under way, and all later ones, as ``Cancelled``."""
@@ -368,12 +368,12 @@ class Client:
         for each in news:
             self._on_departed(each)
 
-    def _leave(self, failure: str) -> None:
+    def _leave(self, failure: str, alone: bool = False) -> None:
         self._left = True
         self._stopped.set()
         with self._busy:
             joined = self.member.state is not MemberState.OUTSIDE
-            message = self.member.leave(failure)
+            message = self.member.leave(failure, alone)
         deadline, pause = time.monotonic() + min(TIME_TO_LEAVE, self._lease), threading.Event()
         while joined and self._call(message, timeout=min(2.0, self.timeout)) is None:
             if time.monotonic() > deadline:

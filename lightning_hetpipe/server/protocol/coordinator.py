@@ -242,10 +242,10 @@ class Coordinator:
 
     def _leave(self, message: messages.Leave, now: float) -> Answer:
         left_out = message.incarnation <= self.gone.get(message.vw, -1)  # its failure does not concern the others
-        if message.failure and not self._failure and not left_out:
+        if message.failure and not message.alone and not self._failure and not left_out:
             self._fail(message.vw, message.failure, now)
         if message.vw in self._leases.seen:
-            self._remove(message.vw)
+            self._remove(message.vw, message.failure[:MAX_FAILURE] if message.alone else "")
         self.gone[message.vw] = message.incarnation
         return self._done()
 

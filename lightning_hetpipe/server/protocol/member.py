@@ -137,9 +137,9 @@ class Member:
     def heartbeat(self) -> messages.Heartbeat:
         return messages.Heartbeat(self.vw, self.incarnation, self.generation)
 
-    def leave(self, failure: str = "") -> messages.Leave:
+    def leave(self, failure: str = "", alone: bool = False) -> messages.Leave:
         self.state = MemberState.OUTSIDE
-        return messages.Leave(self.vw, self.incarnation, failure)
+        return messages.Leave(self.vw, self.incarnation, failure, alone)
 
     def check_idle(self) -> None:
         """Raise a ``LocalFault`` while a call is under way, or before the VW has joined."""

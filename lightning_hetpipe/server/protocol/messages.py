@@ -183,9 +183,10 @@ class Heartbeat(InGeneration):
 
 @dataclass(frozen=True)
 class Leave(FromMember):
-    """The VW is done; or has failed, if ``failure`` says why, and the others must end too."""
+    """The VW is done, or has failed, as ``failure`` says: then the others must end, too, unless it fails ``alone``."""
 
     failure: str
+    alone: bool = False
 
 
 # Requests to a shard.
