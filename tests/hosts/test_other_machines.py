@@ -375,6 +375,11 @@ def test_a_spread_run_has_no_stages_for_hosts() -> None:
         ({"stage_hosts": {"attic": "127.0.0.1:1"}, "stages": 2}, "names hosts for the nodes of a plan"),
         ({"plan": plan("attic", "desk", "desk")}, r"start hetpipe-host on attic, and say where, as in stage_hosts="),
         (
+            {"plan": plan("attic", "desk", "desk"), "stage_hosts": {"atic": "127.0.0.1:1"}},
+            r"stage_hosts=\{'atic': '127.0.0.1:1'\} names 'atic', which is no node of the plan for Task, whose nodes"
+            r" are 'desk' and 'attic'; did you mean 'attic'\?",
+        ),
+        (
             {"plan": plan("attic", "cellar", "desk"), "stage_hosts": {"attic": "127.0.0.1:1"}},
             "start hetpipe-host on cellar, and say where",
         ),
