@@ -141,6 +141,10 @@ class RemoteStage(Stage):
         )
         self._is_set_up = True
 
+    def await_host(self) -> None:
+        """Wait until the host has done all that it was told so far."""
+        self._ask(orders.Bring(()))
+
     def _connect(self) -> None:
         """Start the host, which knows nothing of the stage yet."""
         host = self._host = self._start_host()

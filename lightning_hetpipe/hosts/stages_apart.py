@@ -153,6 +153,11 @@ class StagesApart:
             if isinstance(stage, OwnedStage):
                 stage.await_weights()
 
+    def await_hosts(self) -> None:
+        """Wait until all hosts are ready for the first minibatch, once they were told all that they need for it."""
+        for stage in self._stages:
+            stage.await_host()
+
     def join(self, engine: Engine) -> None:
         """Have hosts on other machines hand activations and gradients over to each other, where they can."""
         away, followers = self._away(), engine.followers

@@ -381,6 +381,8 @@ class Fit(TrainerRun):
         self.pipeline, self.devices = engine, layout.devices
         driver.start(engine)
         engine.begin(number - 1, forwards=number)
+        stages.await_hosts()
+        telemetry.start()
 
     def _let_go(self) -> None:
         with suppress(HostLost):  # the fit fails with it already
