@@ -302,7 +302,7 @@ class RemoteStage(Stage):
         """
         assert self._host is not None
         found: list[Any] = []
-        host, since, question = self._host, time.monotonic(), next(self._questions)
+        since, question = time.monotonic(), next(self._questions)
 
         def ready(seconds: float) -> bool:
             try:
@@ -312,13 +312,18 @@ class RemoteStage(Stage):
                 if self._lost is not None:
                     raise self._host_lost() from None
                 if time.monotonic() - since > self._watchdog.seconds:
-                    self._lost = f"has not answered for {self._watchdog.seconds:g} s, and was ended"
-                    host.kill()
-                    raise self._host_lost() from None
+                    raise self._end_silent(self._watchdog.seconds) from None
             return bool(found)
 
         self._watchdog.wait(ready, f"{threading.current_thread().name} for stage {self.index}")
         return found[0]
+
+    def _end_silent(self, seconds: float) -> Exception:
+        """End the host, which has not answered for so many ``seconds``; gives the error that says so."""
+        assert self._host is not None
+        self._lost = f"has not answered for {seconds:g} s, and was ended"
+        self._host.kill()
+        return self._host_lost()
 
     def _host_lost(self) -> Exception:
         assert self._host is not None

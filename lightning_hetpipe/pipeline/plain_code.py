@@ -71,6 +71,8 @@ class PlainCode:
             return value
         if isinstance(value, float):
             return ["float", value.hex()]
+        if isinstance(value, complex):
+            return ["complex", value.real.hex(), value.imag.hex()]
         if isinstance(value, Tensor):
             tensors.append(value)
             return ["tensor", str(value.dtype)[6:], list(value.shape), list(value.stride())]
@@ -100,6 +102,8 @@ class PlainCode:
             return _tensor_of(dtype, shape, stride, take)
         if tag == "float":
             return float.fromhex(rest[0])
+        if tag == "complex":
+            return complex(*map(float.fromhex, rest))
         if tag == "device":
             return torch.device(rest[0])
         if tag == "torch":

@@ -52,6 +52,7 @@ def read(text: bytes, data: bytes) -> Any:
         None,
         [True, 1, -(10**30), "text", ""],
         (1.5, 0.1, -0.0, math.inf, (), []),
+        [complex(0.1, -0.0), complex(math.inf, 1e-320)],
         {"key": {1: (torch.bfloat16, torch.device("cpu"), torch.strided, torch.contiguous_format)}},
         slice(1, None, 2),
     ],
