@@ -27,17 +27,17 @@ class VirtualWorkerLost(RuntimeError):
 
     Args:
         message: For a user of it alone.
-        why: For those who go on, as the end of a sentence.
+        why: For those who go on, as the end of a sentence; empty where they know.
     """
 
-    def __init__(self, message: str, why: str) -> None:
+    def __init__(self, message: str, why: str = "") -> None:
         super().__init__(message)
         self.why = why
 
     @property
     def how(self) -> str:
-        """State of this virtual worker since, as in "it was ..."."""
-        return f"unable to go on, as {self.why}"
+        """State of this virtual worker since, as in "it was ..."; empty where others know."""
+        return f"unable to go on, as {self.why}" if self.why else ""
 
 
 class Discarded(BaseException):

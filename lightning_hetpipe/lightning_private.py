@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -106,6 +108,26 @@ def seconds_between_validations(trainer: L.Trainer) -> float | None:
 def on_requeue(trainer: L.Trainer, handler: Callable[..., Any]) -> Redirect:
     """Lets ``handler`` have the signal with which SLURM announces a job's end; ``original`` saves, and requeues."""
     return Redirect(trainer._signal_connector, "_slurm_sigusr_handler_fn", handler)
+
+
+def on_sigterm(trainer: L.Trainer, handler: Callable[..., Any]) -> Redirect:
+    """Lets ``handler`` have SIGTERM in a run that begins later; ``original`` ends the run after its batch."""
+    return Redirect(trainer._signal_connector, "_sigterm_notifier_fn", handler)
+
+
+def note_sigterm(trainer: L.Trainer) -> None:
+    """Has ``trainer.received_sigterm`` say that SIGTERM ends the run."""
+    trainer._signal_connector.received_sigterm = True
+
+
+def requeue_path(trainer: L.Trainer) -> str:
+    """The next file in which a job of SLURM's is saved before it is requeued, and from which it resumes by itself."""
+    return trainer._checkpoint_connector.hpc_save_path(trainer.default_root_dir)
+
+
+def ends_epoch(trainer: L.Trainer) -> bool:
+    """Tell whether the step that has ended is the last of the epoch, or of the training."""
+    return bool(trainer.fit_loop.epoch_loop._is_training_done)
 
 
 def saves_by_steps(callback: Any) -> bool:
@@ -237,6 +259,12 @@ def loader_iterator(loader: CombinedLoader) -> Iterator[Any] | None:
     return loader._iterator
 
 
+def validation_loaders(trainer: L.Trainer) -> list[Any]:
+    """Likewise, those that it validates on, once it has them."""
+    loader = trainer.fit_loop.epoch_loop.val_loop._combined_loader
+    return [] if loader is None else loader.flattened
+
+
 def train_loaders(trainer: L.Trainer) -> list[Any]:
     """The DataLoaders, or whatever else gives batches, that a fit trains on."""
     loader = trainer.fit_loop._combined_loader
@@ -249,13 +277,14 @@ def recount_batches(trainer: L.Trainer) -> None:
     loop, validation = trainer.fit_loop, trainer.fit_loop.epoch_loop.val_loop
     loader = loop._combined_loader
     assert loader is not None
-    limits = [len(each) for each in loader.flattened]
+    most: int | float = trainer.limit_train_batches
+    limits = [_limited(1, each, most) for each in loader.flattened]
     loader.limits = [*limits]
     loop.max_batches = min(limits) if loader._mode == "min_size" else max(limits)
     if isinstance(trainer.val_check_interval, float):
         trainer.val_check_batch = max(1, int(loop.max_batches * trainer.val_check_interval))
     if validation._combined_loader is not None:
-        most: int | float = trainer.limit_val_batches
+        most = trainer.limit_val_batches
         validation._max_batches = [
             _limited(before, each, most)
             for before, each in zip(validation._max_batches, validation._combined_loader.flattened, strict=True)
@@ -316,3 +345,17 @@ def _open_around_waits(iterator: Any, waiting: Callable[[], AbstractContextManag
             return get(itself())
 
     vars(iterator)["_get_data"] = get_data
+
+
+def is_fit(function: Callable[..., Any], trainer: L.Trainer | None) -> bool:
+    """Tell whether ``function``, which a launcher is to call, is the fit of ``trainer``."""
+    return function == getattr(trainer, "_fit_impl", None)
+
+
+def with_checkpoint(
+    function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], checkpoint: Path
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a fit that resumes from ``checkpoint`` instead of what the user has named."""
+    bound = inspect.signature(function).bind(*args, **kwargs)
+    bound.arguments["ckpt_path"] = checkpoint
+    return bound.args, bound.kwargs

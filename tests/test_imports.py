@@ -27,7 +27,7 @@ BELOW: dict[str, set[str]] = {
     "cli": {"strategy", "run", "placement", "workers", "hosts", "launch", "server", "demo", "conf", *COMPUTES},
     "demo": {"strategy", "server", *COMPUTES},
     "strategy": {"run", "placement", "workers", "launch", "server", *COMPUTES},
-    "run": {"placement", "workers", "hosts", "server", *COMPUTES},
+    "run": {"placement", "workers", "hosts", "launch", "server", *COMPUTES},
     "placement": {*COMPUTES},
     "workers": {"launch", "server", "pipeline", "rules"},
     "launch": {"hosts", "server", "rules"},

@@ -48,6 +48,7 @@ def test_the_arguments_of_the_strategy_and_their_defaults() -> None:
         "start_method": "popen",
         "timeout": timedelta(minutes=5),
         "capture_timeout": 60.0,
+        "grace": timedelta(seconds=30),
         "accelerator": None,
         "parallel_devices": None,
         "cluster_environment": None,

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 from contextlib import ExitStack
+from types import FrameType
 from typing import Any
 
 from lightning_hetpipe.hosts.wire import Wire
@@ -88,6 +89,7 @@ def child(descriptor: int, security: dict[str, Any] | None) -> None:
     from lightning_hetpipe.hosts.stage_host import Host
     from lightning_hetpipe.server.transport.security import Security
 
+    _end_with(os.getppid())
     raw = socket.socket(fileno=descriptor)
     try:
         connection = raw if security is None else _admitted(raw, security)
@@ -101,6 +103,21 @@ def child(descriptor: int, security: dict[str, Any] | None) -> None:
         traceback.print_exc()
         os._exit(1)
     os._exit(0)  # whatever a stage's thread computes, nobody waits for it
+
+
+def _end_with(parent: int) -> None:
+    """Have SIGTERM end this process only where it says that the process ``parent`` has ended.
+
+    Who tells all processes of a run to end, as SLURM does, reaches hosts, too, whose weights are still to be saved.
+    """
+
+    def told(number: int, frame: FrameType | None) -> None:
+        if os.getppid() != parent:
+            os._exit(128 + number)
+
+    signal.signal(signal.SIGTERM, told)
+    for number in (signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _admitted(raw: socket.socket, given: dict[str, Any]) -> Any:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import selectors
-import signal
 import socket
 import subprocess
 import sys
@@ -28,9 +27,6 @@ MOST_HOSTS = 64
 
 REAPING = 1.0
 """Seconds between looks at which of them have ended."""
-
-ENDING = 5.0
-"""Seconds in which hosts end that were asked to."""
 
 
 class Watched(Protocol):
@@ -155,11 +151,6 @@ class _Hosts:
     def end(self) -> None:
         """End all of them."""
         for each in self._running:
-            if each.poll() is None:
-                each.send_signal(signal.SIGTERM)
+            each.kill()  # they leave SIGTERM to their leaders
         for each in self._running:
-            try:
-                each.wait(ENDING)
-            except subprocess.TimeoutExpired:
-                each.kill()
-                each.wait()
+            each.wait()

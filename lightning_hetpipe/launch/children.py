@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from lightning_hetpipe.launch import parent_watch
 from lightning_hetpipe.launch.child_work import work_of
 from lightning_hetpipe.launch.lost_workers import lost_workers, went_on_without
+from lightning_hetpipe.launch.told_to_end import ToldToEnd
 from lightning_hetpipe.server.process import parent_death
 from lightning_hetpipe.server.process.notices import say
 from lightning_hetpipe.server.process.server_process import how
@@ -32,7 +33,7 @@ OnEnd = Callable[[int, int], None]
 """Takes the virtual worker's number on its node and its process's return code, negative for a signal."""
 
 # Errors that follow from another process's, or from somebody's wish, explain nothing.
-_CONSEQUENCES = ("PeerFailed:", "SIGTERMException:")
+_CONSEQUENCES = ("PeerFailed:", "SIGTERMException:", f"{ToldToEnd.__name__}:")
 
 _LOOK = 0.05  # seconds between looks at the messages of children that are to end
 
@@ -69,6 +70,11 @@ class Child:
     def name(self) -> str:
         return f"virtual worker {self.worker}"
 
+    @property
+    def was_told(self) -> bool:
+        """It was told to end, and has left the others, who hear of that through servers."""
+        return self.error is not None and self.error.startswith(f"{ToldToEnd.__name__}:")
+
     def send(self, signum: int) -> None:
         """Send it a signal; SIGINT to all processes of its session, as a terminal does.
 
@@ -103,7 +109,7 @@ class Children:
     If one of them dies, the others go on: ``watch`` names who is told of it.
     """
 
-    def __init__(self, command: Sequence[str], folder: str, processes: int, first: int = 0) -> None:
+    def __init__(self, command: Sequence[str], folder: str, processes: int, first: int = 0, restarts: int = 0) -> None:
         """Start them.
 
         Args:
@@ -111,6 +117,7 @@ class Children:
             folder: The folder in which it starts.
             processes: All virtual workers of the node; this process is number 0.
             first: The number of this process among those of all nodes.
+            restarts: How often each is started again that ends in the middle, at most.
         """
         self.processes = processes
         self._first = first
@@ -125,6 +132,8 @@ class Children:
         self._changed = threading.Condition()
         self._all: list[Child] = []
         self._running = 0
+        self._restarts = dict.fromkeys(range(1, processes), restarts)
+        self._variables: Mapping[str, str] = {}
         try:
             for local in range(1, processes):
                 begun: Future[None] = Future()
@@ -148,7 +157,9 @@ class Children:
             begun.set_exception(error)
         else:
             begun.set_result(None)
-            self._watch(child)
+            while self._watch(child):
+                child = self._start(command, folder, local)
+                self._give(child, again=True)
 
     def _start(self, command: Sequence[str], folder: str, local: int) -> Child:
         ours, childs = parent_watch.pair()
@@ -171,19 +182,37 @@ class Children:
 
     def give(self, variables: Mapping[str, str]) -> None:
         """Send them the variables that they wait for; to be called once."""
+        self._variables = variables
         for child in self._all:
-            with contextlib.suppress(OSError):  # it has ended, which `_watch` sees as well
-                child.link.sendall(json.dumps(dict(variables)).encode() + b"\n")
+            self._give(child)
 
-    def _watch(self, child: Child) -> None:
+    def _give(self, child: Child, again: bool = False) -> None:
+        self._tell(child, {**self._variables, parent_watch.AGAIN: "1"} if again else dict(self._variables))
+
+    def _tell(self, child: Child, what: Mapping[str, str]) -> None:
+        with contextlib.suppress(OSError):  # it has ended, which `_watch` sees as well
+            child.link.sendall(json.dumps(what).encode() + b"\n")
+
+    def _watch(self, child: Child) -> bool:
+        """Wait until ``child`` ends, and tell; returns True if it is to be started again, of which nobody is told."""
         code = child.process.wait()
         with self._changed:
             child.listen()
             failed = code != 0 and child.local not in self._signalled
-            if failed:
+            again = failed and child.arrived and child.error is None and self._restarts.get(child.local, 0) > 0
+            if again:
+                self._restarts[child.local] -= 1
+                self._all.remove(child)
+                self._running -= 1
+                child.link.close()
+            elif failed:
                 self.failures[child.local] = code
+        if again:
+            left = self._restarts[child.local]
+            say(f"{child} {how(code)}, and is started again ({left or 'no'} more restart{'s' * (left != 1)})")
+            return True
         try:
-            if failed:
+            if failed and not child.was_told:
                 ended, sentence = how(code), f"{child} {how(code)}" if child.error is None else ""
                 if child.error is not None and child.lost:
                     ended, sentence = f"was {child.lost}", went_on_without(str(child), child.lost)
@@ -201,6 +230,7 @@ class Children:
             with self._changed:
                 self._running -= 1
                 self._changed.notify_all()
+        return False
 
     def watch(self, on_end: OnEnd | None) -> None:
         """Have ``on_end`` told of all that have ended, and of those that end from now on; None: nobody is told."""
@@ -234,6 +264,11 @@ class Children:
             if not child.leaving:
                 self._signal(child, signum)
 
+    def let_end(self) -> None:
+        """Count all as told to end, as they were through servers: they end by themselves."""
+        with self._changed:
+            self._signalled.update(child.local for child in self._all)
+
     def wait(self, end_timeout: float | None, grace: float) -> None:
         """Wait until all have ended by themselves, however long their own code takes; a person is told once.
 
@@ -241,6 +276,10 @@ class Children:
             end_timeout: Seconds after which they are ended, and the program fails; None: never.
             grace: As of ``end``.
         """
+        with self._changed:
+            self._restarts.clear()
+        for child in self._still():  # one that was started again may be about to come back to a run that is over
+            self._tell(child, {})
         soon = NOTICE_AFTER if end_timeout is None else min(end_timeout, NOTICE_AFTER)
         if not self._gone(soon) and soon != end_timeout:
             who = ", ".join(map(str, self._still()))
@@ -266,6 +305,7 @@ class Children:
             grace: Seconds until SIGTERM, and as many again until SIGKILL.
         """
         with self._changed:
+            self._restarts.clear()
             before = set(self._signalled)
         self._ask(signum, lambda child: child.local not in before)
         if before and not self._gone(grace / 3):

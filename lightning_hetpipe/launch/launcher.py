@@ -11,6 +11,7 @@ import os
 import signal
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeVar
 
 import lightning as L
@@ -22,17 +23,23 @@ from lightning_hetpipe.launch.command import current_job, this_program
 from lightning_hetpipe.launch.lost_workers import Uncaught, lost_workers, went_on_without
 from lightning_hetpipe.launch.parent_watch import this_child
 from lightning_hetpipe.launch.ranks import Rank, Role, other_number
-from lightning_hetpipe.lightning_private import BaseLauncher, TunerExit
+from lightning_hetpipe.launch.told_to_end import TERMINATED, ToldToEnd, left_to_others
+from lightning_hetpipe.lightning_private import BaseLauncher, TunerExit, is_fit, with_checkpoint
 from lightning_hetpipe.server.process.notices import say
-from lightning_hetpipe.server.protocol.identifiers import PeerFailed
+from lightning_hetpipe.server.protocol.identifiers import PeerFailed, Refusal, RemoteFault
 
 T = TypeVar("T")
 
-TERMINATED = 128 + signal.SIGTERM
-"""The exit code of a program that SIGTERM has ended, as shells report it."""
-
 INTERRUPTED = 128 + signal.SIGINT
-"""Likewise of one that Ctrl-C has ended."""
+"""The exit code of a program that Ctrl-C has ended, as shells report it."""
+
+
+LEFT_OUT = 75
+"""Exit code of a virtual worker that the others have gone on without: EX_TEMPFAIL of sysexits.h, "try again"."""
+
+
+class LeftOut(SystemExit):
+    """The others have gone on without this virtual worker, and are not to hear of its end."""
 
 
 @dataclass
@@ -51,6 +58,8 @@ class _Launch:
     def fail(self, error: BaseException) -> None:
         """End the children, because the launch has failed. Their servers stay until `finish`, as we may use them."""
         self.failed = True
+        if isinstance(error, ToldToEnd):  # as all were
+            self.children.let_end()
         self._end_by(lambda: self.children.end(signal.SIGINT, self.grace))
         self.children.show_errors(error)
 
@@ -124,6 +133,9 @@ class Launcher(BaseLauncher):
         grace: Seconds until the next stronger signal goes to a child that is to end.
         end_timeout: Called at each launch; gives the seconds that the program's end waits for children; None: no limit.
         trainer: The Trainer whose run it is, once there is one.
+        resumed_from: Called before a fit; gives the checkpoint that it resumes from, if this process comes back to a
+            run that goes on; None else.
+        restarts: Called once; gives how often each process that was started here is started again, at most.
     """
 
     rank: Rank
@@ -133,6 +145,8 @@ class Launcher(BaseLauncher):
     grace: float = 10.0
     end_timeout: Callable[[], float | None] = lambda: None
     trainer: L.Trainer | None = None
+    resumed_from: Callable[[], Path | None] = lambda: None
+    restarts: Callable[[], int] = lambda: 0
 
     @property
     def is_interactive_compatible(self) -> bool:
@@ -146,6 +160,7 @@ class Launcher(BaseLauncher):
 
         Raises:
             SettingError: if they have ended already, because an earlier call failed.
+            LeftOut: if the others have gone on without this virtual worker.
         """
         self.trainer = trainer
         child, launch = this_child(), None
@@ -159,6 +174,8 @@ class Launcher(BaseLauncher):
         try:
             if launch is not None:
                 launch.children.watch(self.on_end)
+            if is_fit(function, trainer) and (checkpoint := self.resumed_from()) is not None:
+                args, kwargs = with_checkpoint(function, args, kwargs, checkpoint)
             return function(*args, **kwargs)
         except TunerExit:  # how lr_find ends a fit that went well
             raise
@@ -166,12 +183,17 @@ class Launcher(BaseLauncher):
             lost_workers.forget(_code(error))
             if child is not None:
                 child.given_up = True
+            if isinstance(error, RemoteFault) and error.refusal in (Refusal.LEFT_OUT, Refusal.FENCED):
+                say(f"virtual worker {self.rank.index} ends, as the others have gone on without it: {error}")
+                raise LeftOut(LEFT_OUT) from None
             if child is not None and isinstance(error, (Exception, SIGTERMException)):
                 child.failed(error)  # now, as cleaning up may take long, and be disturbed
             if launch is not None:
                 launch.fail(error)
             if isinstance(error, VirtualWorkerLost):
-                if child is None and self.rank.index:  # now, as this process may stay as long as the others need it
+                if (
+                    child is None and self.rank.index and error.how
+                ):  # now, as this process may stay as long as the others need it
                     say(went_on_without(f"virtual worker {self.rank.index}", error.how))
                 raise error.with_traceback(None) from None  # no line of the program's is to blame
             if not isinstance(error, PeerFailed):
@@ -203,7 +225,7 @@ class Launcher(BaseLauncher):
         if (before := _own_launch()) is not None:
             before.finish(False)  # the previous job of the sweep
         program = this_program()
-        children = Children(program.command, program.folder, processes, self.rank.index)
+        children = Children(program.command, program.folder, processes, self.rank.index, self.restarts())
         try:
             children.give(self.extra())
         except BaseException as error:
@@ -238,11 +260,14 @@ class ServingLauncher(BaseLauncher):
     def launch(self, function: Callable[..., Any], *args: Any, trainer: L.Trainer | None = None, **kwargs: Any) -> Any:
         """Serve, and end the program: what the Trainer wants run is the virtual workers'.
 
+        SIGTERM is left to those, which are still to save what is here; a second one ends this process.
+
         Raises:
             SystemExit: always, unless serving fails.
         """
         try:
-            code = self.serve()
+            with left_to_others():
+                code = self.serve()
         except KeyboardInterrupt:
             say("this node was interrupted, and serves no more")
             code = INTERRUPTED

@@ -45,7 +45,8 @@ class LostWorkers:
         self._known: set[int] = set()
         self._unnamed: dict[int, str] = {}
         """Those that the end of the run is still to name, in words."""
-        self._exits = False
+        self._goes_without = False
+        self._told = False  # of another failure
         self._failed = 0
         self._uncaught: Uncaught | None = None
 
@@ -61,14 +62,21 @@ class LostWorkers:
             if vw in self._known or self._failed:
                 return
             self._known.add(vw)
-            self._exits = True
+            self._goes_without = True
             self._unnamed[vw] = f"{who}, which {how}"
         if sentence:
             say(sentence)
 
+    def find(self, vw: int) -> None:
+        """Note that virtual worker ``vw`` takes part again."""
+        with self._lock:
+            self._known.discard(vw)
+            self._unnamed.pop(vw, None)
+            self._goes_without = bool(self._known)
+
     def exit_with_one(self) -> None:
         """Have the program exit with 1, for another failure that this process has told of and gone on from."""
-        self._exits = True
+        self._told = True
 
     def name(self) -> None:
         """End a run: name those that it has gone on without."""
@@ -83,7 +91,11 @@ class LostWorkers:
         with self._lock:
             self._known.clear()
             self._unnamed.clear()
-            self._exits, self._failed = False, code
+            self._goes_without, self._told, self._failed = False, False, code
+
+    @property
+    def _exits(self) -> bool:
+        return self._goes_without or self._told
 
     @property
     def status(self) -> int:

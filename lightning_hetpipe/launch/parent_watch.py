@@ -4,6 +4,7 @@ Launcher and child hold the two ends of a socket pair. When one of them ends, ho
 Until then each sends few messages, a line of JSON each:
 
     launcher  {"NAME": "value", ...}              variables beside the environment, once, when all of them are known
+    launcher  {}                                  its own program is over
     child     {"arrived": true}                   it has come as far as `Launcher.launch`
     child     {"error": "...", "text": "..."}     an exception ends it; and, once more, with the text to print of it;
                                                   "lost", if it ends this one alone, says what has become of it
@@ -34,6 +35,9 @@ from lightning_hetpipe.server.process import parent_death
 VARIABLE = "HETPIPE_VIRTUAL_WORKER"
 """A child's environment variable: 1/2@7 is virtual worker 1 of the node's 2, its end of the pair is descriptor 7."""
 
+AGAIN = "HETPIPE_STARTED_AGAIN"
+"""A variable for a child whose earlier process has ended in the middle of a run."""
+
 GRACE = 10.0
 """Seconds that a child whose launcher has ended has to clean up."""
 
@@ -52,6 +56,7 @@ class LaunchedChild:
         variables: From the launcher. A secret is among them, so that they are no part of the environment, which
             programs inherit that this one starts.
         orphaned: The launcher has ended.
+        outlasts: The launcher's own program is over.
         given_up: A run in this process has ended with an exception.
     """
 
@@ -59,6 +64,7 @@ class LaunchedChild:
         self.local = local
         self.per_node = per_node
         self.orphaned = False
+        self.outlasts = False
         self.given_up = False
         self._link = link
         self.variables: dict[str, str] = {}
@@ -101,10 +107,13 @@ class LaunchedChild:
         heard = b""
         with contextlib.suppress(OSError):  # reset, where the launcher ended without having read all
             while part := self._link.recv(4096):
-                heard += part
-                if heard.endswith(b"\n") and not self._has_variables.is_set():
-                    self.variables = json.loads(heard)
-                    self._has_variables.set()
+                *lines, heard = (heard + part).split(b"\n")
+                for line in lines:
+                    if self._has_variables.is_set():
+                        self.outlasts = True
+                    else:
+                        self.variables = json.loads(line)
+                        self._has_variables.set()
         self.orphaned = True
         with contextlib.suppress(OSError):  # whoever read stderr may be gone too
             text = f"hetpipe: process {os.getpid()} ends, as its launcher (process {launcher}) has ended."

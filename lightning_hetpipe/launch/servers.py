@@ -42,6 +42,8 @@ COORDINATOR, TOKEN = "HETPIPE_COORDINATOR", "HETPIPE_TOKEN"
 """Variables for a launch's other processes: the address of the coordinator, and the token that it asks for."""
 LAUNCH = "HETPIPE_LAUNCH"
 """Likewise, the id of the launch, where servers are not its own."""
+ANY = "127.0.0.1:0"
+"""The address at which a server listens for a single machine."""
 PORT = "HETPIPE_PORT"
 """The port on which each node's server listens, where there are several nodes."""
 
@@ -96,7 +98,7 @@ def start(rank: Rank, environment: ClusterEnvironment, wsp: WSPSettings, *, ever
             _serve(joined(host_of_node(rank, coordinator), int(port)), security, wsp.lease)
         return {COORDINATOR: coordinator, TOKEN: security.token or ""}
     # A token of the user's lets `hetpipe-server status` ask; otherwise the server makes up one that nobody knows.
-    server = _serve("127.0.0.1:0", Security(token=wsp.security.from_environment().token), wsp.lease)
+    server = _serve(ANY, Security(token=wsp.security.from_environment().token), wsp.lease)
     return {COORDINATOR: server.address, TOKEN: server.security.token or ""}
 
 
@@ -180,12 +182,13 @@ def _serve(address: str, security: Security, lease: float) -> ServerProcess:
         try:
             server.start()
         except SettingError as error:
-            if is_loopback(_host_of(address)):
+            if address == ANY:
                 raise
             raise SettingError(
                 f"this node's server cannot listen on {address}: node 0's listens on MASTER_ADDR, which must be that"
                 f" node's address in the network (other nodes set NODE_RANK), port {PORT} or else MASTER_PORT + 1,"
-                f" which must be free; set them so on every node ({error})"
+                " which must be free (the server of an earlier run may still have it); set them so on every node"
+                f" ({error})"
             ) from None
         _server = server
         atexit.unregister(stop)

@@ -28,6 +28,7 @@ class WSPSettings:
     lease: float
     end_timeout: float | None
     join_timeout: float
+    restarts: int = 0
     left_out: frozenset[str] = frozenset()
 
     def check_later(self, later: WSPSettings) -> None:

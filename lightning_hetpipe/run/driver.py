@@ -81,11 +81,14 @@ class Driver(Generic[F]):
     Attributes:
         extensions: Told of each event.
         restarts: Whether the pipeline starts empty at the next version, for whatever reason.
+        publishes_at_fetch: Whether versions are published before the next batch is fetched, even if one minibatch is in
+            flight: where virtual workers synchronise then, a run can be saved in between.
     """
 
     def __init__(self, loop: Loop) -> None:
         self.extensions = Extensions()
         self.restarts = False
+        self.publishes_at_fetch = False
         self._loop = loop
         self._pipeline: RunnerPool[F] | NoPipeline = NoPipeline()
 
@@ -208,7 +211,7 @@ class Driver(Generic[F]):
     # What the look-ahead asks.
 
     def publish_last(self) -> None:
-        if self._pipeline.in_flight > 1:
+        if self._pipeline.in_flight > 1 or (self.publishes_at_fetch and not isinstance(self._pipeline, NoPipeline)):
             self.publish(self._loop.begun())
 
     def ahead_limit(self) -> int:

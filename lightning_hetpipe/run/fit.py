@@ -69,6 +69,7 @@ from lightning_hetpipe.run.lifecycle import Extension
 from lightning_hetpipe.run.lr_correction import RateCorrection
 from lightning_hetpipe.run.piece_calls import PieceCalls
 from lightning_hetpipe.run.prediction import Prediction, prediction_of
+from lightning_hetpipe.run.preemption import Preemption
 from lightning_hetpipe.run.prepared_batch import before_transfer, prepared
 from lightning_hetpipe.run.run_settings import RunSettings
 from lightning_hetpipe.run.spread_run import SpreadRun
@@ -126,7 +127,8 @@ class Fit(TrainerRun):
         self._steps = Steps(self._driver, self._around)
         self._inline: Extension
         self._lacking: Callable[[], str] = lambda: first_minibatch.LACKING
-        self._looks_ahead = settings.in_flight != 1
+        self._synchronises = isinstance(synchroniser, Synchroniser)
+        self._looks_ahead = settings.in_flight != 1 or self._synchronises
         self._report: Callable[[], RunReport] = RunReport
         self._is_reported = False
         self._operands = OperandsTogether(settings.devices)
@@ -150,12 +152,14 @@ class Fit(TrainerRun):
         for redirect in reversed(redirects):
             self._undo.callback(redirect.remove)
         driver, extensions = self._driver, self._driver.extensions
+        preemption = Preemption(self._trainer, self._synchroniser, self._settings.grace)
+        self._undo.callback(preemption.close)
         extensions.add(*self._recordings, *profiled_sections(self._trainer))
         if isinstance(self._synchroniser, Synchroniser):  # after those, so that what they open is inside of its cut
             shares = self._synchroniser.shares
             pace = Pace(driver.in_flight) if shares is not None and shares.adapts else None
             waves = driver.synchronising, driver.computing, driver.unlocked, pace
-            extensions.add(*filter(None, [pace]), WavesAndCuts(self._trainer, self._synchroniser, *waves))
+            extensions.add(*filter(None, [pace]), WavesAndCuts(self._trainer, self._synchroniser, preemption, *waves))
         extensions.add(self._loss_scale)
         if self._settings.may_run_ahead:
             extensions.add(InlineRandomStates(self._state))
@@ -215,6 +219,7 @@ class Fit(TrainerRun):
     def _run_epoch(self, redirect: Redirect, fetcher: DataFetcher) -> None:
         torch.set_num_threads(self._settings.torch_threads)
         looks_ahead = self._looks_ahead and not isinstance(fetcher, DataLoaderIterFetcher)
+        self._driver.publishes_at_fetch = looks_ahead and self._synchronises
         self._driver.epoch(redirect.original, fetcher, looks_ahead)
 
     # What the driver asks of the loop.

@@ -73,6 +73,8 @@ class RunSettings:
     """Names of these machines."""
     security: Security = field(default_factory=Security)
     """Certificates and token for these hosts."""
+    grace: float = 30.0
+    """Seconds that the run has to end in, once it is told to."""
     waited_in: Callable[[], str | None] = lambda: None
     """Gives a call in which virtual workers have waited for each other since it last did."""
 

@@ -151,7 +151,8 @@ class PipelinedSteps(Steps, Extension):
             )
         self._last = number
         if number not in self._engine.minibatches:
-            self._driver.publish(number - 1)
+            if not self._driver.publishes_at_fetch:
+                self._driver.publish(number - 1)
             self.submit(number, args)
         self._finished = self._driver.finish(number, args)
         return without_graph(self._finished.output)

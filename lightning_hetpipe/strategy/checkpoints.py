@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
+import errno
 import mmap
 import os
 import warnings
 import zipfile
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from io import BufferedWriter, FileIO
 from pathlib import Path
 from typing import Any
@@ -41,9 +42,10 @@ class ReplacingCheckpointIO(TorchCheckpointIO):
         place = Path(path)
         beside = folder / f".{place.name}.part"  # of a save that was killed, the next one takes it away
         try:
-            with _File(FileIO(beside, "w")) as file:
-                file.take(checkpoint)
-            os.replace(beside, place)
+            with explaining(place):
+                with _File(FileIO(beside, "w")) as file:
+                    file.take(checkpoint)
+                os.replace(beside, place)
         except BaseException:
             with suppress(FileNotFoundError):
                 beside.unlink()
@@ -74,6 +76,22 @@ class ReplacingCheckpointIO(TorchCheckpointIO):
                     stacklevel=2,
                 )
         return super().load_checkpoint(path, map_location, weights_only)
+
+
+@contextmanager
+def explaining(path: str | Path) -> Iterator[None]:
+    """Have an error of the operating system name the checkpoint that is not written, and the way out."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None:
+            raise
+        room = "make room, or " if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
+        what = (
+            f"{error.strerror}; the checkpoint was not written, and what was there before is as it was: {room}save"
+            " elsewhere, by ModelCheckpoint(dirpath=...) or Trainer(default_root_dir=...)"
+        )
+        raise OSError(error.errno, what, str(path)) from error
 
 
 def local_folder(path: str | Path) -> Path | None:

@@ -126,6 +126,9 @@ class HetPipeStrategy(PlannedDevices):
             harm there: update t steps with the rate divided by tau^(1 - t / K), where tau is one more than the number
             of optimizer steps that minibatches miss (PipeMare, 2021, T1). Schedulers, loggers and checkpoints see the
             user's rate. "auto" corrects rates only where weights="auto" does.
+        grace: How long this run has, once it is told to end by SIGTERM, until it is killed: 30 seconds where torchrun,
+            SLURM or Kubernetes tell it, unless they were told otherwise. Where saving it is known to take longer, a
+            line says so.
         start_method: For a later release.
         accelerator: As ``ParallelStrategy``'s.
         parallel_devices: As ``ParallelStrategy``'s.
@@ -162,6 +165,7 @@ class HetPipeStrategy(PlannedDevices):
         start_method: str = "popen",
         timeout: timedelta | float = timedelta(minutes=5),
         capture_timeout: timedelta | float = CAPTURE_TIMEOUT,
+        grace: timedelta | float = timedelta(seconds=30),
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
@@ -194,6 +198,7 @@ class HetPipeStrategy(PlannedDevices):
         self.lr_correction = settings.updates(lr_correction)
         self.module = settings.module_names(module)
         self.capture_timeout = checks.seconds("capture_timeout", capture_timeout)
+        self.grace = checks.seconds("grace", grace)
         self._timeline = settings.timeline(timeline)
         self.stage_hosts = settings.stage_hosts(stage_hosts, compiles=self.compile is not None, timeline=self._timeline)
         self.last_run = RunReport()
@@ -391,6 +396,7 @@ class HetPipeStrategy(PlannedDevices):
             accelerators=settings.accelerators_elsewhere(self._own_plan, planner.placement.emulated),
             nodes=settings.nodes_elsewhere(self._own_plan),
             security=self._wsp_settings().security.from_environment(),
+            grace=self.grace,
             waited_in=self._waited_in,
             resumed=None if self._asked_in_flight else self._resumed,
         )

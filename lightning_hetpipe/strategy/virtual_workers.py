@@ -17,10 +17,11 @@ from torch import Tensor
 
 from lightning_hetpipe.errors import SettingError, VirtualWorkerLost
 from lightning_hetpipe.launch import node_hosts, servers
-from lightning_hetpipe.launch.launcher import TERMINATED, Launcher, ServingLauncher, check_processes
+from lightning_hetpipe.launch.launcher import Launcher, LeftOut, ServingLauncher, check_processes
 from lightning_hetpipe.launch.lost_workers import lost_workers
 from lightning_hetpipe.launch.node_hosts import ServingNodes
 from lightning_hetpipe.launch.ranks import Rank, Role, announce, find_rank
+from lightning_hetpipe.launch.told_to_end import REASON, TERMINATED, ToldToEnd
 from lightning_hetpipe.launch.wsp_settings import WSPSettings
 from lightning_hetpipe.lightning_private import is_fitting, is_last_batch
 from lightning_hetpipe.planning.plan.document import Plan
@@ -29,12 +30,13 @@ from lightning_hetpipe.run.together import minibatches_per_step
 from lightning_hetpipe.server.process.server_process import how
 from lightning_hetpipe.server.protocol.identifiers import MOST_VIRTUAL_WORKERS
 from lightning_hetpipe.strategy import checks, settings
-from lightning_hetpipe.strategy.checkpoints import local_folder
+from lightning_hetpipe.strategy.checkpoints import explaining, local_folder
+from lightning_hetpipe.strategy.rescue import rescue
 from lightning_hetpipe.strategy.saved_states import add_states, note_shares, take_shares, take_state
 from lightning_hetpipe.strategy.weights import HostWeights
 from lightning_hetpipe.strategy.wsp_callback import WSPCallback
 from lightning_hetpipe.workers import collectives
-from lightning_hetpipe.workers.shared_data import InjectedRank, IntervalOfFirst, Shares
+from lightning_hetpipe.workers.shared_data import InjectedRank, IntervalOfFirst, Shares, deal_among
 from lightning_hetpipe.workers.shared_metrics import share
 from lightning_hetpipe.workers.synchroniser import NoSynchroniser, Synchroniser
 
@@ -78,6 +80,7 @@ class VirtualWorkers(HostWeights):
         self._failure: BaseException | None = None
         self._found_rank: Rank | None = None
         self._waiting_call: str | None = None
+        self._saves_for_first = False
 
     @property
     def _rank(self) -> Rank:
@@ -129,7 +132,7 @@ class VirtualWorkers(HostWeights):
 
     @property
     def is_global_zero(self) -> bool:
-        return self.global_rank == 0
+        return self.global_rank == 0 or self._saves_for_first
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
@@ -139,6 +142,8 @@ class VirtualWorkers(HostWeights):
         """Give the share of this virtual worker to a ``dataloader`` whose sampler Lightning has made."""
         if self._shares is not None:
             self._shares.deal(dataloader)
+        if self._group is not None and len(self._group.seats.taken) < self._group.size:
+            deal_among(self._group.seats.taken, self.global_rank, dataloader)
         return super().process_dataloader(dataloader)
 
     def _divide(self, trainer: L.Trainer) -> None:
@@ -254,6 +259,7 @@ class VirtualWorkers(HostWeights):
                 place=f"node {rank.node}, {platform.node()}" if rank.nodes > 1 else "",
                 on_loss=lost_workers.note,
                 stays=rank.role is Role.EXTERNAL,
+                on_return=_come_back,
             )
             _group.lose(_ended)
             _group.open()
@@ -278,8 +284,18 @@ class VirtualWorkers(HostWeights):
                 on_end=self._on_end,
                 closed=_end,
                 end_timeout=lambda: self._wsp_settings().end_timeout,
+                resumed_from=self._resumed_from,
+                restarts=lambda: self._wsp_settings().restarts,
             )
             announce(rank)
+
+    def _resumed_from(self) -> Path | None:
+        """The checkpoint that a fit resumes from in a process that comes back to a run; None in any other."""
+        if self.global_rank == 0:
+            return None
+        self._open_group()
+        returning = None if self._group is None else self._group.seats.returning
+        return None if returning is None else returning.checkpoint
 
     def _on_end(self, local: int, code: int) -> None:
         """The process of another virtual worker of this node has ended."""
@@ -337,10 +353,14 @@ class VirtualWorkers(HostWeights):
             if self._group is not None and self._failure is not None:
                 group, self._group = self._group, None
                 share(None)
-                if isinstance(self._failure, VirtualWorkerLost) and group.index:
-                    group.part(self._failure.how, alone=True)
+                if isinstance(self._failure, ToldToEnd):
+                    told = "" if self.global_rank else f"{SIGTERMException.__name__}: it was {REASON}"  # any who waits
+                    group.part(told, why=REASON if self._failure.alone else "")
+                elif isinstance(self._failure, VirtualWorkerLost) and self._failure.how and group.index:
+                    group.part(why=self._failure.how)
                 else:
-                    group.part(f"{type(self._failure).__name__}: {self._failure}")
+                    alone = isinstance(self._failure, VirtualWorkerLost | LeftOut)
+                    group.part(f"{type(self._failure).__name__}: {self._failure}", alone)
             elif self._group is not None:
                 self._group.leave_fit()
         finally:
@@ -378,7 +398,8 @@ class VirtualWorkers(HostWeights):
         """Writes one file, of virtual worker 0, which each one's state of training is in; called on all."""
         if "optimizer_states" in checkpoint and (group := self._together("trainer.save_checkpoint")) is not None:
             folder = local_folder(filepath) if self.is_global_zero else None
-            add_states(checkpoint, group, type(self.precision_plugin).__qualname__, self._shared.rounded, folder)
+            with explaining(filepath):
+                add_states(checkpoint, group, type(self.precision_plugin).__qualname__, self._shared.rounded, folder)
             assert self.lightning_module is not None, "a run saves"
             trainer = self.lightning_module.trainer
             goes_on_in = trainer.current_epoch + is_last_batch(trainer)
@@ -387,6 +408,10 @@ class VirtualWorkers(HostWeights):
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         """Load what this virtual worker would have saved, if it has taken part in saving."""
+        returning = None if self._group is None else self._group.seats.returning
+        if returning is not None and Path(checkpoint_path) == returning.checkpoint:
+            returning.await_state()
+            weights_only = True  # it comes from another process, of which nothing is unpickled
         checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
         resuming = is_fitting(self.lightning_module)
         recorded = take_shares(checkpoint, self.world_size)
@@ -407,6 +432,23 @@ class VirtualWorkers(HostWeights):
         self._failure = exception
         if isinstance(exception, SIGTERMException) and exception.code is None:  # a script would end as if all were well
             exception.code = TERMINATED
+        if self._group is not None and self.lightning_module is not None:
+            rescue(self.lightning_module.trainer, self._group, self._shared, exception, self._save_for_first)
+
+    def _save_for_first(self, path: str) -> None:
+        """Save a checkpoint in the place of virtual worker 0."""
+        assert self.lightning_module is not None
+        self._saves_for_first = True
+        try:
+            self.lightning_module.trainer.save_checkpoint(path, weights_only=False)
+        finally:
+            self._saves_for_first = False
+
+
+def _come_back(vw: int) -> None:
+    """A virtual worker that was lost takes part again."""
+    _ended.pop(vw, None)
+    lost_workers.find(vw)
 
 
 def _part() -> None:

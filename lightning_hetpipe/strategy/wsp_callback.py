@@ -46,6 +46,8 @@ class WSPCallback(L.Callback):
             to end, before it ends those that it has started and exits with 1; None: as long as they run.
         join_timeout: How long virtual workers wait at the start, and at the start of each fit, for those that have not
             come. After that all end, and the error says who is missing.
+        restarts: How often each virtual worker whose process ends in the middle of a run is started again, at most, by
+            the process that has started it. It comes back when the next epoch begins.
 
     Raises:
         SettingError: one sentence that names the setting, its value and the way out.
@@ -64,6 +66,7 @@ class WSPCallback(L.Callback):
         lease: timedelta | float = timedelta(seconds=30),
         end_timeout: timedelta | float | None = None,
         join_timeout: timedelta | float = timedelta(minutes=10),
+        restarts: int = 0,
     ) -> None:
         if servers is not None and (not isinstance(servers, Sequence) or isinstance(servers, str) or not servers):
             raise SettingError(f"servers={servers!r} must be a list of addresses, such as ['10.0.0.1:5000'], or None")
@@ -82,6 +85,7 @@ class WSPCallback(L.Callback):
             seconds("lease", lease),
             None if end_timeout is None else seconds("end_timeout", end_timeout),
             seconds("join_timeout", join_timeout),
+            whole("restarts", restarts, least=0),
             frozenset(name for name, value in planned.items() if value is None),
         )
 

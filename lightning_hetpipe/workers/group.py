@@ -16,8 +16,9 @@ import pickle
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from pathlib import Path
 from typing import IO, Any
 
 import torch
@@ -31,10 +32,12 @@ from lightning_hetpipe.launch.wsp_settings import WSPSettings
 from lightning_hetpipe.server.process.client import Client, ServersUnheard
 from lightning_hetpipe.server.process.notices import NOTICE_AFTER, say
 from lightning_hetpipe.server.protocol.identifiers import COORDINATOR, PeerFailed
-from lightning_hetpipe.server.protocol.messages import Departed
+from lightning_hetpipe.server.protocol.messages import Departed, Lost
 from lightning_hetpipe.server.transport.interface import STATUS, CallRefused, Unreachable
+from lightning_hetpipe.workers.coming_back import Returning, too_late
 from lightning_hetpipe.workers.join_handshake import JoinHandshake
 from lightning_hetpipe.workers.large_gathers import gather_in_chunks
+from lightning_hetpipe.workers.seats import Seats
 
 SESSIONS = "HETPIPE_SESSIONS"
 """A variable for children of our launcher: the number of sessions before they were started."""
@@ -69,6 +72,7 @@ class Group:
             process of each node that is left.
         stays: If ``on_loss`` was called here, this process stays until the others have left: its starter ends all of
             them, as torchrun does, when one exits with 1.
+        on_return: Called for each virtual worker that was lost, once it takes part again.
     """
 
     def __init__(
@@ -82,10 +86,15 @@ class Group:
         place: str = "",
         on_loss: Callable[[int, str, str, str], None] = lambda *_: None,
         stays: bool = False,
+        on_return: Callable[[int], None] = lambda vw: None,
     ) -> None:
         self.index = index
         self.size = size
-        self._handshake = JoinHandshake(index, size, found, settings, timeout, lost, self._lose)
+        self._handshake = JoinHandshake(
+            index, size, found, settings, timeout, self._is_lost, self._lose, self._lose_updates
+        )
+        self._servers_lost = lost
+        self._has_taken_part = False
         self._found = found
         self.interrupted: Callable[[], bool] = lambda: False
         """True while this virtual worker ends on an exception: it answers its gathers alone then."""
@@ -95,7 +104,6 @@ class Group:
         self._launch: Client | None = None
         self._fit: Client | None = None
         self._fit_settings: Sequence[str] = ()
-        self._ordinal = itertools.count(1)
         self._fit_ordinal = itertools.count(1)
         self._failed = False
         self._places = {index: place}
@@ -105,6 +113,9 @@ class Group:
         self._early_departures: list[Departed] = []
         self._has_told = False
         self._uncaught = Uncaught()
+        self._on_return = on_return
+        self.seats = Seats(index, size)
+        self._gathers = 0  # in the session of the launch
 
     @property
     def coordinator(self) -> str:
@@ -129,7 +140,7 @@ class Group:
         self._exits.callback(self._wait_until_all_have_left, session)
         try:
             with self._handshake.explaining_waits():
-                launch, _ = self._handshake.join(session)
+                launch = self._handshake.come_to(session)
         except ServersUnheard as silent:
             if self.settings.servers is not None:
                 raise SettingError(
@@ -143,6 +154,10 @@ class Group:
         self._exits.push(launch)
         self._launch = launch
         self._handshake.check_lease()
+        self.seats.open(launch, session, self._handshake.coordinator, self.settings.lease, self._handshake.returns)
+        self._exits.callback(self.seats.close)
+        if self.seats.returning is not None:
+            self._gathers = self.seats.returning.record.ordinal
         self._meet_servers(self._found)
 
     def renew(self, found: FoundServers, settings: WSPSettings, timeout: float) -> None:
@@ -169,9 +184,67 @@ class Group:
         """
         self._handshake.check_lease()
         self._fit_settings = settings
-        self._fit, weights = self._handshake.join(_next_session("fit"), named, settings)
-        self._fit_ordinal = itertools.count(1)
+        if self.seats.returning is not None:
+            return self._enter_again(self.seats.returning, named, settings)
+        self._fit, weights = self._join_fit(named, settings)
         return weights
+
+    def _join_fit(
+        self, named: Sequence[tuple[str, Tensor]], settings: Sequence[str], homes: Sequence[int] = ()
+    ) -> tuple[Client, list[Tensor]]:
+        session = _next_session("fit")
+        self._fit_ordinal = itertools.count(1)
+        self.seats.note_fit(session, settings, homes)
+        return self._handshake.join(session, named, settings, homes=homes)
+
+    def _enter_again(
+        self, returning: Returning, named: Sequence[tuple[str, Tensor]], settings: Sequence[str]
+    ) -> list[Tensor]:
+        """Take a seat in the fit that goes on, at the next cut that gives seats."""
+        record = returning.record
+        returning.check(_next_session("fit"), settings)
+        _sessions()["fit"] = int(record.session.rpartition("-")[2])
+        returning.await_state()
+        self._fit, weights = self._handshake.join(record.session, named, record.settings, homes=record.homes)
+        self._fit_ordinal = itertools.count(1)
+        self.seats.taken = returning.seats(self._fit.member.cut)
+        self.seats.agreed = returning.agreed
+        self._welcome(returning.asked)
+        return weights
+
+    def begin_epoch(self) -> None:
+        """An epoch begins: a process that comes back gathers with the others from now on."""
+        self._has_taken_part = True
+        if self.seats.begin_epoch(self._gathers):
+            self._handshake.returns = False
+
+    def readmit(self, vws: Mapping[int, int], checkpoint: Path | None, cut: int) -> list[int]:
+        """Give ``vws`` seats, from ``cut`` on. All call it between two epochs; gives those that have taken them.
+
+        Args:
+            vws: Those that are ready, each with its incarnation in the session of the launch.
+            checkpoint: On virtual worker 0, what they resume from.
+            cut: Number of the cut.
+        """
+        asking = self.seats.offer(vws, checkpoint, cut, self.check)
+        found = self.gather([self.index, asking], "the return of virtual workers")
+        seats = sorted({*(index for index, _ in found), *(vw for _, asking in found for vw in asking)})
+        self.seats.deal(seats, cut)
+        self.weights.arrive(cut, admit=True)
+        self.passed_cut()
+        return self._welcome(vws)
+
+    def _welcome(self, vws: Mapping[int, int]) -> list[int]:
+        """Note that those of ``vws`` who have seats are lost no more; gives them."""
+        back, members = [vw for vw in vws if vw in self.seats.taken], self.weights.member.commit_index
+        assert members is not None
+        self.seats.settle(back, vws, members)
+        self._early_departures = [each for each in self._early_departures if each.vw not in back]
+        self._lost.difference_update(back)
+        self._handshake.find(back)
+        for vw in back:
+            self._on_return(vw)
+        return back
 
     def place_on(self, machines: Sequence[str], named: Sequence[tuple[str, Tensor]]) -> None:
         """Have each parameter on the server of its machine from now on, in another session; all call it together.
@@ -181,9 +254,10 @@ class Group:
             named: The parameters as all hold them, by name.
         """
         homes = [self._handshake.server_on(machine) if machine else COORDINATOR for machine in machines]
+        if self.seats.returning is not None:  # it has come to that session at once
+            return
         self.leave_fit()
-        self._fit, _ = self._handshake.join(_next_session("fit"), named, self._fit_settings, homes=homes)
-        self._fit_ordinal = itertools.count(1)
+        self._fit, _ = self._join_fit(named, self._fit_settings, homes)
 
     def lose(self, gone: Mapping[int, str]) -> None:
         """Note, from any thread, how virtual workers have ended; joining a session, which takes all, fails then."""
@@ -192,6 +266,8 @@ class Group:
     def _lose(self, departed: Departed, of_fit: bool) -> None:
         """Note a departure, from any thread: the others go on without that one, but not without virtual worker 0."""
         vw, why = departed.vw, departed.why
+        if self.seats.is_of_former(departed, of_fit):
+            return
         if not why:  # it has ended as it should; where it has left the launch, nobody is to wait for it any more
             if not of_fit:
                 self.lose({vw: "has ended"})
@@ -202,16 +278,34 @@ class Group:
             self._early_departures.append(departed)
             return
         self._lost.add(vw)
-        who = f"virtual worker {vw}" + (f" ({self._places[vw]})" if self._places.get(vw) else "")
+        who = self._named(vw)
         what = f"{who} is lost{f' after {departed.clock} waves' if of_fit else ''}: it was {why}"
-        here = [i for i, place in self._places.items() if place == self._places[self.index] and i not in self._lost]
-        if self.index == min(here):
+        if self._speaks(self._lost):
             self._has_told = True
             self._on_loss(vw, who, f"was {why}", what if vw == 0 else f"{what}; the others go on without it")
         self.lose({vw: f"was {why}"})
         for client in (self._fit, self._launch) if vw == 0 else ():
             if client is not None:
                 client.failure = PeerFailed(f"{what}; only it writes checkpoints, so start again from the last one")
+
+    def _lose_updates(self, lost: Lost) -> None:
+        """Say, from any thread, which updates died with a virtual worker and the servers that had them (law L5)."""
+        if not self._speaks({*self._lost, lost.vw}):
+            return
+        who, first = self._named(lost.vw), lost.first
+        if lost.last < 0:
+            say(f"what {who} had pushed from wave {first} on, if anything, is lost: only the lost server knew of it")
+        else:
+            waves = f"wave {first}" if first == lost.last else f"waves {first} to {lost.last}"
+            say(f"the updates of {who} from {waves} are lost: only it and the lost server had them")
+
+    def _named(self, vw: int) -> str:
+        return f"virtual worker {vw}" + (f" ({self._places[vw]})" if self._places.get(vw) else "")
+
+    def _speaks(self, gone: Collection[int]) -> bool:
+        """True for the first one of its node that is not ``gone``."""
+        here = [i for i, place in self._places.items() if place == self._places[self.index] and i not in gone]
+        return self.index == min(here)
 
     def _end_fit(self, fit: Client) -> None:
         fit.__exit__(None, None, None)
@@ -238,6 +332,8 @@ class Group:
         """
         if self._launch is None or self.interrupted():
             return [value]
+        if self.seats.returning is not None:
+            return self.seats.returning.answer(what)
         buffer = io.BytesIO()
         torch.save((what, value), buffer)
         found: dict[int, bytearray] = defaultdict(bytearray)
@@ -251,7 +347,15 @@ class Group:
                 " that only some make, such as below `if trainer.is_global_zero:`"
                 + (", or in a step of a validation or test, where shares give them other numbers of batches" * unequal)
             )
-        return [theirs for _, theirs in parts.values()]
+        values = [theirs for _, theirs in parts.values()]
+        self.seats.note_gather(what, values)
+        return values
+
+    def agree(self, value: Any, what: str) -> list[Any]:
+        """As :meth:`gather`, once in a fit; a process that comes back later gets what the others have agreed on."""
+        if what not in self.seats.agreed:
+            self.seats.agreed[what] = self.gather(value, what)
+        return self.seats.agreed[what]
 
     def collect(
         self, content: Callable[[], bytes | memoryview], what: str, opened: Callable[[], IO[bytes]]
@@ -266,7 +370,7 @@ class Group:
             opened: Opens an empty file for the content of one of the others.
         """
         self.gather(None, what)
-        if self._launch is None or self.interrupted():
+        if self._launch is None or self.interrupted() or self.seats.returning is not None:
             return {}
         files = {due: self._collected(due, content, opened) for due in range(1, self.size)}
         return {due: file for due, file in files.items() if file is not None}
@@ -283,9 +387,15 @@ class Group:
 
     def _gathered(self, content: bytes | memoryview, take: Callable[[int, bytes], object]) -> list[int]:
         assert self._launch is not None
-        client, ordinal = (self._launch, self._ordinal) if self._fit is None else (self._fit, self._fit_ordinal)
         with self.waiting():
-            return gather_in_chunks(content, lambda chunk: client.gather(next(ordinal), chunk), take)
+            return gather_in_chunks(content, self._gather_chunk, take)
+
+    def _gather_chunk(self, chunk: bytes) -> dict[int, bytes]:
+        if self._fit is not None:
+            return self._fit.gather(next(self._fit_ordinal), chunk)
+        assert self._launch is not None
+        self._gathers += 1
+        return self._launch.gather(self._gathers, chunk)
 
     def passed_cut(self) -> None:
         """Count gathers from one again, as all have come to a cut."""
@@ -300,6 +410,7 @@ class Group:
         self.gather(None, "the end of a run")
         fit, self._fit = self._fit, None
         if fit is not None:
+            self.seats.end_fit()
             self._end_fit(fit)
 
     def close(self, failure: str = "") -> None:
@@ -313,25 +424,52 @@ class Group:
         finally:
             self.part(failure)
 
-    def part(self, failure: str = "", alone: bool = False) -> None:
+    def part(self, failure: str = "", alone: bool = False, why: str = "") -> None:
         """Leave at once; with a ``failure``, such as one that ends the program, the others are told, and end.
 
         Args:
-            alone: The failure is this virtual worker's alone, which is not virtual worker 0: the others go on, as
-                ``failure`` says what has become of it. This process stays for them, if its node's server ends with it.
+            alone: The failure is this virtual worker's alone: it leaves without a word, and the others go on once its
+                lease is over, but not without virtual worker 0.
+            why: The others go on without this one at once, and are told why. It stays for them, if its node's server
+                ends with it.
         """
         atexit.unregister(self.part)
         ending = self._uncaught.error
         failure = failure or (f"{type(ending).__name__}: {ending}" if ending is not None else "")
-        self._failed = bool(failure) and not alone
-        self._has_told |= alone
+        self._failed = bool(failure)
         fit, launch, self._fit, self._launch = self._fit, self._launch, None, None
         for client in (fit, launch):
-            if client is not None and failure:
-                client.fail(failure, alone)
+            if client is not None and why:
+                client.leave(why)
+            if client is None or not failure:
+                continue
+            if alone and self.index:
+                client.close()
+            else:
+                client.fail(failure)
         if fit is not None:
             self._end_fit(fit)
         self._exits.close()
+
+    def _is_lost(self) -> Exception | None:
+        """The error to end on, where servers do not come back, or there is no run any more to come back to."""
+        child = parent_watch.this_child()
+        if child is not None and child.outlasts and not self._has_taken_part and parent_watch.AGAIN in child.variables:
+            return too_late(self.index)
+        return self._servers_lost()
+
+    def ends_without_first(self, exception: BaseException) -> bool:
+        """Tell whether ``exception`` ends a fit as virtual worker 0 is lost, and this is the lowest one that is left.
+
+        Its machine is lost with it where the coordinator ran there and is silent, or our launcher has ended.
+        """
+        if self.index == 0 or self._fit is None or (members := self._fit.member.commit_index) is None:
+            return False
+        child, silent = parent_watch.this_child(), isinstance(exception, ServersUnheard)
+        orphaned = child is not None and child.orphaned
+        lost = 0 in self._lost or orphaned or (silent and self.settings.servers is None)
+        left = [each.vw for each in members.members if each.vw and each.vw not in self._lost]
+        return lost and self.index == min(left, default=self.index)
 
     def check(self) -> None:
         """Raise the failure of another one, if one is known."""

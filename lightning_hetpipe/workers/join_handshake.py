@@ -26,18 +26,24 @@ from lightning_hetpipe.server.process.client import LONGEST_WAIT, Cancelled, Cli
 from lightning_hetpipe.server.process.notices import NOTICE_AFTER, say
 from lightning_hetpipe.server.process.sessions import SessionChannel
 from lightning_hetpipe.server.protocol.identifiers import COORDINATOR, PeerFailed, Refusal, RemoteFault
-from lightning_hetpipe.server.protocol.messages import Departed, Parameter, TrainingSignature
+from lightning_hetpipe.server.protocol.messages import Departed, Lost, Parameter, TrainingSignature
 from lightning_hetpipe.server.protocol.sharding import place
 from lightning_hetpipe.server.transport.grpc_channel import GrpcChannel
 from lightning_hetpipe.server.transport.interface import STATUS, Unreachable
 from lightning_hetpipe.server.transport.security import split
+from lightning_hetpipe.workers.coming_back import end_former, goes_on, status_of
 
 LEASES_TO_END = 2.0
 """Leases after which a killed launch is forgotten, and its servers serve the next one."""
 
 _AGAIN = 0.5  # seconds between attempts to have a server that another launch has
+_SOON = 5.0  # seconds in which a server that is there tells its status
 _LAUNCH = "launch"
 _PRESENCE = "launch-1"
+
+
+class SessionRuns(Exception):
+    """The others are in a session without this one."""
 
 
 class _Occupied(Exception):
@@ -51,7 +57,8 @@ class JoinHandshake:
         found: The servers, as far as it knows them.
         settings: The settings of the synchronisation; may be set anew, as may ``timeout``.
         timeout: Seconds for which servers may be silent.
-        lost, departed: As for a `Client`; the latter's second argument is True for a session with weights.
+        lost, departed, updates_lost: As for a `Client`; the second argument of ``departed`` is True for a session with
+            weights, and only these have updates.
     """
 
     def __init__(
@@ -63,6 +70,7 @@ class JoinHandshake:
         timeout: float,
         lost: Callable[[], Exception | None],
         departed: Callable[[Departed, bool], None],
+        updates_lost: Callable[[Lost], None],
     ) -> None:
         self.index = index
         self.size = size
@@ -71,13 +79,18 @@ class JoinHandshake:
         self.timeout = timeout
         self._lost = lost
         self._departed = departed
+        self._updates_lost = updates_lost
         self._channels: list[GrpcChannel] = []
+        self._hearts: list[GrpcChannel] = []
+        """Connections to the same servers for heartbeats alone."""
         self._present: dict[int, Client] = {}
         """By server."""
         self._servers_lease: float | None = None
         self._gone: Mapping[int, str] = {}
         self._somebody_is_gone = threading.Event()
         self._joining: Client | None = None
+        self.returns = False
+        """True while this process comes back to sessions that the others are in."""
 
     @property
     def coordinator(self) -> GrpcChannel:
@@ -97,6 +110,7 @@ class JoinHandshake:
         """Connect to the further ones of these servers, the coordinator's first; those that are connected stay."""
         for address in servers[len(self._channels) :]:
             self._channels.append(GrpcChannel(address, self.found.security))
+            self._hearts.append(GrpcChannel(address, self.found.security))
 
     def join(
         self,
@@ -146,6 +160,9 @@ class JoinHandshake:
                         f"the server at {which} serves another launch; wait until that has ended, or start servers for"
                         " this one (all processes of a launch have the same MASTER_ADDR and MASTER_PORT)"
                     ) from None
+            except SessionRuns:
+                client.close()
+                raise
             except BaseException:
                 client.__exit__(*sys.exc_info())
                 raise
@@ -157,10 +174,34 @@ class JoinHandshake:
         In a session that all have joined the others go on without them, once their lease has run out.
         """
         self._gone = {**self._gone, **gone}
-        if self._gone:
+        if self._is_incomplete:
             self._somebody_is_gone.set()
             if (joining := self._joining) is not None:
                 joining.cancel()
+
+    def find(self, vws: Sequence[int]) -> None:
+        """Note that ``vws`` are there again."""
+        self._gone = {vw: how for vw, how in self._gone.items() if vw not in vws}
+        if not self._gone:
+            self._somebody_is_gone.clear()
+
+    def come_to(self, session: str) -> Client:
+        """Join a session without weights, once all others do, or as one that comes back to it; raises as :meth:`join`.
+
+        Attribute ``returns`` tells which of these it was.
+        """
+        while True:
+            try:
+                return self.join(session)[0]
+            except SessionRuns:
+                self.returns = goes_on(self.coordinator, session, self.settings.lease)
+                if self.returns:
+                    end_former(self.coordinator, self.index, self.settings.lease)
+
+    @property
+    def _is_incomplete(self) -> bool:
+        """True where a session cannot begin as some are gone; one that has begun may be come back to without them."""
+        return bool(self._gone) and not self.returns
 
     def check_lease(self) -> None:
         """Check that servers have the same lease: heartbeats go out by ours, and the server misses them by its own.
@@ -182,7 +223,7 @@ class JoinHandshake:
         present, self._present = self._present, {}
         for client in present.values():
             client.__exit__(None, None, None)
-        channels, self._channels = self._channels, []
+        channels, self._channels, self._hearts = [*self._channels, *self._hearts], [], []
         for channel in channels:
             channel.close()
 
@@ -234,24 +275,33 @@ class JoinHandshake:
             signature,
             placed,
             self.index,
-            time.time_ns(),
+            self._incarnation(session, self._channels[servers[0]]),
             lease=wsp.lease,
             timeout=self.timeout,
             longest_wait=self.longest_wait,
             join_timeout=wsp.join_timeout,
             name=f"hetpipe-{session}",
             lost=self._lost,
+            heart=SessionChannel(self._hearts[servers[0]], session),
             departed=lambda each: self._departed(each, bool(parameters)),
+            returns=self.returns,
+            updates_lost=lambda each: self._updates_lost(each) if parameters else None,
         )
+
+    def _incarnation(self, session: str, channel: GrpcChannel) -> int:
+        """A number larger than that of each earlier process, also one of a machine whose clock is ahead."""
+        status = status_of(channel, session, _SOON) if self.index else {}
+        known: int = status.get("incarnations", {}).get(str(self.index), -1)
+        return max(time.time_ns(), known + 1)
 
     def _join_with(self, client: Client, weights: Sequence[Tensor]) -> list[Tensor]:
         self._joining = client
         try:
-            if self._gone:
+            if self._is_incomplete:
                 raise Cancelled
             return client.join(weights)
         except Cancelled:
-            if not self._gone:
+            if not self._is_incomplete:
                 raise
             who = ", ".join(f"VW {vw}, which {how}" for vw, how in sorted(self._gone.items()))
             raise PeerFailed(f"VW {self.index} cannot go on without {who}") from None
@@ -266,6 +316,8 @@ class JoinHandshake:
         except RemoteFault as error:
             if error.refusal is Refusal.SIGNATURE and f"'{_LAUNCH}=" in str(error):
                 raise _Occupied from None
+            if error.refusal is Refusal.RUNS:
+                raise SessionRuns from None
             way_out = "; give all of them the same model and settings" if error.refusal is Refusal.SIGNATURE else ""
             raise SettingError(f"this virtual worker was refused: {error}{way_out}") from None
         finally:

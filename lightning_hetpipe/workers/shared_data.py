@@ -47,6 +47,8 @@ class Shares:
         self.lengths = tuple(lengths or [1] * size)
         self.decided = lengths is not None
         self.adapts = adapts
+        self.seats: Sequence[int] = range(size)
+        """The virtual workers that take part; others have no share."""
 
     def __str__(self) -> str:
         return f"{'auto, now ' if self.adapts else ''}{list(self.lengths)}"
@@ -81,7 +83,7 @@ class SharedSampler(Sampler[int]):
     """
 
     def __init__(self, shares: Shares, injected: Any, batch_size: int, drop_last: bool) -> None:
-        self._shares = shares
+        self.shares = shares
         self._whole: DistributedSampler[Any] = DistributedSampler(
             injected.dataset, num_replicas=1, rank=0, shuffle=injected.shuffle, seed=injected.seed
         )
@@ -100,8 +102,26 @@ class SharedSampler(Sampler[int]):
         return sum(map(len, self._dealt()))
 
     def _dealt(self) -> Iterator[range]:
-        shares, samples = self._shares, len(self._whole)
-        return dealt_samples(samples, self._batch_size, shares.lengths, shares.vw, self._drop_last)
+        shares, samples = self.shares, len(self._whole)
+        lengths = [shares.lengths[vw] for vw in shares.seats]
+        return dealt_samples(samples, self._batch_size, lengths, shares.seats.index(shares.vw), self._drop_last)
+
+
+def deal_among(seats: Sequence[int], vw: int, loader: Any) -> None:
+    """Have ``loader`` give virtual worker ``vw`` the samples that are its own where ``seats`` take part.
+
+    A loader whose sampler the user has made stays as it is.
+    """
+    sampler = getattr(loader, "sampler", None)
+    batches = getattr(getattr(loader, "batch_sampler", None), "sampler", None)
+    if isinstance(batches, SharedSampler):
+        batches.shares.seats = seats
+    elif isinstance(sampler, DistributedSampler) and isinstance(sampler.rank, InjectedRank):
+        epoch, rank = sampler.epoch, InjectedRank(seats.index(vw))
+        last = {"drop_last": sampler.drop_last}
+        # Of the base class: Lightning's wrapper of a user's sampler has that as its dataset by now.
+        DistributedSampler.__init__(sampler, sampler.dataset, len(seats), rank, sampler.shuffle, sampler.seed, **last)
+        sampler.set_epoch(epoch)
 
 
 def _is_injected(loader: DataLoader[Any]) -> bool:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import lightning as L
@@ -97,6 +98,11 @@ class Synchroniser:
         """The number of the last cut."""
 
     @property
+    def most_waves_to_cut(self) -> int:
+        """Number of waves that may pass from virtual worker 0's wish for a cut to that cut."""
+        return self.group.settings.clock_distance + 1
+
+    @property
     def wave(self) -> int:
         """W, of this virtual worker."""
         return self.lengths[self.group.index]
@@ -108,7 +114,8 @@ class Synchroniser:
             settings: Settings that must be the same on all virtual workers, as "name=value".
         """
         self._take(self.group.enter_fit(self._named, settings), everything=True)
-        self.take_buffers()
+        if self.group.seats.returning is None:  # else they are those of the checkpoint, which is newer
+            self.take_buffers()
         self._last = [parameter.detach().to(_home(parameter), copy=True) for _, parameter in self._named]
         rounded = self.group.settings.update_dtype
         self._dtype: torch.dtype | None = None if rounded is None else getattr(torch, rounded)
@@ -132,7 +139,7 @@ class Synchroniser:
             machine: Gives the machine of a parameter, as the host of its address; empty for this one.
         """
         if self.group.settings.placement == "local":
-            machines, *_ = self.group.gather([machine(parameter) for _, parameter in self._named], "where weights are")
+            machines, *_ = self.group.agree([machine(parameter) for _, parameter in self._named], "where weights are")
             if any(machines):  # no wave has ended yet, so that these are the weights of all
                 self.group.place_on(machines, [(n, last) for (n, _), last in zip(self._named, self._last, strict=True)])
         self._holds = any(address_of(parameter) is None for _, parameter in self._named)
@@ -174,7 +181,7 @@ class Synchroniser:
         Returns:
             Nm, and the weight policy.
         """
-        choices, names = zip(*self.group.gather((in_flight, weights.name), "the choice of in_flight"), strict=True)
+        choices, names = zip(*self.group.agree((in_flight, weights.name), "the choice of in_flight"), strict=True)
         in_flight, weights = max(choices), weights if len(set(names)) == 1 else STASH
         asked, self._least = self.group.settings.wave, in_flight
         equal = -(-in_flight // every) * every if asked == "auto" else asked
@@ -305,6 +312,8 @@ class Synchroniser:
             computing: Opened around computing.
         """
         self._counted, self._open = version, 0
+        self.last_cut = max(self.last_cut, self.group.weights.member.cut)
+        self.group.begin_epoch()
         for number in (first, first + 1):  # the first sum is off by a rounding, the second is exact
             if not any(self.group.gather(self._has_changed(), "the start of an epoch")):
                 return
@@ -312,6 +321,22 @@ class Synchroniser:
             if self.group.settings.aggregate == "mean":
                 update = [each * self.group.size for each in update]
             self._pass_cut(number, update, computing, everything=True)
+
+    def go_back(self) -> bool:
+        """Make the weights that this one took last the live ones; False if they are at others than this process."""
+        if self._holds or not self._last:
+            return False
+        self._take([last.detach() for last in self._last], everything=False)
+        return True
+
+    def readmit(self, vws: Mapping[int, int], checkpoint: Path | None, cut: int) -> list[int]:
+        """Have virtual workers come back at ``cut``, between two epochs; see :meth:`Group.readmit`.
+
+        Live weights stay as they are, as :meth:`begin` comes next.
+        """
+        back = self.group.readmit(vws, checkpoint, cut)
+        self.last_cut = cut
+        return back
 
     def _pass_cut(
         self, number: int, update: list[Tensor] | None, computing: Computing, everything: bool = False

@@ -90,6 +90,15 @@ def test_an_answer_that_is_no_status(monkeypatch: pytest.MonkeyPatch, capsys: py
     assert "answered with no status" in capsys.readouterr().err
 
 
+def test_a_port_that_is_in_use(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("HETPIPE_TOKEN", "open-sesame")
+    with GrpcServer(Telling()) as server, pytest.raises(SystemExit, match="2"):
+        run(monkeypatch, f"address={server.address}", "service._target_=tests.cli.test_server.Telling")
+    said = capsys.readouterr().err
+    assert said.startswith(f"hetpipe-server: address={server.address} cannot be had: another program has the port, or")
+    assert "give another, with port 0 for any free one." in said
+
+
 LOADED = """
 import sys
 from lightning_hetpipe.cli.hetpipe_server import main

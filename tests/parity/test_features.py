@@ -1,18 +1,23 @@
-"""The page that lists features names tests that there are."""
+"""The pages that list features and faults name tests that there are."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
+import pytest
+
 TESTS = Path(__file__).parent.parent
-PAGE = TESTS.parent / "docs" / "trainer-features.md"
+PAGES = {"trainer-features": 60, "faults": 30}
+"""Fewer rows were a page that is not read."""
 
 
-def test_every_feature_has_its_tests() -> None:
-    lines = [line for line in PAGE.read_text().splitlines() if line.startswith("| ")]
-    rows = [line for line in lines if not line.startswith(("| feature ", "| --- ", "| | test |"))]
-    assert len(rows) > 60
+@pytest.mark.parametrize("page", PAGES)
+def test_every_row_has_its_tests(page: str) -> None:
+    lines = (TESTS.parent / "docs" / f"{page}.md").read_text().splitlines()
+    headings = ("| feature ", "| fault ", "| --- ", "| | test |")
+    rows = [line for line in lines if line.startswith("| ") and not line.startswith(headings)]
+    assert len(rows) > PAGES[page]
     uses = "".join(file.read_text() for file in TESTS.glob("wsp/*uses*.py"))
     for row in rows:
         cell = row.split("|")[-2]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import re
 import signal
 from multiprocessing import get_context
 from pathlib import Path
@@ -62,6 +64,25 @@ def test_a_failure_in_the_middle(
     monkeypatch.undo()
     assert torch.load(path) == {"step": 1}
     assert [file.name for file in tmp_path.iterdir()] == ["it.ckpt"]
+
+
+@pytest.mark.parametrize(("code", "advice"), [(errno.ENOSPC, "make room, or save"), (errno.EACCES, "save")])
+def test_an_error_of_the_system_names_the_file_and_the_way_out(
+    code: int, advice: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python names no file where writing fails, and nobody knew which disk was full."""
+
+    def save(checkpoint: Any, file: Any) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(torch, "save", save)
+    path = tmp_path / "it.ckpt"
+    with pytest.raises(OSError, match=re.escape(os.strerror(code))) as caught:
+        ReplacingCheckpointIO().save_checkpoint({"step": 1}, path)
+    assert (caught.value.errno, caught.value.filename) == (code, str(path))
+    elsewhere = f"as it was: {advice} elsewhere, by ModelCheckpoint(dirpath=...) or Trainer(default_root_dir=...)"
+    assert elsewhere in str(caught.value)
+    assert not list(tmp_path.iterdir())
 
 
 def test_plugins_of_the_users_stay(tmp_path: Path) -> None:

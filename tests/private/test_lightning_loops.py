@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 from collections import Counter
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -100,6 +101,33 @@ def test_the_signal_of_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
         redirect.remove()
     assert signal.getsignal(signal.SIGUSR2) is before
     assert heard == [signal.SIGUSR2], "a checkpoint would be saved in the middle of whatever runs, and hang"
+
+
+@guards("_sigterm_notifier_fn", "_checkpoint_connector", "_is_training_done")
+def test_sigterm(tmp_path: Path) -> None:
+    trainer = quiet_trainer("auto", default_root_dir=tmp_path)
+    heard = []
+    redirect = of_lightning.on_sigterm(trainer, lambda redirect, *args: heard.append(args[0]))
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    trainer._signal_connector.register_signal_handlers()
+    try:
+        signal.raise_signal(signal.SIGTERM)
+    finally:
+        trainer._signal_connector.teardown()
+        redirect.remove()
+        signal.signal(signal.SIGTERM, before)
+    assert (heard, trainer.received_sigterm) == ([signal.SIGTERM], False), "a run would end without a checkpoint"
+    of_lightning.note_sigterm(trainer)
+    assert trainer.received_sigterm, "callbacks would not know that the run was told to end"
+    assert of_lightning.requeue_path(trainer) == str(tmp_path / "hpc_ckpt_1.ckpt"), "SLURM's job would begin anew"
+    ends: list[bool] = []
+
+    class Ends(L.Callback):
+        def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+            ends.append(of_lightning.ends_epoch(trainer))
+
+    quiet_trainer("auto", callbacks=[Ends()]).fit(Learner(), batches(3))
+    assert ends == [False, False, True], "a run would be saved before its epoch has ended"
 
 
 @guards("_every_n_train_steps", "_train_time_interval", "_duration", "_interval", "_val_check_time_interval")
@@ -254,3 +282,30 @@ def test_the_fetcher_and_the_arguments_of_an_evaluation(task: str, loaders: int)
     args = ("batch", 3, 1) if loaders > 1 else ("batch", 3)
     assert [a for _, a in module.found] == [args] * 2 * loaders, "the evaluation's step would be given other arguments"
     assert [done for done, _ in module.found][-2:] == [False, True], "this would not be the loop's own fetcher"
+
+
+@guards("_fit_impl")
+def test_a_fit_is_known_among_what_launchers_call_and_its_checkpoint_can_be_named(tmp_path: Path) -> None:
+    trainer = quiet_trainer("auto", max_epochs=1)
+    trainer.fit(Learner(), batches(2))
+    saved = tmp_path / "one.ckpt"
+    trainer.save_checkpoint(saved, weights_only=False)
+    again = quiet_trainer("auto", max_epochs=2)
+    called: list[tuple[bool, tuple[Any, ...]]] = []
+
+    class Launcher(of_lightning.BaseLauncher):
+        is_interactive_compatible = False
+
+        def launch(self, function: Any, *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
+            called.append((of_lightning.is_fit(function, trainer), args))
+            args, kwargs = of_lightning.with_checkpoint(function, args, kwargs, saved)
+            return function(*args, **kwargs)
+
+        def kill(self, signum: Any) -> None: ...
+
+    again.strategy._launcher = Launcher()
+    again.fit(Learner(), batches(2))
+    assert [fits for fits, _ in called] == [True]
+    assert again.global_step == 4, "a virtual worker that comes back would begin anew"
+    again.strategy._launcher = None
+    assert not of_lightning.is_fit(again._validate_impl, again)

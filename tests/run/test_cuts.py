@@ -14,7 +14,9 @@ from lightning.pytorch.callbacks import ModelCheckpoint, Timer
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.lightning_private import begun_minibatches
 from lightning_hetpipe.run.extensions.waves_and_cuts import END, EPOCH, LAST_VALIDATION, WavesAndCuts, within
+from lightning_hetpipe.run.preemption import Preemption
 from lightning_hetpipe.run.together import check_together
+from lightning_hetpipe.workers.seats import Seats
 from lightning_hetpipe.workers.synchroniser import Synchroniser
 from tests.support.small import Validated, batches
 from tests.support.trainers import quiet_trainer
@@ -26,7 +28,9 @@ class Others:
     def __init__(self, told: Any) -> None:
         self.told = told
         self.group = self
+        self.index, self.size, self.seats = 0, 2, Seats(0, 2)
         self.shares = None
+        self.most_waves_to_cut = 1
         self.numbers: list[int] = []
         self.begins: list[int] = []
         self.buffers: list[str] = []
@@ -63,7 +67,8 @@ class Runs(L.Callback):
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self.cuts is None:
-            self.cuts = WavesAndCuts(trainer, cast(Synchroniser, self.others), nullcontext)
+            synchroniser = cast(Synchroniser, self.others)
+            self.cuts = WavesAndCuts(trainer, synchroniser, Preemption(trainer, synchroniser, 30.0), nullcontext)
         self.cuts.epoch_begins(begun_minibatches(trainer)[0] + 1)
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -158,7 +163,7 @@ def test_a_stop_elsewhere_is_a_stop_here() -> None:
 
     class Stopped(Others):
         def gather(self, value: Any, what: str) -> list[Any]:
-            return [value, [True, False, None]] if isinstance(value, list) else super().gather(value, what)
+            return [value, [True, False, None, 1, {}]] if isinstance(value, list) else super().gather(value, what)
 
     others = Stopped((4, 4))
     trainer = quiet_trainer("auto", callbacks=[Runs(others)], max_epochs=5)

@@ -19,8 +19,10 @@ from lightning_hetpipe.server.protocol.identifiers import LocalFault, PeerFailed
 from lightning_hetpipe.server.protocol.messages import (
     NOTHING,
     Fetch,
+    Heartbeat,
     Join,
     Leave,
+    Lost,
     Parameter,
     Read,
     Request,
@@ -62,11 +64,21 @@ class Cluster:
         self.hosts = [Host(lambda: Service(lease, longest_wait=0.2)) for _ in range(servers)]
         self.faults = faults or Faults()
 
-    def client(self, vw: int, signature: TrainingSignature, incarnation: int = 0, placement: str = "size") -> Client:
+    def client(
+        self, vw: int, signature: TrainingSignature, incarnation: int = 0, placement: str = "size", **options: Any
+    ) -> Client:
         channels = [DirectChannel(host, vw, server, self.faults) for server, host in enumerate(self.hosts)]
         placed = place(signature.parameters, len(channels), placement)
         return Client(
-            channels, signature, placed, vw, incarnation, lease=self.lease, timeout=WAIT / 2, longest_wait=WAIT / 2
+            channels,
+            signature,
+            placed,
+            vw,
+            incarnation,
+            lease=self.lease,
+            timeout=WAIT / 2,
+            longest_wait=WAIT / 2,
+            **options,
         )
 
     def clocks(self) -> list[int]:
@@ -362,3 +374,43 @@ def test_a_silent_vw_is_left_out_and_the_others_go_on() -> None:
             silent.synchronise(one)
         assert caught.value.refusal is Refusal.LEFT_OUT
         silent.close()
+
+
+def test_whoever_is_left_is_told_once_what_died_with_a_shard_and_a_vw() -> None:
+    """Member knew it, and nobody asked: updates were gone without a word."""
+    model = mlp()
+    cluster = Cluster(2, lease=0.5)
+    signature = signature_of(model, 2, 2, clock_distance=3)
+    one = [torch.ones_like(weight) for weight in model.parameters()]
+    told: list[Lost] = []
+    silent = cluster.client(1, signature)  # never entered: it has no heartbeat
+    with closing(silent), cluster.client(0, signature, updates_lost=told.append) as client:
+        start, _ = all_at_once([lambda: client.join(list(model.parameters())), lambda: silent.join(one)])
+        start = [weight.clone() for weight in start]
+        for _ in range(2):
+            silent.synchronise(one)
+        cluster.hosts[1].restart()
+        assert_same([weight + 1 for weight in start], client.synchronise(one))
+        assert told == [Lost(1, 0, 0, 1)]
+        cluster.hosts[0].restart()
+        assert_same([weight + 1 + 1 for weight in start], client.synchronise(one))
+        assert told == [Lost(1, 0, 0, 1)]
+
+
+def test_heartbeats_have_a_connection_of_their_own() -> None:
+    """On a slow link they waited behind weights for longer than the lease, and a virtual worker that lived was lost."""
+    cluster = Cluster(1, lease=0.3)
+    model, beats = mlp(), threading.Semaphore(0)
+
+    class Heart(DirectChannel):
+        def call(self, method: str, header: bytes, *args: Any, **options: Any) -> bytes:
+            assert isinstance(decode(header), Heartbeat)
+            beats.release()
+            return super().call(method, header, *args, **options)
+
+    cluster.faults.then[Address(0, 0, "Heartbeat", 1)] = lambda: None  # the first one is part of joining
+    heart = Heart(cluster.hosts[0], 0, 0, Faults())
+    with cluster.client(0, signature_of(model, 1, 1), heart=heart) as client:
+        client.join(list(model.parameters()))
+        assert all(beats.acquire(timeout=WAIT) for _ in range(2))
+    assert not cluster.faults.happened

@@ -302,6 +302,23 @@ def test_vw_0_asks_for_a_cut_and_all_know_in_time(distance: int) -> None:
     assert world.vws[1].member.cut_at == 2 + distance
 
 
+def test_a_wish_that_is_repeated_does_not_put_a_cut_off() -> None:
+    """Each wave's wish had moved the cut on, so that it never came with D > 0."""
+    world = started(2, 2)
+    for _ in range(2):
+        world.wave(0, ask_cut=True)
+        until(world, 0, MemberState.IDLE)
+    assert world.vws[0].member.cut_at == 3
+
+
+def test_one_that_was_told_to_end_has_left_and_the_others_hear_why() -> None:
+    world = started(3)
+    wave(world, 0, 1, 2)
+    assert isinstance(ask(world, Leave(2, world.vws[2].member.incarnation, "", "told to end")), Done)
+    wave(world, 0, 1)  # at once, and not after its lease
+    assert departed(world, 0) == [(2, 1, "told to end")]
+
+
 # Cuts and gathers.
 
 
@@ -485,15 +502,6 @@ def test_a_failure_is_told_to_all_with_its_reason() -> None:
     assert world.server[0].coordinator.finished
 
 
-def test_who_fails_alone_is_lost_at_once_and_the_others_go_on() -> None:
-    world = started(2)
-    wave(world, 0, 1)
-    lost = Departed(1, 0, 1, "unable to go on")
-    assert ask(world, world.vws[1].member.leave("unable to go on", alone=True)) == Done((lost,))
-    del world.vws[1]
-    wave(world, 0)
-
-
 def test_who_has_left_is_not_waited_for_and_may_say_so_twice() -> None:
     world = started(2)
     wave(world, 0, 1)
@@ -520,7 +528,16 @@ def test_the_status_tells_clocks_and_leases() -> None:
         {"vw": 1, "clock": 0, "lag": None, "waits_at_cut": True, "silent_ms": 1500, "incarnation": 0},
     ]
     assert status == {
-        "epoch": "epoch1", "phase": "running", "generation": "epoch1.1", "slowest": 1, "commits": 1, "members": members
+        "epoch": "epoch1",
+        "phase": "running",
+        "generation": "epoch1.1",
+        "slowest": 1,
+        "commits": 1,
+        "members": members,
+        "settings": [],
+        "newcomers": [],
+        "kept": [],
+        "incarnations": {"0": 0, "1": 0},
     }  # fmt: skip
 
 

@@ -20,8 +20,11 @@ from lightning_hetpipe.server.protocol.identifiers import COORDINATOR, Commit, R
 from lightning_hetpipe.server.protocol.member import Member
 from lightning_hetpipe.server.protocol.messages import (
     Answer,
+    Departed,
+    Done,
     Granted,
     Parameter,
+    Pushed,
     Read,
     Request,
     ShardRequest,
@@ -92,6 +95,10 @@ class World:
     sent: list[tuple[int, Request | ShardRequest, bytes | memoryview]] = field(default_factory=list)
     """Every request, with its body: any of them may arrive again. The memory of a VW is seen as it is by then."""
     updates: dict[UpdateId, list[Tensor]] = field(default_factory=dict)
+    pushed: set[UpdateId] = field(default_factory=set)
+    """Those updates that a coordinator has taken note of."""
+    departed: set[Departed] = field(default_factory=set)
+    """Departures that VWs were told of."""
     starts: int = 0
     cuts: dict[int, int] = field(default_factory=dict)
     """Number of updates that the final weights of each cut include."""
@@ -235,6 +242,10 @@ class World:
                 answer, parts = one.coordinator.handle(message, self.now, bytes(body))
             except RemoteFault as fault:
                 return fault, b""
+            if isinstance(answer, Done):
+                self.departed.update(answer.departed)
+            if isinstance(message, Pushed):
+                self.pushed.add(UpdateId(message.vw, message.incarnation, message.clock))
             return answer, b"".join(parts)
         try:
             memory = one.shard.open(message, len(body), body if isinstance(body, memoryview) else None)
@@ -361,6 +372,22 @@ class World:
             for end in ends.values():
                 assert all(torch.equal(a, b) for a, b in zip(end, expected, strict=True)), "an update is missing"
             assert not any(one.member.lost for one in self.vws.values())
+        for commit_index in [one.member.commit_index for one in self.vws.values()]:
+            assert commit_index is not None
+            unknown = [each for each in self.pushed if not (commit_index.includes(each) or self._told(each))]
+            assert not unknown, "updates are gone, and nobody was told"
+
+    def _told(self, update: UpdateId) -> bool:
+        """VWs were told that ``update`` was lost with servers, or that its VW has departed before this wave."""
+        lost = [each for one in self.vws.values() for each in one.member.lost]
+        ends = [(each.vw, each.incarnation, each.first, each.last) for each in lost]
+        ends += [(each.vw, each.incarnation, each.clock, -1) for each in self.departed]
+        return any(
+            (vw, incarnation) == (update.vw, update.incarnation)
+            and first <= update.clock
+            and (last < 0 or update.clock <= last)
+            for vw, incarnation, first, last in ends
+        )
 
 
 def add_blocks(layouts: Sequence[ShardLayout], total: Sequence[Tensor], update: Sequence[Tensor], divisor: int) -> None:

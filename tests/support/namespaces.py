@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 TIMEOUT = 30.0
+NOBODY = "02:00:00:00:00:01"
+"""A hardware address that no machine has."""
 
 _count = itertools.count(1)
 
@@ -72,6 +74,19 @@ class Machine:
     def mend(self) -> None:
         """Puts it back."""
         _ip("-n", self._switch, "link", "set", self._port, "up")
+
+    def lose(self, other: Machine) -> None:
+        """Have all that this machine sends to ``other`` be lost, silently; what comes from there still arrives."""
+        _ip("-n", self.name, "neigh", "replace", other.address, "lladdr", NOBODY, "dev", "eth0", "nud", "permanent")
+
+    def find(self, other: Machine) -> None:
+        """Undo ``lose``."""
+        _ip("-n", self.name, "neigh", "del", other.address, "dev", "eth0")
+
+    def delay(self, *netem: object) -> bool:
+        """Have what this machine sends be late, as tc-netem writes it; False where the kernel has no netem."""
+        command = ["tc", "-n", self.name, "qdisc", "add", "dev", "eth0", "root", "netem", "delay", *map(str, netem)]
+        return subprocess.run(command, capture_output=True, timeout=TIMEOUT).returncode == 0
 
     def transferred(self) -> int:
         """Bytes that have come to and gone from this machine, headers included."""

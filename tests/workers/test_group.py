@@ -184,11 +184,9 @@ def test_who_has_a_server_stays_until_the_others_have_left(
     assert second._launch is not None
     fail = second._launch.fail
 
-    def failing(
-        reason: str, alone: bool = False
-    ) -> None:  # and where it leaves with a failure: of the two, who is first to say so is open
+    def failing(reason: str) -> None:  # and where it leaves with a failure: of the two, who is first to say so is open
         going.wait(SECONDS)
-        fail(reason, alone)
+        fail(reason)
 
     monkeypatch.setattr(second._launch, "fail", failing)
     closed = [pair.threads.submit(group.close, failure) for group in (first, second)]
@@ -217,7 +215,7 @@ def test_who_fails_alone_tells_why_and_its_server_stays_for_the_others(
     first, second = pair.groups
     told = list[tuple[int, str, str, str]]()
     monkeypatch.setattr(first, "_on_loss", lambda *what: told.append(what))
-    parted = pair.threads.submit(second.part, "unable to go on, as its host has ended", True)
+    parted = pair.threads.submit(second.part, why="unable to go on, as its host has ended")
     update = [torch.ones(3), torch.ones(3)]
     merged = pair.threads.submit(first.weights.synchronise, update).result(SECONDS)
     assert [tensor.tolist() for tensor in merged] == [[2.0] * 3, [3.0] * 3]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, RandomSampler, TensorDataset
 
-from lightning_hetpipe.workers.shared_data import InjectedRank, Shares
+from lightning_hetpipe.workers.shared_data import InjectedRank, Shares, deal_among
 
 DATA: TensorDataset = TensorDataset(torch.arange(22))
 LENGTHS = (1, 3)
@@ -87,3 +87,32 @@ def test_what_is_not_ours_to_divide(loader: Any, why: str) -> None:
     shares.deal(dealt)
     assert shares.why_not([dealt]) is None
     assert shares.why_not([dealt, loader]) is not None
+
+
+def test_data_is_dealt_among_those_that_take_part() -> None:
+    """As among so many from the start: each sample once, and the same order as of theirs in that epoch."""
+    loader = loader_of(1, shuffle=True)
+    loader.sampler.set_epoch(3)  # type: ignore[attr-defined]
+    before = batches_of(loader)
+    deal_among([1], 1, loader)
+    alone: DistributedSampler[Any] = DistributedSampler(DATA, 1, 0, seed=5)
+    alone.set_epoch(3)
+    assert [sample for batch in batches_of(loader) for sample in batch] == list(alone)
+    deal_among([0, 1], 1, loader)
+    assert batches_of(loader) == before
+
+
+def test_shares_are_dealt_among_those_that_take_part() -> None:
+    """The others' waves keep their lengths."""
+    loaders = [loader_of(vw, shuffle=False, rank=InjectedRank) for vw in range(2)]
+    for vw, loader in enumerate(loaders):
+        Shares(vw, 2, LENGTHS).deal(loader)
+    deal_among([1], 1, loaders[1])
+    assert [sample for batch in batches_of(loaders[1]) for sample in batch] == list(range(22))
+
+
+def test_a_sampler_of_ones_own_goes_on_as_it_is() -> None:
+    loader = loader_of(1, False, int)
+    before = batches_of(loader)
+    deal_among([1], 1, loader)
+    assert batches_of(loader) == before

@@ -22,6 +22,7 @@ from lightning_hetpipe.server.transport.grpc_server import GrpcServer
 from lightning_hetpipe.server.transport.security import Security
 from lightning_hetpipe.workers import group as group_module
 from lightning_hetpipe.workers.group import Group
+from lightning_hetpipe.workers.seats import Seats
 from lightning_hetpipe.workers.synchroniser import Synchroniser
 from tests.exact.pipelines import even
 from tests.exact.running import fit
@@ -39,7 +40,8 @@ class OnlyOne:
     def __init__(self, strategy: Any) -> None:
         self.strategy = strategy
         self.weights = self
-        self.member = SimpleNamespace(clock=0, slowest=0, cut_at=-1)
+        self.member = SimpleNamespace(clock=0, slowest=0, cut_at=-1, cut=0)
+        self.seats = Seats(0, 1)
         self.met: list[str] = []
         self.waiting: Callable[[], AbstractContextManager[None]] = nullcontext
 
@@ -53,7 +55,12 @@ class OnlyOne:
                 self._meet(what)
         return [value]
 
+    def agree(self, value: Any, what: str) -> list[Any]:
+        return self.gather(value, what)
+
     def check(self) -> None: ...
+
+    def begin_epoch(self) -> None: ...
 
     def passed_cut(self) -> None: ...
 

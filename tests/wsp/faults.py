@@ -2,8 +2,10 @@
 
 An address: {"vw": 1, "room": "fit-1", "message": "StageUpdate", "nth": 2, "when": "middle", "what": "server"};
 without "nth" it is every one. With "once": "pushed" it happens when the other virtual workers have pushed their updates
-of the wave, with "wait", when they wait at a cut. The middle of a message is half-way through its body, which then goes
-by gRPC; with "shared" it is when the other side has been told where in shared memory the body lies.
+of the wave, with "wait", when they wait at a cut, with "held", when the first one is held. With "mark": a path, it
+happens where no such file is, and makes it: in the first of several processes of a virtual worker. The middle of a
+message is half-way through its body, which then goes by gRPC; with "shared" it is when the other side has been told
+where in shared memory the body lies.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_hetpipe.launch import parent_watch
+from lightning_hetpipe.launch import servers as servers_of_launch
 from lightning_hetpipe.launch.servers import COORDINATOR, TOKEN
 from lightning_hetpipe.server.protocol.messages import decode
 from lightning_hetpipe.server.transport import grpc_channel
@@ -28,6 +31,7 @@ from lightning_hetpipe.server.transport.security import Security
 from lightning_hetpipe.server.transport.shared_memory import Place
 from lightning_hetpipe.workers import join_handshake
 from tests.server.strangers import annoy
+from tests.wsp.launch import MARK
 
 PATIENCE = 60.0
 
@@ -40,12 +44,12 @@ def until(condition: Callable[[], bool], what: str) -> None:
         pause.wait(0.02)
 
 
-def processes(parent: int) -> Iterator[tuple[int, str]]:
-    """The children of ``parent`` that run, with their command lines."""
+def processes(parent: int | None = None) -> Iterator[tuple[int, str]]:
+    """The processes that run, with their command lines; those of ``parent`` alone, if it is given."""
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             state, ppid = (folder / "stat").read_text().rpartition(")")[2].split()[:2]
-            if int(ppid) == parent and state != "Z":
+            if parent in (None, int(ppid)) and state != "Z":
                 yield int(folder.name), (folder / "cmdline").read_bytes().decode().replace("\0", " ")
         except OSError:
             continue
@@ -57,6 +61,13 @@ def server() -> int | None:
     return next((pid for pid, command in processes(launcher) if "hetpipe-server" in command), None)
 
 
+def tell_all() -> None:
+    """Sends SIGTERM to every process of the launch, as SLURM does: virtual workers, servers, and this one last."""
+    here = {pid for pid, _ in processes(os.getpid())}
+    for pid in [*here, *(grandchild for child in here for grandchild, _ in processes(child)), os.getpid()]:
+        os.kill(pid, signal.SIGTERM)
+
+
 def kill_server() -> None:
     """Returns when it is gone; it may be so already."""
     if (pid := server()) is not None:
@@ -64,26 +75,52 @@ def kill_server() -> None:
         until(lambda: server() != pid, "the server does not die")
 
 
+def servers() -> list[int]:
+    """The processes of all servers of the launch, whoever has started them."""
+    folder = os.environ[MARK]
+    found = [pid for pid, command in processes() if "hetpipe-server" in command]
+    return [pid for pid in found if f"{MARK}={folder}\0".encode() in Path(f"/proc/{pid}/environ").read_bytes()]
+
+
 def others() -> list[int]:
     """The processes of the other virtual workers, as the first one sees them."""
     return [pid for pid, command in processes(os.getpid()) if "tests.wsp.worker" in command]
 
 
+def held() -> Path:
+    """The file that says that the first virtual worker is held."""
+    return Path(os.environ[MARK], "held")
+
+
 def do(what: str) -> None:
     """Lets it happen.
 
-    server: the server is killed. kill, stop: this virtual worker is. kill others: those of the first one are. continue
-    others: those that were stopped go on, to their end. garbage: the server gets all that makes no sense.
+    server: the server is killed. servers: all servers of the launch are. kill, stop: this virtual worker is. servers
+    and kill: both. hold: the first one waits until it is alone. kill others: those of the first one are. continue:
+    those of the first one that were stopped go on; continue others: and to their end. garbage: the server gets all that
+    makes no sense.
     """
     match what:
         case "server":
             kill_server()
+        case "servers" | "servers and kill":
+            for pid in (killed := servers()):
+                os.kill(pid, signal.SIGKILL)
+            if what == "servers and kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            until(lambda: not {*killed} & {*servers()}, "the servers do not die")
         case "kill" | "stop":
             os.kill(os.getpid(), signal.SIGKILL if what == "kill" else signal.SIGSTOP)
+        case "hold":
+            held().touch()
+            until(lambda: not others(), "the others do not end")
         case "kill others" | "continue others":
             for pid in others():
                 os.kill(pid, signal.SIGKILL if what == "kill others" else signal.SIGCONT)
             until(lambda: not others(), "the others do not end")
+        case "continue":
+            for pid in others():
+                os.kill(pid, signal.SIGCONT)
         case "garbage":
             told = parent_watch.launcher_variables()
             assert annoy(told[COORDINATOR], Security(token=told[TOKEN]), "fit-1") > 100
@@ -107,6 +144,10 @@ class Injector:
             nth = self._counts[room, message] = self._counts.get((room, message), 0) + 1
         for fault in self._faults:
             if (fault["room"], fault["message"], fault.get("nth", nth)) == (room, message, nth):
+                if "mark" in fault and Path(fault["mark"]).exists():
+                    continue
+                if "mark" in fault:
+                    Path(fault["mark"]).touch()
                 return fault
         return None
 
@@ -145,6 +186,8 @@ def install(vw: int, faults: Sequence[dict[str, Any]]) -> None:
             """Until the others have pushed what this virtual worker has still to push, or wait at a cut."""
 
             def there() -> bool:
+                if what == "held":
+                    return held().exists()
                 members = json.loads(super(Channel, self).call("status", b""))[room]["members"]
                 mine = next(member["clock"] for member in members if member["vw"] == vw)
                 others = [member for member in members if member["vw"] != vw]
@@ -192,3 +235,13 @@ def install(vw: int, faults: Sequence[dict[str, Any]]) -> None:
 
     vars(join_handshake)["GrpcChannel"] = Channel
     vars(grpc_channel).update(requests=requests, received=received)
+
+
+def record_decisions(path: str) -> None:
+    """Lets the server that this process starts write its coordinators' decisions to the file ``path``."""
+    make = vars(servers_of_launch)["ServerProcess"]
+
+    def recording(handler: str, arguments: dict[str, object], *rest: Any) -> Any:
+        return make(handler, {**arguments, "log": path}, *rest)
+
+    vars(servers_of_launch)["ServerProcess"] = recording

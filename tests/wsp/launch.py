@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -13,7 +14,7 @@ from typing import Any
 
 import torch
 
-from tests.support import forks
+from tests.support import forks, namespaces
 
 ROOT = Path(__file__).parent.parent.parent
 SECONDS = 300
@@ -43,6 +44,11 @@ class Job:
         """Files that each virtual worker wrote."""
         return [torch.load(self.folder / f"{worker}.pt", weights_only=False) for worker in range(len(self.lengths))]
 
+    def written_so_far(self) -> list[dict[str, Any] | None]:
+        """Likewise, None for one that has not come to its end."""
+        paths = [self.folder / f"{worker}.pt" for worker in range(len(self.lengths))]
+        return [torch.load(path, weights_only=False) if path.exists() else None for path in paths]
+
 
 def start(*jobs: Job, **variables: str) -> subprocess.CompletedProcess[str]:
     """Runs ``jobs``, of as many virtual workers each, in one launch to its end, whatever that is.
@@ -70,6 +76,49 @@ def each_started(job: Job, environments: Sequence[Mapping[str, str]]) -> tuple[l
         for process in processes:
             process.kill()
     return [process.returncode for process in processes], "\n".join(said)
+
+
+def on_nodes(job: Job, nodes: int = 2, **variables: str) -> list[tuple[int, str, str]]:
+    """Runs ``job`` by one command for each node, all of them on loopback, and a server on each: as ``finished`` has it.
+
+    Processes are those of ``left_behind``.
+    """
+    port = str(free_port())
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "HETPIPE_TOKEN": "one"}
+    environment = {**os.environ, **meeting, **variables}
+    environment[MARK] = str(job.folder)
+    pipe = subprocess.PIPE
+    processes = [
+        subprocess.Popen(
+            job.command(),
+            cwd=ROOT,
+            env={**environment, "NODE_RANK": str(node)},
+            stdout=pipe,
+            stderr=pipe,
+            text=True,
+            start_new_session=True,
+        )
+        for node in range(nodes)
+    ]
+    try:
+        return namespaces.finished(processes, SECONDS)
+    finally:
+        for process in processes:
+            process.kill()
+
+
+def free_port(number: int = 3) -> int:
+    """The first of ``number`` that are free: of rendezvous, of node 0's server, and of the meeting of nodes."""
+    while True:
+        with socket.socket() as found:
+            found.bind(("127.0.0.1", 0))
+            port: int = found.getsockname()[1]
+        try:
+            for each in range(port, port + number):
+                socket.create_server(("127.0.0.1", each)).close()
+        except OSError:
+            continue
+        return port
 
 
 def left_behind(job: Job) -> list[str]:

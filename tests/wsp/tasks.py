@@ -63,6 +63,15 @@ def buffers() -> Learner:
     return Task(nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), Sums(8), nn.Linear(8, CLASSES)))
 
 
+def wide() -> Learner:
+    """Weights of 1.1 MB, in two layers of about equal size."""
+    return Task(
+        nn.Sequential(
+            nn.Linear(6, 384), nn.Tanh(), nn.Linear(384, 352), nn.Tanh(), nn.Linear(352, 384), nn.Linear(384, CLASSES)
+        )
+    )
+
+
 def dtypes() -> Learner:
     """Layers in three dtypes."""
     low, high = torch.bfloat16, torch.float64
@@ -88,4 +97,5 @@ TASKS: dict[str, tuple[Callable[[], Learner], Callable[..., DataLoader[Any]]]] =
     "unused": (lambda: mlp(task=Unused), models.vectors),
     "buffers": (buffers, models.vectors),
     "dtypes": (dtypes, models.vectors),
+    "wide": (wide, models.vectors),
 }

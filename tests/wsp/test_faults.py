@@ -121,7 +121,7 @@ def test_one_that_was_stopped_for_longer_than_its_lease_ends_alone(tmp_path: Pat
     _, done = befallen(tmp_path, stop, address(0, "Arrive", 2, "before", "continue others"))
     assert done.returncode == 1, done.stderr
     silent = "silent for longer than its lease of 8 s (raise WSPCallback(lease=...) if it may be)"
-    assert done.stderr.count(f"VW 1 was {silent}, or has left\n") == 1
+    assert done.stderr.count(f"virtual worker 1 ends, as the others have gone on without it: VW 1 was {silent}") == 1
     lost = f"hetpipe: virtual worker 1 is lost after 1 waves: it was {silent}; the others go on without it.\n"
     assert done.stderr.count(lost) == 1
     assert done.stderr.count(f"hetpipe: this run went on without virtual worker 1, which was {silent}.\n") == 1

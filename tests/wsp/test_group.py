@@ -23,7 +23,7 @@ from lightning_hetpipe.server.process.service import Service
 from lightning_hetpipe.server.process.sessions import Sessions
 from lightning_hetpipe.server.process.supervisor import ServerLost
 from lightning_hetpipe.server.protocol.identifiers import PeerFailed
-from lightning_hetpipe.server.protocol.messages import Fetch, Gather, Leave, Message, decode
+from lightning_hetpipe.server.protocol.messages import Fetch, Gather, Leave, Lost, Message, decode
 from lightning_hetpipe.server.transport.grpc_channel import GrpcChannel
 from lightning_hetpipe.server.transport.grpc_server import GrpcServer
 from lightning_hetpipe.server.transport.interface import STATUS, TIMEOUT
@@ -204,6 +204,25 @@ def test_who_has_left_the_launch_is_not_waited_for_at_the_next_fit() -> None:
         groups[1].part()
     assert told == [], "that is no loss"
     rooms.close()
+
+
+def test_the_first_one_left_on_each_node_says_which_updates_are_lost(capsys: pytest.CaptureFixture[str]) -> None:
+    settings = WSPCallback().settings
+    places = dict(enumerate(["node 0, one", "node 0, one", "node 1, other", "node 1, other"]))
+    said = []
+    for index in (0, 1, 3):
+        one = Group(index, 4, FoundServers("127.0.0.1:1", (), Security()), settings, PATIENCE)
+        one._places = places
+        for last in (1, 3, -1):
+            one._lose_updates(Lost(2, 0, 1, last))
+        said.append(capsys.readouterr().err.splitlines())
+    who = "virtual worker 2 (node 1, other)"
+    lost = [
+        f"hetpipe: the updates of {who} from wave 1 are lost: only it and the lost server had them.",
+        f"hetpipe: the updates of {who} from waves 1 to 3 are lost: only it and the lost server had them.",
+        f"hetpipe: what {who} had pushed from wave 1 on, if anything, is lost: only the lost server knew of it.",
+    ]
+    assert said == [lost, [], lost]
 
 
 def refused(address: str, shown: Security) -> str:

@@ -6,12 +6,9 @@ machine.
 
 from __future__ import annotations
 
-import os
 import platform
 import subprocess
 import sys
-import threading
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +19,7 @@ import torch
 from tests.launch.launching.meeting import stated
 from tests.support.namespaces import Machine, finished
 from tests.wsp.launch import ROOT, SECONDS, Job
+from tests.wsp.pause import paused, prepare
 from tests.wsp.test_exact import check, expected
 
 pytestmark = pytest.mark.slow
@@ -44,11 +42,11 @@ def by_torchrun(machines: Sequence[Machine], job: Job, counts: Sequence[int]) ->
     return processes
 
 
-def trained(job: Job, processes: Sequence[subprocess.Popen[str]], wave: int) -> None:
+def trained(job: Job, processes: Sequence[subprocess.Popen[str]], wave: int, epochs: int = 2) -> None:
     """They end well, and what they have trained is what the laws say."""
     for code, _, err in finished(processes, SECONDS):
         assert code == 0, err
-    check(job, job.written(), expected(job, wave))
+    check(job, job.written(), expected(job, wave, epochs))
 
 
 def test_a_command_on_each(machines: list[Machine], tmp_path: Path) -> None:
@@ -117,21 +115,11 @@ def test_a_cable_is_pulled_out_in_mid_training(placement: str, machines: list[Ma
         "timeout": 40,
     }
     job = Job(tmp_path, more=more)
-    for name in ("paused", "go on"):
-        os.mkfifo(tmp_path / name)
+    prepare(tmp_path)
     processes = by_hand(machines, job)
-    paused = threading.Thread(target=(tmp_path / "paused").read_text, name="test-paused", daemon=True)
-    paused.start()
-    until = time.monotonic() + SECONDS
-    while paused.is_alive():
-        assert [process.poll() for process in processes] == [None, None], finished(processes, SECONDS)
-        assert time.monotonic() < until, "virtual worker 1 has not come to its third batch"
-        paused.join(0.5)
-    machines[1].cut()
-    go_on = threading.Thread(target=(tmp_path / "go on").write_text, args=("",), name="test-go-on", daemon=True)
-    go_on.start()
+    with paused(tmp_path, processes):
+        machines[1].cut()
     (first, _, said), (second, _, heard) = finished(processes, SECONDS)
-    go_on.join(SECONDS)
     assert second == 1
     assert "VW 1, in state" in heard
     assert "for 40 s for an answer: the server at 10.0.0.1:29501 cannot be reached" in heard

@@ -10,10 +10,11 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import lightning as L
 import torch
@@ -21,10 +22,12 @@ from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint, OnE
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.trainer.states import RunningStage
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.utils.data import DataLoader
 from torchmetrics import CatMetric, MeanMetric
 
 from lightning_hetpipe import Cluster, HetPipeStrategy, Node, WSPCallback
+from lightning_hetpipe.run import preemption
 from lightning_hetpipe.run.extensions.pace import Pace
 from tests.exact.pipelines import Delays
 from tests.exact.running import Recorder
@@ -32,6 +35,7 @@ from tests.oracle import State
 from tests.support.models import Learner
 from tests.support.trainers import quiet_trainer
 from tests.wsp import faults
+from tests.wsp.pushed import Pushed
 from tests.wsp.tasks import TASKS
 
 SEED = 3
@@ -84,11 +88,50 @@ class Acts(L.Callback):
                     trainer.should_stop = True
                 elif what == "save":
                     trainer.save_checkpoint(f"{self.folder}/saved.ckpt")
+                elif what == "SIGTERM":
+                    os.kill(os.getpid(), signal.SIGTERM)
+                elif what in ("fill", "fill most"):
+                    fill(Path(self.folder), left=4096 * 4 * (what == "fill most"))
                 elif what == "edit":  # as a callback moves a teacher, each by what it has seen
                     frozen = next(p for p in trainer.lightning_module.parameters() if not p.requires_grad)
                     frozen.data.add_(0.1 + trainer.global_rank)
                 elif what == "meet":  # whoever is held there goes on when this is opened
                     open(f"{self.folder}/meeting", "w").close()
+
+
+class Waits(L.Callback):
+    """Has virtual worker 0 wait, in the last minibatch of an epoch, until others are ready to come back.
+
+    Args:
+        epochs: How many are to be ready, by epoch; "all": in each those that do not take part, if they come in time.
+        group: Gives the group.
+    """
+
+    def __init__(self, epochs: dict[str, int] | Literal["all"], group: Callable[[], Any]) -> None:
+        self.epochs, self.group = epochs, group
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if not trainer.is_global_zero or batch_idx + 1 < trainer.num_training_batches:
+            return
+        group = self.group()
+        if self.epochs != "all":
+            number = self.epochs.get(str(trainer.current_epoch), 0)
+            faults.until(lambda: len(group.seats.ready()) >= number, f"{number} virtual workers do not come back")
+            return
+        faults.do("continue")
+        members = {member.vw for member in group.weights.member.commit_index.members}
+        with suppress(AssertionError):  # some may not come any more
+            faults.until(lambda: members | group.seats.ready().keys() == set(range(group.size)), "some are missing")
+
+
+def fill(folder: Path, left: int = 0) -> None:
+    """Leave no room but for ``left`` bytes on the file system of ``folder``."""
+    with suppress(OSError), open(folder / "filling", "wb", buffering=0) as file:
+        while file.write(bytes(1 << 12)):
+            pass
+    os.truncate(folder / "filling", os.path.getsize(folder / "filling") - left)
 
 
 class Notes(Logger):
@@ -124,12 +167,29 @@ class Clock(Timer):
         return 3600.0 if self.over else 0.0
 
 
+class WantsMemory:
+    """Has a stage of a virtual worker want more memory than there is, as a GPU's allocator would say it.
+
+    Args:
+        worker: The virtual worker of this process.
+        where: (virtual worker, stage, work, minibatch).
+    """
+
+    def __init__(self, worker: int, where: Sequence[Any]) -> None:
+        self.here, *self.task = (worker == where[0], *where[1:])
+
+    def __call__(self, *task: Any) -> None:
+        if self.here and [*task] == self.task:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
+
+
 class Evaluated(Learner):
     """Validates, if there is something to validate with; fails where it is told to.
 
     Args:
         task: What is trained.
-        fault: (virtual worker, batch, what happens there): a signal's name, or what `training_step` knows.
+        fault: (virtual worker or "all", batch, what happens there): a signal's name, or what `training_step` knows;
+            "validation" is a batch as well.
         folder: Where it meets the test, if it is told to pause.
     """
 
@@ -142,7 +202,7 @@ class Evaluated(Learner):
         self.all = CatMetric()
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        if self.fault and (self.global_rank, batch_idx) == tuple(self.fault[:2]):
+        if self.fault and self.fault[0] in (self.global_rank, "all") and self.fault[1] == batch_idx:
             what = self.fault[2]
             if what == "raise":
                 raise ValueError("a bad batch")
@@ -158,6 +218,8 @@ class Evaluated(Learner):
                 open(self.fault[3]).close()  # until the other end is opened
             elif what == "save":
                 self.trainer.save_checkpoint(self.fault[3])
+            elif what == "SIGTERM of all":
+                faults.tell_all()
             else:
                 os.kill(os.getpid(), getattr(signal, what))
         return super().training_step(batch, batch_idx)
@@ -166,6 +228,8 @@ class Evaluated(Learner):
         return self.task.compute(batch)
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
+        if self.fault and tuple(self.fault[:2]) == (self.global_rank, "validation"):
+            os.kill(os.getpid(), getattr(signal, self.fault[2]))
         loss = self.compute(batch)["loss"]
         self.log("loss", loss, sync_dist=True)
         self.mean(loss)
@@ -215,6 +279,8 @@ def main(job: dict[str, Any]) -> None:
     )
     recorder, validates, notes = Recorder(), Validates(), Notes()
     callbacks: list[L.Callback] = [validates, recorder, Acts(job.get("acts", ()), job["folder"])]
+    if "awaits" in job:
+        callbacks.append(Waits(job["awaits"], lambda: strategy._group))
     if "clocks" in job:
         callbacks.append(Clock(job["clocks"]))
     if "averages" in job:
@@ -238,12 +304,19 @@ def main(job: dict[str, Any]) -> None:
         defaults["plugins"] = [AsyncCheckpointIO()]
     trainer = quiet_trainer(callbacks=callbacks, **{**defaults, **job.get("trainer", {})})
     worker = strategy.global_rank
+    if "late" in job and Path(job["late"]).exists():  # a process that was started again
+        faults.until(Path(job["folder"], "meeting").exists, "nobody comes to meet it")
     faults.install(worker, job.get("faults", ()))
+    if "log" in job:
+        faults.record_decisions(job["log"])
+    pushed = Pushed() if "pushed" in job else None
     if "paces" in job:  # of each virtual worker, epoch after epoch
         paces = iter([epoch[worker] for epoch in job["paces"]])
         Pace.rate = property(lambda self: next(paces))  # type: ignore[assignment, method-assign]
     if "delays" in job:
         strategy._before_pass = Delays(job["delays"] + worker)
+    if "wants_memory" in job:
+        strategy._before_pass = WantsMemory(worker, job["wants_memory"])
     module = Evaluated(task_of(job["task"], worker), job.get("fault", ()), job["folder"])
     if job.get("on_meta"):
         module.task.to("meta")
@@ -251,7 +324,14 @@ def main(job: dict[str, Any]) -> None:
     shares = job.get("shares")
     loader = shared_data(job["task"], shares) if shares else data_of(job["task"], worker, lengths[worker])
     validation = data_of(job["task"], 8 + worker, 3) if job.get("validate") else None
-    trainer.fit(module, loader, validation, ckpt_path=job.get("resume"))
+    preemption.TOGETHER = job.get("together", preemption.TOGETHER)
+    ended: BaseException | None = None
+    try:
+        trainer.fit(module, loader, validation, ckpt_path=job.get("resume"))
+    except SIGTERMException as error:
+        if not job.get("is_preempted"):
+            raise
+        ended = error
     record = recorder.record
     torch.save(
         {
@@ -261,10 +341,13 @@ def main(job: dict[str, Any]) -> None:
             "end": State.of(module, trainer.optimizers[0]),
             "metrics": dict(trainer.callback_metrics),
             "logged": notes.logged,
+            "pushed": pushed,
             "stages": [stage.layers for stage in strategy.last_run.stages],
         },
         Path(job["folder"]) / f"{worker}.pt",
     )
+    if ended is not None:
+        raise ended
     if "lasts" in job:
         outlast(Path(job["folder"]), worker, job["lasts"])
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import signal
-from collections.abc import Callable, Iterator
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -15,16 +16,18 @@ from lightning_hetpipe.lightning_private import (
     averages,
     begun_minibatches,
     in_a_step,
-    on_requeue,
     recount_batches,
     train_loaders,
     validates_at_the_end,
+    validation_loaders,
 )
 from lightning_hetpipe.redirect import Redirect
 from lightning_hetpipe.run.extensions.intervals import Intervals
 from lightning_hetpipe.run.extensions.pace import Pace
 from lightning_hetpipe.run.lifecycle import Extension
+from lightning_hetpipe.run.preemption import LEAVES, NOTHING, Preemption
 from lightning_hetpipe.run.together import check_batches, check_shares, minibatches_per_step
+from lightning_hetpipe.workers.shared_data import deal_among
 from lightning_hetpipe.workers.synchroniser import Computing, Synchroniser
 
 LOOP, EPOCH = 1 << 56, 1 << 32
@@ -49,6 +52,7 @@ class WavesAndCuts(Extension):
     Args:
         trainer: Lightning's.
         synchroniser: The fit's.
+        preemption: Ends the fit at a cut, if it is told to.
         synchronising: Opened around synchronisation, in which user code may run.
         computing: Opened around what is computed in it.
         waiting: Opened around any other wait for virtual workers.
@@ -59,6 +63,7 @@ class WavesAndCuts(Extension):
         self,
         trainer: L.Trainer,
         synchroniser: Synchroniser,
+        preemption: Preemption,
         synchronising: Callable[[], AbstractContextManager[None]],
         computing: Computing = nullcontext,
         waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
@@ -66,6 +71,7 @@ class WavesAndCuts(Extension):
     ) -> None:
         self._trainer = trainer
         self._synchroniser = synchroniser
+        self._preemption = preemption
         self._synchronising = synchronising
         self._computing = computing
         self._running = False  # an epoch
@@ -75,12 +81,13 @@ class WavesAndCuts(Extension):
         self._pace = pace
         self._pausing: Callable[[], AbstractContextManager[None]] = nullcontext if pace is None else pace.pause
         self._loop = 0
-        self._requeue: tuple[Any, ...] | None = None  # what the signal's handler was given
+        self._dealt = [*synchroniser.group.seats.taken]  # the virtual workers that have the data of the epoch
+        self._coming: dict[int, int] = {}  # ready to come back, each with its incarnation
         synchroniser.group.waiting = waiting
         self._redirects = [
             Redirect(trainer, "save_checkpoint", self._on_save),
-            on_requeue(trainer, self._on_requeue),
             Redirect(trainer.fit_loop.epoch_loop, "on_run_start", self._on_epoch),
+            Redirect(trainer.fit_loop, "on_advance_start", self._on_next_epoch),
         ]
         synchroniser.meet = self._meet
 
@@ -95,6 +102,8 @@ class WavesAndCuts(Extension):
         if not self._compared:
             self._compare()
         self._compared = self._running = True
+        if self._synchroniser.group.seats.returning is not None:
+            self._loop = self._synchroniser.group.weights.member.cut // LOOP
         if self._number(BEGIN) < self._synchroniser.last_cut:
             self._loop += 1
         with self._synchronising():
@@ -137,15 +146,28 @@ class WavesAndCuts(Extension):
 
     def stepped(self, version: int) -> None:
         """Push the update and take the merged weights, at the end of a wave (law L3)."""
+        self._end_if_agreed()  # during the validation that has just ended, if at all
         if not self._synchroniser.ends_wave(version):
             return
         with self._pausing():
             with self._synchronising():
-                cuts = self._synchroniser.synchronise(self._computing, self._asks)
+                cuts = self._synchroniser.synchronise(self._computing, self._preemption.wish > NOTHING)
+            self._preemption.wave_ends()
             if cuts:
                 self._cut(self._place_of(version), version)
-                if any(self._synchroniser.group.gather(self._asks, "a signal's cut")):
-                    self._save_and_requeue()
+                self._agree_on_end()
+                self._end_if_agreed()
+            if self._preemption.wish == LEAVES:
+                self._preemption.leave_unless_all_end()
+
+    def _agree_on_end(self) -> None:
+        """At a cut: agree whether to end there, as virtual worker 0 was told to."""
+        self._preemption.agree(self._synchroniser.group.gather(self._preemption.wish, "a signal's cut"))
+
+    def _end_if_agreed(self) -> None:
+        if self._preemption.agreed:
+            with self._redirects[0].suspended():  # this is the cut to save at
+                self._preemption.end()
 
     @contextmanager
     def evaluating(self, minibatch: int) -> Iterator[None]:
@@ -160,6 +182,7 @@ class WavesAndCuts(Extension):
             finally:
                 self._evaluates = False
                 put_back()
+            self._agree_on_end()
 
     def epoch_ends(self) -> None:
         """Cut; one that has come to the end of training ends it for all, as nobody could go on with others gone.
@@ -172,15 +195,55 @@ class WavesAndCuts(Extension):
         self._synchroniser.take_buffers()
         trainer = self._trainer
         stops = trainer.should_stop or 0 <= trainer.max_steps <= trainer.global_step
-        found = self._synchroniser.group.gather([stops, self._asks, rate], "the end of an epoch")
+        group, wish = self._synchroniser.group, self._preemption.wish
+        found = group.gather([stops, wish, rate, group.index, group.seats.ready()], "the end of an epoch")
         if any(stop for stop, *_ in found) and not stops:
             trainer.should_stop = True
+        seats = [index for _, wants, _, index, _ in found if wants != LEAVES]
+        self._coming = {vw: incarnation for *_, coming in found for vw, incarnation in coming.items()}
         every = minibatches_per_step(trainer, trainer.current_epoch + 1)
-        if self._intervals is not None and self._synchroniser.divide([rate for *_, rate in found], every):
+        if self._intervals is not None and self._synchroniser.divide([rate for _, _, rate, *_ in found], every):
             rank_zero_info(f"shares from epoch {trainer.current_epoch + 1} on: {self._synchroniser.told_shares()}")
             recount_batches(trainer)
-        if any(asks for _, asks, _ in found):
-            self._save_and_requeue()
+        self._preemption.agree([wish for _, wish, *_ in found])
+        if wish == LEAVES:
+            self._preemption.leave_unless_all_end()
+        if not self._coming:
+            self._deal(seats)
+
+    def _on_next_epoch(self, redirect: Redirect, *args: Any) -> None:
+        """The epoch before is over with its evaluations, checkpoints and hooks: lost ones may come back here."""
+        coming, self._coming = self._coming, {}
+        if coming:
+            self._readmit(coming)
+        redirect.original(*args)
+
+    def _readmit(self, coming: Mapping[int, int]) -> None:
+        trainer, group = self._trainer, self._synchroniser.group
+        with self._pausing(), tempfile.TemporaryDirectory(prefix="hetpipe-") as folder:
+            checkpoint = Path(folder, "state.ckpt")
+            trainer.save_checkpoint(checkpoint, weights_only=False)
+            with self._synchronising():
+                back = self._synchroniser.readmit(coming, checkpoint if group.index == 0 else None, self._number(0))
+        for vw in back:
+            rank_zero_info(f"virtual worker {vw} has come back, and takes part from epoch {trainer.current_epoch} on")
+        self._deal(group.seats.taken)
+
+    def _deal(self, seats: Sequence[int]) -> None:
+        """Deal the data of the next epoch among ``seats``, where these are others than those that have it."""
+        group, trainer = self._synchroniser.group, self._trainer
+        if [*seats] == self._dealt:
+            return
+        self._dealt, group.seats.taken = [*seats], seats
+        for loader in (*train_loaders(trainer), *validation_loaders(trainer)):
+            deal_among(seats, group.index, loader)
+        recount_batches(trainer)
+        if gone := [vw for vw in range(group.size) if vw not in seats]:
+            names = " and ".join(map(str, gone))
+            rank_zero_info(
+                f"epoch {trainer.current_epoch + 1} and later ones are dealt among {len(seats)} of {group.size} virtual"
+                f" workers, without virtual worker {names}"
+            )
 
     def _on_save(self, redirect: Redirect, *args: Any, **kwargs: Any) -> None:
         """A checkpoint within an epoch is a cut. After an exception nobody waits for anybody."""
@@ -202,20 +265,6 @@ class WavesAndCuts(Extension):
                 redirect.original(*args, **kwargs)
             return
         redirect.original(*args, **kwargs)
-
-    def _on_requeue(self, redirect: Redirect, *args: Any) -> None:
-        """SLURM's signal comes at any moment, also during a wait: virtual worker 0 asks for a cut to save at."""
-        self._requeue = args
-
-    @property
-    def _asks(self) -> bool:
-        return self._requeue is not None and self._trainer.is_global_zero
-
-    def _save_and_requeue(self) -> None:
-        """Save and requeue, as SLURM's signal wants it; at a cut, on all."""
-        told, self._requeue = self._requeue, None
-        with self._redirects[0].suspended():  # this is the cut to save at
-            self._redirects[1].original(*(told or (signal.SIGUSR1, None)))
 
     def _cut(self, place: int | None = None, version: int | None = None) -> None:
         """Cut once at each place of each epoch; by default after minibatch ``version``, or the last that has begun."""

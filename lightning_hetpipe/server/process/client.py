@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
-from typing import Self
+from typing import Self, TypeVar
 
 from torch import Tensor
 
@@ -22,9 +22,16 @@ from lightning_hetpipe.server.protocol.actions import Ask, AskShards, Body, Goal
 from lightning_hetpipe.server.protocol.identifiers import COORDINATOR, LocalFault, PeerFailed, Refusal, RemoteFault
 from lightning_hetpipe.server.protocol.member import Member
 from lightning_hetpipe.server.protocol.messages import (
+    AboutKept,
     Answer,
+    AskForKept,
     Departed,
     Done,
+    FetchKept,
+    Joined,
+    KeepBytes,
+    KeptSize,
+    Lost,
     NotYet,
     Parameter,
     Request,
@@ -40,6 +47,9 @@ LONGEST_WAIT = 3600.0
 
 TIME_TO_LEAVE = 10.0
 """Seconds for which a VW repeats that it leaves, as the coordinator may be starting again; then its lease runs out."""
+
+
+News = TypeVar("News", Departed, Lost)
 
 
 class Cancelled(Exception):
@@ -78,7 +88,11 @@ class Client:
         name: prefix of the threads' names.
         lost: returns the error by which the servers are known not to come back, once there is one; the call under way
             and all later ones raise it.
+        heart: channel to the coordinator for heartbeats alone, which would wait behind weights on a slow link for
+            longer than the lease; by default the first of ``channels``.
         departed: called once for each other VW that was left out or has left, from any thread.
+        returns: as in ``Join``.
+        updates_lost: likewise, for updates of another VW that nobody holds any more, as it died together with servers.
     """
 
     def __init__(
@@ -96,12 +110,15 @@ class Client:
         name: str = "hetpipe-client",
         now: Callable[[], float] = time.monotonic,
         lost: Callable[[], Exception | None] = lambda: None,
+        heart: Channel | None = None,
         departed: Callable[[Departed], None] = lambda each: None,
+        returns: bool = False,
+        updates_lost: Callable[[Lost], None] = lambda each: None,
     ) -> None:
         owned: list[tuple[Parameter, ...]] = [
             tuple(signature.parameters[index] for index in indices) for indices in placement
         ]
-        self.member = Member(vw, incarnation, signature, owned)
+        self.member = Member(vw, incarnation, signature, owned, returns)
         self.failure: Exception | None = None
         """Fatal error that the heartbeat has received. The next call raises it."""
         self.waits_for = ""
@@ -109,6 +126,7 @@ class Client:
         self.bytes_pushed = 0
         self.bytes_pulled = 0
         self._channels = channels
+        self._heart_channel = channels[COORDINATOR] if heart is None else heart
         self._held = HeldWeights(signature.parameters, placement)
         self._silence = ""
         """The transport's error of the last call without an answer; it names the server."""
@@ -120,7 +138,8 @@ class Client:
         self._now = now
         self._lost = lost
         self._on_departed = departed
-        self._departed: set[Departed] = set()
+        self._on_updates_lost = updates_lost
+        self._told: set[Departed | Lost] = set()
         self._hears = threading.Lock()
         self._name = name
         self._pool = self._new_pool()
@@ -224,13 +243,72 @@ class Client:
             start += each.size
         return found
 
-    def leave(self) -> None:
-        """End the membership."""
-        self._leave("")
+    def keep(self, name: str, content: bytes | memoryview) -> None:
+        """Leave ``content`` with the coordinator under ``name``, for VWs that come back; empty takes it away."""
+        me = self.member.vw, self.member.incarnation
+        self._until_answered(KeepBytes(*me, name), [memoryview(content)] if len(content) else ())
 
-    def fail(self, reason: str, alone: bool = False) -> None:
-        """End the membership because of a failure, with which the others end too, unless it is this one's ``alone``."""
-        self._leave(reason, alone)
+    def recall(self, name: str, seconds: float | None = None) -> bytes | None:
+        """Return what is kept under ``name``; waits until something is, for so many ``seconds``: then None.
+
+        Raises:
+            ServersSilent: after ``timeout`` or ``longest_wait``.
+            PeerFailed: another VW has failed.
+            RemoteFault: this VW was left out.
+        """
+        me = self.member.vw, self.member.incarnation
+        while (answer := self._until_answered(AskForKept(*me, name), seconds=seconds)) is not None:
+            assert isinstance(answer, KeptSize)
+            found = bytearray(answer.size)
+            try:
+                self._until_answered(FetchKept(*me, name, answer.size), into=[memoryview(found)])
+            except RemoteFault as fault:
+                if fault.refusal is not Refusal.STALE:
+                    raise
+            else:
+                return bytes(found)
+        return None
+
+    def _until_answered(
+        self,
+        message: AboutKept,
+        body: Sequence[memoryview] = (),
+        into: Sequence[memoryview] = (),
+        seconds: float | None = None,
+    ) -> Answer | None:
+        """The coordinator's answer to ``message``, asked again until it has one; None after so many ``seconds``."""
+        began = heard = self._now()
+        while True:
+            if self._stopped.is_set():
+                raise Cancelled("the call was cancelled")
+            self.check()
+            answer, now = self._call(message, body, into), self._now()
+            heard = heard if answer is None else now
+            if isinstance(answer, RemoteFault):
+                if answer.refusal is Refusal.FAILED:
+                    raise PeerFailed(str(answer))
+                if answer.refusal not in (Refusal.GENERATION, Refusal.BUSY):
+                    raise answer
+                self._stopped.wait(min(0.1, self._lease / 10))  # the heartbeat joins again
+            elif answer is not None and not isinstance(answer, NotYet):
+                return answer
+            if seconds is not None and now - began > seconds:
+                return None
+            who = f"VW {self.member.vw} has waited"
+            if now - heard > self.timeout:
+                raise ServersUnheard(f"{who} for {self.timeout:g} s for an answer: {self._silence}")
+            if now - began > self.longest_wait:
+                raise ServersSilent(f"{who} for {self.longest_wait:g} s for '{message.name}'; set a longer timeout")
+            if answer is None:
+                self._stopped.wait(min(0.1, self._lease / 10))
+
+    def leave(self, why: str = "") -> None:
+        """End the membership; the others are told ``why``, if they go on without this one."""
+        self._leave("", why)
+
+    def fail(self, reason: str) -> None:
+        """End the membership because of a failure, with which the others end too."""
+        self._leave(reason)
 
     def cancel(self) -> None:
         """End the call that is under way, and all later ones, as ``Cancelled``."""
@@ -292,7 +370,8 @@ class Client:
                 continue
             who = f"VW {self.member.vw}, in state '{state.value}', has waited"
             if now - heard > self.timeout:
-                raise ServersUnheard(f"{who} for {self.timeout:g} s for an answer: {self._silence}")
+                silence = f"{self._silence}; if it may be silent for longer, raise HetPipeStrategy(timeout=...)"
+                raise ServersUnheard(f"{who} for {self.timeout:g} s for an answer: {silence}")
             if missing and self.member.goal is Goal.START and now - began > self._join_timeout:
                 raise NotJoined(f"{who} for {self._join_timeout:g} s for {why}", missing)
             if now - began > self.longest_wait:
@@ -340,9 +419,10 @@ class Client:
         body: Sequence[memoryview] = (),
         into: Sequence[memoryview] = (),
         timeout: float | None = None,
+        channel: Channel | None = None,
     ) -> Answer | RemoteFault | None:
         """Return the coordinator's answer; ``None`` if none came."""
-        channel, timeout = self._channels[COORDINATOR], timeout or self.timeout
+        channel, timeout = channel or self._channels[COORDINATOR], timeout or self.timeout
         return self._answered(message, lambda header: channel.call(COORDINATOR_METHOD, header, body, into, timeout))
 
     def _answered(self, message: Request | ShardRequest, call: Callable[[bytes], bytes]) -> Answer | RemoteFault | None:
@@ -356,24 +436,27 @@ class Client:
         answer = decode(header)
         if not isinstance(answer, Answer):
             raise RemoteFault(Refusal.MALFORMED, f"a server answered with a {type(answer).__name__}")
-        if isinstance(answer, Done) and answer.departed:
-            self._hear(answer.departed)
+        if isinstance(answer, Done):
+            for departed in self._news(answer.departed):
+                self._on_departed(departed)
+        elif isinstance(answer, Joined):
+            for lost in self._news(answer.lost):
+                self._on_updates_lost(lost)
         return answer
 
-    def _hear(self, departed: Sequence[Departed]) -> None:
+    def _news(self, told: Sequence[News]) -> list[News]:
         with self._hears:
             # Its own departure is an error of its calls.
-            news = [each for each in departed if each not in self._departed and each.vw != self.member.vw]
-            self._departed.update(news)
-        for each in news:
-            self._on_departed(each)
+            news = [each for each in told if each not in self._told and each.vw != self.member.vw]
+            self._told.update(news)
+        return news
 
-    def _leave(self, failure: str, alone: bool = False) -> None:
+    def _leave(self, failure: str, why: str = "") -> None:
         self._left = True
         self._stopped.set()
         with self._busy:
             joined = self.member.state is not MemberState.OUTSIDE
-            message = self.member.leave(failure, alone)
+            message = self.member.leave(failure, why)
         deadline, pause = time.monotonic() + min(TIME_TO_LEAVE, self._lease), threading.Event()
         while joined and self._call(message, timeout=min(2.0, self.timeout)) is None:
             if time.monotonic() > deadline:
@@ -390,7 +473,7 @@ class Client:
 
     def _say_alive(self) -> None:
         heartbeat = self.member.heartbeat()
-        answer = self._call(heartbeat, timeout=self._lease / 3)
+        answer = self._call(heartbeat, timeout=self._lease / 3, channel=self._heart_channel)
         if not isinstance(answer, RemoteFault):
             return
         if answer.refusal is Refusal.FAILED:

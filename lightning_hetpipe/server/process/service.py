@@ -133,7 +133,7 @@ class Service:
             return self._run_coordinator(message, bytes(body))
         except RemoteFault as fault:
             # A VW that its own launch has ended meanwhile, as by Ctrl-C, is no stranger at the door.
-            silent = (Refusal.STALE, Refusal.FAILED, Refusal.LEFT_OUT)
+            silent = (Refusal.STALE, Refusal.FAILED, Refusal.LEFT_OUT, Refusal.RUNS)
             cannot_join = isinstance(message, Join) and fault.refusal not in silent
             raise CallRefused(fault.text, turned_away=str(fault) if cannot_join else "") from fault
 

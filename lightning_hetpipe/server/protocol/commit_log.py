@@ -156,8 +156,8 @@ class CommitLog:
         self._unpulled.add(vw)
         self.clock[vw] = clock + 1
         self._note(UpdatePushed(vw, update.incarnation, clock))
-        if cut:
-            self.cut_at = max(self.cut_at, cut_after(clock, self._distance))
+        if cut and self.cut_at <= clock:  # else they are on their way to one, which another wish must not put off
+            self.cut_at = cut_after(clock, self._distance)
         self._advance()
 
     def pull(self, vw: int, read_lease: int) -> str | None:

@@ -23,6 +23,7 @@ from lightning_hetpipe.server.protocol.deadlock import DeadlockDetector
 from lightning_hetpipe.server.protocol.decisions import GenerationBegan, Note, ignore
 from lightning_hetpipe.server.protocol.gathers import LIMIT, Gathers
 from lightning_hetpipe.server.protocol.identifiers import MOST_VIRTUAL_WORKERS, Refusal, RemoteFault
+from lightning_hetpipe.server.protocol.kept import KeptBytes
 from lightning_hetpipe.server.protocol.leases import Leases
 from lightning_hetpipe.server.protocol.messages import Answer, Request, TrainingSignature
 from lightning_hetpipe.server.protocol.recovery import Recovery, check, decide
@@ -65,6 +66,7 @@ class Coordinator:
         self._leases = Leases(lease)
         self._note = note
         self._gathers = Gathers(gather_limit)
+        self._kept = KeptBytes(gather_limit)
         self._signature: TrainingSignature | None = None
         self._incarnation: dict[int, int] = {}
         """The newest of each VW that has been heard of."""
@@ -120,6 +122,8 @@ class Coordinator:
         """Refuse a body before memory is taken for it."""
         if isinstance(message, messages.Gather):
             self._gathers.check(size)
+        elif isinstance(message, messages.KeepBytes):
+            self._kept.check(size)
         elif isinstance(message, messages.Join):
             claimed, gathered = message.signature.virtual_workers, message.report.gathered
             if not 1 <= claimed <= MOST_VIRTUAL_WORKERS:
@@ -154,6 +158,8 @@ class Coordinator:
             raise RemoteFault(Refusal.FAILED, self._failure)
         if isinstance(message, messages.Join):
             return self._join(message, body, now), ()
+        if isinstance(message, messages.AboutKept):
+            return self._kept.serve(message, body)
         answer, parts = self._serve(message, body)
         members = self.log.clock if self.log is not None and self.phase is Phase.RUNNING else ()
         why = self._deadlocks.after(message.vw, message, answer, members, self._serve)
@@ -173,8 +179,12 @@ class Coordinator:
             member = {"vw": vw, "clock": clock, "lag": lag, "waits_at_cut": waits}
             members.append({**member, "silent_ms": round(1000 * (now - seen)), "incarnation": self._incarnation[vw]})
         commits = 0 if log is None else log.commits
-        status = {"epoch": self.epoch, "phase": self.phase.value, "generation": self.generation}
-        return {**status, "slowest": slowest, "commits": commits, "members": members}
+        status: dict[str, Any] = {"epoch": self.epoch, "phase": self.phase.value, "generation": self.generation}
+        status = {**status, "slowest": slowest, "commits": commits, "members": members}
+        settings = [] if self._signature is None else list(self._signature.settings)
+        known = {str(vw): incarnation for vw, incarnation in sorted(self._incarnation.items())}
+        coming = {"newcomers": sorted(self._newcomers), "kept": self._kept.names, "incarnations": known}
+        return {**status, "settings": settings, **coming}
 
     # Membership.
 
@@ -242,10 +252,10 @@ class Coordinator:
 
     def _leave(self, message: messages.Leave, now: float) -> Answer:
         left_out = message.incarnation <= self.gone.get(message.vw, -1)  # its failure does not concern the others
-        if message.failure and not message.alone and not self._failure and not left_out:
+        if message.failure and not self._failure and not left_out:
             self._fail(message.vw, message.failure, now)
         if message.vw in self._leases.seen:
-            self._remove(message.vw, message.failure[:MAX_FAILURE] if message.alone else "")
+            self._remove(message.vw, message.why[:MAX_FAILURE])
         self.gone[message.vw] = message.incarnation
         return self._done()
 
@@ -270,7 +280,13 @@ class Coordinator:
         if self.phase is not Phase.JOINING:
             if message.report.commit_index is not None:
                 raise RemoteFault(Refusal.LEFT_OUT, f"the others have gone on without VW {vw}")
+            weightless = not message.signature.parameters and self.phase is Phase.RUNNING
+            if weightless and vw and not message.returns:
+                raise RemoteFault(Refusal.RUNS, f"the others are there without VW {vw}")
             self._newcomers[vw] = message
+            if weightless and message.returns and self.log is not None:
+                self._take_in(self.log)  # at once, as there are no weights that it would have to take
+                return self._joined(vw)
             return messages.NotYet("a cut at which VWs may join")
         if message.report.gathered is not None:
             self._gathers.restore(message.report.gathered, body)
@@ -354,10 +370,13 @@ class Coordinator:
         """Make newcomers members where a cut has just closed that admits them."""
         assert self.log is not None
         if self._newcomers and self.log.cut in self._admits:
-            self.log.admit({vw: join.incarnation for vw, join in self._newcomers.items()})
-            self._attempts.update({vw: join.attempt for vw, join in self._newcomers.items()})
-            self._newcomers.clear()
+            self._take_in(self.log)
         self._admits = {cut for cut in self._admits if cut > self.log.cut}
+
+    def _take_in(self, log: CommitLog) -> None:
+        log.admit({vw: join.incarnation for vw, join in self._newcomers.items()})
+        self._attempts.update({vw: join.attempt for vw, join in self._newcomers.items()})
+        self._newcomers.clear()
 
     # Requests of members.
 

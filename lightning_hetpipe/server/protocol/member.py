@@ -55,10 +55,16 @@ class Member:
         incarnation: larger than that of any earlier process of this VW.
         signature: what must be the same on all VWs.
         placement: the parameters on each server.
+        returns: as in ``Join``.
     """
 
     def __init__(
-        self, vw: int, incarnation: int, signature: TrainingSignature, placement: Sequence[tuple[Parameter, ...]]
+        self,
+        vw: int,
+        incarnation: int,
+        signature: TrainingSignature,
+        placement: Sequence[tuple[Parameter, ...]],
+        returns: bool = False,
     ) -> None:
         self.vw = vw
         self.incarnation = incarnation
@@ -80,6 +86,7 @@ class Member:
         """Updates that were lost with servers."""
         self._signature = signature
         self._placement = placement
+        self._returns = returns
         self._pending: int | None = None
         self._wants_cut = False
         self._cut_clock = 0
@@ -137,9 +144,9 @@ class Member:
     def heartbeat(self) -> messages.Heartbeat:
         return messages.Heartbeat(self.vw, self.incarnation, self.generation)
 
-    def leave(self, failure: str = "", alone: bool = False) -> messages.Leave:
+    def leave(self, failure: str = "", why: str = "") -> messages.Leave:
         self.state = MemberState.OUTSIDE
-        return messages.Leave(self.vw, self.incarnation, failure, alone)
+        return messages.Leave(self.vw, self.incarnation, failure, why)
 
     def check_idle(self) -> None:
         """Raise a ``LocalFault`` while a call is under way, or before the VW has joined."""
@@ -322,6 +329,7 @@ class Member:
                 self._kept,
             ),
             tuple(self._holdings[server].content for server in range(len(self._placement))),
+            self._returns,
         )
         self.state = MemberState.JOIN
 

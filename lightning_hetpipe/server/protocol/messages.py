@@ -117,12 +117,14 @@ class Join(FromMember):
     Attributes:
         attempt: grows with every new report.
         contents: of each shard, as ``Holding`` says.
+        returns: the VW knows that the others have been there, and takes a seat of its own in a session without weights.
     """
 
     attempt: int
     signature: TrainingSignature
     report: Report
     contents: tuple[str, ...]
+    returns: bool = False
 
 
 @dataclass(frozen=True)
@@ -182,11 +184,36 @@ class Heartbeat(InGeneration):
 
 
 @dataclass(frozen=True)
+class KeepBytes(FromMember):
+    """Keep the body under ``name``, for VWs that come back; an empty one ends that."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class AskForKept(FromMember):
+    """Ask for the size of what is kept under ``name``, once something is."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class FetchKept(FromMember):
+    """Ask for what is kept under ``name``, whose ``size`` ``KeptSize`` has told."""
+
+    name: str
+    size: int
+
+
+@dataclass(frozen=True)
 class Leave(FromMember):
-    """The VW is done, or has failed, as ``failure`` says: then the others must end, too, unless it fails ``alone``."""
+    """The VW is done; or has failed, if ``failure`` says why, and the others must end too.
+
+    ``why``: the others go on without it, and are told that.
+    """
 
     failure: str
-    alone: bool = False
+    why: str = ""
 
 
 # Requests to a shard.
@@ -327,16 +354,24 @@ class Closed:
 
 
 @dataclass(frozen=True)
+class KeptSize:
+    """So many bytes are kept; they are the body of the answer to ``FetchKept``."""
+
+    size: int
+
+
+@dataclass(frozen=True)
 class Holding:
     """Content of a shard: a generation, or the epoch of a server that has just started."""
 
     content: str
 
 
-Request = Join | Loaded | Pushed | Pull | Pulled | Arrive | Gather | Fetch | Heartbeat | Leave
+AboutKept = KeepBytes | AskForKept | FetchKept
+Request = Join | Loaded | Pushed | Pull | Pulled | Arrive | Gather | Fetch | Heartbeat | Leave | AboutKept
 """Requests to the coordinator."""
 ShardRequest = Hello | Load | StageUpdate | Read
-Answer = Done | NotYet | Joined | LoadNow | Granted | Closed | Gathered | Holding
+Answer = Done | NotYet | Joined | LoadNow | Granted | Closed | Gathered | Holding | KeptSize
 Message = Request | ShardRequest | Answer
 
 _CODEC = Codec((*Request.__args__, *ShardRequest.__args__, *Answer.__args__), HEADER_LIMIT)

@@ -85,7 +85,9 @@ def decide(
         if missing:
             return sorted(missing)
         were = {(member.vw, member.incarnation) for member in last.members}
-        belongs = {vw: (vw, join.incarnation) in were for vw, join in joins.items()}
+        # Without weights nothing is missed: one that has come back meanwhile stays.
+        weightless = {vw for vw, join in joins.items() if not join.signature.parameters and join.report.commit_index}
+        belongs = {vw: (vw, join.incarnation) in were or vw in weightless for vw, join in joins.items()}
         at_base = [vw for vw, join in joins.items() if join.report.commit_index == last]
         holder, count, included = min(at_base), last.count, last.included
 

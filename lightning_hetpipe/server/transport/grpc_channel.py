@@ -22,7 +22,8 @@ _OPTIONS = (
     *LIMITS,
     # Find a server that comes back at once: the default waits up to two minutes between attempts.
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 100),
+    # gRPC's name for the time that an attempt has for all its round trips, also where weights fill the link.
+    ("grpc.min_reconnect_backoff_ms", 5_000),
     ("grpc.max_reconnect_backoff_ms", 1_000),
     ("grpc.enable_retries", 0),  # the protocol repeats requests
     ("grpc.enable_http_proxy", 0),  # a proxy leads out of the cluster

@@ -1,0 +1,341 @@
+"""Coming back to a run: a process of a virtual worker that was lost takes its seat again when the next epoch begins.
+
+The process runs the user's program from its start, and is *returning* until it has a seat in the fit: what it gathers
+is answered from virtual worker 0's record of the same calls, and goes to nobody. Each step uses bytes that one side
+leaves with the coordinator, in the session of the launch (``KeptBytes``):
+
+    record      virtual worker 0, when the first epoch of a fit begins: the results of all gathers until then
+    ready-i     virtual worker i, when Lightning loads the checkpoint that it resumes from
+    state       virtual worker 0, when all have ended an epoch and somebody is ready: a checkpoint of Lightning's
+    seats       virtual worker 0, before the cut at which those that are ready become members: who takes part then
+
+Between ``state`` and the cut the returning process loads the checkpoint, and asks for its seat in the session of the
+fit. All others wait meanwhile, for one lease at most.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightning_hetpipe.errors import SettingError, VirtualWorkerLost
+from lightning_hetpipe.server.process.client import Client
+from lightning_hetpipe.server.process.notices import say
+from lightning_hetpipe.server.process.service import COORDINATOR_METHOD
+from lightning_hetpipe.server.process.sessions import SessionChannel
+from lightning_hetpipe.server.protocol.messages import Leave, encode
+from lightning_hetpipe.server.transport.interface import STATUS, CallRefused, Channel, Unreachable
+
+RECORD, STATE, SEATS = "record", "state", "seats"
+READY = "ready-"
+CHUNK = 16 << 20
+"""Bytes that are left under one name at a time."""
+
+_ANNOUNCED = 5.0
+"""Seconds after which one that is ready says so again."""
+
+_AGAIN = 0.1
+"""Seconds between looks at the coordinator's status."""
+
+
+class CameTooLate(VirtualWorkerLost):
+    """A returning process has no seat any more to come back to."""
+
+
+def too_late(index: int) -> CameTooLate:
+    """The error of virtual worker ``index``, where there is no training any more to take part in."""
+    return CameTooLate(
+        f"virtual worker {index} comes back to a run whose training is over; start all of them anew for another"
+    )
+
+
+@dataclass
+class FitRecord:
+    """Virtual worker 0's record of a fit until its first epoch begins.
+
+    Attributes:
+        session: Name of the fit's session.
+        settings: Settings that all have agreed on, as "name=value".
+        homes: Server of each parameter, for ``placement="local"``; empty where none was chosen.
+        ordinal: Number of the last gather in the session of the launch.
+        gathers: For each gather, its call and everyone's values.
+    """
+
+    session: str = ""
+    settings: list[str] = field(default_factory=list)
+    homes: list[int] = field(default_factory=list)
+    ordinal: int = 0
+    gathers: list[tuple[str, list[Any]]] = field(default_factory=list)
+
+
+class Returning:
+    """This process, while it comes back as virtual worker ``index`` and has no seat in the fit.
+
+    Args:
+        launch: Its client in the session of the launch.
+        size: N.
+    """
+
+    def __init__(self, launch: Client, index: int, size: int) -> None:
+        self._launch, self._index, self._size = launch, index, size
+        say(f"virtual worker {index} comes back to a run that goes on, and takes part from its next epoch on")
+        self.record = FitRecord(**_loaded(recall_parts(launch, RECORD)))
+        if not self.record.session:
+            raise too_late(index)
+        self._next = 0
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._state: dict[str, Any] = {}
+
+    def answer(self, what: str) -> list[Any]:
+        """Everyone's values in the next gather of the record whose call is ``what``.
+
+        Raises:
+            SettingError: if the others have made no such call before their first epoch.
+        """
+        if what.startswith("strategy.barrier"):
+            return [None] * self._size
+        for place in range(self._next, len(self.record.gathers)):
+            if self.record.gathers[place][0] == what:
+                self._next = place + 1
+                return self.record.gathers[place][1]
+        raise SettingError(
+            f"virtual worker {self._index} comes back, and calls {what} before it takes part, which the others have not"
+            " done before their first epoch; leave restarts out, or make the call on all of them, or in a later hook"
+        )
+
+    def check(self, session: str, settings: Sequence[str]) -> None:
+        """Check that this process comes to ``session`` with the ``settings`` of the others, but for shares.
+
+        Raises:
+            CameTooLate: if that is another fit of the program.
+            SettingError: if settings differ.
+        """
+        if session != self.record.session and not self.record.homes:
+            raise CameTooLate(
+                f"virtual worker {self._index} comes back to a later fit of the program ({self.record.session}), whose"
+                " beginning it has not seen; only to the first fit of a program one can come back"
+            )
+        for mine, theirs in zip(settings, self.record.settings, strict=True):
+            if mine != theirs and not mine.startswith("shares="):  # they may have changed since
+                raise SettingError(
+                    f"virtual worker {self._index} comes back with {mine} to a run that has {theirs}; start it with the"
+                    " settings of the others"
+                )
+
+    @property
+    def checkpoint(self) -> Path:
+        """The checkpoint to resume from, which is there after :meth:`await_state`."""
+        if self._folder is None:
+            self._folder = tempfile.TemporaryDirectory(prefix="hetpipe-")
+        return Path(self._folder.name, "state.ckpt")
+
+    @property
+    def cut(self) -> int:
+        """Number of the cut at which it becomes a member."""
+        return int(self._state["cut"])
+
+    @property
+    def asked(self) -> dict[int, int]:
+        """The virtual workers that come back at that cut, each with its incarnation in the session of the launch."""
+        return dict(self._state["vws"])
+
+    @property
+    def agreed(self) -> dict[str, list[Any]]:
+        """Values that the others have agreed on since their first epoch began."""
+        return dict(self._state["agreed"])
+
+    def await_state(self) -> None:
+        """Wait until the others have ended an epoch, and get the checkpoint."""
+        if self._state:
+            return
+        again = threading.Event()
+        while True:
+            # Again and again, as a coordinator that was started again has forgotten it.
+            self._launch.keep(f"{READY}{self._index}-{self._launch.member.incarnation}", b"1")
+            content = self._launch.recall(STATE, _ANNOUNCED)
+            found = {} if content is None else _loaded(content)
+            if found.get("vws", {}).get(self._index) == self._launch.member.incarnation:
+                break
+            again.wait(_AGAIN if found else 0.0)  # that one is for others, or for an earlier process of this one
+        with self.checkpoint.open("wb") as file:
+            for part in range(found["parts"]):
+                file.write(recalled(self._launch, f"{STATE}-{part}"))
+        self._state = found
+
+    def seats(self, cut: int) -> list[int]:
+        """The virtual workers that take part from ``cut`` on, at which this one has become a member.
+
+        Raises:
+            CameTooLate: if this was another cut than that of the checkpoint.
+        """
+        if cut == self.cut:
+            seats = _loaded(recalled(self._launch, SEATS))
+            if seats["cut"] == cut and self._index in seats["vws"]:
+                return list(seats["vws"])
+        raise CameTooLate(
+            f"virtual worker {self._index} has taken longer than its lease to load the others' state, and they went on;"
+            " raise WSPCallback(lease=...), and start it again"
+        )
+
+    def close(self) -> None:
+        """Delete the checkpoint."""
+        if self._folder is not None:
+            self._folder.cleanup()
+
+
+class Reception:
+    """Help of virtual worker 0 for those that come back.
+
+    Args:
+        launch: Its client in ``session``, that of the launch.
+        coordinator: Channel to the coordinator.
+        lease: Seconds to wait for those that are to ask for seats.
+    """
+
+    def __init__(self, launch: Client, session: str, coordinator: Channel, lease: float) -> None:
+        self._launch, self._session, self._coordinator, self._lease = launch, session, coordinator, lease
+        self.record = FitRecord()
+        self._open = False
+        self._handed = 0
+
+    def post(self) -> None:
+        """Leave the record; from now on others may come back."""
+        self._open = True
+        leave_parts(self._launch, RECORD, _written(vars(self.record)))
+
+    def shut(self) -> None:
+        """The fit is over: whoever comes back is told so."""
+        if self._open:
+            self._open, self.record = False, FitRecord()
+            leave_parts(self._launch, RECORD, _written(vars(self.record)))
+
+    def ready(self) -> dict[int, int]:
+        """The virtual workers that are ready to come back, each with its incarnation in the session of the launch.
+
+        Leaves the record again where a coordinator has lost it.
+        """
+        status = status_of(self._coordinator, self._session, self._lease)
+        kept, members = status.get("kept", []), status.get("members", [])
+        if self._open and status and RECORD not in kept:
+            self.post()
+        alive = {f"{READY}{each['vw']}-{each['incarnation']}": each for each in members}
+        return {each["vw"]: each["incarnation"] for name, each in alive.items() if name in kept}
+
+    def hand_over(self, checkpoint: Path, vws: Mapping[int, int], cut: int, agreed: Mapping[str, list[Any]]) -> None:
+        """Leave ``checkpoint`` and what all have ``agreed`` on for ``vws``, which are to become members at ``cut``.
+
+        ``vws`` are as :meth:`ready` gave them.
+        """
+        parts = 0
+        with checkpoint.open("rb") as file:
+            while content := file.read(CHUNK):
+                self._launch.keep(f"{STATE}-{parts}", content)
+                parts += 1
+        self._launch.keep(STATE, _written({"vws": dict(vws), "cut": cut, "parts": parts, "agreed": dict(agreed)}))
+        self._handed = parts
+
+    def await_askers(self, vws: Sequence[int], check: Callable[[], None]) -> list[int]:
+        """Wait until all ``vws`` ask for a seat in the fit, for one lease at most; gives those that do."""
+        until, again = time.monotonic() + self._lease, threading.Event()
+        while True:
+            check()
+            found = status_of(self._coordinator, self.record.session, self._lease).get("newcomers", [])
+            here = [vw for vw in vws if vw in found]
+            if len(here) == len(vws) or time.monotonic() > until:
+                return here
+            again.wait(_AGAIN)
+
+    def seat(self, vws: Sequence[int], cut: int) -> None:
+        """Tell who takes part from ``cut`` on."""
+        self._launch.keep(SEATS, _written({"vws": list(vws), "cut": cut}))
+
+    def clear(self, vws: Mapping[int, int]) -> None:
+        """Take away what was left for ``vws``, as :meth:`ready` gave them."""
+        ready = [f"{READY}{vw}-{incarnation}" for vw, incarnation in vws.items()]
+        for name in (STATE, *(f"{STATE}-{part}" for part in range(self._handed)), *ready):
+            self._launch.keep(name, b"")
+
+
+def leave_parts(client: Client, name: str, content: bytes) -> None:
+    """Leave ``content`` of any size under ``name``, for :func:`recall_parts`."""
+    starts = range(0, max(1, len(content)), CHUNK)
+    for part, start in enumerate(starts):
+        client.keep(f"{name}-{part}", content[start : start + CHUNK])
+    client.keep(name, _written({"parts": len(starts)}))
+
+
+def recall_parts(client: Client, name: str) -> bytes:
+    """Return what was left under ``name``, once it is."""
+    parts = _loaded(recalled(client, name))["parts"]
+    return b"".join(recalled(client, f"{name}-{part}") for part in range(parts))
+
+
+def recalled(client: Client, name: str) -> bytes:
+    """Return what is kept under ``name``, once something is."""
+    content = client.recall(name)
+    assert content is not None
+    return content
+
+
+def status_of(channel: Channel, session: str, seconds: float) -> dict[str, Any]:
+    """The coordinator's status of ``session``; empty while it does not answer, or knows of none."""
+    try:
+        found: dict[str, Any] = json.loads(channel.call(STATUS, b"", timeout=seconds)).get(session, {})
+    except (Unreachable, CallRefused):
+        return {}
+    return found
+
+
+def goes_on(channel: Channel, session: str, lease: float) -> bool:
+    """Tell whether virtual worker 0 lives, in a ``session`` that runs without this process.
+
+    It is heard from three times in a lease. What a dead launch has left behind is told from one that runs by waiting
+    for that, for two leases.
+    """
+    began, again = time.monotonic(), threading.Event()
+    known: int | None = None
+    while time.monotonic() < began + 2 * lease:
+        status = status_of(channel, session, lease)
+        first = next((member for member in status.get("members", ()) if member["vw"] == 0), None)
+        if first is None or status["phase"] != "running" or 0 in status["newcomers"]:
+            return False
+        known = known or first["incarnation"]
+        if first["incarnation"] != known:
+            return False
+        if first["silent_ms"] < 1000 * (time.monotonic() - began):
+            return True
+        again.wait(_AGAIN)
+    return False
+
+
+def end_former(channel: Channel, vw: int, seconds: float) -> None:
+    """Have the others wait no longer for the lease of an earlier process of virtual worker ``vw``, in any fit."""
+    try:
+        sessions: dict[str, Any] = json.loads(channel.call(STATUS, b"", timeout=seconds))
+        for name, status in sessions.items():
+            members = status["members"] if name.startswith("fit-") else ()
+            for incarnation in (member["incarnation"] for member in members if member["vw"] == vw):
+                leave = encode(Leave(vw, incarnation, "", "started again"))
+                SessionChannel(channel, name).call(COORDINATOR_METHOD, leave, timeout=seconds)
+    except (Unreachable, CallRefused):
+        return  # then its lease runs out
+
+
+def _written(values: Any) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(values, buffer)
+    return buffer.getvalue()
+
+
+def _loaded(content: bytes) -> dict[str, Any]:
+    found: dict[str, Any] = torch.load(io.BytesIO(content), weights_only=True)
+    return found

@@ -1,0 +1,63 @@
+"""Runs that many faults befall, drawn at random by a seed, end exact: as the oracle with the recorded membership."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.wsp.launch import Job, left_behind, start
+from tests.wsp.membership import check_recorded, epochs_of
+
+FAULTS = 10
+WORKERS = 3
+EPOCHS = 10
+SEEDS = range(50)
+IN_CI = {0: 3}
+"""Seeds of the runs that are made each time, with fewer faults."""
+
+BEFALL = ("Pushed", "StageUpdate", "Read", "Pull", "Pulled", "Arrive", "Gather", "Fetch", "Heartbeat")
+WITH_BODY = ("StageUpdate", "Read")
+
+
+def drawn(seed: int, number: int, folder: Path) -> list[dict[str, Any]]:
+    """Faults by address: each befalls the first process that comes there."""
+    draw = random.Random(seed)
+    faults = []
+    for index in range(number):
+        what = draw.choice(["kill", "kill", "kill", "server", "server", "garbage", "stop"])
+        message = draw.choice(BEFALL[:-1])
+        vw = draw.randrange(WORKERS) if what in ("server", "garbage") else draw.randrange(1, WORKERS)
+        when = draw.choice(["before", "after", "middle"] if message in WITH_BODY else ["before", "after"])
+        nth = draw.randrange(2, 4 * EPOCHS // 2)
+        fault = {"vw": vw, "room": "fit-1", "message": message, "nth": nth, "when": when, "what": what}
+        faults.append({**fault, "mark": str(folder / f"fault {index}")})
+    return faults
+
+
+def soak(folder: Path, seed: int, number: int) -> tuple[Job, str]:
+    told = {
+        "faults": drawn(seed, number, folder),
+        "wsp": {"lease": 6.0, "restarts": number},
+        "awaits": "all",
+        "log": str(folder / "decisions"),
+        "trainer": {"max_epochs": EPOCHS},
+        "timeout": 120,
+    }
+    job = Job(folder, "by epoch", lengths=(5,) * WORKERS, in_flight=2, more=told)
+    done = start(job)
+    assert left_behind(job) == []
+    assert (folder / "0.pt").exists(), done.stderr
+    return job, done.stderr
+
+
+@pytest.mark.parametrize(
+    "seed", [pytest.param(seed, marks=() if seed in IN_CI else pytest.mark.slow) for seed in SEEDS]
+)
+def test_a_run_with_faults_ends_exact(seed: int, tmp_path: Path) -> None:
+    job, said = soak(tmp_path, seed, IN_CI.get(seed, FAULTS))
+    parts = epochs_of(tmp_path / "decisions")
+    assert len(parts) == EPOCHS, said
+    check_recorded(job, job.written_so_far(), parts, 2)
