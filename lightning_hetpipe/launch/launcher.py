@@ -38,7 +38,7 @@ LEFT_OUT = 75
 """Exit code of a virtual worker that the others have gone on without: EX_TEMPFAIL of sysexits.h, "try again"."""
 
 
-class LeftOut(SystemExit):
+class WasLeftOut(SystemExit):
     """The others have gone on without this virtual worker, and are not to hear of its end."""
 
 
@@ -160,7 +160,7 @@ class Launcher(BaseLauncher):
 
         Raises:
             SettingError: if they have ended already, because an earlier call failed.
-            LeftOut: if the others have gone on without this virtual worker.
+            WasLeftOut: if the others have gone on without this virtual worker.
         """
         self.trainer = trainer
         child, launch = this_child(), None
@@ -185,7 +185,7 @@ class Launcher(BaseLauncher):
                 child.given_up = True
             if isinstance(error, RemoteFault) and error.refusal in (Refusal.LEFT_OUT, Refusal.FENCED):
                 say(f"virtual worker {self.rank.index} ends, as the others have gone on without it: {error}")
-                raise LeftOut(LEFT_OUT) from None
+                raise WasLeftOut(LEFT_OUT) from None
             if child is not None and isinstance(error, (Exception, SIGTERMException)):
                 child.failed(error)  # now, as cleaning up may take long, and be disturbed
             if launch is not None:

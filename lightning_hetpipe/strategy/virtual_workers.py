@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lightning_hetpipe.errors import SettingError, VirtualWorkerLost
 from lightning_hetpipe.launch import node_hosts, servers
-from lightning_hetpipe.launch.launcher import Launcher, LeftOut, ServingLauncher, check_processes
+from lightning_hetpipe.launch.launcher import Launcher, ServingLauncher, WasLeftOut, check_processes
 from lightning_hetpipe.launch.lost_workers import lost_workers
 from lightning_hetpipe.launch.node_hosts import ServingNodes
 from lightning_hetpipe.launch.ranks import Rank, Role, announce, find_rank
@@ -359,7 +359,7 @@ class VirtualWorkers(HostWeights):
                 elif isinstance(self._failure, VirtualWorkerLost) and self._failure.how and group.index:
                     group.part(why=self._failure.how)
                 else:
-                    alone = isinstance(self._failure, VirtualWorkerLost | LeftOut)
+                    alone = isinstance(self._failure, VirtualWorkerLost | WasLeftOut)
                     group.part(f"{type(self._failure).__name__}: {self._failure}", alone)
             elif self._group is not None:
                 self._group.leave_fit()

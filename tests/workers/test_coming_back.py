@@ -1,0 +1,122 @@
+"""The return of a virtual worker at the coordinator: what it is answered before it has a seat, and how it gets one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_hetpipe import WSPCallback
+from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.workers.coming_back import CameTooLate
+from lightning_hetpipe.workers.group import Group
+from tests.workers.test_group import LEASE, SECONDS, Pair
+from tests.wsp.faults import until
+
+NAMED = [("p0", torch.full((3,), 1.0))]
+CUT = 7
+
+
+@pytest.fixture
+def exits() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+class Lost(Pair):
+    """A pair whose second virtual worker is lost, after both have begun the first epoch of a fit."""
+
+    def __init__(self, exits: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__(exits, monkeypatch)
+        self.found[1] = replace(self.found[1], hosts=False)
+        self.groups[1]._found = self.found[1]  # which does not wait for others then that need its server
+        self.both("gather", lambda index: (index, "a broadcast"))
+        self.enter_fit(1.0)
+        self.both("begin_epoch", lambda index: ())
+        self.both("agree", lambda index: (index, "the choice of in_flight"))
+        self.groups[1].part("", alone=True)
+        self.again: Group = Group(1, 2, self.found[1], WSPCallback(lease=LEASE).settings, SECONDS)
+        self.back: list[int] = []
+        self.groups[0]._on_return = self.back.append
+
+    def both(self, method: str, arguments: Any) -> None:
+        calls = [self.threads.submit(getattr(each, method), *arguments(each.index)) for each in self.groups]
+        for call in calls:
+            call.result(SECONDS)
+
+
+def test_it_is_answered_from_the_record_until_it_has_a_seat(
+    exits: ExitStack, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    lost = Lost(exits, monkeypatch)
+    first, again = lost.groups[0], lost.again
+    again.open()
+    returning = again.seats.returning
+    assert returning is not None
+    assert again.gather("mine", "strategy.barrier('x')") == [None, None], "nobody waits for it"
+    assert again.gather("mine", "a broadcast") == [0, 1]
+    with pytest.raises(SettingError, match="comes back, and calls all_gather before it takes part"):
+        again.gather("mine", "all_gather")
+    entered = lost.threads.submit(again.enter_fit, NAMED, ())
+    until(lambda: bool(first.seats.ready()), "it does not come")
+    saved = tmp_path / "state.ckpt"
+    saved.write_bytes(b"state" * 5)
+    assert first.readmit(first.seats.ready(), saved, CUT) == [1]
+    assert [each.tolist() for each in entered.result(SECONDS)] == [[1.0] * 3]
+    assert returning.checkpoint.read_bytes() == saved.read_bytes()
+    assert lost.back == [1]
+    lost.groups[1] = again
+    lost.both("begin_epoch", lambda index: ())
+    assert again.seats.returning is None
+    assert again.agree("other", "the choice of in_flight") == [0, 1]
+    lost.both("gather", lambda index: (index, "the end of an epoch"))
+    lost.close()
+
+
+def test_others_do_not_wait_for_one_that_does_not_ask(
+    exits: ExitStack, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It was ready, and has died since: they wait for a lease."""
+    lost = Lost(exits, monkeypatch)
+    first, again = lost.groups[0], lost.again
+    again.open()
+    assert again.seats.returning is not None
+    launch = again._launch
+    assert launch is not None
+    launch.keep(f"ready-1-{launch.member.incarnation}", b"1")
+    saved = tmp_path / "state.ckpt"
+    saved.write_bytes(b"state")
+    assert first.readmit(first.seats.ready(), saved, CUT) == []
+    assert list(first.seats.taken) == [0]
+    again.part("", alone=True)
+    first.close()
+
+
+def test_nobody_comes_back_to_a_fit_that_is_over(exits: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
+    lost = Lost(exits, monkeypatch)
+    lost.groups[0].leave_fit()
+    with pytest.raises(CameTooLate, match="virtual worker 1 comes back to a run whose training is over"):
+        lost.again.open()
+    lost.again.part("", alone=True)
+    lost.groups[0].close()
+
+
+def test_settings_other_than_the_others_are_named(exits: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shares may have changed since."""
+    lost = Lost(exits, monkeypatch)
+    lost.again.open()
+    returning = lost.again.seats.returning
+    assert returning is not None
+    returning.record.settings = ["wave=1", "shares=equal"]
+    returning.check("fit-1", ["wave=1", "shares=auto"])
+    with pytest.raises(SettingError, match="virtual worker 1 comes back with wave=2 to a run that has wave=1"):
+        returning.check("fit-1", ["wave=2", "shares=equal"])
+    with pytest.raises(CameTooLate, match="only to the first fit of a program one can come back"):
+        returning.check("fit-2", ["wave=1", "shares=equal"])
+    lost.again.part("", alone=True)
+    lost.groups[0].close()
