@@ -23,7 +23,21 @@ class PipelineStalled(RuntimeError):
 
 class VirtualWorkerLost(RuntimeError):
     """This virtual worker cannot go on, for no fault of the program's: it ends alone, as if it had been killed, and the
-    others go on without it, unless it is virtual worker 0."""
+    others go on without it, unless it is virtual worker 0.
+
+    Args:
+        message: For a user of it alone.
+        why: For those who go on, as the end of a sentence; empty where they know.
+    """
+
+    def __init__(self, message: str, why: str = "") -> None:
+        super().__init__(message)
+        self.why = why
+
+    @property
+    def how(self) -> str:
+        """State of this virtual worker since, as in "it was ..."; empty where others know."""
+        return f"unable to go on, as {self.why}" if self.why else ""
 
 
 class Discarded(BaseException):

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from lightning_hetpipe.planning.allocation.allocator import Allocation, Allocator
 from lightning_hetpipe.planning.allocation.comparison_table import Compared, compared, comparison
 from lightning_hetpipe.planning.allocation.grouping_search import best_allocation
-from lightning_hetpipe.planning.allocation.groupings import GROUPINGS
-from lightning_hetpipe.planning.allocation.placed import PLACED, placed
+from lightning_hetpipe.planning.allocation.groupings import GROUPINGS, PLACED
+from lightning_hetpipe.planning.allocation.placed import placed
 from lightning_hetpipe.planning.model.cluster import Cluster, DeviceSlot
 from lightning_hetpipe.planning.model.profile import Profile
 from lightning_hetpipe.planning.model.stage_memory import optimizer_state
@@ -24,7 +24,6 @@ from lightning_hetpipe.rules.versions import WeightPolicy
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-ALLOCATIONS = (*GROUPINGS, PLACED, "auto")
 MOST_NAMED = 4
 """Largest number of unused devices that are named one by one."""
 

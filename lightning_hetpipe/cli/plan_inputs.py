@@ -14,13 +14,14 @@ from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 from lightning_hetpipe import HetPipeStrategy
 from lightning_hetpipe.cli import trainer_checks, trainer_errors
 from lightning_hetpipe.cli.building import built
-from lightning_hetpipe.cli.cluster_plans import ALLOCATIONS, COMPARE, ClusterSettings
+from lightning_hetpipe.cli.cluster_plans import COMPARE, ClusterSettings
 from lightning_hetpipe.cli.config_sections import written
 from lightning_hetpipe.cli.console_script import ConsoleScript
 from lightning_hetpipe.cli.targets import locate
 from lightning_hetpipe.errors import SettingError, nearest, of_file
 from lightning_hetpipe.placement.device_placement import discovered_cluster
 from lightning_hetpipe.placement.progress import on_terminal
+from lightning_hetpipe.planning.allocation.groupings import ALLOCATIONS
 from lightning_hetpipe.planning.model.catalogue import PRECISIONS, gpus, known
 from lightning_hetpipe.planning.model.cluster import PCIE, Cluster, DeviceSlot, Link, Node
 from lightning_hetpipe.planning.model.profile import Profile

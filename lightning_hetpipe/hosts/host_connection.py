@@ -17,12 +17,18 @@ ANSWERING = 60.0
 class HostConnection:
     """A host at ``address``, with the interface of a ``HostProcess``.
 
+    Args:
+        address: The address.
+        security: Certificates and token.
+        node: Name of its node of a plan, for people.
+
     Raises:
         SettingError: if nobody answers there, or this process is not let in.
     """
 
-    def __init__(self, address: str, security: Security) -> None:
+    def __init__(self, address: str, security: Security, node: str = "") -> None:
         self._address = address
+        self.node = node
         setting = f"stage_hosts: the host at {address}"
         security.check(address)
         try:
@@ -48,7 +54,8 @@ class HostConnection:
 
     def told(self) -> str:
         """Say how it has ended, as the end of a sentence."""
-        return "has closed the connection, or its machine cannot be reached any more"
+        there = f", or {self.node} cannot be reached any more; see the output there" if self.node else ""
+        return f"has closed the connection{there or ', or its machine cannot be reached any more'}"
 
     def join(self, seconds: float) -> None:
         """Its process ends by itself."""

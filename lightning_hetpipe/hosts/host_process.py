@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+from contextlib import ExitStack
 from types import FrameType
 from typing import Any
 
@@ -33,7 +34,8 @@ class HostProcess:
 
     def __init__(self) -> None:
         own, its = socket.socketpair()
-        with its:
+        with its, ExitStack() as undo:
+            undo.callback(own.close)
             told = {"path": [os.path.abspath(each) for each in sys.path], "security": None}
             # Beside the end of the wire, which others may keep open whom this process has forked.
             self._process = subprocess.Popen(
@@ -45,11 +47,17 @@ class HostProcess:
             assert self._process.stdin is not None
             with self._process.stdin as pipe:
                 pipe.write(json.dumps(told).encode())
+            undo.pop_all()
         self.wire = Wire(own, shares=True)
 
     @property
     def name(self) -> str:
         return f"process {self._process.pid}"
+
+    @property
+    def node(self) -> str:
+        """Name of another node of a plan: none."""
+        return ""
 
     @property
     def pid(self) -> int:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hetpipe.accelerator import accelerates
+from lightning_hetpipe.errors import PipelineStalled
 from lightning_hetpipe.hosts import orders
 from lightning_hetpipe.hosts.host_memory import HostMemory
 from lightning_hetpipe.hosts.remote_stage import LOST, HostLink, RemoteStage, sparse_of
@@ -83,7 +84,7 @@ class OwnedStage(RemoteStage):
         try:
             super().__init__(connect, *args)
         except BaseException:
-            super().close()  # nobody else knows of it yet
+            self.close()  # nobody else knows of it yet
             raise
 
     @property
@@ -117,7 +118,7 @@ class OwnedStage(RemoteStage):
     def close(self) -> None:
         try:
             if self._host is not None and self._lost is None:
-                with suppress(*LOST):
+                with suppress(*LOST, PipelineStalled):
                     self._come_home()
         finally:
             super().close()
@@ -170,7 +171,7 @@ class OwnedStage(RemoteStage):
             super()._send(orders.UseDevice(*self._accelerator, self.device, self._host.name))
             if self._accelerator.name is not None:  # else the device is of this machine, and there
                 self._memory.bring(())  # before any weight leaves this process for a host that has no such device
-        self.holder = HostHolder(self._memory, self._send)
+        self.holder = HostHolder(self._memory, self._send, self._end_silent)
 
     def _new_stash(self, layers: nn.ModuleList) -> VersionedLayers:
         return OwnedStash(self._memory, layers, self._settings.version_buffers, self.device)
@@ -190,14 +191,20 @@ class OwnedStage(RemoteStage):
             for parameter in own:  # first, as the device may have no room for them and the host's
                 leave(parameter)
             torch.accelerator.empty_cache()
-        for parameter in own:
-            move_out(parameter, self._memory)
+        try:
+            for parameter in own:
+                move_out(parameter, self._memory)
+        except BaseException:
+            for parameter in own:  # the others come home from the host
+                if not isinstance(parameter, RemoteTensor):
+                    parameter.data = parameter.data.to(self.device)
+            raise
         self._moved += own
 
     def _come_home(self) -> None:
         """Have all values in this process: weights, gradients, the optimizers' states, and what else is of use."""
-        assert isinstance(self.stash, OwnedStash)
-        self._memory.close(self.stash.numbers())
+        stash = getattr(self, "stash", None)  # none where the stage was not made
+        self._memory.close(stash.numbers() if isinstance(stash, OwnedStash) else ())
         for tensor in [*self._memory.tensors.values()]:
             if isinstance(tensor, RemoteTensor) and tensor.handle.owner is None and _is_leaf(tensor):
                 come_home(tensor)

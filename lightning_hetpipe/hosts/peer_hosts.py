@@ -12,8 +12,8 @@ import queue
 import socket
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from itertools import count
 from typing import Any
 
@@ -51,9 +51,11 @@ class PeerHosts:
         self._numbers = count()
         self._listener: socket.socket | None = None
         self._wires: list[Wire] = []
+        self._room = threading.Semaphore(MOST)
         self._changed = threading.Condition()
         self._arrived: dict[tuple[int, int], tuple[int, Tensor]] = {}
         self._awaited: tuple[int, int] | None = None
+        self._newest: dict[int, int] = {}  # by stage, the number of what it has handed over last
         self._lost: set[int] = set()
 
     def listen(self, secret: str) -> int:
@@ -137,8 +139,10 @@ class PeerHosts:
             self._awaited = key
             while key not in self._arrived:
                 left = deadline - time.monotonic()
-                if given.stage in self._lost or left <= 0:
+                forgotten = given.number <= self._newest.get(given.stage, -1)  # they come in order
+                if forgotten or given.stage in self._lost or left <= 0:
                     what = "has ended" if given.stage in self._lost else f"has not sent it within {seconds:g} s"
+                    what = "has had it forgotten" if forgotten else what
                     raise RuntimeError(f"the host of stage {given.stage} was to hand over a tensor, and {what}")
                 self._changed.wait(left)
             self._awaited = None
@@ -151,16 +155,18 @@ class PeerHosts:
                 raw = self._listener.accept()[0]
             except OSError:
                 return
-            if len(self._wires) >= MOST:
+            if not self._room.acquire(blocking=False):
                 raw.close()
                 continue
             threading.Thread(target=self._take, args=(raw, secret), name="hetpipe-peer-host", daemon=True).start()
 
     def _take(self, raw: socket.socket, secret: str) -> None:
         """Take what a peer hands over, until it ends."""
-        with raw, suppress(Refused, OSError):
+        with self._leaving(), raw, suppress(Refused, OSError):
             connection = admit(raw, self._security, RELEASE, REACHING)
+            raw.settimeout(REACHING)
             shown = hear(connection)
+            raw.settimeout(None)
             stage = shown.get("stage")
             if not isinstance(stage, int) or not hmac.compare_digest(str(shown.get("secret")), secret):
                 return
@@ -170,15 +176,24 @@ class PeerHosts:
             try:
                 while True:
                     self._note(stage, wire.receive())
-            except (EOFError, TypeError):
+            except Exception:  # it has ended, or sends what is no message for a peer
                 with self._changed:
                     self._lost.add(stage)
                     self._changed.notify_all()
+
+    @contextmanager
+    def _leaving(self) -> Iterator[None]:
+        """Make room for another connection at the end."""
+        try:
+            yield
+        finally:
+            self._room.release()
 
     def _note(self, stage: int, message: orders.Handed | orders.Forgotten) -> None:
         with self._changed:
             if isinstance(message, orders.Handed):
                 self._arrived[stage, message.number] = message.minibatch, message.tensor
+                self._newest[stage] = message.number
                 self._changed.notify_all()
                 return
             for key, (minibatch, _) in [*self._arrived.items()]:

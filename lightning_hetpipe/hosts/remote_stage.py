@@ -6,6 +6,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from itertools import count
 from typing import Any, Protocol
 
 import torch
@@ -37,6 +38,9 @@ class HostLink(Protocol):
 
     @property
     def name(self) -> str: ...
+
+    @property
+    def node(self) -> str: ...
 
     def told(self) -> str: ...
 
@@ -85,13 +89,16 @@ class RemoteStage(Stage):
     """The host, for the weights that it has."""
     emulation: Emulation | None = None
     """Emulation of the stages of this virtual worker, where their devices are not here."""
+    whose = ""
+    """Name of its virtual worker, where there are several, as the end of its own."""
     shows_gradients = True
     """True if the host sends gradients and state of a minibatch unasked, as the step waits for them."""
 
     def __init__(self, connect: Callable[[], HostLink] | None, *args: Any) -> None:
         self._start_host = connect or HostProcess
         self._host: HostLink | None = None
-        self._answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._answers: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()  # numbered as they come
+        self._questions = count()
         self._asked: dict[tuple[int, str], float] = {}
         self._lock = threading.Lock()
         self._asking = threading.Lock()  # answers come in the order of questions
@@ -133,6 +140,10 @@ class RemoteStage(Stage):
             )
         )
         self._is_set_up = True
+
+    def await_host(self) -> None:
+        """Wait until the host has done all that it was told so far."""
+        self._ask(orders.Bring(()))
 
     def _connect(self) -> None:
         """Start the host, which knows nothing of the stage yet."""
@@ -261,12 +272,12 @@ class RemoteStage(Stage):
 
     def _send_variants(self) -> None:
         """Send graphs that were made since the last ones were sent."""
-        now = self._variants()
-        if now == self._known:
+        if self._variants() == self._known:
             return
         with self._lock:
-            known, self._known = self._known, now
-            self._send(orders.NewVariants(new_variants(self.layers, known)))
+            new = new_variants(self.layers, self._known)  # while others are added, which the next forward sends
+            self._send(orders.NewVariants(new))
+            self._known = [known + len(each["graphs"]) for known, each in zip(self._known, new, strict=True)]
 
     def _send(self, message: Any) -> None:
         assert self._host is not None
@@ -286,41 +297,58 @@ class RemoteStage(Stage):
     def _await_answer(self) -> Any:
         """Wait for the answer to what was sent, which a host gives at once, whatever its stage computes.
 
-        Lightning's thread has the lock over user code meanwhile, so that the watchdog does not count this time.
+        Lightning's thread has the lock over user code meanwhile, so that the watchdog does not count this time. Where a
+        wait was interrupted, as by Ctrl-C, its answer comes before the one to this question.
         """
         assert self._host is not None
         found: list[Any] = []
-        host, since = self._host, time.monotonic()
+        since, question = time.monotonic(), next(self._questions)
 
         def ready(seconds: float) -> bool:
             try:
-                found.append(self._answers.get(timeout=seconds))
+                number, answer = self._answers.get(timeout=seconds)
+                found.extend([answer] if number == question else [])
             except queue.Empty:
                 if self._lost is not None:
                     raise self._host_lost() from None
                 if time.monotonic() - since > self._watchdog.seconds:
-                    self._lost = f"has not answered for {self._watchdog.seconds:g} s, and was ended"
-                    host.kill()
-                    raise self._host_lost() from None
+                    raise self._end_silent(self._watchdog.seconds) from None
             return bool(found)
 
         self._watchdog.wait(ready, f"{threading.current_thread().name} for stage {self.index}")
         return found[0]
 
+    def _end_silent(self, seconds: float) -> Exception:
+        """End the host, which has not answered for so many ``seconds``; gives the error that says so."""
+        assert self._host is not None
+        self._lost = f"has not answered for {seconds:g} s, and was ended"
+        self._host.kill()
+        return self._host_lost()
+
     def _host_lost(self) -> Exception:
         assert self._host is not None
         if self._lost is None:
             self._lost = self._host.told()
-        kind = STAYING.get(self._broken or "", HostLost)
-        advice = "; start again from the last checkpoint" if kind is HostLost else ""
-        return kind(f"the process of stage {self.index} ({self._host.name}) {self._lost}{advice}")
+        kind = STAYING.get(self._broken or "")
+        who, where = f"the process of stage {self.index}", self._host.name
+        if self._host.node:
+            where += f" on {self._host.node}"
+        if kind is not None:
+            return kind(f"{who}{self.whose} ({where}) {self._lost}")
+        advice = "" if self._settings.generators.virtual_worker else "; start again from the last checkpoint"
+        return HostLost(f"{who}{self.whose} ({where}) {self._lost}{advice}", f"{who} ({where}) {self._lost}")
 
     def _receive(self, host: HostLink) -> None:
         torch.set_num_threads(self._torch_threads)
+        numbers = count()
         while True:
             try:
                 message = host.wire.receive()
             except (EOFError, NotPlain):
+                break
+            except Exception as unfit:  # such as want of memory for what has come
+                self._lost = f"has sent what could not be taken ({type(unfit).__name__}: {unfit})"
+                host.wire.end()
                 break
             if isinstance(message, orders.Broken):
                 kind = "" if message.kind in STAYING else f"{message.kind}: "
@@ -334,7 +362,7 @@ class RemoteStage(Stage):
                 self._shown[message.minibatch] = message
                 continue
             if isinstance(message, orders.Taken | orders.Looked | orders.Brought):
-                self._answers.put(message)
+                self._answers.put((next(numbers), message))
                 continue
             with self._lock:
                 for key in [key for key in self._asked if key[0] == message.minibatch]:
@@ -345,9 +373,9 @@ class RemoteStage(Stage):
         if self.holder is not None:
             self.holder.lose(error)
         with self._lock:
-            numbers = {number for number, _ in self._asked}
+            waiting = {number for number, _ in self._asked}
             self._asked.clear()
-        for number in numbers:
+        for number in waiting:
             self._done(Failure(number, error), None)
 
 

@@ -7,7 +7,8 @@ import socket
 import ssl
 import struct
 import threading
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Any, Protocol
 
 from lightning_hetpipe.errors import SettingError
@@ -206,8 +207,9 @@ def admit(raw: socket.socket, security: Security, release: str, seconds: float) 
     """
     raw.settimeout(seconds)
     keep_alive(raw)
-    connection: Connection = SecuredSocket(raw, security, None) if security.encrypted else raw
-    shown = hear(connection)
+    with _within(raw, seconds):
+        connection: Connection = SecuredSocket(raw, security, None) if security.encrypted else raw
+        shown = hear(connection)
     reason = None
     if not security.admits(shown.get("token") if isinstance(shown.get("token"), str) else None):
         reason = "HETPIPE_TOKEN is another one there; set the same one for both"
@@ -218,6 +220,33 @@ def admit(raw: socket.socket, security: Security, release: str, seconds: float) 
         raise Refused(reason)
     raw.settimeout(None)
     return connection
+
+
+@contextmanager
+def _within(raw: socket.socket, seconds: float) -> Iterator[None]:
+    """Allow so many ``seconds``: the timeout of ``raw`` itself begins anew with each byte.
+
+    Raises:
+        TimeoutError: once they are over.
+    """
+    over = threading.Event()
+
+    def end() -> None:
+        over.set()
+        with suppress(OSError):  # the other side has ended
+            raw.shutdown(socket.SHUT_RDWR)
+
+    timer = threading.Timer(seconds, end)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    except (Refused, OSError):
+        if over.is_set():
+            raise TimeoutError(f"it has not shown who it is within {seconds:g} s") from None
+        raise
+    finally:
+        timer.cancel()
 
 
 def tell(connection: Connection, message: dict[str, Any]) -> None:

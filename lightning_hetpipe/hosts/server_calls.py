@@ -42,11 +42,15 @@ class HostHolder:
     Args:
         memory: The host's.
         send: Sends an order to the host, behind all operators so far.
+        end: Ends the host, which has not answered for so many seconds; gives the error that says so.
     """
 
-    def __init__(self, memory: HostMemory, send: Callable[[orders.CallServer], None]) -> None:
+    def __init__(
+        self, memory: HostMemory, send: Callable[[orders.CallServer], None], end: Callable[[float], Exception]
+    ) -> None:
         self._memory = memory
         self._send = send
+        self._end = end
         self._numbers = count()
         self._calls: dict[int, Future[orders.ServerAnswered]] = {}
         self._lock = threading.Lock()
@@ -108,7 +112,11 @@ class HostHolder:
         try:
             answer = call.result(timeout + GRACE)
         except TimeoutError:
-            raise Unreachable(f"the host that calls {address} has not answered for {timeout + GRACE:g} s") from None
+            with self._lock:
+                self._calls.pop(number, None)
+            if body is None and into is None:
+                raise Unreachable(f"the host that calls {address} has not answered for {timeout + GRACE:g} s") from None
+            raise self._end(timeout + GRACE) from None  # else it could still use the blocks, in midst of the next call
         if answer.refused is not None:
             raise CallRefused(answer.refused)
         if answer.silent is not None:
@@ -129,6 +137,7 @@ class ServerCalls:
         self._answer = answer
         self._channels: dict[str, GrpcChannel] = {}
         self._lock = threading.Lock()
+        self._ended = False
         self._pool = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="hetpipe-host-calls")
 
     def make(self, order: orders.CallServer, body: Tensor | None, into: Tensor | None) -> None:
@@ -137,7 +146,9 @@ class ServerCalls:
 
     def close(self) -> None:
         """End the calls that are under way."""
-        for channel in self._channels.values():
+        with self._lock:
+            self._ended, channels = True, [*self._channels.values()]
+        for channel in channels:
             channel.close()
         self._pool.shutdown(cancel_futures=True)
 
@@ -159,6 +170,8 @@ class ServerCalls:
         from lightning_hetpipe.server.transport.grpc_channel import GrpcChannel  # few hosts call servers
 
         with self._lock:
+            if self._ended:
+                raise Unreachable("this host ends")
             if address not in self._channels:
                 self._channels[address] = GrpcChannel(address, self._security)
             return self._channels[address]

@@ -10,7 +10,7 @@ import functools
 import queue
 import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
 from typing import Any
@@ -120,13 +120,13 @@ class HostedStage(Stage):
 
     Args:
         held: Tensors that the host has.
-        peers: The hosts of other stages.
+        forget: Has hosts of other stages forget what they were given of a minibatch, behind all that was done so far.
         called: Its device, for people.
         args: Those of ``Stage``.
     """
 
-    def __init__(self, held: HeldTensors, peers: PeerHosts, called: str, *args: Any) -> None:
-        self.held, self._peers = held, peers
+    def __init__(self, held: HeldTensors, forget: Callable[[int], None], called: str, *args: Any) -> None:
+        self.held, self._have_forgotten = held, forget
         self._called = called
         super().__init__(*args)
 
@@ -149,7 +149,7 @@ class HostedStage(Stage):
 
     def _forget(self, minibatch: int) -> None:
         super()._forget(minibatch)
-        self._peers.forget(minibatch)
+        self._have_forgotten(minibatch)
 
 
 class Host:
@@ -265,7 +265,7 @@ class Host:
         watchdog = Watchdog(setup.timeout, lambda: True, lambda: f"stage {setup.index} in a process of its own")
         stage = HostedStage(
             self._held,
-            self._peers,
+            lambda minibatch: self._answers.put(orders.Forgotten(minibatch)),
             self._device.place,
             setup.index,
             self._device.device,
@@ -359,11 +359,16 @@ class Host:
         torch.set_num_threads(1)
         while (message := self._answers.get()) is not None:
             try:
+                if isinstance(message, orders.Forgotten):
+                    self._peers.forget(message.minibatch)
+                    continue
                 self._wire.send(self._peers.hand_over(self._device.brought(message)))
             except OSError:
                 return  # nobody is there any more, which the other thread finds out, too
             except Exception as error:
-                self._wire.send(Failure(message.minibatch, error))
+                number = getattr(message, "minibatch", None)  # an answer has none
+                broken = orders.Broken(type(error).__name__, _text_of(error))
+                self._wire.send(broken if number is None else Failure(number, error))
 
 
 @contextmanager

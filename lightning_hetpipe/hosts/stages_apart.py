@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from secrets import token_hex
 from typing import Any
@@ -27,6 +28,7 @@ from lightning_hetpipe.server.transport.interface import Channel
 from lightning_hetpipe.server.transport.security import Security, is_loopback, joined, split
 
 NO_ACCELERATORS: Mapping[int, tuple[int, str]] = {}
+NO_NODES: Mapping[int, str] = {}
 
 
 def owns(device: torch.device) -> bool:
@@ -43,6 +45,8 @@ class StagesApart:
         security: Certificates and token for these.
         emulation: Of the stages, where their devices are not here.
         accelerators: Number and name, on their machines, of the accelerators that stages of ``addresses`` are on.
+        nodes: Names of their machines in the plan.
+        worker: Number of the virtual worker; None where there is but one.
     """
 
     def __init__(
@@ -52,9 +56,12 @@ class StagesApart:
         security: Security,
         emulation: Emulation | None = None,
         accelerators: Mapping[int, tuple[int, str]] = NO_ACCELERATORS,
+        nodes: Mapping[int, str] = NO_NODES,
+        worker: int | None = None,
     ) -> None:
         self._all, self._addresses, self._security, self._emulation = all, addresses, security, emulation
-        self._accelerators = accelerators
+        self._accelerators, self._nodes = accelerators, nodes
+        self._whose = "" if worker is None else f" of virtual worker {worker}"
         self._apart: list[int] = []
         self._reasons: dict[int, str] = {}
         self._stages: list[RemoteStage] = []
@@ -92,8 +99,9 @@ class StagesApart:
 
     def close(self) -> None:
         """End the processes."""
-        for stage in self._stages:
-            stage.close()
+        with ExitStack() as ends:  # of all, also where one fails
+            for stage in reversed(self._stages):
+                ends.callback(stage.close)
 
     def make(
         self, index: int, device: torch.device, segments: Sequence[Segment], layers: Sequence[Layer], *args: Any
@@ -115,7 +123,7 @@ class StagesApart:
         self._apart.append(index)
         stage: RemoteStage
         if address is not None:
-            connect = partial(HostConnection, address, self._security)
+            connect = partial(HostConnection, address, self._security, self._nodes.get(index, ""))
             found = self._accelerators.get(index)
             own_device = None if found is None else Accelerator(*found)
             stage = OwnedStage(connect, own_device, index, device, segments, layers, *args)
@@ -124,7 +132,7 @@ class StagesApart:
             stage = OwnedStage(None, own_device, index, device, segments, layers, *args)
         else:
             stage = RemoteStage(None, index, device, segments, layers, *args)
-        stage.emulation = self._emulation
+        stage.emulation, stage.whose = self._emulation, self._whose
         self._stages.append(stage)
         return stage
 
@@ -144,6 +152,11 @@ class StagesApart:
         for stage in self._stages:
             if isinstance(stage, OwnedStage):
                 stage.await_weights()
+
+    def await_hosts(self) -> None:
+        """Wait until all hosts are ready for the first minibatch, once they were told all that they need for it."""
+        for stage in self._stages:
+            stage.await_host()
 
     def join(self, engine: Engine) -> None:
         """Have hosts on other machines hand activations and gradients over to each other, where they can."""

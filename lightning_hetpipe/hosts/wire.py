@@ -12,7 +12,8 @@ from __future__ import annotations
 import socket
 import struct
 import threading
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from importlib import metadata
 from typing import Any, NamedTuple
 
@@ -33,6 +34,10 @@ _LENGTHS = struct.Struct(">QQ")
 
 SMALL = 1 << 16
 """Bytes of tensors that are sent together with the text."""
+
+
+LONGEST = 1 << 30
+"""Bytes of the longest message, beside its tensors: graphs of large models take a few million."""
 
 
 class Note(NamedTuple):
@@ -75,7 +80,7 @@ class Wire:
         place = None
         if self._lent is not None and sum(map(len, tensors)) > SMALL:
             place = self._lent.lend(tensors)
-        with self._lock:
+        with self._lock, self._whole():
             unneeded = self._borrowed.unneeded()
             note = CODE.write(Note(place, unneeded))[0] if place or unneeded else b""
             small = bytearray(_LENGTHS.pack(len(note), len(text)) + note + text)
@@ -99,7 +104,9 @@ class Wire:
         """
         head = bytearray(_LENGTHS.size)
         self._fill(memoryview(head))
-        note, text = map(bytearray, _LENGTHS.unpack(head))
+        if max(lengths := _LENGTHS.unpack(head)) > LONGEST:
+            raise NotPlain(f"a message of {max(lengths)} bytes beside its tensors")
+        note, text = map(bytearray, lengths)
         self._fill(memoryview(note))
         self._fill(memoryview(text))
         take = self._memory(CODE.read(bytes(note), self._take)) if note else self._take
@@ -112,6 +119,18 @@ class Wire:
 
     def close(self) -> None:
         self._connection.close()
+
+    @contextmanager
+    def _whole(self) -> Iterator[None]:
+        """Send a message whole, or none any more: where Ctrl-C interrupts it, nobody could read what follows."""
+        try:
+            yield
+        except OSError:
+            raise
+        except BaseException:
+            with suppress(OSError):  # it has ended
+                self._connection.shutdown(socket.SHUT_RDWR)
+            raise
 
     def _memory(self, note: Note) -> Take:
         """Take the tensors of the message with ``note`` from where they are."""

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from lightning_hetpipe.launch import parent_watch
 from lightning_hetpipe.launch.child_work import work_of
-from lightning_hetpipe.launch.lost_workers import lost_workers
+from lightning_hetpipe.launch.lost_workers import lost_workers, went_on_without
 from lightning_hetpipe.launch.told_to_end import ToldToEnd
 from lightning_hetpipe.server.process import parent_death
 from lightning_hetpipe.server.process.notices import say
@@ -48,6 +48,7 @@ class Child:
         arrived: It has come as far as `Launcher.launch`; before, an interrupt would print a traceback.
         error: The exception that ends it, in words that are the same in every process.
         text: The text to print of that.
+        lost: What has become of it, if that ends it alone, and the others go on.
         leaving: Its program is over.
     """
 
@@ -58,6 +59,7 @@ class Child:
     arrived: bool = False
     error: str | None = None
     text: str = ""
+    lost: str = ""
     leaving: bool = False
     unread: bytes = b""
 
@@ -95,8 +97,9 @@ class Child:
             if "leaving" in message:
                 self.leaving = True
             elif "arrived" in message:
-                self.arrived, self.error, self.text = True, None, ""
+                self.arrived, self.error, self.text, self.lost = True, None, "", ""
             else:  # what comes after an error, while that ends the process, follows from it
+                self.lost = message["lost"] if self.error is None else self.lost
                 self.error, self.text = self.error or message["error"], self.text or message["text"]
 
 
@@ -210,9 +213,11 @@ class Children:
             return True
         try:
             if failed and not child.was_told:
-                lost_workers.note(
-                    child.worker, child.name, how(code), f"{child} {how(code)}" if child.error is None else ""
-                )
+                ended, sentence = how(code), f"{child} {how(code)}" if child.error is None else ""
+                if child.error is not None and child.lost:
+                    ended, sentence = f"was {child.lost}", went_on_without(str(child), child.lost)
+                    self._shown.add(child.error)
+                lost_workers.note(child.worker, child.name, ended, sentence)
             with self._changed:
                 self.over[child.local] = code
                 child.link.close()
@@ -246,6 +251,8 @@ class Children:
                     child.listen()
                 if child.error is None or child.error in self._shown or child.error.startswith(_CONSEQUENCES):
                     continue
+                if child.lost and own is None:
+                    continue  # which is told where its process ends
                 self._shown.add(child.error)
                 say(f"{child} failed")
                 with contextlib.suppress(OSError):

@@ -20,7 +20,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_hetpipe.errors import SettingError, VirtualWorkerLost
 from lightning_hetpipe.launch.children import Children, OnEnd
 from lightning_hetpipe.launch.command import current_job, this_program
-from lightning_hetpipe.launch.lost_workers import Uncaught, lost_workers
+from lightning_hetpipe.launch.lost_workers import Uncaught, lost_workers, went_on_without
 from lightning_hetpipe.launch.parent_watch import this_child
 from lightning_hetpipe.launch.ranks import Rank, Role, other_number
 from lightning_hetpipe.launch.told_to_end import TERMINATED, ToldToEnd, left_to_others
@@ -191,6 +191,10 @@ class Launcher(BaseLauncher):
             if launch is not None:
                 launch.fail(error)
             if isinstance(error, VirtualWorkerLost):
+                if (
+                    child is None and self.rank.index and error.how
+                ):  # now, as this process may stay as long as the others need it
+                    say(went_on_without(f"virtual worker {self.rank.index}", error.how))
                 raise error.with_traceback(None) from None  # no line of the program's is to blame
             if not isinstance(error, PeerFailed):
                 raise
@@ -265,6 +269,7 @@ class ServingLauncher(BaseLauncher):
             with left_to_others():
                 code = self.serve()
         except KeyboardInterrupt:
+            say("this node was interrupted, and serves no more")
             code = INTERRUPTED
         raise SystemExit(code)
 

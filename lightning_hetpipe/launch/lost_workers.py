@@ -118,6 +118,11 @@ class LostWorkers:
             Finalize(None, _exit, args=(1,), exitpriority=_LAST)
 
 
+def went_on_without(who: str, how: str) -> str:
+    """The sentence on a virtual worker ``who`` that is lost, as it was ``how``, and without which the others go on."""
+    return f"{who} is lost: it was {how}; the others go on without it"
+
+
 lost_workers = LostWorkers()
 """Those that this process knows of."""
 

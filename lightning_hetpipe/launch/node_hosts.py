@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import signal
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -59,6 +60,9 @@ class FoundHosts:
     hosts: Mapping[str, str]
     servers: tuple[str, ...]
 
+
+_ENDS = {128 + signal.SIGINT: "was interrupted", 128 + signal.SIGTERM: "was told to end, by SIGTERM"}
+"""End of node 0's program, in words, by its exit code."""
 
 _own: Arrival | None = None
 _rendezvous: HostRendezvous | None = None
@@ -137,6 +141,9 @@ def serve(rank: Rank, environment: ClusterEnvironment, wsp: WSPSettings, timeout
     if status is None:
         say(f"node 0 was lost, or has ended without a word, and with it ends the service of {name}")
         return 1
+    if status:
+        how = _ENDS.get(status, "has failed; see its output")
+        say(f"node 0's program {how}; with it ends the service of {name} with exit code {status}")
     return status
 
 

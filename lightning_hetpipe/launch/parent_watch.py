@@ -6,7 +6,8 @@ Until then each sends few messages, a line of JSON each:
     launcher  {"NAME": "value", ...}              variables beside the environment, once, when all of them are known
     launcher  {}                                  its own program is over
     child     {"arrived": true}                   it has come as far as `Launcher.launch`
-    child     {"error": "...", "text": "..."}     an exception ends it; and, once more, with the text to print of it
+    child     {"error": "...", "text": "..."}     an exception ends it; and, once more, with the text to print of it;
+                                                  "lost", if it ends this one alone, says what has become of it
     child     {"leaving": true}                   its program is over, only its interpreter is still to be taken down
 """
 
@@ -28,6 +29,7 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import Any
 
+from lightning_hetpipe.errors import VirtualWorkerLost
 from lightning_hetpipe.server.process import parent_death
 
 VARIABLE = "HETPIPE_VIRTUAL_WORKER"
@@ -80,7 +82,8 @@ class LaunchedChild:
 
     def failed(self, error: BaseException, text: str = "") -> bool:
         """Tell the launcher which error ends this process, and the text to print; False if that was impossible."""
-        return self._say(error=named(error), text=text[-LONGEST:])
+        lost = error.how if isinstance(error, VirtualWorkerLost) else ""
+        return self._say(error=named(error), text=text[-LONGEST:], lost=lost[-LONGEST:])
 
     def leaves(self) -> None:
         """Tell the launcher that this process needs nothing more.

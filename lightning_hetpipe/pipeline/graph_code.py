@@ -38,8 +38,11 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
 
 _NAMES = {function: name for name, function in _FUNCTIONS.items()}
 
-_OF_FILES = ("from_file",)
-"""Operators that read files of whoever runs them."""
+_OF_FILES = ("from_file", "save")
+"""Operators that read or write files of whoever runs them."""
+
+_ARGUMENTS = (bool, int, float, str, torch.dtype, torch.layout, torch.memory_format, torch.device)
+"""Arguments that graphs give to what they call: torch makes Python of a graph, and these are spelled as literals."""
 
 _LIBRARIES = ("aten", "prims")
 """Operators that each process has which has imported torch."""
@@ -100,7 +103,8 @@ def add_variants(layers: Sequence[Layer], data: Sequence[Any]) -> None:
 
 def _code(layer: Layer) -> Code:
     module = layer.module
-    if not isinstance(module, GraphLayer) or len(module.code.graphs) != len(module.code.variants):
+    # In this order, as another thread may be adding a variant, whose graph is there first.
+    if not isinstance(module, GraphLayer) or len(module.code.variants) > len(module.code.graphs):
         raise NotPlain(f"layer '{layer.name}' is a {type(module).__name__}, which has no graph")
     return module.code
 
@@ -133,7 +137,7 @@ def _variants(code: Code, first: int) -> dict[str, Any]:
                 "regions": [_graph(region) for region in graph.regions],
                 "outputs": graph.outputs,
             }
-            for graph, (_, own) in zip(code.graphs[first:], code.variants[first:], strict=True)
+            for (_, own), graph in zip(code.variants[first:], code.graphs[first:], strict=False)
         ],
     }
 
@@ -179,8 +183,9 @@ def _read_graph(written: Mapping[str, Any]) -> fx.GraphModule:
         if op not in ("placeholder", "output", "call_function", "get_attr"):
             raise NotPlain(f"a graph has a node of kind {op}")
         called = _read_target(target) if op == "call_function" else target
-        if op != "call_function" and not all(part.isidentifier() for part in target.split(".")):
-            raise NotPlain(f"a graph has a node {target!r}")
+        names = [*kwargs, *([] if op == "call_function" else target.split("."))]  # which torch spells as they are
+        if unfit := [each for each in names if not each.isidentifier() or each.startswith("__")]:
+            raise NotPlain(f"a graph has a name {unfit[0]!r}")
         arguments = tuple(_read(args, nodes)), _read(kwargs, nodes)
         nodes[name] = graph.create_node(op, called, *arguments, name=name)
     graph.lint()
@@ -272,8 +277,10 @@ def _read(value: Any, nodes: Mapping[str, fx.Node]) -> Any:
         if set(value) == {"operator"}:
             return _read_target(value["operator"])
         return {key: _read(each, nodes) for key, each in value.items()}
-    if isinstance(value, list | tuple):
+    if type(value) in (list, tuple):
         return type(value)(_read(each, nodes) for each in value)
     if isinstance(value, slice):
         return slice(*(_read(each, nodes) for each in (value.start, value.stop, value.step)))
-    return value
+    if value is None or isinstance(value, _ARGUMENTS):
+        return value
+    raise NotPlain(f"a graph gives a {type(value).__name__} to what it calls")

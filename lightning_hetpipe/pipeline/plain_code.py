@@ -14,6 +14,7 @@ import dataclasses
 import json
 import math
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ Take = Callable[[int], Tensor]
 """Gives the next so many bytes, as a tensor of ``torch.uint8`` that nobody else has."""
 
 _NAMED = {kind.__name__: kind for kind in (list, tuple)}
+_FACTORIES = ("list", "dict", "set", "tuple", "int", "float", "str", "bool")
 _OF_TORCH = (torch.dtype, torch.layout, torch.memory_format)
 
 
@@ -69,6 +71,8 @@ class PlainCode:
             return value
         if isinstance(value, float):
             return ["float", value.hex()]
+        if isinstance(value, complex):
+            return ["complex", value.real.hex(), value.imag.hex()]
         if isinstance(value, Tensor):
             tensors.append(value)
             return ["tensor", str(value.dtype)[6:], list(value.shape), list(value.stride())]
@@ -77,7 +81,7 @@ class PlainCode:
         if isinstance(value, _OF_TORCH):
             return ["torch", str(value)[6:]]
         if isinstance(value, pytree.TreeSpec):
-            return ["spec", pytree.treespec_dumps(value)]
+            return ["spec", _checked(pytree.treespec_dumps(value))]
         name = type(value).__name__
         if self._kinds.get(name) is type(value):
             return ["record", name, *(self._written(field, tensors) for field in _fields(value))]
@@ -98,6 +102,8 @@ class PlainCode:
             return _tensor_of(dtype, shape, stride, take)
         if tag == "float":
             return float.fromhex(rest[0])
+        if tag == "complex":
+            return complex(*map(float.fromhex, rest))
         if tag == "device":
             return torch.device(rest[0])
         if tag == "torch":
@@ -106,7 +112,7 @@ class PlainCode:
                 raise NotPlain(f"torch.{rest[0]} has no place in a message")
             return found
         if tag == "spec":
-            return pytree.treespec_loads(rest[0])
+            return pytree.treespec_loads(_checked(rest[0]))
         name = rest.pop(0) if tag == "record" else None
         if tag == "dict":
             return {self._read(key, take): self._read(value, take) for key, value in rest}
@@ -114,6 +120,30 @@ class PlainCode:
         if tag == "record":
             return self._kinds[str(name)](*parts)
         return slice(*parts) if tag == "slice" else _NAMED[tag](parts)
+
+
+def _checked(spec: str) -> str:
+    """``spec``, of which torch imports nothing but what each process has."""
+    _check(json.loads(spec))
+    return spec
+
+
+def _check(part: Any) -> None:
+    """Refuse a part of a spec that names what torch would import: values of an enum, and functions of Python's own."""
+    if isinstance(part, str) and part[:1] in ("[", "{"):  # contexts are JSON in JSON
+        with suppress(ValueError):
+            _check(json.loads(part))
+    elif isinstance(part, list):
+        for each in part:
+            _check(each)
+    elif isinstance(part, dict):
+        module, name = part.get("default_factory_module", "builtins"), part.get("default_factory_name", "list")
+        if "__enum__" in part or module != "builtins" or name not in _FACTORIES:
+            raise NotPlain(
+                f"a structure with {name if '__enum__' not in part else 'an enum'} has no place in a message"
+            )
+        for each in part.values():
+            _check(each)
 
 
 def _fields(record: Any) -> Iterable[Any]:

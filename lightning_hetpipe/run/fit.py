@@ -311,7 +311,13 @@ class Fit(TrainerRun):
         ]
         moved = self._move(layout)
         stages = StagesApart(
-            settings.in_processes, settings.hosts, settings.security, self._emulation, settings.accelerators
+            settings.in_processes,
+            settings.hosts,
+            settings.security,
+            self._emulation,
+            settings.accelerators,
+            settings.nodes,
+            settings.virtual_worker if settings.virtual_workers > 1 else None,
         )
         self._undo.callback(stages.close)
         engine = Engine(
@@ -380,6 +386,8 @@ class Fit(TrainerRun):
         self.pipeline, self.devices = engine, layout.devices
         driver.start(engine)
         engine.begin(number - 1, forwards=number)
+        stages.await_hosts()
+        telemetry.start()
 
     def _let_go(self) -> None:
         with suppress(HostLost):  # the fit fails with it already

@@ -69,6 +69,8 @@ class RunSettings:
     """Addresses of the hosts of stages on other machines."""
     accelerators: Mapping[int, tuple[int, str]] = field(default_factory=dict)
     """Number and name, on their machines, of the accelerators that those of these stages are on which are on one."""
+    nodes: Mapping[int, str] = field(default_factory=dict)
+    """Names of these machines."""
     security: Security = field(default_factory=Security)
     """Certificates and token for these hosts."""
     grace: float = 30.0

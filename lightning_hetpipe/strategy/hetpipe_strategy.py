@@ -242,8 +242,9 @@ class HetPipeStrategy(PlannedDevices):
                 run_settings.check_precision(self.precision_plugin)
             if self._group is not None:
                 together.check_together(trainer)
-            if self.stage_hosts != "threads":
-                settings.check_stage_hosts(self.stage_hosts, spread=wanted.is_spread)
+            if self.stage_hosts != "threads" and wanted.is_spread:
+                one_stage, one_in_flight = wanted.is_one_stage, wanted.in_flight == 1
+                settings.check_stage_hosts(self.stage_hosts, one_stage=one_stage, one_in_flight=one_in_flight)
             if self.compile is not None:
                 compile_setting.check(self.compile, self._devices())
         self._divide(trainer)
@@ -393,6 +394,7 @@ class HetPipeStrategy(PlannedDevices):
             in_processes=self.stage_hosts == "processes",
             hosts=settings.stages_elsewhere(self._own_plan, self._found_addresses(), planner.placement.emulated),
             accelerators=settings.accelerators_elsewhere(self._own_plan, planner.placement.emulated),
+            nodes=settings.nodes_elsewhere(self._own_plan),
             security=self._wsp_settings().security.from_environment(),
             grace=self.grace,
             waited_in=self._waited_in,

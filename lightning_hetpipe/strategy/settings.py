@@ -16,6 +16,7 @@ from lightning_hetpipe.launch.node_hosts import ServingNodes
 from lightning_hetpipe.launch.ranks import Rank
 from lightning_hetpipe.launch.wsp_settings import WSPSettings
 from lightning_hetpipe.pipeline.recorder import KEPT, Window
+from lightning_hetpipe.planning.allocation.groupings import ALLOCATIONS
 from lightning_hetpipe.planning.plan.document import Plan
 from lightning_hetpipe.rules.shares import whole_steps
 from lightning_hetpipe.rules.versions import POLICIES, WeightPolicy
@@ -47,9 +48,12 @@ def check_start_method(value: Any) -> None:
 
 
 def check_allocation(value: Any, plan: Plan | None) -> None:
-    """Refuses an allocation, other than "auto", that no plan has made."""
+    """Refuses an allocation that is none, or, other than "auto", that no plan has made."""
     if value == "auto" or (plan is not None and value == plan.allocation):
         return
+    if value not in ALLOCATIONS:
+        known = ", ".join(map(repr, ALLOCATIONS))
+        raise SettingError(f"allocation={value!r} must be one of {known}{nearest(str(value), ALLOCATIONS)}")
     has = "there is none" if plan is None else f"the plan for {plan.model} has {plan.allocation or 'none'!r}"
     raise SettingError(
         f"allocation={value!r} is decided when devices are measured and a plan is made, and {has}; make one with"
@@ -138,6 +142,7 @@ def workers_as_planned(virtual_workers: int, plan: Plan, emulated: bool, hosts: 
         SettingError: for another number in ``virtual_workers``, and for what is planned but cannot be run.
     """
     on_nodes = plan.workers_on_nodes
+    check_host_nodes(hosts, plan)
     leading = [count for count in on_nodes.values() if count]
     found = [len(plan.virtual_workers)] if emulated else leading
     if virtual_workers != 1 and set(found) != {virtual_workers}:
@@ -171,6 +176,17 @@ def workers_as_planned(virtual_workers: int, plan: Plan, emulated: bool, hosts: 
             " node one after another"
         )
     return found if serving_nodes(plan, emulated, hosts) is None else [*on_nodes.values()]
+
+
+def check_host_nodes(hosts: StageHosts, plan: Plan) -> None:
+    """Refuses ``hosts`` for nodes that ``plan`` does not have."""
+    named = hosts if isinstance(hosts, Mapping) else {}
+    known = [*plan.workers_on_nodes]
+    for node in [each for each in named if each not in known]:
+        raise SettingError(
+            f"stage_hosts={dict(named)!r} names {node!r}, which is no node of the plan for {plan.model}, whose nodes"
+            f" are {' and '.join(map(repr, known))}{nearest(node, known)}"
+        )
 
 
 def serving_nodes(plan: Plan | None, emulated: bool, hosts: StageHosts) -> ServingNodes | None:
@@ -281,6 +297,14 @@ def stages_elsewhere(plan: Plan | None, hosts: StageHosts, emulated: bool) -> di
     return {number: hosts[stage.node] for number, stage in found.items()}
 
 
+def nodes_elsewhere(plan: Plan | None) -> dict[int, str]:
+    """Node of each stage that is on another one than the last stage, of a plan of one virtual worker."""
+    if plan is None:
+        return {}
+    (worker,) = plan.virtual_workers
+    return {number: stage.node for number, stage in enumerate(worker.stages) if stage.node != worker.leader}
+
+
 def accelerators_elsewhere(plan: Plan | None, emulated: bool) -> dict[int, tuple[int, str]]:
     """Number and name of the accelerator of each stage that is on one of another node than the last stage's, of a plan
     of one virtual worker; where devices are ``emulated``, hosts compute on CPUs."""
@@ -294,18 +318,18 @@ def accelerators_elsewhere(plan: Plan | None, emulated: bool) -> dict[int, tuple
     }
 
 
-def check_stage_hosts(hosts: StageHosts, *, spread: bool = False) -> None:
-    """Refuses hosts for a ``spread`` run, which has no stages; warns where that leaves processes out."""
-    if spread and isinstance(hosts, Mapping):
+def check_stage_hosts(hosts: StageHosts, *, one_stage: bool, one_in_flight: bool) -> None:
+    """Refuses hosts for a run without a pipeline, of which ``one_stage`` or ``one_in_flight`` is the cause; warns where
+    that leaves processes out."""
+    if isinstance(hosts, Mapping):
         raise SettingError(
             f"stage_hosts={dict(hosts)!r} is for stages, and one minibatch in flight has none, as the step runs on the"
             " model as it is; plan with more in flight, or leave stage_hosts out"
         )
-    if spread:
-        rank_zero_warn(
-            f"stage_hosts={hosts!r} changes nothing: one minibatch is in flight, and so there are no stages; set"
-            " in_flight to more, or leave stage_hosts out"
-        )
+    why = "one minibatch is in flight, and so there are no stages"
+    why = "there is one stage, which stays with the user's code" if one_stage else why
+    few = " and ".join(["stages"] * one_stage + ["in_flight"] * one_in_flight)
+    rank_zero_warn(f"stage_hosts={hosts!r} changes nothing: {why}; set {few} to more, or leave stage_hosts out")
 
 
 def check_cluster(virtual_workers: int) -> None:

@@ -353,12 +353,14 @@ class VirtualWorkers(HostWeights):
             if self._group is not None and self._failure is not None:
                 group, self._group = self._group, None
                 share(None)
-                alone = isinstance(self._failure, VirtualWorkerLost | WasLeftOut)
                 if isinstance(self._failure, ToldToEnd):
                     told = "" if self.global_rank else f"{SIGTERMException.__name__}: it was {REASON}"  # any who waits
                     group.part(told, why=REASON if self._failure.alone else "")
-                    return
-                group.part(f"{type(self._failure).__name__}: {self._failure}", alone)
+                elif isinstance(self._failure, VirtualWorkerLost) and self._failure.how and group.index:
+                    group.part(why=self._failure.how)
+                else:
+                    alone = isinstance(self._failure, VirtualWorkerLost | WasLeftOut)
+                    group.part(f"{type(self._failure).__name__}: {self._failure}", alone)
             elif self._group is not None:
                 self._group.leave_fit()
         finally:

@@ -430,7 +430,8 @@ class Group:
         Args:
             alone: The failure is this virtual worker's alone: it leaves without a word, and the others go on once its
                 lease is over, but not without virtual worker 0.
-            why: The others go on without this one at once, and are told why.
+            why: The others go on without this one at once, and are told why. It stays for them, if its node's server
+                ends with it.
         """
         atexit.unregister(self.part)
         ending = self._uncaught.error

@@ -20,7 +20,7 @@ class HostThread:
         own, its = socket.socketpair()
         self.wire, self._its = Wire(own, shares=True), Wire(its, shares=True)
         self.pid = os.getpid()
-        self.name = f"process {self.pid}"
+        self.name, self.node = f"process {self.pid}", ""
         self.thread = threading.Thread(target=self._run, name="hetpipe-host")
         self.thread.start()
         self.made.append(self)

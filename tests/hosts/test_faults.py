@@ -21,10 +21,13 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_hetpipe import HetPipeStrategy
 from lightning_hetpipe.errors import PipelineStalled, SettingError
+from lightning_hetpipe.hosts import orders
 from lightning_hetpipe.hosts.host_process import HostProcess
 from lightning_hetpipe.hosts.remote_stage import HostLost, RemoteStage
+from lightning_hetpipe.hosts.stage_host import Host
 from lightning_hetpipe.hosts.wire import Wire
 from lightning_hetpipe.pipeline.message_code import RemoteFailure
+from lightning_hetpipe.run.extensions.telemetry import Telemetry
 from tests.exact.pipelines import even
 from tests.hosts.host_threads import HostThread
 from tests.server.transports import eventually
@@ -224,6 +227,37 @@ def test_one_stage_has_no_process_and_says_so() -> None:
         trainer.fit(Task(net()), vectors(12, 4))
 
 
+def test_few_stages_or_minibatches_are_what_to_raise() -> None:
+    cases: list[tuple[int, Any, str]] = [
+        (1, "auto", "stages"),
+        (1, 1, "stages and in_flight"),
+        (2, 1, "in_flight"),
+    ]
+    for stages, in_flight, few in cases:
+        trainer = quiet_trainer(HetPipeStrategy(stages=stages, in_flight=in_flight, stage_hosts="processes"))
+        with pytest.warns(UserWarning, match=rf"changes nothing: .*; set {few} to more, or leave stage_hosts out"):
+            trainer.fit(Task(net()), vectors(12, 4))
+
+
+def test_time_counts_once_all_hosts_are_ready(host_threads: list[HostThread], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run of some seconds was reported with a fraction of its samples per second."""
+    begun, at_start, serve, start = list[object](), list[int](), Host._serve, Telemetry.start
+
+    def served(host: Host, stage: Any, message: Any) -> None:
+        serve(host, stage, message)
+        begun.extend([message] if isinstance(message, orders.Begin) else [])
+
+    def started(telemetry: Telemetry) -> None:
+        at_start.append(len(begun))
+        start(telemetry)
+
+    monkeypatch.setattr(Host, "_serve", served)
+    monkeypatch.setattr(Telemetry, "start", started)
+    quiet_trainer(even(5, 3, 3, stage_hosts="processes")).fit(Task(net()), vectors(12, 4))
+    assert len(host_threads) == 2
+    assert at_start == [2]
+
+
 def test_one_minibatch_in_flight_has_no_process_and_says_so() -> None:
     trainer = quiet_trainer(HetPipeStrategy(stages=2, in_flight=1, stage_hosts="processes"))
     with pytest.warns(UserWarning, match="stage_hosts='processes' changes nothing: one minibatch is in flight"):
@@ -245,3 +279,19 @@ def test_a_stage_without_a_graph_stays_and_says_why(host_threads: list[HostThrea
     ):
         trainer.fit(Two(), vectors(12, 4))
     assert not host_threads
+
+
+def test_what_cannot_be_taken_ends_the_stage(host_threads: list[HostThread], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as a message for which this process has no memory: whoever waits is told at once."""
+    original = Wire.receive
+
+    def receive(wire: Wire) -> Any:
+        found = original(wire)
+        if isinstance(found, orders.Shown) and found.minibatch == 3:
+            raise RuntimeError("can't allocate memory")
+        return found
+
+    monkeypatch.setattr(Wire, "receive", receive)
+    with pytest.raises(HostLost, match=r"stage 0 .* has sent what could not be taken \(RuntimeError: can't allocate"):
+        trained([])
+    assert host_threads

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import socket
+import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
 
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.hosts.host_rendezvous import Arrival, HostRendezvous, Meeting
-from lightning_hetpipe.hosts.secured_socket import check_names
+from lightning_hetpipe.hosts.secured_socket import admit, check_names, listen
+from lightning_hetpipe.hosts.wire import RELEASE
 from lightning_hetpipe.server.transport.security import Security
 from tests.server.transports import certificates, eventually
 
@@ -150,3 +153,29 @@ def test_a_certificate_that_does_not_name_its_node() -> None:
 def test_a_port_that_is_taken() -> None:
     with rendezvous() as node0, pytest.raises(SettingError, match=r"node 0 cannot listen on .*MASTER_PORT \+ 1"):
         HostRendezvous(node0.address, TOKEN, ATTIC, EXPECTED).__enter__()
+
+
+def test_whoever_shows_itself_byte_by_byte_is_not_waited_for() -> None:
+    """The bytes of a stranger come in time each, but all together do not."""
+    ours, its = connected()
+    stops = threading.Event()
+
+    def drips() -> None:
+        with suppress(OSError):
+            its.sendall((1000).to_bytes(4, "big"))
+            while not stops.wait(0.05):
+                its.sendall(b" ")
+
+    thread = threading.Thread(target=drips)
+    thread.start()
+    with ours, its:
+        with pytest.raises(TimeoutError, match=r"it has not shown who it is within 0\.5 s"):
+            admit(ours, Security(), RELEASE, 0.5)
+        stops.set()
+        thread.join()
+
+
+def connected() -> tuple[socket.socket, socket.socket]:
+    with listen("127.0.0.1", 0) as listener:
+        its = socket.create_connection(listener.getsockname())
+        return listener.accept()[0], its

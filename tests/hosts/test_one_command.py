@@ -199,16 +199,43 @@ def fails(process: subprocess.Popen[str]) -> None:
     process.stdin.flush()
 
 
+def matched(told: str, said: str) -> str:
+    """The line of what was ``said`` that begins with ``told``; empty if none does."""
+    return next((line for line in said.splitlines() if line.startswith(f"hetpipe: {told}")), "")
+
+
 @pytest.mark.parametrize(
-    ("end", "codes", "text"),
+    ("end", "codes", "text", "told"),
     [
-        pytest.param(fails, [1, 1], "ArithmeticError: of the user's", id="an error", marks=pytest.mark.slow),
-        pytest.param(sends(signal.SIGINT), [1, 130], "", id="Ctrl-C", marks=pytest.mark.slow),
-        pytest.param(sends(signal.SIGTERM), [143, 143], "told to end after 4 steps", id="SIGTERM"),
-        pytest.param(sends(signal.SIGKILL), [-9, 1], "", id="SIGKILL"),
+        pytest.param(
+            fails,
+            [1, 1],
+            "ArithmeticError: of the user's",
+            "node 0's program has failed; see its output",
+            id="an error",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            sends(signal.SIGINT),
+            [1, 130],
+            "",
+            "node 0's program was interrupted",
+            id="Ctrl-C",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            sends(signal.SIGTERM),
+            [143, 143],
+            "told to end after 4 steps",
+            "node 0's program was told to end, by SIGTERM",
+            id="SIGTERM",
+        ),
+        pytest.param(sends(signal.SIGKILL), [-9, 1], "", "node 0 was lost, or has ended without a word", id="SIGKILL"),
     ],
 )
-def test_a_node_that_serves_ends_as_node_0_does(end: Any, codes: list[int], text: str, tmp_path: Path) -> None:
+def test_a_node_that_serves_ends_as_node_0_does(
+    end: Any, codes: list[int], text: str, told: str, tmp_path: Path
+) -> None:
     """Not before, where all processes are told to end: it has weights that are still to be saved."""
     with launched(tmp_path, [["attic", "desk", "desk"]], 2, talks=True) as nodes:
         desk, attic = paused(nodes)
@@ -220,7 +247,7 @@ def test_a_node_that_serves_ends_as_node_0_does(end: Any, codes: list[int], text
         assert [code, its] == codes, err + others
         assert text in err
         assert "Traceback" not in others
-        assert ("node 0 was lost, or has ended without a word" in others) is (codes[0] == -9)
+        assert re.findall("^hetpipe: node 0.*", others, re.MULTILINE) == [matched(told, others)]
 
 
 @pytest.mark.parametrize(
@@ -239,7 +266,9 @@ def test_a_node_that_ends_takes_the_virtual_workers_that_it_serves(number: signa
         eventually(lambda: not Path(f"/proc/{host}").exists(), "a host has outlived its server")
         (code, _, err) = results([desk])[0]
         assert code == 1
-        assert re.search(r"HostLost: the process of stage 0 \(host 127.0.0.1:\d+\) has closed the connection", err)
+        assert re.search(
+            r"HostLost: the process of stage 0 \(host 127.0.0.1:\d+ on attic\) has closed the connection", err
+        )
 
 
 def _hosts(node: subprocess.Popen[str]) -> list[int]:

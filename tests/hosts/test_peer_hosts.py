@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_hetpipe.hosts import orders
+from lightning_hetpipe.hosts import orders, peer_hosts
 from lightning_hetpipe.hosts.owned_stage import OwnedStage
 from lightning_hetpipe.hosts.peer_hosts import PeerHosts
 from lightning_hetpipe.pipeline.autocast import Autocast
@@ -102,6 +102,13 @@ def forward(given: Output) -> Forward:
     return Forward(given.minibatch, 1, given.value, Reading(0), Autocast.current())
 
 
+def awaiting(number: int) -> Forward:
+    """A forward of what stage 5 hands over by that ``number``."""
+    value = Value.of((torch.ones(1),))
+    handed: Any = orders.HandedOver(5, number)
+    return forward(Output(1, 0, Value((handed,), value.requires_grad, value.others, value.spec)))
+
+
 def test_tensors_keep_their_looks_and_places() -> None:
     giver, taker, reasons = pair(Security())
     assert reasons == [None]
@@ -145,11 +152,35 @@ def test_what_nobody_wants_is_forgotten() -> None:
     assert isinstance(kept, Output)
     eventually(lambda: [*taker._arrived] == [(5, 1)], "what was handed over of minibatch 1 is still there")
     taker.receive(forward(kept), 30.0)
+    with pytest.raises(RuntimeError, match="the host of stage 5 was to hand over a tensor, and has had it forgotten"):
+        taker.receive(forward(gone), 30.0)  # at once, as those who dropped the minibatch wait for this
+    coming = awaiting(2)
     with pytest.raises(RuntimeError, match="the host of stage 5 was to hand over a tensor, and has not sent it"):
-        taker.receive(forward(gone), 0.1)
+        taker.receive(coming, 0.1)
     giver.close()
     with pytest.raises(RuntimeError, match="the host of stage 5 was to hand over a tensor, and has ended"):
-        taker.receive(forward(gone), 30.0)
+        taker.receive(coming, 30.0)
+    taker.close()
+
+
+def test_a_peer_that_sends_nonsense_is_lost() -> None:
+    giver, taker, _ = pair(Security())
+    giver._links[0]._wire._connection.sendall(b"\xff" * 16)
+    coming = awaiting(7)
+    with pytest.raises(RuntimeError, match="the host of stage 5 was to hand over a tensor, and has ended"):
+        taker.receive(coming, 30.0)
+    giver.close()
+    taker.close()
+
+
+def test_connections_are_limited_also_before_they_show_anything(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peer_hosts, "MOST", 1)
+    taker = PeerHosts("127.0.0.1", Security())
+    address = "127.0.0.1", taker.listen(SECRET)
+    with socket.create_connection(address), socket.create_connection(address) as second:
+        second.settimeout(30.0)
+        assert not second.recv(1)
+    eventually(lambda: taker._room._value == 1, "there is no room again")
     taker.close()
 
 

@@ -152,6 +152,7 @@ ONES: list[Callable[[Any], Any]] = [
     lambda a: torch.linalg.vector_norm(a),
     lambda a: a.clone().zero_().add_(a, alpha=2),
     lambda a: a.max().item(),
+    lambda a: torch.complex(a, -a).sum().item(),
     lambda a: a[a > 0],
     torch.unique,
     lambda a: torch.split(a, 2),

@@ -342,6 +342,36 @@ def test_the_death_of_a_child_is_told_and_the_others_go_on(
     ]
 
 
+def test_a_child_that_ends_alone_is_told_at_once_and_the_others_go_on(meeting: Meeting, first: Process) -> None:
+    """The launcher said nothing before the end, as of an exception that others may run into as well."""
+    _, child, other = meeting.launched(first, 3)
+    child.order("lack")
+    child.ended()
+    assert first.hear() == {"died": 1, "code": 1}
+    for process in (other, first):
+        assert process.ask("return") == {"did": "return"}
+        process.order("return")
+    code, _, err = meeting.ends()
+    assert code == 1
+    how = "was unable to go on, as the process of a stage has ended"
+    assert [line for line in err if line] == [
+        f"hetpipe: virtual worker 1 (process {child.pid}) is lost: it {how}; the others go on without it.",
+        f"hetpipe: this run went on without virtual worker 1, which {how}.",
+    ]
+
+
+def test_the_first_one_of_a_node_that_ends_alone_says_so_at_once(meeting: Meeting, first: Process) -> None:
+    first.ask("stand_behind", 1)
+    meeting.launched(first)
+    first.order("lack")
+    code, _, err = meeting.ends()
+    assert code == 1
+    assert stated(err) == [
+        "hetpipe: virtual worker 1 is lost: it was unable to go on, as the process of a stage has ended; the others go"
+        " on without it."
+    ]
+
+
 @pytest.mark.parametrize("ending", ["return", "fail", "leave"])
 def test_a_loss_that_the_servers_tell_of_ends_in_one(ending: str, meeting: Meeting, first: Process) -> None:
     """Processes that torchrun or the like had started said nothing, and the exit code was 0."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+import json
 import math
 from typing import Any
 
@@ -18,6 +20,7 @@ from lightning_hetpipe.pipeline.stage import Layer
 from lightning_hetpipe.pipeline.stage_messages import Backward, Failure, Forward
 from lightning_hetpipe.pipeline.values import Addends, Value
 from lightning_hetpipe.rules.versions import Reading
+from lightning_hetpipe.torch_private.tensors import pytree
 from tests.support.equality import assert_same
 
 CODE = PlainCode(RECORDS)
@@ -49,6 +52,7 @@ def read(text: bytes, data: bytes) -> Any:
         None,
         [True, 1, -(10**30), "text", ""],
         (1.5, 0.1, -0.0, math.inf, (), []),
+        [complex(0.1, -0.0), complex(math.inf, 1e-320)],
         {"key": {1: (torch.bfloat16, torch.device("cpu"), torch.strided, torch.contiguous_format)}},
         slice(1, None, 2),
     ],
@@ -141,11 +145,44 @@ def test_failures() -> None:
         assert isinstance(of_record(again(to_record(Failure(3, kind("it"))))).error, kind)
 
 
+def test_structures_import_nothing() -> None:
+    known = pytree.tree_structure((collections.OrderedDict(a=1), collections.defaultdict(list, b=[2])))
+    assert again(known) == known
+    with pytest.raises(NotPlain, match="a structure with Counter has no place in a message"):
+        CODE.write(pytree.tree_structure(collections.defaultdict(collections.Counter, b=1)))
+    enum = json.dumps({"__enum__": True, "fqn": "no_module:Name", "name": "A"})
+    for part in (
+        ["collections.defaultdict", {"default_factory_module": "no_module", "default_factory_name": "f"}],
+        ["collections.defaultdict", {"default_factory_module": "builtins", "default_factory_name": "breakpoint"}],
+        ["builtins.dict", enum],
+        ["builtins.dict", json.dumps([[enum]]).replace("__enum__", r"\\u005f_enum__")],
+    ):
+        kind, context = part
+        spec = json.dumps([1, {"type": kind, "context": context, "children_spec": []}])
+        with pytest.raises(NotPlain, match=r"a structure with .* has no place in a message"):
+            read(json.dumps(["spec", spec]).encode(), b"")
+
+
+@pytest.mark.parametrize(
+    ("node", "message"),
+    [
+        (["call_function", "x", "os::system", [], {}], "os::system is no operator of torch's own"),
+        (["call_function", "x", "aten::save", [], {}], "aten::save is no operator of torch's own"),
+        (["call_function", "x", "aten::neg", [1], {"alpha=breakpoint(), z": 1}], "a graph has a name 'alpha=break"),
+        (["call_function", "x", "aten::neg", [Reading(1)], {}], "a graph gives a Reading to what it calls"),
+        (["get_attr", "x", "__class__.forward", [], {}], "a graph has a name '__class__'"),
+        (["placeholder", "x", "x=breakpoint()", [], {}], "a graph has a name 'x=breakpoint"),
+    ],
+)
+def test_graphs_are_no_code(node: list[Any], message: str) -> None:
+    """Torch makes Python of a graph, with names as they are."""
+    graph = {"nodes": [node], "held": {}}
+    layer = {"name": "x", "kind": "", "device": torch.device("cpu"), "training": True, "held": {}}
+    variants: dict[str, Any] = {"changes": [], "graphs": [{"own": [], "graph": graph, "regions": [], "outputs": None}]}
+    with pytest.raises(NotPlain, match=message):
+        layers_of_data([[{**layer, "own": [False] * 3, "variants": variants}], []])
+
+
 def test_layers_without_a_graph_are_refused() -> None:
     with pytest.raises(NotPlain, match=r"layer 'net\.0' is a Linear, which has no graph"):
         layers_as_data([Layer("net.0", nn.Linear(1, 1))])
-    graph = {"nodes": [["call_function", "x", "os::system", [], {}]], "held": {}}
-    layer = {"name": "x", "kind": "", "device": torch.device("cpu"), "training": True, "held": {}}
-    variants: dict[str, Any] = {"changes": [], "graphs": [{"own": [], "graph": graph, "regions": [], "outputs": None}]}
-    with pytest.raises(NotPlain, match="os::system is no operator of torch's own"):
-        layers_of_data([[{**layer, "own": [False] * 3, "variants": variants}], []])

@@ -96,6 +96,9 @@ def test_an_allocation_is_that_of_a_plan() -> None:
     with refused("allocation='ed' is decided when", "has 'np'"):
         HetPipeStrategy(allocation="ed", plan=replace(planned(0, 1), allocation="np"))
     HetPipeStrategy(allocation="np", plan=replace(planned(0, 1), allocation="np"))
+    for plan in (None, planned(0, 1)):
+        with refused("allocation='edd' must be one of 'np', 'ed', 'hd', 'placed', 'auto'; did you mean 'ed'?"):
+            HetPipeStrategy(allocation="edd", plan=plan)
 
 
 def test_refusals_are_misconfigurations() -> None:

@@ -206,6 +206,27 @@ def test_who_fails_waits_a_lease_at_most(exits: ExitStack, monkeypatch: pytest.M
     pair.groups[1].close("PeerFailed")
 
 
+def test_who_fails_alone_tells_why_and_its_server_stays_for_the_others(
+    exits: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others learned of it by the lease, in other words; and its server, which ended with it, stopped them all."""
+    pair = Pair(exits, monkeypatch)
+    pair.enter_fit(1.0, 2.0)
+    first, second = pair.groups
+    told = list[tuple[int, str, str, str]]()
+    monkeypatch.setattr(first, "_on_loss", lambda *what: told.append(what))
+    parted = pair.threads.submit(second.part, why="unable to go on, as its host has ended")
+    update = [torch.ones(3), torch.ones(3)]
+    merged = pair.threads.submit(first.weights.synchronise, update).result(SECONDS)
+    assert [tensor.tolist() for tensor in merged] == [[2.0] * 3, [3.0] * 3]
+    why = "was unable to go on, as its host has ended"
+    said = f"virtual worker 1 is lost after 0 waves: it {why}; the others go on without it"
+    assert told == [(1, "virtual worker 1", why, said)]
+    assert not parted.done()
+    first.close()
+    parted.result(SECONDS)
+
+
 def test_two_launches_at_once_at_one_server(exits: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second one fenced the first one's virtual workers, which ended, or was refused and ended them."""
     pair = Pair(exits, monkeypatch)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Generic, TypeVar
 
@@ -159,16 +159,22 @@ class RunnerPool(Generic[F]):
                 for batch in self.minibatches.values():
                     self._wait_for(batch, deadline)
         finally:
-            for worker in workers:
-                worker.close()
-            stuck = [w for w in workers if not w.join(max(0.1, deadline - time.monotonic()))]
-            if stuck:
-                warnings.warn(f"the pipeline could not end all its threads: {self.describe()}", stacklevel=2)
-            ran, self._runners = bool(self._runners), []
-            if not stuck:  # else what a stage makes of them, late, still ends them
-                self.minibatches = {}
-                if ran:
-                    self._let_go()
+            try:
+                with ExitStack() as ends:  # of all, also where one fails
+                    for worker in reversed(workers):
+                        ends.callback(worker.close)
+            finally:
+                self._join(workers, deadline)
+
+    def _join(self, workers: Sequence[Worker[F] | StageThread], deadline: float) -> None:
+        stuck = [w for w in workers if not w.join(max(0.1, deadline - time.monotonic()))]
+        if stuck:
+            warnings.warn(f"the pipeline could not end all its threads: {self.describe()}", stacklevel=3)
+        ran, self._runners = bool(self._runners), []
+        if not stuck:  # else what a stage makes of them, late, still ends them
+            self.minibatches = {}
+            if ran:
+                self._let_go()
 
     def describe(self) -> str:
         """A line on each stage and each minibatch in flight, for messages."""

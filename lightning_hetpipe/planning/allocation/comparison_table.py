@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.planning.allocation.allocator import Allocation, Allocator
 from lightning_hetpipe.planning.allocation.grouping_search import best_allocation
-from lightning_hetpipe.planning.allocation.groupings import GROUPINGS
-from lightning_hetpipe.planning.allocation.placed import PLACED, placed
+from lightning_hetpipe.planning.allocation.groupings import GROUPINGS, PLACED
+from lightning_hetpipe.planning.allocation.placed import placed
 from lightning_hetpipe.planning.model.units import digits, in_bytes
 from lightning_hetpipe.planning.plan.table import aligned
 from lightning_hetpipe.rules.parameter_placement import CANDIDATES

@@ -83,6 +83,12 @@ GROUPINGS: dict[str, Callable[[Cluster, Callable[[DeviceSlot], float]], Grouping
 }
 """Groupings by the value of the setting ``allocation`` that asks for them."""
 
+PLACED = "placed"
+"""Value that asks for a placement of layers instead (``placed.py``)."""
+
+ALLOCATIONS = (*GROUPINGS, PLACED, "auto")
+"""All values of the setting."""
+
 
 def told(group: Sequence[DeviceSlot], cluster: Cluster) -> str:
     """Name the devices of a virtual worker, such as "2x Titan-V (v), 2x Quadro-P4000 (q)"."""

@@ -24,7 +24,7 @@ from typing import NamedTuple
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.planning.allocation.allocator import HIDING, NEAR, Allocation, Allocator
 from lightning_hetpipe.planning.allocation.group_plans import GroupPlans, Kinds
-from lightning_hetpipe.planning.allocation.groupings import Group, Grouping
+from lightning_hetpipe.planning.allocation.groupings import PLACED, Group, Grouping
 from lightning_hetpipe.planning.model.cluster import Cluster, DeviceSlot
 from lightning_hetpipe.planning.model.estimate import INSTANT, estimate
 from lightning_hetpipe.planning.model.profile import Profile, UserBytes
@@ -32,7 +32,6 @@ from lightning_hetpipe.planning.model.stage_memory import optimizer_state
 from lightning_hetpipe.planning.search.choice import Choice, slowest_stage
 from lightning_hetpipe.rules.versions import Versions
 
-PLACED = "placed"
 """Name of the allocation."""
 
 SIMULATED = 24

@@ -42,6 +42,9 @@ class Telemetry(Extension):
         self._meter = Meter(len(engine.stages))
         self._staleness = 0
         self._logged = 0
+
+    def start(self) -> None:
+        """Training goes on from here in the pipeline: what comes before is no time of training."""
         self._meter.start()
 
     def epoch_begins(self, first: int) -> None:

@@ -42,7 +42,7 @@ _package = ModuleType("lightning_hetpipe")
 _package.__path__ = [str(ROOT / "lightning_hetpipe")]
 sys.modules["lightning_hetpipe"] = _package
 
-from lightning_hetpipe.errors import SettingError  # noqa: E402
+from lightning_hetpipe.errors import SettingError, VirtualWorkerLost  # noqa: E402
 from lightning_hetpipe.launch import children, parent_watch  # noqa: E402
 from lightning_hetpipe.launch.launcher import Launcher, check_processes  # noqa: E402
 from lightning_hetpipe.launch.lost_workers import lost_workers  # noqa: E402
@@ -57,6 +57,7 @@ __all__ = [
     "Role",
     "SettingError",
     "TunerExit",
+    "VirtualWorkerLost",
     "check_processes",
     "children",
     "lost_workers",

@@ -19,6 +19,7 @@ from tests.launch.launching.bare import (
     Role,
     SettingError,
     TunerExit,
+    VirtualWorkerLost,
     check_processes,
     children,
     lost_workers,
@@ -120,6 +121,9 @@ class Obedient:
 
     def leave(self) -> None:
         raise Leave
+
+    def lack(self) -> None:
+        raise VirtualWorkerLost("the process of a stage has ended; start again", "the process of a stage has ended")
 
     def finish_tuning(self) -> None:
         raise TunerExit

@@ -1,0 +1,116 @@
+"""Work with hosts that ends half-way: nothing stays behind, and nothing comes later where it would do harm."""
+
+from __future__ import annotations
+
+import queue
+import socket
+import subprocess
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_hetpipe.hosts import orders, server_calls
+from lightning_hetpipe.hosts.host_memory import HostMemory
+from lightning_hetpipe.hosts.host_process import HostProcess
+from lightning_hetpipe.hosts.owned_stage import OwnedStage
+from lightning_hetpipe.hosts.remote_stage import HostLost
+from lightning_hetpipe.hosts.remote_tensor import RemoteTensor
+from lightning_hetpipe.hosts.server_calls import HostHolder, ServerCalls
+from lightning_hetpipe.hosts.stage_host import Host
+from lightning_hetpipe.hosts.wire import Wire
+from lightning_hetpipe.server.transport.interface import Unreachable
+from tests.exact.pipelines import even
+from tests.hosts.host_threads import HostThread
+from tests.hosts.test_other_machines import task
+from tests.support.models import vectors
+from tests.support.trainers import quiet_trainer
+
+
+@pytest.mark.parametrize("block", [None, orders.Held(3)])
+def test_a_host_that_answers_no_call_is_ended_where_it_could_still_write(
+    block: orders.Held | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The call was made again, into the same memory, while the first one could still come to its end."""
+    monkeypatch.setattr(server_calls, "GRACE", 0.0)
+    sent, ended = list[orders.CallServer](), list[float]()
+
+    def end(seconds: float) -> Exception:
+        ended.append(seconds)
+        return HostLost("it is lost", "it is lost")
+
+    holder = HostHolder(cast(HostMemory, None), sent.append, end)
+    with pytest.raises(Unreachable if block is None else HostLost):
+        holder._called("10.0.0.1:7070", "shard", b"", None, block, 0.01)
+    assert ended == ([] if block is None else [0.01])
+    holder.answered(orders.ServerAnswered(sent[0].call, torch.empty(0, dtype=torch.uint8), None, None))  # for nobody
+
+
+def test_a_call_that_begins_as_its_host_ends_reaches_nobody() -> None:
+    answers = list[orders.ServerAnswered]()
+    calls = ServerCalls(None, answers.append)
+    calls.close()
+    order = orders.CallServer(5, "127.0.0.1:1", "status", torch.empty(0, dtype=torch.uint8), None, None, 1.0)
+    calls._make(order, None, None)
+    assert (answers[0].call, answers[0].silent) == (5, "this host ends")
+    assert not calls._channels
+
+
+def test_what_is_forgotten_is_so_behind_all_that_was_handed_over() -> None:
+    """A peer kept a tensor for ever, which came after the word that nobody wants it."""
+    done = list[str]()
+
+    class Peers:
+        def hand_over(self, result: Any) -> Any:
+            done.append("handed over")
+            return result
+
+        def forget(self, minibatch: int) -> None:
+            done.append(f"forgot {minibatch}")
+
+    own, its = socket.socketpair()
+    with own, its:
+        host = Host(Wire(own))
+        host._peers = cast(Any, Peers())
+        assert isinstance(host._answers, queue.SimpleQueue)
+        for message in (orders.Brought(None), orders.Forgotten(7), None):
+            host._answers.put(message)
+        host._send()
+    assert done == ["handed over", "forgot 7"]
+
+
+def test_a_host_that_cannot_be_started_leaves_no_socket(monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = socket.socketpair()
+    monkeypatch.setattr(socket, "socketpair", lambda: pair)
+
+    def fails(*_: Any, **__: Any) -> None:
+        raise OSError("no process can be had")
+
+    monkeypatch.setattr(subprocess, "Popen", fails)
+    with pytest.raises(OSError, match="no process can be had"):
+        HostProcess()
+    assert [each.fileno() for each in pair] == [-1, -1]
+
+
+def test_weights_come_home_from_a_stage_that_could_not_be_made(
+    host_threads: list[HostThread], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lightning_hetpipe.hosts.stages_apart.owns", lambda device: True)
+    away = list[bool]()
+
+    def fails(stage: OwnedStage, layers: nn.ModuleList) -> None:
+        away.extend(isinstance(each, RemoteTensor) for each in layers.parameters())
+        raise ArithmeticError("of a test")
+
+    monkeypatch.setattr(OwnedStage, "_new_stash", fails)
+    learner, before = task(), task().state_dict()
+    with pytest.raises(ArithmeticError, match="of a test"):
+        quiet_trainer(even(5, 2, 2, stage_hosts="processes")).fit(learner, vectors(12, 4))
+    assert away
+    assert all(away)
+    found = learner.state_dict()
+    assert not any(isinstance(each, RemoteTensor) for each in learner.parameters())
+    assert found.keys() == before.keys()
+    assert all(each.isfinite().all() for each in found.values())
+    assert len(host_threads) == 1
