@@ -50,6 +50,9 @@ _AGAIN = 0.1
 class CameTooLate(VirtualWorkerLost):
     """A returning process has no seat any more to come back to."""
 
+    def __init__(self, message: str) -> None:
+        super().__init__(message, "it came back too late")
+
 
 def too_late(index: int) -> CameTooLate:
     """The error of virtual worker ``index``, where there is no training any more to take part in."""
@@ -163,6 +166,8 @@ class Returning:
             self._launch.keep(f"{READY}{self._index}-{self._launch.member.incarnation}", b"1")
             content = self._launch.recall(STATE, _ANNOUNCED)
             found = {} if content is None else _loaded(content)
+            if found.get("over"):
+                raise too_late(self._index)
             if found.get("vws", {}).get(self._index) == self._launch.member.incarnation:
                 break
             again.wait(_AGAIN if found else 0.0)  # that one is for others, or for an earlier process of this one
@@ -217,6 +222,7 @@ class Reception:
         if self._open:
             self._open, self.record = False, FitRecord()
             leave_parts(self._launch, RECORD, _written(vars(self.record)))
+            self._launch.keep(STATE, _written({"over": True}))
 
     def ready(self) -> dict[int, int]:
         """The virtual workers that are ready to come back, each with its incarnation in the session of the launch.

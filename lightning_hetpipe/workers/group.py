@@ -34,7 +34,7 @@ from lightning_hetpipe.server.process.notices import NOTICE_AFTER, say
 from lightning_hetpipe.server.protocol.identifiers import COORDINATOR, PeerFailed
 from lightning_hetpipe.server.protocol.messages import Departed, Lost
 from lightning_hetpipe.server.transport.interface import STATUS, CallRefused, Unreachable
-from lightning_hetpipe.workers.coming_back import Returning, too_late
+from lightning_hetpipe.workers.coming_back import CameTooLate, Returning, too_late
 from lightning_hetpipe.workers.join_handshake import JoinHandshake
 from lightning_hetpipe.workers.large_gathers import gather_in_chunks
 from lightning_hetpipe.workers.seats import Seats
@@ -154,8 +154,12 @@ class Group:
         self._exits.push(launch)
         self._launch = launch
         self._handshake.check_lease()
-        self.seats.open(launch, session, self._handshake.coordinator, self.settings.lease, self._handshake.returns)
         self._exits.callback(self.seats.close)
+        try:
+            self.seats.open(launch, session, self._handshake.coordinator, self.settings.lease, self._handshake.returns)
+        except CameTooLate as late:
+            self.part(why=late.how)
+            raise
         if self.seats.returning is not None:
             self._gathers = self.seats.returning.record.ordinal
         self._meet_servers(self._found)

@@ -102,8 +102,23 @@ def test_nobody_comes_back_to_a_fit_that_is_over(exits: ExitStack, monkeypatch: 
     lost.groups[0].leave_fit()
     with pytest.raises(CameTooLate, match="virtual worker 1 comes back to a run whose training is over"):
         lost.again.open()
-    lost.again.part("", alone=True)
+    assert lost.groups[0].gather("alone", "a test") == ["alone"], "nobody waits for it"
     lost.groups[0].close()
+
+
+def test_one_that_is_ready_when_the_fit_ends_ends_as_well(exits: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It waited for a next epoch, and whatever the others did next, such as a test, waited for it."""
+    lost = Lost(exits, monkeypatch)
+    first, again = lost.groups[0], lost.again
+    again.open()
+    entered = lost.threads.submit(again.enter_fit, NAMED, ())
+    until(lambda: bool(first.seats.ready()), "it does not come")
+    first.leave_fit()
+    with pytest.raises(CameTooLate, match="training is over") as late:
+        entered.result(SECONDS)
+    again.part(why=late.value.how)
+    assert first.gather("alone", "a test") == ["alone"]
+    first.close()
 
 
 def test_settings_other_than_the_others_are_named(exits: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
