@@ -16,7 +16,7 @@ import pickle
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import IO, Any
@@ -32,9 +32,10 @@ from lightning_hetpipe.launch.wsp_settings import WSPSettings
 from lightning_hetpipe.server.process.client import Client, ServersUnheard
 from lightning_hetpipe.server.process.notices import NOTICE_AFTER, say
 from lightning_hetpipe.server.protocol.identifiers import COORDINATOR, PeerFailed
-from lightning_hetpipe.server.protocol.messages import Departed, Lost
+from lightning_hetpipe.server.protocol.messages import Departed
 from lightning_hetpipe.server.transport.interface import STATUS, CallRefused, Unreachable
 from lightning_hetpipe.workers.coming_back import CameTooLate, Returning, too_late
+from lightning_hetpipe.workers.departures import Departures
 from lightning_hetpipe.workers.join_handshake import JoinHandshake
 from lightning_hetpipe.workers.large_gathers import gather_in_chunks
 from lightning_hetpipe.workers.seats import Seats
@@ -90,8 +91,9 @@ class Group:
     ) -> None:
         self.index = index
         self.size = size
+        self._departures = Departures(index, place, on_loss)
         self._handshake = JoinHandshake(
-            index, size, found, settings, timeout, self._is_lost, self._lose, self._lose_updates
+            index, size, found, settings, timeout, self._is_lost, self._lose, self._departures.tell_of_updates
         )
         self._servers_lost = lost
         self._has_taken_part = False
@@ -106,12 +108,7 @@ class Group:
         self._fit_settings: Sequence[str] = ()
         self._fit_ordinal = itertools.count(1)
         self._failed = False
-        self._places = {index: place}
-        self._on_loss = on_loss
         self._stays = stays
-        self._lost: set[int] = set()
-        self._early_departures: list[Departed] = []
-        self._has_told = False
         self._uncaught = Uncaught()
         self._on_return = on_return
         self.seats = Seats(index, size)
@@ -174,8 +171,8 @@ class Group:
             self._meet_servers(found)
 
     def _meet_servers(self, found: FoundServers) -> None:
-        told = self.gather((self.index, self._places[self.index], list(found.known)), "the list of servers")
-        self._places.update((index, place) for index, place, _ in told)
+        told = self.gather((self.index, self._departures.places[self.index], list(found.known)), "the list of servers")
+        self._departures.places.update((index, place) for index, place, _ in told)
         known = [address for *_, addresses in told for address in addresses]
         self._handshake.connect([self.coordinator, *known[1:]])
 
@@ -243,8 +240,7 @@ class Group:
         back, members = [vw for vw in vws if vw in self.seats.taken], self.weights.member.commit_index
         assert members is not None
         self.seats.settle(back, vws, members)
-        self._early_departures = [each for each in self._early_departures if each.vw not in back]
-        self._lost.difference_update(back)
+        self._departures.find(back)
         self._handshake.find(back)
         for vw in back:
             self._on_return(vw)
@@ -276,45 +272,17 @@ class Group:
             if not of_fit:
                 self.lose({vw: "has ended"})
             return
-        if vw in self._lost:
+        what = self._departures.note(departed, of_fit, self._fit is not None)
+        if what is None:
             return
-        if not of_fit and self._fit is not None:  # the fit's session tells it as well, and after how many waves
-            self._early_departures.append(departed)
-            return
-        self._lost.add(vw)
-        who = self._named(vw)
-        what = f"{who} is lost{f' after {departed.clock} waves' if of_fit else ''}: it was {why}"
-        if self._speaks(self._lost):
-            self._has_told = True
-            self._on_loss(vw, who, f"was {why}", what if vw == 0 else f"{what}; the others go on without it")
         self.lose({vw: f"was {why}"})
         for client in (self._fit, self._launch) if vw == 0 else ():
             if client is not None:
                 client.failure = PeerFailed(f"{what}; only it writes checkpoints, so start again from the last one")
 
-    def _lose_updates(self, lost: Lost) -> None:
-        """Say, from any thread, which updates died with a virtual worker and the servers that had them (law L5)."""
-        if not self._speaks({*self._lost, lost.vw}):
-            return
-        who, first = self._named(lost.vw), lost.first
-        if lost.last < 0:
-            say(f"what {who} had pushed from wave {first} on, if anything, is lost: only the lost server knew of it")
-        else:
-            waves = f"wave {first}" if first == lost.last else f"waves {first} to {lost.last}"
-            say(f"the updates of {who} from {waves} are lost: only it and the lost server had them")
-
-    def _named(self, vw: int) -> str:
-        return f"virtual worker {vw}" + (f" ({self._places[vw]})" if self._places.get(vw) else "")
-
-    def _speaks(self, gone: Collection[int]) -> bool:
-        """True for the first one of its node that is not ``gone``."""
-        here = [i for i, place in self._places.items() if place == self._places[self.index] and i not in gone]
-        return self.index == min(here)
-
     def _end_fit(self, fit: Client) -> None:
         fit.__exit__(None, None, None)
-        early, self._early_departures = self._early_departures, []
-        for each in early:
+        for each in self._departures.of_ended_fit():
             self._lose(each, of_fit=False)
 
     @property
@@ -471,8 +439,8 @@ class Group:
             return False
         child, silent = parent_watch.this_child(), isinstance(exception, ServersUnheard)
         orphaned = child is not None and child.orphaned
-        lost = 0 in self._lost or orphaned or (silent and self.settings.servers is None)
-        left = [each.vw for each in members.members if each.vw and each.vw not in self._lost]
+        lost = 0 in self._departures.lost or orphaned or (silent and self.settings.servers is None)
+        left = [each.vw for each in members.members if each.vw and each.vw not in self._departures.lost]
         return lost and self.index == min(left, default=self.index)
 
     def check(self) -> None:
@@ -483,7 +451,7 @@ class Group:
 
     def _wait_until_all_have_left(self, session: str) -> None:
         """Keep a server that ends with this process for the others' last calls, and to tell them of a failure."""
-        if not self._found.hosts and not (self._stays and self._has_told):
+        if not self._found.hosts and not (self._stays and self._departures.has_told):
             return
         began, told, again = time.monotonic(), False, threading.Event()
         while True:

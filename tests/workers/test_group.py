@@ -214,7 +214,7 @@ def test_who_fails_alone_tells_why_and_its_server_stays_for_the_others(
     pair.enter_fit(1.0, 2.0)
     first, second = pair.groups
     told = list[tuple[int, str, str, str]]()
-    monkeypatch.setattr(first, "_on_loss", lambda *what: told.append(what))
+    monkeypatch.setattr(first._departures, "_on_loss", lambda *what: told.append(what))
     parted = pair.threads.submit(second.part, why="unable to go on, as its host has ended")
     update = [torch.ones(3), torch.ones(3)]
     merged = pair.threads.submit(first.weights.synchronise, update).result(SECONDS)

@@ -29,6 +29,7 @@ from lightning_hetpipe.server.transport.grpc_server import GrpcServer
 from lightning_hetpipe.server.transport.interface import STATUS, TIMEOUT
 from lightning_hetpipe.server.transport.security import Security
 from lightning_hetpipe.workers import group, join_handshake
+from lightning_hetpipe.workers.departures import Departures
 from lightning_hetpipe.workers.group import Group
 from lightning_hetpipe.workers.large_gathers import gather_in_chunks
 from tests.server.transports import PATIENCE, certificates, security
@@ -195,7 +196,7 @@ def test_who_has_left_the_launch_is_not_waited_for_at_the_next_fit() -> None:
     rooms = Sessions(LEASE)
     with ThreadPoolExecutor(2) as pool, GrpcServer(rooms) as server:
         groups = [group_of(index, server.address) for index in range(2)]
-        groups[1]._on_loss = lambda *loss: told.append(loss)
+        groups[1]._departures._on_loss = lambda *loss: told.append(loss)
         for opened in [pool.submit(one.open) for one in groups]:
             opened.result(PATIENCE)
         groups[0].part()
@@ -207,14 +208,13 @@ def test_who_has_left_the_launch_is_not_waited_for_at_the_next_fit() -> None:
 
 
 def test_the_first_one_left_on_each_node_says_which_updates_are_lost(capsys: pytest.CaptureFixture[str]) -> None:
-    settings = WSPCallback().settings
     places = dict(enumerate(["node 0, one", "node 0, one", "node 1, other", "node 1, other"]))
     said = []
     for index in (0, 1, 3):
-        one = Group(index, 4, FoundServers("127.0.0.1:1", (), Security()), settings, PATIENCE)
-        one._places = places
+        one = Departures(index, "", lambda *_: None)
+        one.places = places
         for last in (1, 3, -1):
-            one._lose_updates(Lost(2, 0, 1, last))
+            one.tell_of_updates(Lost(2, 0, 1, last))
         said.append(capsys.readouterr().err.splitlines())
     who = "virtual worker 2 (node 1, other)"
     lost = [

@@ -1,0 +1,81 @@
+"""Departures of virtual workers, as one of them hears of these from coordinators, in any thread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+
+from lightning_hetpipe.server.process.notices import say
+from lightning_hetpipe.server.protocol.messages import Departed, Lost
+
+
+class Departures:
+    """Virtual workers that virtual worker ``index`` knows to be lost.
+
+    Args:
+        place: Its node, in words; empty where there is but one node.
+        on_loss: Called for each that is lost as ``LostWorkers.note`` is, in the first process of a node that is left.
+
+    Attributes:
+        lost: Those that are lost.
+        places: The nodes of all that are known.
+        has_told: ``on_loss`` was called here.
+    """
+
+    def __init__(self, index: int, place: str, on_loss: Callable[[int, str, str, str], None]) -> None:
+        self._index, self._on_loss = index, on_loss
+        self.places = {index: place}
+        self.lost: set[int] = set()
+        self.has_told = False
+        self._early: list[Departed] = []
+
+    def note(self, departed: Departed, of_fit: bool, in_fit: bool) -> str | None:
+        """Note and tell of a departure; gives the sentence that says it, None where there is nothing to do now.
+
+        Args:
+            departed: Who has departed, and why.
+            of_fit: Whether the session of a fit says so.
+            in_fit: Whether there is a fit, whose session will say it as well, and after how many waves.
+        """
+        vw, why = departed.vw, departed.why
+        if vw in self.lost:
+            return None
+        if not of_fit and in_fit:
+            self._early.append(departed)
+            return None
+        self.lost.add(vw)
+        who = self._named(vw)
+        what = f"{who} is lost{f' after {departed.clock} waves' if of_fit else ''}: it was {why}"
+        if self._speaks(self.lost):
+            self.has_told = True
+            self._on_loss(vw, who, f"was {why}", what if vw == 0 else f"{what}; the others go on without it")
+        return what
+
+    def of_ended_fit(self) -> list[Departed]:
+        """Departures from the launch of which the session of the fit that has ended may have said nothing."""
+        early, self._early = self._early, []
+        return early
+
+    def find(self, vws: Iterable[int]) -> None:
+        """Note that ``vws`` are there again."""
+        back = set(vws)
+        self.lost -= back
+        self._early = [each for each in self._early if each.vw not in back]
+
+    def tell_of_updates(self, lost: Lost) -> None:
+        """Say which updates died with a virtual worker and the servers that had them (law L5)."""
+        if not self._speaks({*self.lost, lost.vw}):
+            return
+        who, first = self._named(lost.vw), lost.first
+        if lost.last < 0:
+            say(f"what {who} had pushed from wave {first} on, if anything, is lost: only the lost server knew of it")
+        else:
+            waves = f"wave {first}" if first == lost.last else f"waves {first} to {lost.last}"
+            say(f"the updates of {who} from {waves} are lost: only it and the lost server had them")
+
+    def _named(self, vw: int) -> str:
+        return f"virtual worker {vw}" + (f" ({self.places[vw]})" if self.places.get(vw) else "")
+
+    def _speaks(self, gone: Collection[int]) -> bool:
+        """True for the first one of its node that is not ``gone``."""
+        here = [i for i, place in self.places.items() if place == self.places[self._index] and i not in gone]
+        return self._index == min(here)
