@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import platform
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
@@ -14,6 +15,7 @@ from lightning.pytorch.callbacks import LearningRateFinder
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
+from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from lightning_hetpipe.errors import SettingError, VirtualWorkerLost
 from lightning_hetpipe.launch import node_hosts, servers
@@ -411,8 +413,17 @@ class VirtualWorkers(HostWeights):
         returning = None if self._group is None else self._group.seats.returning
         if returning is not None and Path(checkpoint_path) == returning.checkpoint:
             returning.await_state()
-            weights_only = True  # it comes from another process, of which nothing is unpickled
-        checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
+            try:  # it comes from another process, of which nothing is unpickled
+                checkpoint = super().load_checkpoint(checkpoint_path, weights_only=True)
+            except pickle.UnpicklingError:
+                classes = ", ".join(sorted(get_unsafe_globals_in_checkpoint(checkpoint_path)))
+                raise SettingError(
+                    f"virtual worker {self.global_rank} cannot come back, as nothing of the others' state is unpickled,"
+                    f" and it holds {classes}; let that in, by torch.serialization.add_safe_globals([{classes}]), or"
+                    " leave it out of hyperparameters and of callbacks' states"
+                ) from None
+        else:
+            checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
         resuming = is_fitting(self.lightning_module)
         recorded = take_shares(checkpoint, self.world_size)
         self._recorded = recorded if resuming else None

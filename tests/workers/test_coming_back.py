@@ -78,6 +78,16 @@ def test_it_is_answered_from_the_record_until_it_has_a_seat(
     lost.close()
 
 
+def test_a_failure_of_one_that_comes_back_is_its_own(exits: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as of its program, before it trains: all ended."""
+    lost = Lost(exits, monkeypatch)
+    lost.again.open()
+    lost.again.part("SettingError: a wrong setting")
+    assert lost.groups[0].gather("alone", "a test") == ["alone"]
+    lost.groups[0].check()
+    lost.groups[0].close()
+
+
 def test_others_do_not_wait_for_one_that_does_not_ask(
     exits: ExitStack, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
