@@ -70,7 +70,7 @@ class Tap:
             each.close()
 
     def recorded(self) -> list[bytes]:
-        """What each connection has sent so far."""
+        """Bytes that each connection has sent so far."""
         return [bytes(each) for each in self._records if len(each) > len(PREFACE) + 100]
 
     def _start(self, work: Callable[..., None], *arguments: Any) -> None:
@@ -228,7 +228,7 @@ def check_log(said: str, seconds: float) -> None:
 
 
 class Use(NamedTuple):
-    """What a process takes of its machine; memory in bytes."""
+    """A process's share of its machine; memory in bytes."""
 
     memory: int
     descriptors: int

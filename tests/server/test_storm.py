@@ -45,7 +45,7 @@ def pool() -> Iterator[ThreadPoolExecutor]:
 
 
 def limited(lease: float) -> Sessions:
-    """What a server serves that may have few descriptors."""
+    """Sessions in a process that may have few descriptors."""
     resource.setrlimit(resource.RLIMIT_NOFILE, (DESCRIPTORS, DESCRIPTORS))
     return Sessions(lease)
 
