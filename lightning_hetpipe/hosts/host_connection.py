@@ -6,8 +6,8 @@ import socket
 from contextlib import suppress
 
 from lightning_hetpipe.errors import SettingError
-from lightning_hetpipe.hosts.secured_socket import Refused, connect
-from lightning_hetpipe.hosts.wire import RELEASE, Wire
+from lightning_hetpipe.hosts.secured_socket import RELEASE, Refused, connect
+from lightning_hetpipe.hosts.wire import Wire
 from lightning_hetpipe.server.transport.security import Security
 
 ANSWERING = 60.0

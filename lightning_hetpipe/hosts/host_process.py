@@ -9,8 +9,6 @@ import socket
 import subprocess
 import sys
 from contextlib import ExitStack
-from types import FrameType
-from typing import Any
 
 from lightning_hetpipe.hosts.wire import Wire
 from lightning_hetpipe.server.process.parent_death import guarded
@@ -20,10 +18,10 @@ CHILD = """
 import json, sys
 told = json.load(sys.stdin)
 sys.path[:] = told["path"]
-from lightning_hetpipe.hosts.host_process import child
-child(int(sys.argv[1]), told["security"])
+from lightning_hetpipe.hosts.host_child import child
+child(told["security"], *map(int, sys.argv[2:]))
 """
-"""Program of a host, whose argument is a descriptor, and whose input says what it has to know."""
+"""Program of a host, whose arguments are a name and descriptors, and whose input says what it has to know."""
 
 
 class HostProcess:
@@ -39,7 +37,7 @@ class HostProcess:
             told = {"path": [os.path.abspath(each) for each in sys.path], "security": None}
             # Beside the end of the wire, which others may keep open whom this process has forked.
             self._process = subprocess.Popen(
-                guarded([sys.executable, "-c", CHILD, str(its.fileno()), "hetpipe-host"]),
+                guarded([sys.executable, "-c", CHILD, "hetpipe-host", str(its.fileno())]),
                 stdin=subprocess.PIPE,
                 pass_fds=[its.fileno()],
                 start_new_session=True,
@@ -82,53 +80,3 @@ class HostProcess:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-
-
-def child(descriptor: int, security: dict[str, Any] | None) -> None:
-    """Be a host, at the socket ``descriptor``; with ``security`` for a process that has to show who it is."""
-    from lightning_hetpipe.hosts.stage_host import Host
-    from lightning_hetpipe.server.transport.security import Security
-
-    _end_with(os.getppid())
-    raw = socket.socket(fileno=descriptor)
-    try:
-        connection = raw if security is None else _admitted(raw, security)
-        given = None if security is None else Security(**security)
-        host = raw.getsockname()[0] if given else ""
-        if connection is not None and not Host(Wire(connection, shares=given is None), given, host).run():
-            os._exit(1)
-    except BaseException:
-        import traceback
-
-        traceback.print_exc()
-        os._exit(1)
-    os._exit(0)  # whatever a stage's thread computes, nobody waits for it
-
-
-def _end_with(parent: int) -> None:
-    """Have SIGTERM end this process only where it says that the process ``parent`` has ended.
-
-    Who tells all processes of a run to end, as SLURM does, reaches hosts, too, whose weights are still to be saved.
-    """
-
-    def told(number: int, frame: FrameType | None) -> None:
-        if os.getppid() != parent:
-            os._exit(128 + number)
-
-    signal.signal(signal.SIGTERM, told)
-    for number in (signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(number, signal.SIG_IGN)
-
-
-def _admitted(raw: socket.socket, given: dict[str, Any]) -> Any:
-    """The connection, if whoever is at its other end is let in."""
-    from lightning_hetpipe.hosts.secured_socket import INTRODUCING, Refused, admit
-    from lightning_hetpipe.hosts.wire import RELEASE
-    from lightning_hetpipe.server.transport.security import Security
-
-    peer = raw.getpeername()[0]
-    try:
-        return admit(raw, Security(**given), RELEASE, INTRODUCING)
-    except (Refused, OSError) as refused:
-        print(f"hetpipe-host: a connection from {peer} was refused: {refused}", file=sys.stderr, flush=True)
-        return None

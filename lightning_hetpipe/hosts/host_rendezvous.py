@@ -19,16 +19,17 @@ from typing import Any, Self
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.hosts.secured_socket import (
     INTRODUCING,
+    RELEASE,
     Connection,
     Refused,
     admit,
+    arriving,
     connect,
     hear,
     listen,
     stop_listening,
     tell,
 )
-from lightning_hetpipe.hosts.wire import RELEASE
 from lightning_hetpipe.server.process.notices import NOTICE_AFTER, say
 from lightning_hetpipe.server.transport.security import Security, split
 
@@ -149,13 +150,9 @@ class HostRendezvous:
         return {node: name for node, name in self._expected.items() if node not in self._arrived}
 
     def _accept(self) -> None:
-        while True:
-            try:
-                raw, peer = self._listener.accept()
-            except OSError:
-                return
+        for raw, peer in arriving(self._listener):
             thread = threading.Thread(
-                target=self._serve, args=(raw, peer[0]), name="hetpipe-host-rendezvous-peer", daemon=True
+                target=self._serve, args=(raw, peer), name="hetpipe-host-rendezvous-peer", daemon=True
             )
             with self._changed:
                 if self._status is not None or len(self._threads) >= MOST:

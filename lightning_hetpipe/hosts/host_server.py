@@ -12,18 +12,28 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
+from functools import partial
 from typing import Protocol, Self
 
 from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.hosts.host_child import LONGEST_REASON
 from lightning_hetpipe.hosts.host_process import CHILD
 from lightning_hetpipe.hosts.secured_socket import listen
+from lightning_hetpipe.hosts.waiting_callers import WaitingCallers
 from lightning_hetpipe.server.process.parent_death import guarded
 from lightning_hetpipe.server.process.server_process import how
 from lightning_hetpipe.server.process.signals import Signals
+from lightning_hetpipe.server.transport.rejections import Rejections
 from lightning_hetpipe.server.transport.security import Security, joined, split
 
 MOST_HOSTS = 64
 """Largest number of processes at a time; further connections are closed."""
+
+MOST_ASKING = 16
+"""Largest number of these that have yet to let in who has connected; further connections wait."""
+
+MOST_WAITING = 64
+"""Largest number of connections that wait."""
 
 REAPING = 1.0
 """Seconds between looks at which of them have ended."""
@@ -73,15 +83,38 @@ class HostServer:
 
     def run(self, until: Watched) -> None:
         """Serve until there is something to read from ``until``; the thread that calls it must outlive the hosts."""
-        with selectors.DefaultSelector() as waiting:
-            waiting.register(self._listener, selectors.EVENT_READ)
-            waiting.register(until, selectors.EVENT_READ)
+        rejections = Rejections(partial(print, file=sys.stderr, flush=True), program="hetpipe-host")
+        with selectors.DefaultSelector() as selector, ExitStack() as undo:
+            selector.register(until, selectors.EVENT_READ)
+            selector.register(self._listener, selectors.EVENT_READ)
+            callers = WaitingCallers(self._listener, selector, self._security, _most_waiting(), rejections.note)
+            undo.callback(callers.close)
+            hosts = self._hosts
+            undo.callback(hosts.forget)
             while True:
-                for key, _ in waiting.select(REAPING if self._hosts.reap() else None):
+                reaps = REAPING if hosts.reap() else None
+                times = [each for each in (callers.expire(), reaps) if each is not None]
+                for key, _ in selector.select(min(times, default=None)):
                     if key.fileobj is until:
                         return
-                    with suppress(OSError), self._listener.accept()[0] as connection:
-                        self._hosts.start(connection)
+                    if key.fileobj is self._listener:
+                        callers.take()
+                    elif isinstance(key.fileobj, socket.socket):
+                        callers.hear(key.fileobj)
+                    else:
+                        selector.unregister(key.fileobj)
+                        peer, why = hosts.heard(key.fd)
+                        if why:
+                            rejections.note(peer, why)
+                while hosts.asking < MOST_ASKING and (found := callers.next()) is not None:
+                    with suppress(OSError), found[0]:
+                        if (reasons := hosts.start(*found)) is not None:
+                            selector.register(reasons, selectors.EVENT_READ)
+
+
+def _most_waiting() -> int:
+    """Connections that may wait: few enough that there are descriptors to start processes with."""
+    return min(MOST_WAITING, os.sysconf("SC_OPEN_MAX") // 4)
 
 
 def serve(address: str, security: Security, ready: Callable[[str], None]) -> int:
@@ -124,21 +157,46 @@ class _Hosts:
     def __init__(self, security: Security) -> None:
         self._told = json.dumps({"path": [os.path.abspath(each) for each in sys.path], "security": asdict(security)})
         self._running: list[subprocess.Popen[bytes]] = []
+        self._reasons: dict[int, str] = {}
 
-    def start(self, connection: socket.socket) -> None:
-        """Start the host of ``connection``."""
+    @property
+    def asking(self) -> int:
+        """Processes that do not know yet whether they let in who has connected."""
+        return len(self._reasons)
+
+    def start(self, connection: socket.socket, peer: str) -> int | None:
+        """Start the host of ``connection``; gives the pipe by which it says why it lets nobody in."""
         if self.reap() >= MOST_HOSTS:
-            return
-        process = subprocess.Popen(
-            guarded([sys.executable, "-c", CHILD, str(connection.fileno()), "hetpipe-host"]),
-            stdin=subprocess.PIPE,
-            pass_fds=[connection.fileno()],
-            start_new_session=True,
-        )
+            return None
+        reasons, its = os.pipe()
+        try:
+            process = subprocess.Popen(
+                guarded([sys.executable, "-c", CHILD, "hetpipe-host", str(connection.fileno()), str(its)]),
+                stdin=subprocess.PIPE,
+                pass_fds=[connection.fileno(), its],
+                start_new_session=True,
+            )
+        except OSError:
+            os.close(reasons)
+            raise
+        finally:
+            os.close(its)
+        self._reasons[reasons] = peer
+        self._running.append(process)
         assert process.stdin is not None
         with suppress(OSError), process.stdin as pipe:
             pipe.write(self._told.encode())  # a command line could be read by other users
-        self._running.append(process)
+        return reasons
+
+    def heard(self, reasons: int) -> tuple[str, str]:
+        """Give the caller, and the reason for not letting it in; empty if it was, or the process has just ended."""
+        with open(reasons, "rb", buffering=0) as pipe:
+            return self._reasons.pop(reasons), pipe.read(LONGEST_REASON).decode(errors="replace")
+
+    def forget(self) -> None:
+        """Hear no more reasons."""
+        while self._reasons:
+            os.close(self._reasons.popitem()[0])
 
     def reap(self) -> int:
         """Let the system forget those that have ended; gives the number of the others."""

@@ -12,8 +12,8 @@ import queue
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from itertools import count
 from typing import Any
 
@@ -21,8 +21,18 @@ from torch import Tensor
 
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.hosts import orders
-from lightning_hetpipe.hosts.secured_socket import Refused, admit, connect, hear, listen, stop_listening, tell
-from lightning_hetpipe.hosts.wire import RELEASE, Wire
+from lightning_hetpipe.hosts.secured_socket import (
+    RELEASE,
+    Refused,
+    admit,
+    arriving,
+    connect,
+    hear,
+    listen,
+    stop_listening,
+    tell,
+)
+from lightning_hetpipe.hosts.wire import Wire
 from lightning_hetpipe.pipeline.stage_messages import Backward, Forward, InputGradients, Message, Output, Result
 from lightning_hetpipe.pipeline.values import Addends, Gradients, Value
 from lightning_hetpipe.server.transport.security import Security
@@ -31,7 +41,7 @@ REACHING = 10.0
 """Seconds in which a peer has to answer."""
 
 MOST = 64
-"""Connections that a host takes from peers; further ones are closed."""
+"""Connections that a host has of peers, and of whoever has yet to say who it is; further ones are closed."""
 
 
 class PeerHosts:
@@ -51,7 +61,7 @@ class PeerHosts:
         self._numbers = count()
         self._listener: socket.socket | None = None
         self._wires: list[Wire] = []
-        self._room = threading.Semaphore(MOST)
+        self._taking = 0
         self._changed = threading.Condition()
         self._arrived: dict[tuple[int, int], tuple[int, Tensor]] = {}
         self._awaited: tuple[int, int] | None = None
@@ -150,19 +160,24 @@ class PeerHosts:
 
     def _accept(self, secret: str) -> None:
         assert self._listener is not None
-        while True:
-            try:
-                raw = self._listener.accept()[0]
-            except OSError:
-                return
-            if not self._room.acquire(blocking=False):
+        for raw, _ in arriving(self._listener):
+            if self._taking >= MOST:
                 raw.close()
                 continue
+            with self._changed:
+                self._taking += 1
             threading.Thread(target=self._take, args=(raw, secret), name="hetpipe-peer-host", daemon=True).start()
 
     def _take(self, raw: socket.socket, secret: str) -> None:
         """Take what a peer hands over, until it ends."""
-        with self._leaving(), raw, suppress(Refused, OSError):
+        try:
+            self._admit(raw, secret)
+        finally:
+            with self._changed:
+                self._taking -= 1
+
+    def _admit(self, raw: socket.socket, secret: str) -> None:
+        with raw, suppress(Refused, OSError):
             connection = admit(raw, self._security, RELEASE, REACHING)
             raw.settimeout(REACHING)
             shown = hear(connection)
@@ -180,14 +195,6 @@ class PeerHosts:
                 with self._changed:
                     self._lost.add(stage)
                     self._changed.notify_all()
-
-    @contextmanager
-    def _leaving(self) -> Iterator[None]:
-        """Make room for another connection at the end."""
-        try:
-            yield
-        finally:
-            self._room.release()
 
     def _note(self, stage: int, message: orders.Handed | orders.Forgotten) -> None:
         with self._changed:

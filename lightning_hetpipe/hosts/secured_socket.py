@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import socket
 import ssl
@@ -9,10 +10,16 @@ import struct
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from importlib import metadata
 from typing import Any, Protocol
 
 from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.server.transport.rejections import printable
+from lightning_hetpipe.server.transport.release import RELEASE as PACKAGE
 from lightning_hetpipe.server.transport.security import Security, split
+
+RELEASE = f"lightning_hetpipe {PACKAGE} with torch {metadata.version('torch')}"
+"""Release that both ends have to be of: so operators are called the same, and give the same bits."""
 
 INTRODUCING = 20.0
 """Seconds in which whoever has connected shows token, release and certificate."""
@@ -20,9 +27,17 @@ INTRODUCING = 20.0
 UNREACHABLE = 60.0
 """Seconds after which a machine that does not answer is taken for lost."""
 
+_PASSING = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.ECONNABORTED)
+"""Errors of taking a connection after which the next one may be taken."""
+
+_AGAIN = 0.1  # seconds until it is tried
 _PART = 1 << 18
 _HEAD = struct.Struct(">I")
+_TLS = b"\x16"  # the type of the record that begins a handshake
 _LONGEST = 1 << 16  # bytes
+
+_ANOTHER_PROTOCOL = "it speaks another protocol"
+_NO_CERTIFICATE = "it shows no certificate: it is another program, or was started without HETPIPE_CERTIFICATE"
 
 
 class Connection(Protocol):
@@ -119,7 +134,7 @@ class SecuredSocket:
 
 def _unfit(error: ssl.SSLError) -> str:
     if error.reason == "WRONG_VERSION_NUMBER":
-        return "it shows no certificate: another program listens there, or it was started without HETPIPE_CERTIFICATE"
+        return _NO_CERTIFICATE
     return (
         f"certificates do not fit ({error.reason or error}): those of both machines must be of one authority, and name"
         " the hosts; hetpipe-certificates makes them"
@@ -161,6 +176,20 @@ def listen(host: str, port: int) -> socket.socket:
         OSError: if the address cannot be had.
     """
     return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+
+
+def arriving(listener: socket.socket) -> Iterator[tuple[socket.socket, str]]:
+    """Connections to ``listener``, and from where, until :func:`stop_listening`."""
+    pause = threading.Event()
+    while True:
+        try:
+            connection, peer = listener.accept()
+        except OSError as error:
+            if error.errno not in _PASSING:
+                return
+            pause.wait(_AGAIN)
+        else:
+            yield connection, peer[0]
 
 
 def stop_listening(listener: socket.socket) -> None:
@@ -210,12 +239,13 @@ def admit(raw: socket.socket, security: Security, release: str, seconds: float) 
     with _within(raw, seconds):
         connection: Connection = SecuredSocket(raw, security, None) if security.encrypted else raw
         shown = hear(connection)
-    reason = None
-    if not security.admits(shown.get("token") if isinstance(shown.get("token"), str) else None):
-        reason = "HETPIPE_TOKEN is another one there; set the same one for both"
-    elif shown.get("release") != release:
-        reason = f"it is of release {release}, and the caller of {shown.get('release')}; install the same on both"
-    tell(connection, {"release": release} if reason is None else {"refused": reason})
+        reason = None
+        if not security.admits(shown.get("token") if isinstance(shown.get("token"), str) else None):
+            reason = "HETPIPE_TOKEN is another one there; set the same one for both"
+        elif shown.get("release") != release:
+            said = printable(str(shown.get("release")))
+            reason = f"it is of release {release}, and the caller of {said}; install the same on both"
+        tell(connection, {"release": release} if reason is None else {"refused": reason})
     if reason is not None:
         raise Refused(reason)
     raw.settimeout(None)
@@ -249,6 +279,14 @@ def _within(raw: socket.socket, seconds: float) -> Iterator[None]:
         timer.cancel()
 
 
+def unlike(first: bytes, security: Security) -> str | None:
+    """Say why :func:`admit` would not let in who begins with these four bytes, or fewer; None if it might."""
+    if security.encrypted:
+        return None if first[:1] == _TLS else _NO_CERTIFICATE
+    too_long = len(first) == _HEAD.size and _HEAD.unpack(first)[0] > _LONGEST
+    return _ANOTHER_PROTOCOL if too_long else None
+
+
 def tell(connection: Connection, message: dict[str, Any]) -> None:
     """Send ``message``, as JSON."""
     text = json.dumps(message).encode()
@@ -263,13 +301,13 @@ def hear(connection: Connection) -> dict[str, Any]:
     """
     (length,) = _HEAD.unpack(_read(connection, _HEAD.size))
     if length > _LONGEST:
-        raise Refused("it speaks another protocol")
+        raise Refused(_ANOTHER_PROTOCOL)
     try:
         found = json.loads(_read(connection, length))
-    except ValueError:
+    except (ValueError, RecursionError):
         found = None
     if not isinstance(found, dict):
-        raise Refused("it speaks another protocol")
+        raise Refused(_ANOTHER_PROTOCOL)
     return found
 
 

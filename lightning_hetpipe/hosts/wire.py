@@ -14,7 +14,6 @@ import struct
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from importlib import metadata
 from typing import Any, NamedTuple
 
 import torch
@@ -26,9 +25,6 @@ from lightning_hetpipe.hosts.secured_socket import Connection
 from lightning_hetpipe.pipeline import message_code
 from lightning_hetpipe.pipeline.plain_code import NotPlain, PlainCode, Take
 from lightning_hetpipe.server.transport.shared_memory import NoBlock, Place
-
-RELEASE = f"lightning_hetpipe {metadata.version('lightning-hetpipe')} with torch {torch.__version__}"
-"""Release that both ends have to be of: so operators are called the same, and give the same bits."""
 
 _LENGTHS = struct.Struct(">QQ")
 

@@ -8,7 +8,6 @@ on every server that gets weights: it joins a session there that has the same na
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import sys
 import threading
@@ -30,6 +29,7 @@ from lightning_hetpipe.server.protocol.messages import Departed, Lost, Parameter
 from lightning_hetpipe.server.protocol.sharding import place
 from lightning_hetpipe.server.transport.grpc_channel import GrpcChannel
 from lightning_hetpipe.server.transport.interface import STATUS, Unreachable
+from lightning_hetpipe.server.transport.release import RELEASE
 from lightning_hetpipe.server.transport.security import split
 from lightning_hetpipe.workers.coming_back import end_former, goes_on, status_of
 
@@ -262,7 +262,7 @@ class JoinHandshake:
     ) -> Client:
         wsp = self.settings
         signature = TrainingSignature(
-            importlib.metadata.version("lightning_hetpipe"),
+            RELEASE,
             self.size,
             wsp.clock_distance,
             wsp.aggregate,

@@ -11,7 +11,7 @@ from lightning_hetpipe.cli import hetpipe_host
 from lightning_hetpipe.hosts import host_process, host_server
 from tests.support.accelerator import set_limit, show
 
-BEFORE = "from lightning_hetpipe.hosts.host_process import child\n"
+BEFORE = "from lightning_hetpipe.hosts.host_child import child\n"
 SHOWN = "from tests.hosts.accelerated_host import give; give({})\n"
 """In the program of a host's process, so that it has the devices, too."""
 

@@ -12,8 +12,7 @@ import pytest
 
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.hosts.host_rendezvous import Arrival, HostRendezvous, Meeting
-from lightning_hetpipe.hosts.secured_socket import admit, check_names, listen
-from lightning_hetpipe.hosts.wire import RELEASE
+from lightning_hetpipe.hosts.secured_socket import RELEASE, admit, check_names, listen
 from lightning_hetpipe.server.transport.security import Security
 from tests.server.transports import certificates, eventually
 

@@ -180,7 +180,7 @@ def test_connections_are_limited_also_before_they_show_anything(monkeypatch: pyt
     with socket.create_connection(address), socket.create_connection(address) as second:
         second.settimeout(30.0)
         assert not second.recv(1)
-    eventually(lambda: taker._room._value == 1, "there is no room again")
+    eventually(lambda: taker._taking == 0, "there is no room again")
     taker.close()
 
 

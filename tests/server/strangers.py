@@ -66,6 +66,7 @@ def messages(generation: str, clock: int) -> Iterator[tuple[Message, bytes]]:
         yield Heartbeat(vw, 0, generation), b""
         yield Loaded(vw, 0, generation), b""
         yield Leave(vw, 0, "ValueError: of long ago"), b""
+        yield Leave(vw, 1 << 62, "ValueError: of another launch"), b""
         yield Join(vw, 0, 99, OTHERS, NOTHING, ("",)), b""
         yield Join(vw, 1 << 62, 1, OTHERS, NOTHING, ("",)), b""
         for claimed in (-1, 0, 1 << 40):
@@ -104,17 +105,9 @@ def annoy(address: str, security: Security, session: str) -> int:
 
 def raw(address: str, security: Security, session: str, generation: str, clock: int) -> None:
     """Bytes that no channel of ours would send: bodies larger, shorter or longer than they say, and mere bytes."""
-    sizes = (1, 1 << 20, 1 << 40, (1 << 63) - 1)
-    stage = encode(StageUpdate(0, 0, generation, clock))
-    bodies = [
-        [Opening(f"{session}/{method}", size, 0).pack(stage), bytes(9)]
-        for size in sizes
-        for method in (SHARD_METHOD, COORDINATOR_METHOD)
-    ]
-    bodies += [[], [b""], [bytes(1000)], [bytes(2 * CHUNK)], [Opening(f"{session}/x", 0, 1 << 60).pack(stage)]]
     metadata = ((TOKEN, f"{BEARER}{security.token}"),)
     with grpc.insecure_channel(address) as channel:
-        for body in bodies:
+        for body in bodies(session, generation, clock):
             for method in (ONE, MANY, "Nothing"):
                 call = channel.stream_stream(f"/{SERVICE}/{method}")(iter(body), timeout=PATIENCE, metadata=metadata)
                 with suppress(grpc.RpcError):
@@ -123,3 +116,15 @@ def raw(address: str, security: Security, session: str, generation: str, clock: 
     for garbage in GARBAGE:
         with socket.create_connection((host, int(port)), PATIENCE) as connection:
             connection.sendall(garbage)
+
+
+def bodies(session: str, generation: str, clock: int, incarnation: int = 0) -> list[list[bytes]]:
+    """Messages of calls whose bodies are larger, shorter or longer than they say."""
+    sizes = (1, 1 << 20, 1 << 40, (1 << 63) - 1)
+    stage = encode(StageUpdate(0, incarnation, generation, clock))
+    found = [
+        [Opening(f"{session}/{method}", size, 0).pack(stage), bytes(9)]
+        for size in sizes
+        for method in (SHARD_METHOD, COORDINATOR_METHOD)
+    ]
+    return [*found, [], [b""], [bytes(1000)], [bytes(2 * CHUNK)], [Opening(f"{session}/x", 0, 1 << 60).pack(stage)]]

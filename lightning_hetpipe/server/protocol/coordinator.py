@@ -209,6 +209,8 @@ class Coordinator:
                     self._incarnation[vw], self._leases.seen[vw] = incarnation, now  # it will join when it can
                 raise RemoteFault(Refusal.GENERATION, f"VW {vw} is not known here, and has to join")
             if vw in self._leases.seen:
+                if isinstance(message, messages.Leave):  # that of another launch, perhaps, which was never let in
+                    raise RemoteFault(Refusal.GENERATION, f"VW {vw} is not known here, and cannot leave")
                 self._remove(vw, "started again")
             self._incarnation[vw] = incarnation
             self._reports.pop(vw, None)

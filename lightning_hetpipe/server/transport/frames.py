@@ -15,6 +15,7 @@ from typing import TypeVar
 
 from lightning_hetpipe.server.transport.codec import Codec, Malformed
 from lightning_hetpipe.server.transport.interface import HEADER_LIMIT
+from lightning_hetpipe.server.transport.release import RELEASE
 from lightning_hetpipe.server.transport.shared_memory import Place
 
 CHUNK = 1 << 20
@@ -24,7 +25,7 @@ with 4 MiB the same body takes a third more of CPU time."""
 OVERHEAD = 4096
 """Bytes that a frame may have beside its header."""
 
-_MAGIC = b"HPT\x04"  # the last byte is the version of all that is sent, the protocol's messages included
+_MAGIC = b"HPT\x05"  # the last byte is the version of all that is sent, the protocol's messages included
 _PREFIX = struct.Struct(">4sI")
 
 
@@ -102,13 +103,17 @@ def _pack(frame: Opening | Answer, header: bytes) -> bytes:
 def _unpack(kind: type[Frame], message: bytes) -> tuple[Frame, bytes]:
     what = f"an {kind.__name__.lower()}"
     if len(message) < _PREFIX.size:
-        raise Malformed(f"{what} of {len(message)} bytes is cut off")
+        raise Malformed(f"{what} is cut off")
     magic, length = _PREFIX.unpack_from(message)
     if magic != _MAGIC:
-        raise Malformed(f"this is not {what} of this version; client and server must be of one release")
+        other = f", but of version {magic[-1]} of these messages" if magic[:-1] == _MAGIC[:-1] else ""
+        raise Malformed(
+            f"this is not {what} of version {_MAGIC[-1]}{other}; client and server must be of one release of"
+            f" lightning-hetpipe, and this process is of {RELEASE}"
+        )
     end = _PREFIX.size + length
     if end > min(len(message), OVERHEAD) or len(message) - end > HEADER_LIMIT:
-        raise Malformed(f"{what} of {len(message)} bytes is not as long as it says")
+        raise Malformed(f"{what} is not as long as it says")
     frame = _CODEC.decode(message[_PREFIX.size : end])
     if not isinstance(frame, kind):
         raise Malformed(f"this is not {what}")

@@ -12,9 +12,10 @@ from lightning_hetpipe.server.transport.body_buffers import Filling, flat, porti
 from lightning_hetpipe.server.transport.codec import Malformed
 from lightning_hetpipe.server.transport.frames import CHUNK, Answer, Opening, Outcome
 from lightning_hetpipe.server.transport.grpc_import import grpc
-from lightning_hetpipe.server.transport.grpc_server import BEARER, LIMITS, LONGEST, MANY, ONE, SERVICE, TOKEN
+from lightning_hetpipe.server.transport.grpc_server import BEARER, LIMITS, LONGEST, MANY, ONE, SERVICE, SHOWN, TOKEN
 from lightning_hetpipe.server.transport.interface import TIMEOUT, CallRefused, Unreachable
 from lightning_hetpipe.server.transport.rejections import printable
+from lightning_hetpipe.server.transport.release import RELEASE
 from lightning_hetpipe.server.transport.security import Security, is_loopback, split
 from lightning_hetpipe.server.transport.shared_memory import LEAST, NoBlock, Place, Views, place_of
 
@@ -35,6 +36,7 @@ _CLOSE = 1.0  # seconds to wait for a channel's end, which takes milliseconds un
 _NO = {
     grpc.StatusCode.UNAUTHENTICATED,
     grpc.StatusCode.PERMISSION_DENIED,
+    grpc.StatusCode.FAILED_PRECONDITION,
     grpc.StatusCode.INVALID_ARGUMENT,
     grpc.StatusCode.UNIMPLEMENTED,
 }
@@ -64,7 +66,8 @@ class GrpcChannel:
         security = security or Security()
         security.check(address)
         self.address = address
-        self._metadata = () if security.token is None else ((TOKEN, BEARER + security.token),)
+        shown = () if security.token is None else ((TOKEN, BEARER + security.token),)
+        self._metadata = ((SHOWN, RELEASE), *shown)
         self._views = Views()
         self._lock = threading.Lock()
         self._shares = shared_memory

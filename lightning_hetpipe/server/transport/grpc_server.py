@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from functools import partial
 from types import TracebackType
 from typing import Any, NoReturn, Self
 
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.server.transport.body_buffers import Filling, copy, flat, portions, total
+from lightning_hetpipe.server.transport.call_threads import CallThreads
 from lightning_hetpipe.server.transport.codec import Malformed
 from lightning_hetpipe.server.transport.frames import CHUNK, OVERHEAD, Answer, Opening, Outcome
 from lightning_hetpipe.server.transport.grpc_import import grpc
 from lightning_hetpipe.server.transport.interface import HEADER_LIMIT, CallRefused, Handler, Reply
-from lightning_hetpipe.server.transport.rejections import Rejections
+from lightning_hetpipe.server.transport.rejections import Rejections, printable
+from lightning_hetpipe.server.transport.release import RELEASE
 from lightning_hetpipe.server.transport.security import Security, split
 from lightning_hetpipe.server.transport.shared_memory import NoBlock, Views, place_of
 
@@ -27,9 +27,18 @@ MANY = "Many"
 """gRPC method for calls whose bodies come in chunks; it takes two to three times as long as the other."""
 TOKEN = "authorization"
 BEARER = "Bearer "
+SHOWN = "hetpipe-release"
+"""Name of the metadata with which a caller says of which release it is."""
 
 CALLS = 256
-"""Calls that a server serves at once, each in a thread of its own; further ones are turned away."""
+"""Calls that a server serves at once, each in a thread of its own; further ones are turned away. So a server has at
+most so many threads beside its own and those of gRPC's core, of which there are about ten; they end when calls do."""
+
+AT_ONCE = 64
+"""Calls of one connection that run at once; further ones wait at the caller. A virtual worker makes a few."""
+
+HANDSHAKE = 20.0
+"""Seconds in which whoever connects has to speak HTTP/2, and TLS where there are certificates."""
 
 LONGEST = 24 * 3600.0
 """Longest deadline of a call, in seconds: a client that sends nothing more must not hold a thread for ever."""
@@ -74,7 +83,7 @@ class GrpcServer:
         self._calls = calls
         self._rejections = Rejections()
         self._views = Views()
-        self._threads: ThreadPoolExecutor | None = None
+        self._threads: CallThreads | None = None
         self._server: grpc.Server | None = None
 
     @property
@@ -94,8 +103,10 @@ class GrpcServer:
             ("grpc.so_reuseport", 0),  # or two servers could share a port, and its calls, unnoticed
             ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
             ("grpc.http2.max_ping_strikes", 0),
+            ("grpc.max_concurrent_streams", AT_ONCE),
+            ("grpc.server_handshake_timeout_ms", round(1000 * HANDSHAKE)),  # the default is two minutes
         )
-        self._threads = ThreadPoolExecutor(self._calls, thread_name_prefix="hetpipe-server")
+        self._threads = CallThreads(self._calls, "hetpipe-server")
         server = grpc.server(
             self._threads,
             interceptors=(_Doorkeeper(self._security, self._rejections),),
@@ -249,28 +260,41 @@ def _reply(reply: Reply, opening: Opening, messages: Iterator[bytes] | None) -> 
 
 
 class _Doorkeeper:
-    """Interceptor that turns away callers without the token before reading anything that they send."""
+    """Interceptor that turns away callers without the token, or of another release, before reading what they send."""
 
     def __init__(self, security: Security, rejections: Rejections) -> None:
         self._security = security
         self._rejections = rejections
-        self._refusals = {
-            shows: grpc.stream_stream_rpc_method_handler(partial(self._refuse, shows)) for shows in ("no", "a wrong")
-        }
 
     def intercept_service(self, continuation: Callable[[Any], Any], details: Any) -> Any:
-        shown = [value for name, value in details.invocation_metadata if name == TOKEN]
-        token = shown[0].removeprefix(BEARER) if shown else None
-        if self._security.admits(token):
-            return continuation(details)
-        return self._refusals["no" if token is None else "a wrong"]
+        token, release = (_first(details.invocation_metadata, name) for name in (TOKEN, SHOWN))
+        if not self._security.admits(None if token is None else token.removeprefix(BEARER)):
+            shows = "no" if token is None else "a wrong"
+            return self._refusal(
+                grpc.StatusCode.UNAUTHENTICATED,
+                f"it shows {shows} token; HETPIPE_TOKEN must be the same everywhere",
+                "the token is missing or wrong; give the server's as HETPIPE_TOKEN",
+            )
+        if release not in (None, RELEASE):  # who says none may be of a release before 0.1, which frames tell
+            versions = f"of lightning-hetpipe {printable(release)}, and the server of {RELEASE}"
+            return self._refusal(
+                grpc.StatusCode.FAILED_PRECONDITION,
+                f"it is {versions}",
+                f"the caller is {versions}; install the same release on all machines",
+            )
+        return continuation(details)
 
-    def _refuse(self, shows: str, messages: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
-        self._rejections.note(context.peer(), f"it shows {shows} token; HETPIPE_TOKEN must be the same everywhere")
-        context.abort(
-            grpc.StatusCode.UNAUTHENTICATED, "the token is missing or wrong; give the server's as HETPIPE_TOKEN"
-        )
-        yield b""
+    def _refusal(self, code: grpc.StatusCode, noted: str, told: str) -> Any:
+        def refuse(messages: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
+            self._rejections.note(context.peer(), noted)
+            context.abort(code, told)
+            yield b""
+
+        return grpc.stream_stream_rpc_method_handler(refuse)
+
+
+def _first(metadata: Any, name: str) -> Any:
+    return next((value for key, value in metadata if key == name), None)
 
 
 def _malformed(context: grpc.ServicerContext, sentence: str) -> NoReturn:

@@ -26,10 +26,17 @@ class Rejections:
     Args:
         say: receives each line.
         now: a clock, in seconds.
+        program: begins each line.
     """
 
-    def __init__(self, say: Callable[[str], None] = _LOG.warning, now: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        say: Callable[[str], None] = _LOG.warning,
+        now: Callable[[], float] = time.monotonic,
+        program: str = "hetpipe server",
+    ) -> None:
         self._say = say
+        self._program = program
         self._now = now
         self._lock = threading.Lock()
         self._began = float("-inf")
@@ -48,7 +55,7 @@ class Rejections:
                 return
             self._said.add(what)
         more = f" (since the last such line {unsaid} more were)" if unsaid else ""
-        self._say(f"hetpipe server: turned away {what[0]}: {what[1]}{more}")
+        self._say(f"{self._program}: turned away {what[0]}: {what[1]}{more}")
 
 
 def host_of(peer: str) -> str:
