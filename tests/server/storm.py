@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 from lightning_hetpipe.server.process.service import COORDINATOR_METHOD, SHARD_METHOD
-from lightning_hetpipe.server.protocol.messages import Leave, Request, encode
+from lightning_hetpipe.server.protocol.messages import NOTHING, Join, Leave, Request, encode
 from lightning_hetpipe.server.transport.frames import Opening
 from lightning_hetpipe.server.transport.grpc_channel import GrpcChannel
 from lightning_hetpipe.server.transport.grpc_import import grpc
@@ -29,7 +29,7 @@ from lightning_hetpipe.server.transport.interface import STATUS, CallRefused, Un
 from lightning_hetpipe.server.transport.rejections import EVERY
 from lightning_hetpipe.server.transport.release import RELEASE
 from lightning_hetpipe.server.transport.security import Security
-from tests.server.strangers import GARBAGE, bodies, messages
+from tests.server.strangers import GARBAGE, OTHERS, bodies, messages
 from tests.server.transports import PATIENCE
 
 CALLERS = 4
@@ -144,12 +144,20 @@ class Storm:
                 lambda: self._unheard(wrong, chance),
                 lambda: self._by_hand(raw, [Opening(STATUS, 0, 0).pack(b"")], ONE, ((SHOWN, OLD),)),
             ]
+            if seed == 0:  # each of whose reasons is to be in the log, whatever chance brings
+                self._differs(known)
             for number in itertools.count():
                 if number >= count and self.may_end.is_set():
                     return
                 kinds[number % len(kinds)]()
                 with self._lock:
                     self.sent += 1
+
+    def _differs(self, channel: GrpcChannel) -> None:
+        """Another program's virtual worker 0."""
+        header = encode(Join(0, 1 << 62, 1, OTHERS, NOTHING, ("",)))
+        with suppress(CallRefused, Unreachable):
+            channel.call(f"{self.session}/{COORDINATOR_METHOD}", header, timeout=PATIENCE)
 
     def _truncated(self, chance: random.Random) -> None:
         """A connection that ends in the midst of a frame."""
