@@ -12,6 +12,9 @@ from lightning_hetpipe.server.protocol.messages import Departed
 from lightning_hetpipe.server.transport.interface import Channel
 from lightning_hetpipe.workers.coming_back import Reception, Returning
 
+EXCHANGE = "the exchange of"
+"""Beginning of the names of gathers in which virtual worker 0 gives tensors to the others."""
+
 
 class Seats:
     """Seats of ``size`` virtual workers, as virtual worker ``index`` knows them.
@@ -58,8 +61,11 @@ class Seats:
             record.session, record.settings, record.homes = session, list(settings), list(homes)
 
     def note_gather(self, what: str, values: list[Any]) -> None:
-        """Note the values of a gather before the first epoch, which its call ``what`` is answered with."""
-        if self._reception is not None and self._records:
+        """Note the values of a gather before the first epoch, which its call ``what`` is answered with.
+
+        Tensors that virtual worker 0 gives to the others may be large, and are in the checkpoint.
+        """
+        if self._reception is not None and self._records and not what.startswith(EXCHANGE):
             self._reception.record.gathers.append((what, values))
 
     def begin_epoch(self, gathers: int) -> bool:

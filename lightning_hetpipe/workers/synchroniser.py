@@ -19,6 +19,7 @@ from lightning_hetpipe.server.transport.interface import Channel
 from lightning_hetpipe.torch_private.subclasses import address_of
 from lightning_hetpipe.torch_private.tensors import foreach_copy_
 from lightning_hetpipe.workers.collectives import tensors_of_first
+from lightning_hetpipe.workers.seats import EXCHANGE
 from lightning_hetpipe.workers.shared_data import Shares
 
 if TYPE_CHECKING:
@@ -114,8 +115,7 @@ class Synchroniser:
             settings: Settings that must be the same on all virtual workers, as "name=value".
         """
         self._take(self.group.enter_fit(self._named, settings), everything=True)
-        if self.group.seats.returning is None:  # else they are those of the checkpoint, which is newer
-            self.take_buffers()
+        self.take_buffers()
         self._last = [parameter.detach().to(_home(parameter), copy=True) for _, parameter in self._named]
         rounded = self.group.settings.update_dtype
         self._dtype: torch.dtype | None = None if rounded is None else getattr(torch, rounded)
@@ -350,7 +350,7 @@ class Synchroniser:
     def take_averages(self, averages: list[Tensor]) -> None:
         """At a cut: take virtual worker 0's averages of weights, which callbacks keep."""
         if averages:
-            self._take_first(averages, "the exchange of averaged weights")
+            self._take_first(averages, f"{EXCHANGE} averaged weights")
 
     def _take_frozen(self) -> None:
         """At a cut: take virtual worker 0's frozen weights, if callbacks have changed any since the epoch began.
@@ -365,14 +365,14 @@ class Synchroniser:
         changed = {index for each in self.group.gather(mine, "a cut") for index in each}
         if changed:
             frozen = [self._named[index][1] for index in sorted(changed)]
-            self._take_first(frozen, "the exchange of frozen weights")
+            self._take_first(frozen, f"{EXCHANGE} frozen weights")
 
     def _has_changed(self) -> bool:
         return not all(_equal(p, last) for (_, p), last in zip(self._named, self._last, strict=True))
 
     def take_buffers(self) -> None:
         """Take the buffers of virtual worker 0, at the end of an epoch, as in DDP."""
-        self._take_first(list(self._module.buffers()), "the exchange of buffers")
+        self._take_first(list(self._module.buffers()), f"{EXCHANGE} buffers")
 
     def borrow_buffers(self) -> Callable[[], None]:
         """Take the buffers of virtual worker 0 for an evaluation within an epoch; returns the undoing."""
@@ -387,7 +387,12 @@ class Synchroniser:
         return give_back
 
     def _take_first(self, tensors: list[Tensor], what: str) -> None:
-        """Make ``tensors`` virtual worker 0's; version counters stay where nothing changes."""
+        """Make ``tensors`` virtual worker 0's; version counters stay where nothing changes.
+
+        One that comes back has what its checkpoint has, which is newer than what the others exchanged at their start.
+        """
+        if self.group.seats.returning is not None:
+            return
         with torch.no_grad():
             for tensor, theirs in zip(tensors, tensors_of_first(self.group, tensors, what), strict=True):
                 if not torch.equal(tensor.cpu(), theirs):

@@ -35,6 +35,7 @@ class Lost(Pair):
         super().__init__(exits, monkeypatch)
         self.found[1] = replace(self.found[1], hosts=False)
         self.groups[1]._found = self.found[1]  # which does not wait for others then that need its server
+        self.both("gather", lambda index: (torch.ones(9), "the exchange of buffers"))
         self.both("gather", lambda index: (index, "a broadcast"))
         self.enter_fit(1.0)
         self.both("begin_epoch", lambda index: ())
@@ -60,6 +61,7 @@ def test_it_is_answered_from_the_record_until_it_has_a_seat(
     assert returning is not None
     assert again.gather("mine", "strategy.barrier('x')") == [None, None], "nobody waits for it"
     assert again.gather("mine", "a broadcast") == [0, 1]
+    assert [what for what, _ in returning.record.gathers] == ["the list of servers", "a broadcast"], "and no tensors"
     with pytest.raises(SettingError, match="comes back, and calls all_gather before it takes part"):
         again.gather("mine", "all_gather")
     entered = lost.threads.submit(again.enter_fit, NAMED, ())
