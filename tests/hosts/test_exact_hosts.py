@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from lightning_hetpipe.hosts import orders
 from lightning_hetpipe.hosts.remote_stage import RemoteStage
 from lightning_hetpipe.hosts.stages_apart import StagesApart
 from tests.exact.pipelines import even
@@ -28,7 +29,10 @@ def test_models(name: str, in_flight: int, stages: int, host_threads: list[HostT
 
 
 def test_a_step_asks_nothing_of_hosts(host_threads: list[HostThread], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gradients and buffers are there as soon as a minibatch is: a question would wait for a host that computes."""
+    """Gradients and buffers are there as soon as a minibatch is: a question would wait for a host that computes.
+
+    Before the first one it is asked whether it is ready, once.
+    """
     asked: list[object] = []
     monkeypatch.setattr(RemoteStage, "_ask", lambda self, message: asked.append(message))
     _, loader, layers = CASES["resnet"]
@@ -36,7 +40,7 @@ def test_a_step_asks_nothing_of_hosts(host_threads: list[HostThread], monkeypatc
     strategy = even(layers, 3, 3, stage_hosts="processes")
     assert_equal(expected, fit(made("resnet"), loader, strategy=strategy))
     assert host_threads
-    assert not asked
+    assert asked == [orders.Bring(())] * len(host_threads)
 
 
 @pytest.mark.parametrize(("name", "in_flight", "stages"), slow_except(ROWS, *QUICK))
