@@ -29,7 +29,7 @@ def drawn(seed: int, number: int, folder: Path) -> list[dict[str, Any]]:
     for index in range(number):
         what = draw.choice(["kill", "kill", "kill", "server", "server", "garbage", "stop"])
         message = draw.choice(BEFALL[:-1])
-        vw = draw.randrange(WORKERS) if what in ("server", "garbage") else draw.randrange(1, WORKERS)
+        vw = draw.randrange(WORKERS) if what == "server" else draw.randrange(1, WORKERS)
         when = draw.choice(["before", "after", "middle"] if message in WITH_BODY else ["before", "after"])
         nth = draw.randrange(2, 4 * EPOCHS // 2)
         fault = {"vw": vw, "room": "fit-1", "message": message, "nth": nth, "when": when, "what": what}
