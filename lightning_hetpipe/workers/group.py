@@ -408,7 +408,7 @@ class Group:
         atexit.unregister(self.part)
         ending = self._uncaught.error
         failure = failure or (f"{type(ending).__name__}: {ending}" if ending is not None else "")
-        if failure and self.seats.returning is not None:  # the others have long gone on without it
+        if failure and self._handshake.returns:  # the others have long gone on without it
             failure, why = "", why or "unable to come back"
         self._failed = bool(failure)
         fit, launch, self._fit, self._launch = self._fit, self._launch, None, None

@@ -10,7 +10,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lightning_hetpipe.server.protocol.identifiers import Refusal, RemoteFault
-from lightning_hetpipe.server.protocol.messages import AboutKept, Answer, AskForKept, Done, KeepBytes, KeptSize, NotYet
+from lightning_hetpipe.server.protocol.messages import (
+    AboutKept,
+    Answer,
+    AskForKept,
+    Done,
+    FetchKept,
+    KeepBytes,
+    KeptSize,
+    NotYet,
+)
 
 
 class KeptBytes:
@@ -36,6 +45,8 @@ class KeptBytes:
                 self._kept[message.name] = body
             return Done(), ()
         content = self._kept.get(message.name)
+        if content is None and isinstance(message, FetchKept):  # whose answer would have a body
+            raise RemoteFault(Refusal.STALE, f"'{message.name}' is not kept any more")
         if content is None:
             return NotYet(f"'{message.name}', which VW 0 leaves"), ()
         if isinstance(message, AskForKept):
