@@ -33,6 +33,8 @@ class VirtualWorkerLost(RuntimeError):
     def __init__(self, message: str, why: str = "") -> None:
         super().__init__(message)
         self.why = why
+        self.is_news = False
+        """True where others know for long that it is lost, and nobody else would tell the message."""
 
     @property
     def how(self) -> str:

@@ -191,6 +191,8 @@ class Launcher(BaseLauncher):
             if launch is not None:
                 launch.fail(error)
             if isinstance(error, VirtualWorkerLost):
+                if child is not None and error.is_news:
+                    say(str(error))
                 if (
                     child is None and self.rank.index and error.how
                 ):  # now, as this process may stay as long as the others need it

@@ -52,6 +52,7 @@ class CameTooLate(VirtualWorkerLost):
 
     def __init__(self, message: str) -> None:
         super().__init__(message, "it came back too late")
+        self.is_news = True
 
 
 def too_late(index: int) -> CameTooLate:
