@@ -30,11 +30,12 @@ class VirtualWorkerLost(RuntimeError):
         why: For those who go on, as the end of a sentence; empty where they know.
     """
 
+    is_news = False
+    """True where the others have long known that it is lost, so that nobody else tells the message."""
+
     def __init__(self, message: str, why: str = "") -> None:
         super().__init__(message)
         self.why = why
-        self.is_news = False
-        """True where others know for long that it is lost, and nobody else would tell the message."""
 
     @property
     def how(self) -> str:

@@ -23,16 +23,12 @@ from lightning_hetpipe.launch.command import current_job, this_program
 from lightning_hetpipe.launch.lost_workers import Uncaught, lost_workers, went_on_without
 from lightning_hetpipe.launch.parent_watch import this_child
 from lightning_hetpipe.launch.ranks import Rank, Role, other_number
-from lightning_hetpipe.launch.told_to_end import TERMINATED, ToldToEnd, left_to_others
+from lightning_hetpipe.launch.told_to_end import INTERRUPTED, TERMINATED, ToldToEnd, left_to_others
 from lightning_hetpipe.lightning_private import BaseLauncher, TunerExit, is_fit, with_checkpoint
 from lightning_hetpipe.server.process.notices import say
 from lightning_hetpipe.server.protocol.identifiers import PeerFailed, Refusal, RemoteFault
 
 T = TypeVar("T")
-
-INTERRUPTED = 128 + signal.SIGINT
-"""The exit code of a program that Ctrl-C has ended, as shells report it."""
-
 
 LEFT_OUT = 75
 """Exit code of a virtual worker that the others have gone on without: EX_TEMPFAIL of sysexits.h, "try again"."""
@@ -193,9 +189,8 @@ class Launcher(BaseLauncher):
             if isinstance(error, VirtualWorkerLost):
                 if child is not None and error.is_news:
                     say(str(error))
-                if (
-                    child is None and self.rank.index and error.how
-                ):  # now, as this process may stay as long as the others need it
+                if child is None and self.rank.index and error.how:
+                    # Now, as this process may stay as long as the others need it.
                     say(went_on_without(f"virtual worker {self.rank.index}", error.how))
                 raise error.with_traceback(None) from None  # no line of the program's is to blame
             if not isinstance(error, PeerFailed):

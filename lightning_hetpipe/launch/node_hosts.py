@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import atexit
 import os
-import signal
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from lightning_hetpipe.hosts.secured_socket import check_names
 from lightning_hetpipe.launch import servers
 from lightning_hetpipe.launch.lost_workers import lost_workers
 from lightning_hetpipe.launch.ranks import Rank
+from lightning_hetpipe.launch.told_to_end import INTERRUPTED, TERMINATED
 from lightning_hetpipe.launch.wsp_settings import WSPSettings
 from lightning_hetpipe.server.process.notices import say
 from lightning_hetpipe.server.transport.security import Security, joined, split
@@ -61,7 +61,7 @@ class FoundHosts:
     servers: tuple[str, ...]
 
 
-_ENDS = {128 + signal.SIGINT: "was interrupted", 128 + signal.SIGTERM: "was told to end, by SIGTERM"}
+_ENDS = {INTERRUPTED: "was interrupted", TERMINATED: "was told to end, by SIGTERM"}
 """End of node 0's program, in words, by its exit code."""
 
 _own: Arrival | None = None

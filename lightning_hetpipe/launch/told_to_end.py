@@ -13,6 +13,9 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 TERMINATED = 128 + signal.SIGTERM
 """The exit code of a program that SIGTERM has ended, as shells report it."""
 
+INTERRUPTED = 128 + signal.SIGINT
+"""Likewise of one that Ctrl-C has ended."""
+
 REASON = "told to end"
 """Reason that the others are told where a virtual worker leaves them."""
 

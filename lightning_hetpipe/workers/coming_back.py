@@ -21,6 +21,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -50,9 +51,10 @@ _AGAIN = 0.1
 class CameTooLate(VirtualWorkerLost):
     """A returning process has no seat any more to come back to."""
 
+    is_news = True
+
     def __init__(self, message: str) -> None:
         super().__init__(message, "it came back too late")
-        self.is_news = True
 
 
 def too_late(index: int) -> CameTooLate:
@@ -295,8 +297,14 @@ def recalled(client: Client, name: str) -> bytes:
 
 def status_of(channel: Channel, session: str, seconds: float) -> dict[str, Any]:
     """The coordinator's status of ``session``; empty while it does not answer, or knows of none."""
+    found: dict[str, Any] = statuses_of(channel, seconds).get(session, {})
+    return found
+
+
+def statuses_of(channel: Channel, seconds: float) -> dict[str, Any]:
+    """The status of a server with that of each session; empty while it does not answer."""
     try:
-        found: dict[str, Any] = json.loads(channel.call(STATUS, b"", timeout=seconds)).get(session, {})
+        found: dict[str, Any] = json.loads(channel.call(STATUS, b"", timeout=seconds))
     except (Unreachable, CallRefused):
         return {}
     return found
@@ -326,15 +334,12 @@ def goes_on(channel: Channel, session: str, lease: float) -> bool:
 
 def end_former(channel: Channel, vw: int, seconds: float) -> None:
     """Have the others wait no longer for the lease of an earlier process of virtual worker ``vw``, in any fit."""
-    try:
-        sessions: dict[str, Any] = json.loads(channel.call(STATUS, b"", timeout=seconds))
-        for name, status in sessions.items():
-            members = status["members"] if name.startswith("fit-") else ()
-            for incarnation in (member["incarnation"] for member in members if member["vw"] == vw):
-                leave = encode(Leave(vw, incarnation, "", "started again"))
+    for name, status in statuses_of(channel, seconds).items():
+        members = status["members"] if name.startswith("fit-") else ()
+        for incarnation in (member["incarnation"] for member in members if member["vw"] == vw):
+            leave = encode(Leave(vw, incarnation, "", "started again"))
+            with suppress(Unreachable, CallRefused):  # then its lease runs out
                 SessionChannel(channel, name).call(COORDINATOR_METHOD, leave, timeout=seconds)
-    except (Unreachable, CallRefused):
-        return  # then its lease runs out
 
 
 def _written(values: Any) -> bytes:

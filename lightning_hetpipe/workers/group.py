@@ -33,8 +33,7 @@ from lightning_hetpipe.server.process.client import Client, ServersUnheard
 from lightning_hetpipe.server.process.notices import NOTICE_AFTER, say
 from lightning_hetpipe.server.protocol.identifiers import COORDINATOR, PeerFailed
 from lightning_hetpipe.server.protocol.messages import Departed
-from lightning_hetpipe.server.transport.interface import STATUS, CallRefused, Unreachable
-from lightning_hetpipe.workers.coming_back import CameTooLate, Returning, too_late
+from lightning_hetpipe.workers.coming_back import CameTooLate, Returning, status_of, too_late
 from lightning_hetpipe.workers.departures import Departures
 from lightning_hetpipe.workers.join_handshake import JoinHandshake
 from lightning_hetpipe.workers.large_gathers import gather_in_chunks
@@ -219,12 +218,12 @@ class Group:
         if self.seats.begin_epoch(self._gathers):
             self._handshake.returns = False
 
-    def readmit(self, vws: Mapping[int, int], checkpoint: Path | None, cut: int) -> list[int]:
+    def readmit(self, vws: Mapping[int, int], checkpoint: Path, cut: int) -> list[int]:
         """Give ``vws`` seats, from ``cut`` on. All call it between two epochs; gives those that have taken them.
 
         Args:
             vws: Those that are ready, each with its incarnation in the session of the launch.
-            checkpoint: On virtual worker 0, what they resume from.
+            checkpoint: Place, on virtual worker 0, of what they resume from.
             cut: Number of the cut.
         """
         asking = self.seats.offer(vws, checkpoint, cut, self.check)
@@ -457,11 +456,8 @@ class Group:
             return
         began, told, again = time.monotonic(), False, threading.Event()
         while True:
-            try:
-                status = json.loads(self._handshake.coordinator.call(STATUS, b"", timeout=self.settings.lease))
-            except (Unreachable, CallRefused):
-                return  # it has ended, and only ends when all have left
-            members = status.get(session, {}).get("members", ())
+            # None where the coordinator has ended, which only ends when all have left.
+            members = status_of(self._handshake.coordinator, session, self.settings.lease).get("members", ())
             left = [str(member["vw"]) for member in members if member["vw"] != self.index]
             waited = time.monotonic() - began
             bound = self.settings.lease if self._failed else self.settings.end_timeout

@@ -95,11 +95,10 @@ class Seats:
         """The virtual workers that are ready to come back, each with its incarnation; nothing but on the first one."""
         return {} if self._reception is None else self._reception.ready()
 
-    def offer(self, vws: Mapping[int, int], checkpoint: Path | None, cut: int, check: Callable[[], None]) -> list[int]:
+    def offer(self, vws: Mapping[int, int], checkpoint: Path, cut: int, check: Callable[[], None]) -> list[int]:
         """On virtual worker 0: give the state to ``vws``, and wait until they ask for seats; gives those that do."""
         if self._reception is None:
             return []
-        assert checkpoint is not None
         self._reception.hand_over(checkpoint, vws, cut, self.agreed)
         return self._reception.await_askers([*vws], check)
 

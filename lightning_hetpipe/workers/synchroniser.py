@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import lightning as L
@@ -328,15 +327,6 @@ class Synchroniser:
             return False
         self._take([last.detach() for last in self._last], everything=False)
         return True
-
-    def readmit(self, vws: Mapping[int, int], checkpoint: Path | None, cut: int) -> list[int]:
-        """Have virtual workers come back at ``cut``, between two epochs; see :meth:`Group.readmit`.
-
-        Live weights stay as they are, as :meth:`begin` comes next.
-        """
-        back = self.group.readmit(vws, checkpoint, cut)
-        self.last_cut = cut
-        return back
 
     def _pass_cut(
         self, number: int, update: list[Tensor] | None, computing: Computing, everything: bool = False

@@ -90,7 +90,7 @@ def test_messages_of_every_kind(
 def test_another_runs_virtual_worker_and_another_versions(
     pool: ThreadPoolExecutor, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """That of another run ended the training as it failed: its incarnation is the newer one."""
+    """The end of a virtual worker of another run ended the training, as that one's incarnation is the newer one."""
     with (
         ServerProcess(SESSIONS, {"lease": PATIENCE}) as server,
         waves(server.address, server.security, pool) as training,

@@ -224,7 +224,8 @@ class WavesAndCuts(Extension):
             checkpoint = Path(folder, "state.ckpt")
             trainer.save_checkpoint(checkpoint, weights_only=False)
             with self._synchronising():
-                back = self._synchroniser.readmit(coming, checkpoint if group.index == 0 else None, self._number(0))
+                # Live weights stay as they are: what hooks have changed is shared when the epoch begins.
+                back = group.readmit(coming, checkpoint, self._number(0))
         for vw in back:
             rank_zero_info(f"virtual worker {vw} has come back, and takes part from epoch {trainer.current_epoch} on")
         self._deal(group.seats.taken)

@@ -294,11 +294,7 @@ class Client:
                 return answer
             if seconds is not None and now - began > seconds:
                 return None
-            who = f"VW {self.member.vw} has waited"
-            if now - heard > self.timeout:
-                raise ServersUnheard(f"{who} for {self.timeout:g} s for an answer: {self._silence}")
-            if now - began > self.longest_wait:
-                raise ServersSilent(f"{who} for {self.longest_wait:g} s for '{message.name}'; set a longer timeout")
+            self._check_wait(f"VW {self.member.vw} has waited", heard, began, f"'{message.name}'")
             if answer is None:
                 self._stopped.wait(min(0.1, self._lease / 10))
 
@@ -369,16 +365,20 @@ class Client:
                 began = now
                 continue
             who = f"VW {self.member.vw}, in state '{state.value}', has waited"
-            if now - heard > self.timeout:
-                silence = f"{self._silence}; if it may be silent for longer, raise HetPipeStrategy(timeout=...)"
-                raise ServersUnheard(f"{who} for {self.timeout:g} s for an answer: {silence}")
             if missing and self.member.goal is Goal.START and now - began > self._join_timeout:
                 raise NotJoined(f"{who} for {self._join_timeout:g} s for {why}", missing)
-            if now - began > self.longest_wait:
-                awaited = why or "a server"
-                raise ServersSilent(f"{who} for {self.longest_wait:g} s for {awaited}; set a longer timeout if it may")
+            self._check_wait(who, heard, began, why or "a server")
             if not why:
                 self._stopped.wait(min(0.1, self._lease / 10))  # nothing waits at the other end
+
+    def _check_wait(self, who: str, heard: float, began: float, awaited: str) -> None:
+        """End a wait for ``awaited``, in which an answer was ``heard`` last, once it has taken too long."""
+        now = self._now()
+        if now - heard > self.timeout:
+            silence = f"{self._silence}; if it may be silent for longer, raise HetPipeStrategy(timeout=...)"
+            raise ServersUnheard(f"{who} for {self.timeout:g} s for an answer: {silence}")
+        if now - began > self.longest_wait:
+            raise ServersSilent(f"{who} for {self.longest_wait:g} s for {awaited}; set a longer timeout if it may")
 
     def _ask(self, action: Ask) -> Answer | RemoteFault | None:
         body: Sequence[memoryview] = ()
