@@ -27,6 +27,7 @@ class Departures:
         self.lost: set[int] = set()
         self.has_told = False
         self._early: list[Departed] = []
+        self._clocks: dict[int, int] = {}
 
     def note(self, departed: Departed, of_fit: bool, in_fit: bool) -> str | None:
         """Note and tell of a departure; gives the sentence that says it, None where there is nothing to do now.
@@ -43,6 +44,8 @@ class Departures:
             self._early.append(departed)
             return None
         self.lost.add(vw)
+        if of_fit:
+            self._clocks[vw] = departed.clock
         who = self._named(vw)
         what = f"{who} is lost{f' after {departed.clock} waves' if of_fit else ''}: it was {why}"
         if self._speaks(self.lost):
@@ -54,6 +57,10 @@ class Departures:
         """Departures from the launch of which the session of the fit that has ended may have said nothing."""
         early, self._early = self._early, []
         return early
+
+    def newly(self) -> dict[int, int]:
+        """Those that the fit that runs has lost since last asked, each with its clock then."""
+        return {vw: self._clocks.pop(vw) for vw in [*self._clocks]}
 
     def find(self, vws: Iterable[int]) -> None:
         """Note that ``vws`` are there again."""

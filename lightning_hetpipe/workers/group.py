@@ -279,8 +279,13 @@ class Group:
             if client is not None:
                 client.failure = PeerFailed(f"{what}; only it writes checkpoints, so start again from the last one")
 
+    def newly_lost(self) -> dict[int, int]:
+        """Virtual workers that the fit that runs has lost since last asked, each with its clock then."""
+        return self._departures.newly()
+
     def _end_fit(self, fit: Client) -> None:
         fit.__exit__(None, None, None)
+        self.newly_lost()
         for each in self._departures.of_ended_fit():
             self._lose(each, of_fit=False)
 

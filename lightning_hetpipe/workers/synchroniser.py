@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import lightning as L
 import torch
@@ -94,6 +94,8 @@ class Synchroniser:
         self._counted = 0  # the newest version that is part of a wave
         self._open = 0  # minibatches in the wave that is open
         self._holds = False  # weights are at others than this process
+        self.missed_samples = 0
+        """Samples that lost virtual workers have left untouched, as far as they are known."""
         self.last_cut = 0
         """The number of the last cut."""
 
@@ -245,6 +247,7 @@ class Synchroniser:
         commit_index = client.member.commit_index
         return {
             "hetpipe/members": float(0 if commit_index is None else len(commit_index.members)),
+            "hetpipe/missed_samples": float(self.missed_samples),
             "hetpipe/wave": float(self.wave),
             "hetpipe/clock": float(client.member.clock),
             "hetpipe/clock_lag": float(client.member.clock - client.member.slowest),
@@ -300,7 +303,7 @@ class Synchroniser:
         self._take_frozen()
         return True
 
-    def begin(self, first: int, version: int, computing: Computing) -> None:
+    def begin(self, first: int, version: int, computing: Computing, told: Any = None) -> list[Any]:
         """Begin an epoch, or go on in one, with weights that all hold: those of the last cut.
 
         Where callbacks have changed them since, all take virtual worker 0's; else each would add its own change.
@@ -309,17 +312,25 @@ class Synchroniser:
             first: The number of a cut; the next number is free, too.
             version: The version of the live weights.
             computing: Opened around computing.
+            told: Told to the others.
+
+        Returns:
+            What all have told.
         """
         self._counted, self._open = version, 0
         self.last_cut = max(self.last_cut, self.group.weights.member.cut)
         self.group.begin_epoch()
+        everyones: list[Any] = []
         for number in (first, first + 1):  # the first sum is off by a rounding, the second is exact
-            if not any(self.group.gather(self._has_changed(), "the start of an epoch")):
-                return
+            found = self.group.gather((self._has_changed(), told), "the start of an epoch")
+            everyones = [each for _, each in found]
+            if not any(changed for changed, _ in found):
+                break
             update = self._update(computing, everything=True) if self.group.index == 0 else self._nothing()
             if self.group.settings.aggregate == "mean":
                 update = [each * self.group.size for each in update]
             self._pass_cut(number, update, computing, everything=True)
+        return everyones
 
     def go_back(self) -> bool:
         """Make the weights that this one took last the live ones; False if they are at others than this process."""

@@ -62,6 +62,9 @@ class OnlyOne:
 
     def begin_epoch(self) -> None: ...
 
+    def newly_lost(self) -> dict[int, int]:
+        return {}
+
     def passed_cut(self) -> None: ...
 
     def update_buffers(self) -> list[Tensor]:
