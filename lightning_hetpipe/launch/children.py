@@ -109,17 +109,27 @@ class Children:
     If one of them dies, the others go on: ``watch`` names who is told of it.
     """
 
-    def __init__(self, command: Sequence[str], folder: str, processes: int, first: int = 0, restarts: int = 0) -> None:
+    def __init__(
+        self,
+        command: Sequence[str],
+        folder: str,
+        processes: int,
+        first: int = 0,
+        restarts: int = 0,
+        seats: int | None = None,
+    ) -> None:
         """Start them.
 
         Args:
             command: The command that each of them runs.
             folder: The folder in which it starts.
-            processes: All virtual workers of the node; this process is number 0.
+            processes: All virtual workers of the node that this process starts; it is number 0.
             first: The number of this process among those of all nodes.
             restarts: How often each is started again that ends in the middle, at most.
+            seats: Virtual workers that the node may have; as many as ``processes`` if None.
         """
         self.processes = processes
+        self._seats = seats or processes
         self._first = first
         self.pid = os.getpid()
         self.failures: dict[int, int] = {}
@@ -165,7 +175,7 @@ class Children:
         ours, childs = parent_watch.pair()
         with childs:
             # With LOCAL_RANK, what a program does before it makes a Trainer is known not to be rank 0's.
-            env = {**os.environ, "LOCAL_RANK": str(local), **parent_watch.describe(local, self.processes, childs)}
+            env = {**os.environ, "LOCAL_RANK": str(local), **parent_watch.describe(local, self._seats, childs)}
             # In a session of its own: Ctrl-C does not reach it but through this process, which knows what to tell it.
             process = subprocess.Popen(
                 parent_death.guarded(command),

@@ -52,14 +52,15 @@ class PlannedDevices(VirtualWorkers):
         cluster: Cluster | None,
         compile: bool | str | Mapping[str, Any],
         recompute: bool,
-        virtual_workers: int,
+        virtual_workers: int | Sequence[int],
         wsp: Any,
         timeout: timedelta | float,
         **arguments: Any,
     ) -> None:
         super().__init__(virtual_workers, wsp, timeout, **arguments)
         self.plan = settings.plan(plan)
-        workers = self.virtual_workers if self.plan is None else len(self.plan.virtual_workers)
+        workers = settings.most_workers(self.virtual_workers)
+        workers = workers if self.plan is None else len(self.plan.virtual_workers)
         settings.check_platform(workers, sys.platform)
         self._stages = settings.stage_counts(stages, workers)
         self.in_flight = settings.count("in_flight", in_flight)
@@ -73,7 +74,7 @@ class PlannedDevices(VirtualWorkers):
             self.recompute |= self.plan.recompute
             settings.check_spread(self.plan, recompute=self.recompute, compile=self.compile is not None)
         elif self.cluster is not None:
-            settings.check_cluster(self.virtual_workers)
+            settings.check_cluster(settings.most_workers(self.virtual_workers))
         self._emulation = Emulation(())
 
     @property

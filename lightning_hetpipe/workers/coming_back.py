@@ -1,4 +1,4 @@
-"""Coming back to a run: a process of a virtual worker that was lost takes its seat again when the next epoch begins.
+"""Coming to a run that goes on: a process takes a seat when the next epoch begins, one that was lost or never taken.
 
 The process runs the user's program from its start, and is *returning* until it has a seat in the fit: what it gathers
 is answered from virtual worker 0's record of the same calls, and goes to nobody. Each step uses bytes that one side
@@ -30,7 +30,7 @@ import torch
 
 from lightning_hetpipe.errors import SettingError, VirtualWorkerLost
 from lightning_hetpipe.server.process.client import Client
-from lightning_hetpipe.server.process.notices import say
+from lightning_hetpipe.server.process.notices import NOTICE_AFTER, say
 from lightning_hetpipe.server.process.service import COORDINATOR_METHOD
 from lightning_hetpipe.server.process.sessions import SessionChannel
 from lightning_hetpipe.server.protocol.messages import Leave, encode
@@ -89,11 +89,13 @@ class Returning:
     Args:
         launch: Its client in the session of the launch.
         size: N.
+        is_new: Whether it is the first process that has this seat.
     """
 
-    def __init__(self, launch: Client, index: int, size: int) -> None:
+    def __init__(self, launch: Client, index: int, size: int, is_new: bool = False) -> None:
         self._launch, self._index, self._size = launch, index, size
-        say(f"virtual worker {index} comes back to a run that goes on, and takes part from its next epoch on")
+        comes = "comes" if is_new else "comes back"
+        say(f"virtual worker {index} {comes} to a run that goes on, and takes part from its next epoch on")
         self.record = FitRecord(**_loaded(recall_parts(launch, RECORD)))
         if not self.record.session:
             raise too_late(index)
@@ -330,6 +332,24 @@ def goes_on(channel: Channel, session: str, lease: float) -> bool:
             return True
         again.wait(_AGAIN)
     return False
+
+
+def await_record(channel: Channel, session: str, lease: float, lost: Callable[[], Exception | None]) -> bool:
+    """Wait until virtual worker 0 has left its record of a fit in ``session``; False if it does not live any more.
+
+    ``lost`` gives the error to end on, once there is one.
+    """
+    began, told, again = time.monotonic(), False, threading.Event()
+    while RECORD not in status_of(channel, session, lease).get("kept", ()):
+        if (failure := lost()) is not None:
+            raise failure
+        if not told and time.monotonic() > began + NOTICE_AFTER:
+            told = True
+            say("waiting for the first epoch of a run that has begun")
+        if not goes_on(channel, session, lease):
+            return False
+        again.wait(_AGAIN)
+    return True
 
 
 def end_former(channel: Channel, vw: int, seconds: float) -> None:

@@ -29,13 +29,14 @@ class Departures:
         self._early: list[Departed] = []
         self._clocks: dict[int, int] = {}
 
-    def note(self, departed: Departed, of_fit: bool, in_fit: bool) -> str | None:
+    def note(self, departed: Departed, of_fit: bool, in_fit: bool, is_told: bool = True) -> str | None:
         """Note and tell of a departure; gives the sentence that says it, None where there is nothing to do now.
 
         Args:
             departed: Who has departed, and why.
             of_fit: Whether the session of a fit says so.
             in_fit: Whether there is a fit, whose session will say it as well, and after how many waves.
+            is_told: Whether it is news. One that comes to a run that goes on hears of all that were ever lost.
         """
         vw, why = departed.vw, departed.why
         if vw in self.lost:
@@ -48,7 +49,7 @@ class Departures:
             self._clocks[vw] = departed.clock
         who = self._named(vw)
         what = f"{who} is lost{f' after {departed.clock} waves' if of_fit else ''}: it was {why}"
-        if self._speaks(self.lost):
+        if is_told and self._speaks(self.lost):
             self.has_told = True
             self._on_loss(vw, who, f"was {why}", what if vw == 0 else f"{what}; the others go on without it")
         return what

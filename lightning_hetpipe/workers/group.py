@@ -73,6 +73,7 @@ class Group:
         stays: If ``on_loss`` was called here, this process stays until the others have left: its starter ends all of
             them, as torchrun does, when one exits with 1.
         on_return: Called for each virtual worker that was lost, once it takes part again.
+        least: With how many of them, this one's virtual worker 0 among them, a run begins; 0 for all.
     """
 
     def __init__(
@@ -87,12 +88,13 @@ class Group:
         on_loss: Callable[[int, str, str, str], None] = lambda *_: None,
         stays: bool = False,
         on_return: Callable[[int], None] = lambda vw: None,
+        least: int = 0,
     ) -> None:
         self.index = index
         self.size = size
         self._departures = Departures(index, place, on_loss)
         self._handshake = JoinHandshake(
-            index, size, found, settings, timeout, self._is_lost, self._lose, self._departures.tell_of_updates
+            index, size, found, settings, timeout, self._is_lost, self._lose, self._departures.tell_of_updates, least
         )
         self._servers_lost = lost
         self._has_taken_part = False
@@ -151,14 +153,15 @@ class Group:
         self._launch = launch
         self._handshake.check_lease()
         self._exits.callback(self.seats.close)
+        returns, is_new = self._handshake.returns, self._handshake.is_new
         try:
-            self.seats.open(launch, session, self._handshake.coordinator, self.settings.lease, self._handshake.returns)
+            self.seats.open(launch, session, self._handshake.coordinator, self.settings.lease, returns, is_new)
         except CameTooLate as late:
             self.part(why=late.how)
             raise
         if self.seats.returning is not None:
             self._gathers = self.seats.returning.record.ordinal
-        self._meet_servers(self._found)
+        self.seats.taken = self._meet_servers(self._found)
 
     def renew(self, found: FoundServers, settings: WSPSettings, timeout: float) -> None:
         """Use the settings of a later Trainer of the program from now on."""
@@ -169,11 +172,13 @@ class Group:
         if further:
             self._meet_servers(found)
 
-    def _meet_servers(self, found: FoundServers) -> None:
+    def _meet_servers(self, found: FoundServers) -> list[int]:
+        """Connect to all servers; gives the virtual workers that are there."""
         told = self.gather((self.index, self._departures.places[self.index], list(found.known)), "the list of servers")
         self._departures.places.update((index, place) for index, place, _ in told)
         known = [address for *_, addresses in told for address in addresses]
         self._handshake.connect([self.coordinator, *known[1:]])
+        return [index for index, *_ in told]
 
     def enter_fit(self, named: Sequence[tuple[str, Tensor]], settings: Sequence[str]) -> list[Tensor]:
         """Join the session of a fit; returns w_0, the weights of VW 0.
@@ -195,6 +200,7 @@ class Group:
         session = _next_session("fit")
         self._fit_ordinal = itertools.count(1)
         self.seats.note_fit(session, settings, homes)
+        self._handshake.least = len(self.seats.taken)
         return self._handshake.join(session, named, settings, homes=homes)
 
     def _enter_again(
@@ -271,7 +277,7 @@ class Group:
             if not of_fit:
                 self.lose({vw: "has ended"})
             return
-        what = self._departures.note(departed, of_fit, self._fit is not None)
+        what = self._departures.note(departed, of_fit, self._fit is not None, not self._handshake.returns)
         if what is None:
             return
         self.lose({vw: f"was {why}"})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -190,11 +190,12 @@ class Synchroniser:
         self.lengths = self.shares.lengths if self.shares and decided else (equal,) * self.group.size
         return in_flight, weights
 
-    def divide(self, rates: Sequence[float | None], every: int) -> bool:
+    def divide(self, rates: Mapping[int, float | None], every: int) -> bool:
         """Decide on shares of the data, and lengths of waves, from the next epoch on; with the same result on all.
 
         Args:
-            rates: Minibatches per second of each virtual worker that is there, or None.
+            rates: Minibatches per second of each virtual worker that is there, or None. The waves of others stay as
+                they are.
             every: Minibatches of an optimizer step then, of which waves hold whole ones.
 
         Returns:
@@ -202,21 +203,23 @@ class Synchroniser:
         """
         if self.shares is None or not self.shares.adapts:
             return False
-        known = [rate for rate in rates if rate is not None]
+        known = [rate for rate in rates.values() if rate is not None]
         least = self._least if self.group.settings.wave == "auto" else self.group.settings.wave
-        steps = tuple(-(-length // every) for length in self.lengths)
-        if len(known) == self.group.size:
-            steps = next_lengths(steps, known, -(-least // every))
+        steps = [-(-length // every) for length in self.lengths]
+        if len(known) == len(rates):
+            found = next_lengths([steps[vw] for vw in rates], known, -(-least // every))
+            for vw, length in zip(rates, found, strict=True):
+                steps[vw] = length
             self._why = f"virtual workers make {' and '.join(f'{rate:.3g}' for rate in known)} per second"
         elif self.shares.decided:
             self._why = f"{every} make an optimizer step"
         else:
             return False
-        found = tuple(every * each for each in steps)
-        if found == self.lengths:
+        lengths = tuple(every * each for each in steps)
+        if lengths == self.lengths:
             return False
-        self.lengths = found
-        self.shares.decide(found)
+        self.lengths = lengths
+        self.shares.decide(lengths)
         return True
 
     def told_shares(self) -> str:
@@ -328,7 +331,9 @@ class Synchroniser:
                 break
             update = self._update(computing, everything=True) if self.group.index == 0 else self._nothing()
             if self.group.settings.aggregate == "mean":
-                update = [each * self.group.size for each in update]
+                members = self.group.weights.member.commit_index
+                assert members is not None
+                update = [each * len(members.members) for each in update]  # by which the servers divide
             self._pass_cut(number, update, computing, everything=True)
         return everyones
 

@@ -1,4 +1,4 @@
-"""What nobody trains on of the share of a virtual worker that was lost."""
+"""Data that nobody trains on, of the share of a virtual worker that was lost."""
 
 from __future__ import annotations
 

@@ -84,6 +84,7 @@ class WavesAndCuts(Extension):
         self._pausing: Callable[[], AbstractContextManager[None]] = nullcontext if pace is None else pace.pause
         self._loop = 0
         self._dealt = [*synchroniser.group.seats.taken]  # the virtual workers that have the data of the epoch
+        self._known = {*self._dealt}  # those that have ever taken part
         self._coming: dict[int, int] = {}  # ready to come back, each with its incarnation
         self._missed = MissedData()
         synchroniser.group.waiting = waiting
@@ -210,7 +211,8 @@ class WavesAndCuts(Extension):
         seats = [index for _, wants, _, index, _ in found if wants != LEAVES]
         self._coming = {vw: incarnation for *_, coming in found for vw, incarnation in coming.items()}
         every = minibatches_per_step(trainer, trainer.current_epoch + 1)
-        if self._intervals is not None and self._synchroniser.divide([rate for _, _, rate, *_ in found], every):
+        rates = {index: rate for _, _, rate, index, _ in found}
+        if self._intervals is not None and self._synchroniser.divide(rates, every):
             rank_zero_info(f"shares from epoch {trainer.current_epoch + 1} on: {self._synchroniser.told_shares()}")
             recount_batches(trainer)
         self._preemption.agree([wish for _, wish, *_ in found])
@@ -249,7 +251,9 @@ class WavesAndCuts(Extension):
                 # Live weights stay as they are: what hooks have changed is shared when the epoch begins.
                 back = group.readmit(coming, checkpoint, self._number(0))
         for vw in back:
-            rank_zero_info(f"virtual worker {vw} has come back, and takes part from epoch {trainer.current_epoch} on")
+            how = "come back" if vw in self._known else "joined"
+            rank_zero_info(f"virtual worker {vw} has {how}, and takes part from epoch {trainer.current_epoch} on")
+        self._known |= {*back}
         self._deal(group.seats.taken)
 
     def _deal(self, seats: Sequence[int]) -> None:
