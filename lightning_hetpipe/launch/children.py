@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 
-from lightning_hetpipe.launch import parent_watch
+from lightning_hetpipe.launch import parent_watch, supervision
 from lightning_hetpipe.launch.child_work import work_of
 from lightning_hetpipe.launch.lost_workers import lost_workers, went_on_without
 from lightning_hetpipe.launch.told_to_end import ToldToEnd
@@ -175,13 +175,20 @@ class Children:
         ours, childs = parent_watch.pair()
         with childs:
             # With LOCAL_RANK, what a program does before it makes a Trainer is known not to be rank 0's.
-            env = {**os.environ, "LOCAL_RANK": str(local), **parent_watch.describe(local, self._seats, childs)}
+            pipe = supervision.supervised()
+            supervised = {} if pipe is None else {supervision.VARIABLE: str(pipe)}
+            env = {
+                **os.environ,
+                **supervised,
+                "LOCAL_RANK": str(local),
+                **parent_watch.describe(local, self._seats, childs),
+            }
             # In a session of its own: Ctrl-C does not reach it but through this process, which knows what to tell it.
             process = subprocess.Popen(
                 parent_death.guarded(command),
                 cwd=folder,
                 env=env,
-                pass_fds=[childs.fileno()],
+                pass_fds=[childs.fileno(), *([] if pipe is None else [pipe])],
                 start_new_session=True,
             )
         child = Child(local, self._first + local, process, ours)

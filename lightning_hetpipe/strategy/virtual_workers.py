@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from lightning_hetpipe.errors import SettingError, VirtualWorkerLost
-from lightning_hetpipe.launch import node_hosts, servers
+from lightning_hetpipe.launch import node_hosts, servers, supervision
 from lightning_hetpipe.launch.launcher import Launcher, ServingLauncher, WasLeftOut, check_processes
 from lightning_hetpipe.launch.lost_workers import lost_workers
 from lightning_hetpipe.launch.node_hosts import ServingNodes
@@ -414,6 +414,8 @@ class VirtualWorkers(HostWeights):
             goes_on_in = trainer.current_epoch + is_last_batch(trainer)
             note_shares(checkpoint, self._shared.shares, minibatches_per_step(trainer, goes_on_in))
         super().save_checkpoint(checkpoint, filepath, storage_options)
+        if self.is_global_zero and "optimizer_states" in checkpoint:
+            supervision.note_saved(filepath)
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         """Load what this virtual worker would have saved, if it has taken part in saving."""
