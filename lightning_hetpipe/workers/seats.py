@@ -48,7 +48,7 @@ class Seats:
         if self._index == 0:
             self._reception = Reception(launch, session, coordinator, lease)
         elif returns:
-            self.returning = Returning(launch, self._index, self._size, is_new)
+            self.returning = Returning(launch, self._index, self._size, lease, is_new)
 
     def close(self) -> None:
         """Delete what a process that comes back was given."""

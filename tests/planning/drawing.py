@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 from hypothesis import strategies as st
 
+from lightning_hetpipe.planning.model.layer_widths import ROLES, LayerWidths, Width
 from lightning_hetpipe.planning.model.profile import LayerBytes, Profile, Times
+from lightning_hetpipe.planning.plan.device_group import PlannedMember, PlannedSplit
 from lightning_hetpipe.planning.plan.document import Plan, PlannedStage, PlannedWorker
 from lightning_hetpipe.rules.versions import POLICIES
 
@@ -28,7 +31,28 @@ def profiles(draw: st.DrawFn) -> Profile:
     calls = draw(
         st.sampled_from([[], [(0, len(layers))] * 2, [(0, half), (half, len(layers)), (0, half)]][: 2 + (half > 0)])
     )
-    return Profile(draw(NAMES), draw(st.integers(1, 64)), layers, devices, memory, estimated, calls, speeds=speeds)
+    width = st.builds(Width, st.integers(1, 99), st.builds(Times, SECONDS, SECONDS, SECONDS))
+    measured = st.dictionaries(NAMES, st.lists(width, min_size=1, max_size=3), max_size=2)
+    own = st.builds(LayerWidths, st.sampled_from(ROLES), st.lists(NAMES, max_size=2), st.integers(0, 999), measured)
+    widths = draw(st.dictionaries(st.integers(0, len(layers) - 1), own, max_size=3))
+    return Profile(
+        draw(NAMES), draw(st.integers(1, 64)), layers, devices, memory, estimated, calls, speeds=speeds, widths=widths
+    )
+
+
+@st.composite
+def groups(draw: st.DrawFn, stage: PlannedStage, number: int) -> PlannedStage:
+    """``stage`` on a group, whose other devices have numbers from ``number`` + 1000 on; without a problem."""
+    own = PlannedMember(stage.node, stage.device, draw(st.floats(0.1, 9)), stage.memory_bytes, stage.memory_limit_bytes)
+    others = [
+        PlannedMember(stage.node, f"{draw(NAMES)}:{1000 + number + each}", draw(st.floats(0, 9)), draw(COUNT))
+        for each in range(draw(st.integers(1, 3)))
+    ]
+    place = draw(st.integers(0, len(others)))
+    group = (*others[:place], own, *others[place:])
+    counts = st.lists(st.integers(0, 64), min_size=len(group), max_size=len(group)).filter(any).map(tuple)
+    splits = draw(st.dictionaries(NAMES, counts, max_size=3))
+    return replace(stage, group=group, splits=tuple(map(PlannedSplit, splits, splits.values())))
 
 
 @st.composite
@@ -43,7 +67,8 @@ def plans(draw: st.DrawFn) -> Plan:
             device = f"{draw(NAMES)}:{10 * worker + number}{draw(st.sampled_from(['', ' (estimated)']))}"
             used = draw(COUNT)
             limit = draw(st.none() | st.integers(max(1, used), 2**60))
-            stages.append(PlannedStage("box", device, first, after - 1, draw(SECONDS), used, limit, draw(COUNT)))
+            stage = PlannedStage("box", device, first, after - 1, draw(SECONDS), used, limit, draw(COUNT))
+            stages.append(draw(st.just(stage) | groups(stage, 100 * worker + 10 * number)))
         workers.append(PlannedWorker(draw(SECONDS), tuple(stages)))
     bottleneck = max(stage.time_s for worker in workers for stage in worker.stages)
     rate = sum(worker.minibatches_per_second for worker in workers)

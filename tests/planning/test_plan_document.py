@@ -90,6 +90,8 @@ def test_the_file_has_these_keys(tmp_path: Path) -> None:
         "memory_bytes": 1 << 30,
         "memory_limit_bytes": 24 << 30,
         "weights_bytes": 0,
+        "group": [],
+        "splits": [],
     }
 
 

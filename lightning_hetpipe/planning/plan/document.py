@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
@@ -14,7 +14,17 @@ from typing import Any
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.planning.allocation.allocator import Allocation, most_stale
 from lightning_hetpipe.planning.model.cluster import Cluster, DeviceSlot
-from lightning_hetpipe.planning.model.estimate import Estimate
+from lightning_hetpipe.planning.model.estimate import DividedStage, Estimate
+from lightning_hetpipe.planning.plan.device_group import (
+    ESTIMATED,
+    NOMINAL,
+    DeviceLabel,
+    PlannedMember,
+    PlannedSplit,
+    group_problems,
+    members_of,
+    splits_of,
+)
 from lightning_hetpipe.planning.plan.faults import Problem, place_problems, shared_problems, stage_problems
 from lightning_hetpipe.planning.plan.json_file import Document, write
 from lightning_hetpipe.planning.plan.table import table
@@ -26,16 +36,12 @@ VERSION = 1
 MOST_RANKS = 8
 """Largest number of machines whose NODE_RANK is named."""
 
-_ESTIMATED = " (estimated)"
-_NOMINAL = " (nominal memory)"
-_DEVICE = re.compile(rf"(?P<name>.+):(?P<number>\d+)(?:{re.escape(_ESTIMATED)}|{re.escape(_NOMINAL)})?", re.DOTALL)
-
 _FORMER = ("first_minibatch_bytes",)
 """Keys of earlier releases' files, which say nothing any more."""
 
 
 @dataclass(frozen=True)
-class PlannedStage:
+class PlannedStage(DeviceLabel):
     """One stage of a plan.
 
     Attributes:
@@ -47,6 +53,10 @@ class PlannedStage:
         memory_bytes: That it takes.
         memory_limit_bytes: That its device has; None where that is no limit.
         weights_bytes: Of these, its weights, by which a spread run divides the model; 0 in files of earlier releases.
+        group: The devices that divide its layers, in order, the stage's own among them: that one holds the unsplit
+            weights, gradients and optimizer state. Empty where the stage is on one device.
+        splits: The layers that the group divides by their output channels; of a group without any, all that can be,
+            by the members' shares.
     """
 
     node: str
@@ -57,33 +67,14 @@ class PlannedStage:
     memory_bytes: int
     memory_limit_bytes: int | None
     weights_bytes: int = 0
+    group: tuple[PlannedMember, ...] = ()
+    splits: tuple[PlannedSplit, ...] = ()
 
-    @property
-    def device_name(self) -> str:
-        """Device name without its number."""
-        match = _DEVICE.fullmatch(self.device)
-        return self.device if match is None else match["name"]
-
-    @property
-    def device_number(self) -> int | None:
-        """Number of the device on its node, from 0; None if ``device`` does not say."""
-        match = _DEVICE.fullmatch(self.device)
-        return None if match is None else int(match["number"])
-
-    @property
-    def place(self) -> str:
-        """Device name and number, such as "RTX-3090:1"."""
-        return self.device.removesuffix(_ESTIMATED).removesuffix(_NOMINAL)
-
-    @property
-    def estimated(self) -> bool:
-        """True if its times come from a data sheet."""
-        return self.device.endswith(_ESTIMATED)
-
-    @property
-    def nominal(self) -> bool:
-        """True if its memory comes from a data sheet, and its times do not."""
-        return self.device.endswith(_NOMINAL)
+    def members(self, place: str = "") -> dict[str, PlannedStage | PlannedMember]:
+        """The devices that it lies on, by their keys in ``plan.json`` behind ``place``: its own first."""
+        others = {f"{place}.group[{number}]": each for number, each in enumerate(self.group)}
+        own = (self.node, self.device_number)
+        return {place: self, **{key: each for key, each in others.items() if (each.node, each.device_number) != own}}
 
 
 @dataclass(frozen=True)
@@ -333,14 +324,16 @@ class Plan:
             for number, stage in enumerate(worker.stages):
                 yield from stage_problems(stage, f"{place}[{number}]", next_layer, len(self.layers))
                 next_layer = stage.last_layer + 1
-                if (at := stage.device_number) is not None:
-                    is_last = number + 1 == len(worker.stages)
-                    other, shares = taken.setdefault((stage.node, at), (index, is_last))
-                    if other != index and not (shares and is_last):
-                        said = f"is '{stage.place}', which is virtual worker {other}'s, too, and only last stages share"
-                        yield Problem(f"{place}[{number}].device", f"{said} a device")
-                if cluster is not None:
-                    yield from place_problems(stage, f"{place}[{number}]", cluster)
+                yield from itertools.starmap(Problem, group_problems(stage, f"{place}[{number}]"))
+                for key, each in stage.members(f"{place}[{number}]").items():
+                    if (at := each.device_number) is not None:
+                        is_last = number + 1 == len(worker.stages)
+                        other, shares = taken.setdefault((each.node, at), (index, is_last))
+                        if other != index and not (shares and is_last):
+                            said = f"is '{each.place}', which is virtual worker {other}'s, too, and only last stages"
+                            yield Problem(f"{key}.device", f"{said} share a device")
+                    if cluster is not None:
+                        yield from place_problems(each, key, cluster)
             if worker.stages and next_layer != len(self.layers):
                 yield Problem(
                     f"{place}[{len(worker.stages) - 1}].last_layer",
@@ -408,21 +401,41 @@ class Plan:
         found = {(slot.node, slot.number): slot for slot in cluster.slots}
         return [found[node, number] for node, number in places if number is not None]
 
+    def groups(self, virtual_worker: int, cluster: Cluster) -> list[list[DeviceSlot]]:
+        """The devices of ``cluster`` among which each stage divides its layers, in order; none for a stage on one.
+
+        Raises:
+            SettingError: as :meth:`slots` does.
+        """
+        self.check(cluster)
+        found = {(cluster.nodes[slot.node].name, slot.number): slot for slot in cluster.slots}
+        stages = self.virtual_workers[virtual_worker].stages
+        return [[found[each.node, each.device_number or 0] for each in stage.group] for stage in stages]
+
 
 def _stages(
     found: Estimate, cluster: Cluster, estimated: Collection[str], nominal: Collection[DeviceSlot]
 ) -> tuple[PlannedStage, ...]:
+    def label(slot: DeviceSlot) -> str:
+        return str(slot) + (ESTIMATED if slot.device.name in estimated else NOMINAL if slot in nominal else "")
+
+    def member(divided: DividedStage, number: int) -> PlannedMember:
+        slot = divided.slots[number]
+        node, limit = cluster.nodes[slot.node].name, slot.device.memory
+        return PlannedMember(node, label(slot), divided.shares[number], divided.taken[number], limit)
+
     return tuple(
         PlannedStage(
             cluster.nodes[stage.slot.node].name,
-            str(stage.slot)
-            + (_ESTIMATED if stage.slot.device.name in estimated else _NOMINAL if stage.slot in nominal else ""),
+            label(stage.slot),
             stage.first,
             stage.last,
             stage.times.total,
             stage.memory.total,
             stage.limit,
             stage.memory.weights,
+            tuple(member(stage.divided, number) for number in range(len(stage.divided.slots))) if stage.divided else (),
+            tuple(itertools.starmap(PlannedSplit, stage.divided.counts.items())) if stage.divided else (),
         )
         for stage in found.stages
     )
@@ -458,4 +471,6 @@ def _stage(document: Document) -> PlannedStage:
         document["memory_bytes"].whole(),
         None if limit.value is None else limit.whole(1),
         document["weights_bytes"].whole() if "weights_bytes" in document else 0,
+        members_of(document),
+        splits_of(document),
     )

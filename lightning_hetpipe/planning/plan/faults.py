@@ -11,6 +11,7 @@ from lightning_hetpipe.planning.model.cluster import Cluster
 from lightning_hetpipe.planning.model.units import in_bytes
 
 if TYPE_CHECKING:
+    from lightning_hetpipe.planning.plan.device_group import PlannedMember
     from lightning_hetpipe.planning.plan.document import PlannedStage
 
 
@@ -45,7 +46,7 @@ def stage_problems(stage: PlannedStage, place: str, next_layer: int, layers: int
         yield Problem(f"{place}.device", f"is '{stage.device}' and must be a name and a number, such as 'RTX-3090:0'")
 
 
-def place_problems(stage: PlannedStage, place: str, cluster: Cluster) -> Iterator[Problem]:
+def place_problems(stage: PlannedStage | PlannedMember, place: str, cluster: Cluster) -> Iterator[Problem]:
     """Faults of a stage's device in ``cluster``."""
     node = next((node for node in cluster.nodes if node.name == stage.node), None)
     if node is None:

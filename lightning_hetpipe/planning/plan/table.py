@@ -19,6 +19,7 @@ BAD = "!"
 
 _HEADER = ["stage", "device", "layers", "", "ms per minibatch", "memory", "of"]
 _CELLS = {"node": 1, "device": 1, "first_layer": 2, "last_layer": 2, "time_s": 4, "memory_bytes": 5}
+_CELLS |= dict.fromkeys(("group", "share", "splits", "layer", "counts"), 1)
 """The column that shows a key of a stage."""
 
 
@@ -62,7 +63,7 @@ def _together(plan: Plan) -> str:
 
 def _where(place: str, many: bool) -> str:
     """Column and row of the table for a key of ``plan.json``."""
-    match = re.fullmatch(r"virtual_workers\[(\d+)\]\.stages\[(\d+)\]\.(\w+)", place)
+    match = re.fullmatch(r"virtual_workers\[(\d+)\]\.stages\[(\d+)\]\.(.+)", place)
     if match is None:
         return place
     key = match[3].removesuffix("_bytes").removesuffix("_s").replace("_", " ")
@@ -89,7 +90,7 @@ def _row(number: int, stage: PlannedStage, plan: Plan, bad: set[int]) -> list[st
     nominal = ESTIMATE if stage.nominal or (stage.estimated and gpu is not None and gpu.memory == limit) else ""
     cells = [
         str(number),
-        f"{stage.node} {stage.place}",
+        f"{stage.node} {_devices(stage)}",
         span(plan.layers[stage.first_layer : stage.last_layer + 1]),
         f"×{stage.last_layer - stage.first_layer + 1}",
         f"{guess}{stage.time_s * 1000:,.1f}",
@@ -98,6 +99,14 @@ def _row(number: int, stage: PlannedStage, plan: Plan, bad: set[int]) -> list[st
     ]
     cells = [f"{cell} {BAD}" if column in bad else cell for column, cell in enumerate(cells)]
     return [*cells, "bottleneck"] if stage.time_s == plan.bottleneck_s and not plan.spread else cells
+
+
+def _devices(stage: PlannedStage) -> str:
+    """The stage's device; of a group all, with the percentage of the work that each has."""
+    if not stage.group:
+        return stage.place
+    total = sum(member.share for member in stage.group) or 1.0
+    return " + ".join(f"{member.place} {member.share / total:.0%}" for member in stage.group)
 
 
 def span(layers: Sequence[str]) -> str:
