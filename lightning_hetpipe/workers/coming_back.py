@@ -31,7 +31,7 @@ import torch
 
 from lightning_hetpipe.errors import SettingError, VirtualWorkerLost
 from lightning_hetpipe.server.process.client import Client
-from lightning_hetpipe.server.process.notices import NOTICE_AFTER, say
+from lightning_hetpipe.server.process.notices import say
 from lightning_hetpipe.server.process.service import COORDINATOR_METHOD
 from lightning_hetpipe.server.process.sessions import SessionChannel
 from lightning_hetpipe.server.protocol.messages import Leave, encode
@@ -343,13 +343,10 @@ def await_record(channel: Channel, session: str, lease: float, lost: Callable[[]
 
     ``lost`` gives the error to end on, once there is one.
     """
-    began, told, again = time.monotonic(), False, threading.Event()
+    again = threading.Event()
     while RECORD not in status_of(channel, session, lease).get("kept", ()):
         if (failure := lost()) is not None:
             raise failure
-        if not told and time.monotonic() > began + NOTICE_AFTER:
-            told = True
-            say("waiting for the first epoch of a run that has begun")
         if not goes_on(channel, session, lease):
             return False
         again.wait(_AGAIN)

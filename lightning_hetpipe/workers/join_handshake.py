@@ -95,6 +95,8 @@ class JoinHandshake:
         self._gone: Mapping[int, str] = {}
         self._somebody_is_gone = threading.Event()
         self._joining: Client | None = None
+        self._awaited = ""
+        """Words for what it waits for, if not for others to join."""
         self.returns = False
         """True while this process comes to sessions that the others are in."""
         self.is_new = False
@@ -209,6 +211,7 @@ class JoinHandshake:
                     self.returns = False
                     continue
                 end_former(self.coordinator, self.index, self.settings.lease)
+                self._awaited = "for the first epoch of the run"
                 self.returns = await_record(self.coordinator, session, self.settings.lease, self._lost)
 
     @property
@@ -247,7 +250,7 @@ class JoinHandshake:
         def tell() -> None:
             joining = self._joining
             missing = joining.waits_for if joining is not None else ""
-            what = f"for {missing}" if missing else f"until {self._enough} have come"
+            what = self._awaited or (f"for {missing}" if missing else f"until {self._enough} have come")
             say(f"virtual worker {self.index} waits {what} (at the server {self.found.coordinator})")
 
         timer = threading.Timer(NOTICE_AFTER, tell)
