@@ -104,7 +104,7 @@ def _job(config: DictConfig) -> JobResult:
 
 
 def _restarts(config: DictConfig) -> int:
-    """How often a run is started again, if it runs on one machine; what is no such number, the run itself refuses."""
+    """Number of times that a run on one machine is started again; the run itself refuses what is no such number."""
     if OmegaConf.select(config, "trainer.num_nodes") not in (None, 1):
         return 0
     given = [section.get("restarts") for section in _wsp_sections(config)]
@@ -122,7 +122,7 @@ def _supervise(restarts: int) -> JobResult:
     """Run in another process, at most ``restarts`` times again; its exit code is that of this one."""
     global _supervised_code
     program = this_program(is_first=True)
-    supervisor = supervision.Supervisor(
+    supervisor = supervision.RunSupervisor(
         program.command, program.folder, restarts, lambda path: [f"ckpt_path={quoted(path)}"]
     )
     _supervised_code = supervisor.run()

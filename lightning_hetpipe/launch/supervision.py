@@ -57,7 +57,7 @@ def note_saved(path: str | Path) -> None:
             os.write(_pipe, f"{os.path.abspath(path)}\n".encode())
 
 
-class Supervisor:
+class RunSupervisor:
     """Runs a program to its end, and again where its first process is lost.
 
     Args:

@@ -338,6 +338,23 @@ def goes_on(channel: Channel, session: str, lease: float) -> bool:
     return False
 
 
+def is_taken(channel: Channel, session: str, setting: str, vw: int, lease: float) -> bool:
+    """Tell whether another process of virtual worker ``vw`` lives in ``session``, of a launch with ``setting``.
+
+    It is heard from three times in a lease, and waited for half a lease.
+    """
+    began, again = time.monotonic(), threading.Event()
+    while time.monotonic() < began + lease / 2:
+        status = status_of(channel, session, lease)
+        member = next((member for member in status.get("members", ()) if member["vw"] == vw), None)
+        if member is None or status["phase"] != "running" or setting not in status["settings"]:
+            return False
+        if member["silent_ms"] < 1000 * (time.monotonic() - began):
+            return True
+        again.wait(_AGAIN)
+    return False
+
+
 def await_record(channel: Channel, session: str, lease: float, lost: Callable[[], Exception | None]) -> bool:
     """Wait until virtual worker 0 has left its record of a fit in ``session``; False if it does not live any more.
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.launch.parent_watch import this_child
 from lightning_hetpipe.launch.servers import FoundServers
 from lightning_hetpipe.launch.wsp_settings import WSPSettings
 from lightning_hetpipe.server.process.client import LONGEST_WAIT, Cancelled, Client, NotJoined
@@ -31,7 +32,7 @@ from lightning_hetpipe.server.transport.grpc_channel import GrpcChannel
 from lightning_hetpipe.server.transport.interface import STATUS, Unreachable
 from lightning_hetpipe.server.transport.release import RELEASE
 from lightning_hetpipe.server.transport.security import split
-from lightning_hetpipe.workers.coming_back import await_record, end_former, goes_on, status_of
+from lightning_hetpipe.workers.coming_back import await_record, end_former, goes_on, is_taken, status_of
 
 LEASES_TO_END = 2.0
 """Leases after which a killed launch is forgotten, and its servers serve the next one."""
@@ -202,6 +203,13 @@ class JoinHandshake:
         others would wait for its part of what they gather.
         """
         known = str(self.index) in status_of(self.coordinator, session, _SOON).get("incarnations", {})
+        setting = f"{_LAUNCH}={self.found.launch}"
+        # Our launcher knows of its children that they have ended.
+        if this_child() is None and is_taken(self.coordinator, session, setting, self.index, self.settings.lease):
+            raise SettingError(
+                f"virtual worker {self.index} takes part already, in another process that lives; give this one the"
+                " number of another (LOCAL_RANK, NODE_RANK, RANK), or end that one first"
+            )
         while True:
             try:
                 return self.join(session)[0]

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from lightning_hetpipe.launch import supervision
-from lightning_hetpipe.launch.supervision import VARIABLE, Supervisor, can_supervise, note_saved, supervised
+from lightning_hetpipe.launch.supervision import VARIABLE, RunSupervisor, can_supervise, note_saved, supervised
 
 PROGRAM = """
 import os, signal, subprocess, sys
@@ -24,7 +24,7 @@ with open(f"{folder}/runs", "a") as runs:
     print(*sys.argv[2:], file=runs)
 times = len(open(f"{folder}/runs").readlines())
 """
-"""What a program does in each of its runs: it writes down its further arguments."""
+"""Beginning of a program: each of its runs writes down its further arguments."""
 
 ROOT = Path(__file__).parents[2]
 DIES = "os.kill(os.getpid(), signal.SIGKILL)"
@@ -33,7 +33,7 @@ DIES = "os.kill(os.getpid(), signal.SIGKILL)"
 def supervise(folder: Path, what: str, restarts: int = 1) -> tuple[int, list[str]]:
     """Run a program that does ``what``; gives its exit code, and the further arguments of each of its runs."""
     command = [sys.executable, "-c", PROGRAM + what, str(folder)]
-    code = Supervisor(command, str(ROOT), restarts, lambda path: ["from", path]).run()
+    code = RunSupervisor(command, str(ROOT), restarts, lambda path: ["from", path]).run()
     return code, (folder / "runs").read_text().splitlines()
 
 
@@ -84,8 +84,8 @@ def test_one_that_is_told_to_end_is_not_started_again(signum: int, tmp_path: Pat
 
 def test_a_program_ends_with_its_supervisor(tmp_path: Path) -> None:
     command: Sequence[str] = [sys.executable, "-c", PROGRAM + "print(os.getpid(), flush=True); signal.pause()"]
-    code = "from lightning_hetpipe.launch.supervision import Supervisor; "
-    code += f"Supervisor({[*command, str(tmp_path)]!r}, {str(ROOT)!r}, 1, list).run()"
+    code = "from lightning_hetpipe.launch.supervision import RunSupervisor; "
+    code += f"RunSupervisor({[*command, str(tmp_path)]!r}, {str(ROOT)!r}, 1, list).run()"
     supervisor = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     assert supervisor.stdout is not None
     supervisor.stdout.readline()
