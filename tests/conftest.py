@@ -17,6 +17,7 @@ import pytest
 
 from tests.support import forks, marks
 from tests.support.namespaces import Machine, Unavailable, network
+from tests.wsp.lost_time import summary
 
 
 @pytest.fixture(autouse=True)
@@ -155,14 +156,14 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """Prints the table of the mutation check, where it ran."""
-    rows = sorted(
-        tuple(value)
-        for report in terminalreporter.getreports("passed")
-        for name, value in getattr(report, "user_properties", ())
-        if name == "mutation" and report.when == "call"
-    )
-    if rows:
+    """Prints the table of the mutation check, and what faults of the soak cost, where these ran."""
+    told: dict[str, list[Any]] = {}
+    for report in terminalreporter.getreports("passed"):
+        for name, value in report.user_properties if report.when == "call" else ():
+            told.setdefault(name, []).append(value)
+    if lost := [(what, seconds) for each in told.get("time lost", ()) for what, seconds in each]:
+        terminalreporter.write_line(summary(lost))
+    if rows := sorted(map(tuple, told.get("mutation", ()))):
         terminalreporter.section("mutation check: rule, what was broken, which test noticed")
         for row in rows:
             terminalreporter.write_line(" | ".join(row))

@@ -396,13 +396,13 @@ def test_no_pass_waits_for_its_gpu() -> None:
         loss: Tensor = line.call(x).square().mean()
         return loss
 
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        with line.running():
+    with line.running():  # which waits once, as it begins
+        torch.cuda.set_sync_debug_mode("error")
+        try:
             for minibatch in line.train(12, lambda number: line.step(run)):
                 assert len(minibatch.gradients) == 8
                 with torch.no_grad():
                     for parameter, gradient in minibatch.gradients.items():
                         parameter.sub_(gradient, alpha=0.1)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+        finally:
+            torch.cuda.set_sync_debug_mode("default")

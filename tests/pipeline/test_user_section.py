@@ -208,6 +208,7 @@ def test_a_minibatch_has_random_numbers_of_its_own_on_a_gpu(monkeypatch: pytest.
 
 
 def test_a_gpu_that_is_first_used_within_a_stretch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(user_section, "default_generators", tuple)
     section = ProcessSection(ProcessState.seeded(7, 0, 1))
     section.enter()
     generators = (torch.Generator().manual_seed(5),)

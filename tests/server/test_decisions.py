@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import cast
@@ -113,7 +114,7 @@ def check_staleness(log: Sequence[Decision], distance: int, in_flight: int) -> i
 
 
 def test_decisions_are_lines_of_json(tmp_path: Path) -> None:
-    log = tmp_path / "decisions.jsonl"
+    log, began = tmp_path / "decisions.jsonl", round(time.time(), 6)
     sessions = Sessions(30.0, str(log))
 
     def train(vw: int) -> None:
@@ -128,8 +129,9 @@ def test_decisions_are_lines_of_json(tmp_path: Path) -> None:
     told = [json.loads(each) for each in log.read_text().splitlines()]
     assert {each["session"] for each in told} == {"fit-1"}
     assert [each["vw"] for each in told if each["decision"] == "UpdateCommitted"] == [0, 1]
-    assert json.loads(line("fit-2", UpdatePushed(1, 2, 3))) == {
-        "session": "fit-2", "decision": "UpdatePushed", "vw": 1, "incarnation": 2, "clock": 3
+    assert began <= told[0]["time"] <= told[-1]["time"] <= time.time()
+    assert json.loads(line("fit-2", UpdatePushed(1, 2, 3), 1.5)) == {
+        "time": 1.5, "session": "fit-2", "decision": "UpdatePushed", "vw": 1, "incarnation": 2, "clock": 3
     }  # fmt: skip
     with pytest.raises(SettingError, match="cannot be written"):
         Sessions(30.0, str(tmp_path / "nowhere" / "log"))

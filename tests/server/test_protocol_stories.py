@@ -502,6 +502,27 @@ def test_a_failure_is_told_to_all_with_its_reason() -> None:
     assert world.server[0].coordinator.finished
 
 
+@pytest.mark.parametrize("restarted", ["nothing", "the server", "the server, which waits for one"])
+def test_a_failure_of_one_that_is_no_member_does_not_concern_the_others(restarted: str) -> None:
+    """It ended all where a new server had not heard of VW 1, or where VW 1 was coming back."""
+    world = started(3)
+    wave(world, 0, 1, 2)
+    del world.vws[1]
+    world.pass_time(LEASE + 1)
+    wave(world, 0, 2)
+    if restarted != "nothing":
+        world.restart(0)
+        world.heartbeat(0)
+        until(world, 0, MemberState.JOIN)
+        world.step(0)
+    if restarted == "the server":
+        beat_until_idle(world)
+    for incarnation in (0, 5):
+        ask(world, Leave(1, incarnation, "ValueError: of long ago"))
+    beat_until_idle(world)
+    wave(world, 0, 2)
+
+
 def test_who_has_left_is_not_waited_for_and_may_say_so_twice() -> None:
     world = started(2)
     wave(world, 0, 1)

@@ -15,7 +15,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +128,13 @@ def do(what: str) -> None:
             raise ValueError(what)
 
 
+def strike(fault: Mapping[str, Any]) -> None:
+    """Lets ``fault`` happen; where it has a mark, that says when."""
+    if "mark" in fault:
+        Path(fault["mark"]).write_text(repr(time.time()))
+    do(fault["what"])
+
+
 class Injector:
     """Faults that are to befall messages of this virtual worker."""
 
@@ -174,12 +181,12 @@ def install(vw: int, faults: Sequence[dict[str, Any]]) -> None:
             when = None if fault is None else fault["when"]
             if fault is not None and "once" in fault:
                 self.await_others(method.partition("/")[0], fault["once"])
-            now.what = fault["what"] if fault is not None and when == "middle" else None
+            now.fault = fault if when == "middle" else None
             if fault is not None and when == "before":
-                do(fault["what"])
+                strike(fault)
             answer = super().call(method, header, body, into, timeout)
             if fault is not None and when == "after":
-                do(fault["what"])
+                strike(fault)
             return answer
 
         def await_others(self, room: str, what: str) -> None:
@@ -200,25 +207,25 @@ def install(vw: int, faults: Sequence[dict[str, Any]]) -> None:
             return super()._look(place)
 
     def befall() -> None:
-        what, now.what = getattr(now, "what", None), None
-        if what is not None:
-            do(what)
+        fault, now.fault = getattr(now, "fault", None), None
+        if fault is not None:
+            strike(fault)
 
     sent, read = grpc_channel.requests, grpc_channel.received
 
     def requests(opening: bytes, body: Sequence[memoryview]) -> Iterator[bytes]:
         """The fault comes when half of the request's body has been sent."""
-        what = getattr(now, "what", None)
-        if not body or what is None:
+        fault = getattr(now, "fault", None)
+        if not body or fault is None:
             return sent(opening, body)
-        now.what = None  # the messages are sent by another thread
+        now.fault = None  # the messages are sent by another thread
 
         def befallen() -> Iterator[bytes]:
             for number, message in enumerate(sent(opening, body)):
                 half = len(message) // 2 if number == 1 else 0
                 if half:
                     yield message[:half]
-                    do(what)
+                    strike(fault)
                 yield message[half:]
 
         return befallen()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +11,7 @@ from lightning_hetpipe.run.extensions.waves_and_cuts import END, EPOCH
 from tests.oracle import Run, State
 from tests.support.equality import assert_same
 from tests.wsp.launch import Job
+from tests.wsp.lost_time import decisions_of
 from tests.wsp.test_exact import all_batches, together
 
 
@@ -31,10 +31,9 @@ def epochs_of(log: Path, session: str = "fit-1") -> list[Part]:
     Raises:
         AssertionError: if an update was committed twice.
     """
-    decisions = [json.loads(line) for line in log.read_text().splitlines()]
     committed: list[dict[str, Any]] = []
     places: list[tuple[int, int]] = []  # of the ends of epochs: the cut, and how many updates came before
-    for each in (each for each in decisions if each["session"] == session):
+    for each in decisions_of(log, session):
         match each["decision"]:
             case "GenerationBegan":
                 committed = [one for one in committed if one["count"] <= each["count"]]

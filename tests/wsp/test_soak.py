@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.wsp.launch import Job, left_behind, start
+from tests.wsp.lost_time import decisions_of, lost_time, strikes_of, summary
 from tests.wsp.membership import check_recorded, epochs_of
 
 FAULTS = 10
@@ -56,8 +59,19 @@ def soak(folder: Path, seed: int, number: int) -> tuple[Job, str]:
 @pytest.mark.parametrize(
     "seed", [pytest.param(seed, marks=() if seed in IN_CI else pytest.mark.slow) for seed in SEEDS]
 )
-def test_a_run_with_faults_ends_exact(seed: int, tmp_path: Path) -> None:
-    job, said = soak(tmp_path, seed, IN_CI.get(seed, FAULTS))
+def test_a_run_with_faults_ends_exact(
+    seed: int, tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
+    """Also says what each fault cost, and pytest at its end what those of all seeds did."""
+    number = IN_CI.get(seed, FAULTS)
+    job, said = soak(tmp_path, seed, number)
     parts = epochs_of(tmp_path / "decisions")
     assert len(parts) == EPOCHS, said
     check_recorded(job, job.written_so_far(), parts, 2)
+    waits = tmp_path / "waits"
+    held = [(begin, end) for begin, end in map(json.loads, waits.read_text().splitlines())] if waits.exists() else []
+    strikes = strikes_of(drawn(seed, number, tmp_path))
+    lost = lost_time(decisions_of(tmp_path / "decisions"), strikes, WORKERS, held=held)
+    told = [(each.what, each.seconds) for each in lost]
+    print(f"seed {seed}:", summary(told))
+    record_property("time lost", told)

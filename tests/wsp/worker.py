@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -105,10 +106,11 @@ class Waits(L.Callback):
     Args:
         epochs: How many are to be ready, by epoch; "all": in each those that do not take part, if they come in time.
         group: Gives the group.
+        folder: Where "all" notes when it waited, in a file "waits".
     """
 
-    def __init__(self, epochs: dict[str, int] | Literal["all"], group: Callable[[], Any]) -> None:
-        self.epochs, self.group = epochs, group
+    def __init__(self, epochs: dict[str, int] | Literal["all"], group: Callable[[], Any], folder: str) -> None:
+        self.epochs, self.group, self.path = epochs, group, Path(folder, "waits")
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -121,9 +123,12 @@ class Waits(L.Callback):
             faults.until(lambda: len(group.seats.ready()) >= number, f"{number} virtual workers do not come back")
             return
         faults.do("continue")
+        began = time.time()
         members = {member.vw for member in group.weights.member.commit_index.members}
         with suppress(AssertionError):  # some may not come any more
             faults.until(lambda: members | group.seats.ready().keys() == set(range(group.size)), "some are missing")
+        with self.path.open("a") as file:
+            print(json.dumps([began, time.time()]), file=file)
 
 
 def fill(folder: Path, left: int = 0) -> None:
@@ -280,7 +285,7 @@ def main(job: dict[str, Any]) -> None:
     recorder, validates, notes = Recorder(), Validates(), Notes()
     callbacks: list[L.Callback] = [validates, recorder, Acts(job.get("acts", ()), job["folder"])]
     if "awaits" in job:
-        callbacks.append(Waits(job["awaits"], lambda: strategy._group))
+        callbacks.append(Waits(job["awaits"], lambda: strategy._group, job["folder"]))
     if "clocks" in job:
         callbacks.append(Clock(job["clocks"]))
     if "averages" in job:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,67 @@ MINIBATCHES = 48
 
 
 @dataclass(frozen=True)
+class DividedStage:
+    """Group of devices that divides layers of a stage.
+
+    Attributes:
+        slots: The group; the first one holds what is not divided.
+        counts: By the name of each module that is divided, how many units each device computes.
+        shares: Of each device, its part of the work that is divided, from 0 to 1.
+        taken: Bytes of each device.
+        room: Part of the divided layers' units that each device has room for, from 0 to 1.
+    """
+
+    slots: tuple[DeviceSlot, ...]
+    counts: Mapping[str, tuple[int, ...]]
+    shares: tuple[float, ...]
+    taken: tuple[int, ...]
+    room: tuple[float, ...]
+
+    @property
+    def overflow(self) -> int:
+        """Bytes that devices lack other than the first one."""
+        pairs = [(slot.device.memory, taken) for slot, taken in zip(self.slots, self.taken, strict=True)]
+        return sum(max(0, taken - limit) for limit, taken in pairs[1:] if limit is not None)
+
+    @classmethod
+    def of(
+        cls,
+        stage: StageEstimate,
+        slots: tuple[DeviceSlot, ...],
+        profile: Profile,
+        counts: Mapping[int, tuple[int, ...]],
+    ) -> DividedStage:
+        """Estimate of ``stage`` on ``slots``: a device beside the first one has its part of each version of the divided
+        weights, and all activations at the most, as layers take their whole input."""
+        times = profile.times[stage.slot.device.name]
+        work = [0.0] * len(slots)
+        own = [0.0] * len(slots)
+        divided = 0
+        for layer, those in counts.items():
+            divided += profile.layers[layer].parameters
+            for member, count in enumerate(those):
+                work[member] += (times[layer].forward + times[layer].backward) * count / sum(those)
+                own[member] += profile.layers[layer].parameters * count / sum(those)
+        memory = stage.memory
+        copies = 1 + memory.versions / memory.weights if memory.weights else 1.0
+        kept = memory.activations + memory.workspace
+        taken = [round(each * copies) + kept for each in own]
+        limits = [slot.device.memory for slot in slots]
+        room = [
+            1.0 if limit is None else min(1.0, max(0.0, limit - kept) / max(1.0, divided * copies)) for limit in limits
+        ]
+        total = sum(work) or 1.0
+        return cls(
+            slots,
+            {name: those for layer, those in counts.items() for name in profile.widths[layer].names},
+            tuple(each / total for each in work),
+            (memory.total, *taken[1:]),
+            (1.0, *room[1:]),
+        )
+
+
+@dataclass(frozen=True)
 class StageEstimate:
     """One stage of an estimate.
 
@@ -35,6 +96,7 @@ class StageEstimate:
         memory: Bytes that it takes of its device.
         held: The most minibatches whose activations it holds at once.
         load: Minibatches that it holds when it takes most.
+        divided: The group that divides its layers, of which ``slot`` is the first device; None where that is alone.
     """
 
     slot: DeviceSlot
@@ -44,6 +106,7 @@ class StageEstimate:
     memory: StageMemory
     held: int
     load: StageLoad
+    divided: DividedStage | None = None
 
     @property
     def limit(self) -> int | None:

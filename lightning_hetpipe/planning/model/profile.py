@@ -11,6 +11,7 @@ from typing import NamedTuple
 from lightning_hetpipe.errors import SettingError, nearest
 from lightning_hetpipe.planning.model.catalogue import canonical, gpus, known
 from lightning_hetpipe.planning.model.cluster import Device, Link
+from lightning_hetpipe.planning.model.layer_widths import LayerWidths
 
 
 class Times(NamedTuple):
@@ -99,6 +100,7 @@ class Profile:
         user: What user code takes beside the layers.
         speeds: FLOP/s of devices that the catalogue does not know, such as a CPU, by its rule from what was measured
             there: :func:`~lightning_hetpipe.planning.model.catalogue.speed_by`.
+        widths: How groups of devices may divide layers, by the layer's index; others run whole.
 
     Raises:
         SettingError: for a device whose times are not one for each layer, or for calls that are not of all layers.
@@ -113,6 +115,7 @@ class Profile:
     calls: Sequence[tuple[int, int]] = ()
     user: UserBytes = field(default_factory=UserBytes)
     speeds: Mapping[str, float] = field(default_factory=dict)
+    widths: Mapping[int, LayerWidths] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "layers", tuple(self.layers))

@@ -14,7 +14,7 @@ from typing import Any
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.planning.allocation.allocator import Allocation, most_stale
 from lightning_hetpipe.planning.model.cluster import Cluster, DeviceSlot
-from lightning_hetpipe.planning.model.estimate import Estimate
+from lightning_hetpipe.planning.model.estimate import DividedStage, Estimate
 from lightning_hetpipe.planning.plan.device_group import (
     ESTIMATED,
     NOMINAL,
@@ -416,17 +416,26 @@ class Plan:
 def _stages(
     found: Estimate, cluster: Cluster, estimated: Collection[str], nominal: Collection[DeviceSlot]
 ) -> tuple[PlannedStage, ...]:
+    def label(slot: DeviceSlot) -> str:
+        return str(slot) + (ESTIMATED if slot.device.name in estimated else NOMINAL if slot in nominal else "")
+
+    def member(divided: DividedStage, number: int) -> PlannedMember:
+        slot = divided.slots[number]
+        node, limit = cluster.nodes[slot.node].name, slot.device.memory
+        return PlannedMember(node, label(slot), divided.shares[number], divided.taken[number], limit)
+
     return tuple(
         PlannedStage(
             cluster.nodes[stage.slot.node].name,
-            str(stage.slot)
-            + (ESTIMATED if stage.slot.device.name in estimated else NOMINAL if stage.slot in nominal else ""),
+            label(stage.slot),
             stage.first,
             stage.last,
             stage.times.total,
             stage.memory.total,
             stage.limit,
             stage.memory.weights,
+            tuple(member(stage.divided, number) for number in range(len(stage.divided.slots))) if stage.divided else (),
+            tuple(itertools.starmap(PlannedSplit, stage.divided.counts.items())) if stage.divided else (),
         )
         for stage in found.stages
     )

@@ -10,6 +10,7 @@ from typing import Any
 
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.planning.model import cluster
+from lightning_hetpipe.planning.model.layer_widths import ROLES, LayerWidths, Width
 from lightning_hetpipe.planning.model.profile import LayerBytes, Profile, Times, UserBytes
 from lightning_hetpipe.planning.plan import sailor_files
 from lightning_hetpipe.planning.plan.json_file import Document, write
@@ -85,9 +86,7 @@ def as_json(profile: Profile) -> dict[str, Any]:
             name: {
                 **({"memory_bytes": profile.memory[name]} if name in profile.memory else {}),
                 **({"flop_per_s": profile.speeds[name]} if name in profile.speeds else {}),
-                "layers": [
-                    {"forward_s": each.forward, "backward_s": each.backward, "update_s": each.update} for each in times
-                ],
+                "layers": [*map(_times_json, times)],
             }
             for name, times in profile.times.items()
         },
@@ -98,7 +97,22 @@ def as_json(profile: Profile) -> dict[str, Any]:
             if profile.user != UserBytes()
             else {}
         ),
+        **({"widths": [_widths_json(*each) for each in profile.widths.items()]} if profile.widths else {}),
     }
+
+
+def _widths_json(layer: int, widths: LayerWidths) -> dict[str, Any]:
+    """JSON value of how a layer is divided."""
+    measured = {
+        name: [{"units": each.units, **_times_json(each.times)} for each in own]
+        for name, own in widths.measured.items()
+    }
+    found = {"layer": layer, "role": widths.role, "names": list(widths.names), "units": widths.units}
+    return {**found, **({"devices": measured} if measured else {})}
+
+
+def _times_json(times: Times) -> dict[str, float]:
+    return {"forward_s": times.forward, "backward_s": times.backward, "update_s": times.update}
 
 
 def _read(document: Document) -> Profile:
@@ -106,7 +120,9 @@ def _read(document: Document) -> Profile:
         document.object("model", "microbatch", "gpus", "layers")
         return _profile(document, _REFERENCE, {})
     document.version(VERSION)
-    document.object("schema_version", "model", "samples", "layers", "devices", "estimated", "calls", "user_code")
+    document.object(
+        "schema_version", "model", "samples", "layers", "devices", "estimated", "calls", "user_code", "widths"
+    )
     estimated = {name: base.text() for name, base in document["estimated"].items()} if "estimated" in document else {}
     return _profile(document, _OURS, estimated)
 
@@ -134,7 +150,28 @@ def _profile(document: Document, keys: Mapping[str, str], estimated: dict[str, s
     samples = document[keys["samples"]].whole(1)
     calls = [_call(each) for each in document["calls"].entries()] if "calls" in document else []
     user = _user(document["user_code"]) if "user_code" in document else UserBytes()
-    return Profile(document["model"].text(), samples, layers, times, memory, estimated, calls, user, speeds)
+    widths = dict(_widths(each, len(layers)) for each in document["widths"].entries()) if "widths" in document else {}
+    return Profile(document["model"].text(), samples, layers, times, memory, estimated, calls, user, speeds, widths)
+
+
+def _widths(entry: Document, layers: int) -> tuple[int, LayerWidths]:
+    entry.object("layer", "role", "names", "units", "devices")
+    layer, role = entry["layer"].whole(), entry["role"].text()
+    if layer >= layers:
+        entry["layer"].refuse(f"is {layer}, and the profile has {layers} layers")
+    known = next((each for each in ROLES if each == role), None)
+    if known is None:
+        entry["role"].refuse(f"is '{role}', and must be one of {', '.join(ROLES)}")
+    measured = {}
+    for name, device in entry["devices"].items() if "devices" in entry else ():
+        measured[name] = [_width(each) for each in device.entries()]
+    names = [each.text() for each in entry["names"].entries()]
+    return layer, LayerWidths(known, names, entry["units"].whole(), measured)
+
+
+def _width(entry: Document) -> Width:
+    entry.object("units", "forward_s", "backward_s", "update_s")
+    return Width(entry["units"].whole(1), _seconds(entry))
 
 
 def _layer(entry: Document, keys: Mapping[str, str]) -> LayerBytes:
@@ -164,5 +201,9 @@ def _call(entry: Document) -> tuple[int, int]:
 
 def _times(entry: Document) -> Times:
     entry.object("forward_s", "backward_s", "update_s")
+    return _seconds(entry)
+
+
+def _seconds(entry: Document) -> Times:
     update = entry["update_s"].number() if "update_s" in entry else 0.0
     return Times(entry["forward_s"].number(), entry["backward_s"].number(), update)

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -126,7 +127,7 @@ class Sessions:
     def _write(self, session: str, decision: Decision) -> None:
         with self._log_lock:
             if self._log is not None:
-                os.write(self._log, line(session, decision).encode())
+                os.write(self._log, line(session, decision, time.time()).encode())
 
     def _make_way(self) -> None:
         for name in [name for name, service in self._services.items() if service.unused]:

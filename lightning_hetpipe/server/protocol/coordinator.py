@@ -26,7 +26,7 @@ from lightning_hetpipe.server.protocol.identifiers import MOST_VIRTUAL_WORKERS, 
 from lightning_hetpipe.server.protocol.kept import KeptBytes
 from lightning_hetpipe.server.protocol.leases import Leases
 from lightning_hetpipe.server.protocol.messages import Answer, Request, TrainingSignature
-from lightning_hetpipe.server.protocol.recovery import Recovery, check, decide
+from lightning_hetpipe.server.protocol.recovery import Recovery, check, decide, newest_pull
 from lightning_hetpipe.server.protocol.signature import difference
 
 MAX_FAILURE = 4000
@@ -253,13 +253,24 @@ class Coordinator:
         self.phase = Phase.FAILED
 
     def _leave(self, message: messages.Leave, now: float) -> Answer:
-        left_out = message.incarnation <= self.gone.get(message.vw, -1)  # its failure does not concern the others
-        if message.failure and not self._failure and not left_out:
+        if message.failure and not self._failure and self._concerns_all(message):
             self._fail(message.vw, message.failure, now)
         if message.vw in self._leases.seen:
             self._remove(message.vw, message.why[:MAX_FAILURE])
         self.gone[message.vw] = message.incarnation
         return self._done()
+
+    def _concerns_all(self, message: messages.Leave) -> bool:
+        """Return whether a failure ends all: that of a member, or of one whom the others still need to begin.
+
+        A server that was started again knows by reports alone which process of a VW was a member.
+        """
+        if message.incarnation <= self.gone.get(message.vw, -1):
+            return False
+        if self.phase is not Phase.JOINING:
+            return message.vw in self._attempts
+        last = newest_pull(self._joins)
+        return last is None or (message.vw, message.incarnation) in {(one.vw, one.incarnation) for one in last.members}
 
     # Beginning of a generation.
 

@@ -87,6 +87,7 @@ def ignore(decision: Decision) -> None:
     """Drop a decision."""
 
 
-def line(session: str, decision: Decision) -> str:
-    """Write a session's ``decision`` as a line of JSON."""
-    return json.dumps({"session": session, "decision": type(decision).__name__, **asdict(decision)}) + "\n"
+def line(session: str, decision: Decision, time: float) -> str:
+    """Write a session's ``decision``, made at ``time``, in seconds since 1970, as a line of JSON."""
+    told = {"time": round(time, 6), "session": session, "decision": type(decision).__name__}
+    return json.dumps({**told, **asdict(decision)}) + "\n"

@@ -71,8 +71,7 @@ def decide(
         term: the last one that this coordinator knows.
         waited: a lease has passed since the first VW came back from a generation that was lost.
     """
-    pulls = [join.report.commit_index for join in joins.values() if join.report.commit_index is not None]
-    last = max(pulls, key=lambda commit_index: commit_index.age, default=None)
+    last = newest_pull(joins)
     if last is None:
         if absent := [vw for vw in range(_number(joins)) if vw not in joins]:
             return absent
@@ -111,6 +110,12 @@ def decide(
             if member.vw not in members
         ),
     )
+
+
+def newest_pull(joins: Mapping[int, Join]) -> CommitIndex | None:
+    """Return the newest of the pulls that ``joins`` report; None where nobody has pulled yet."""
+    pulls = [join.report.commit_index for join in joins.values() if join.report.commit_index is not None]
+    return max(pulls, key=lambda commit_index: commit_index.age, default=None)
 
 
 def _number(joins: Mapping[int, Join]) -> int:

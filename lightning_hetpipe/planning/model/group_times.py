@@ -1,0 +1,164 @@
+"""Times of layers that a group of devices divides by their channels, and how many channels each device gets.
+
+A *run* of layers starts with one that divides and goes on with those that follow its division, up to one that sums.
+Its first layer's whole input goes from the group's first device to each other one that has any of it, and their parts
+of its last layer's output go back; gradients go the other way. Counts are those at which the device that takes longest
+for the run, transfers included, takes least: a search over all times that there are, as more channels take no less.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from lightning_hetpipe.planning.model.cluster import Cluster, DeviceSlot, Link
+from lightning_hetpipe.planning.model.profile import Profile, Times
+
+
+@dataclass(frozen=True)
+class GroupTimes:
+    """Layers on a group of devices.
+
+    Attributes:
+        times: Of each layer; what is not divided runs on the first device.
+        counts: By layer, how many units each device computes, of those that are divided.
+    """
+
+    times: Sequence[Times]
+    counts: Mapping[int, tuple[int, ...]]
+
+
+def group_times(
+    profile: Profile, cluster: Cluster, slots: Sequence[DeviceSlot], most: Sequence[float] | None = None
+) -> GroupTimes:
+    """Divide the layers of ``profile`` among the devices ``slots``, the first of which holds the unsplit weights.
+
+    Args:
+        profile: The model's.
+        cluster: Whose links connect the devices.
+        slots: The group.
+        most: Part of a layer's units that each of them has room for; by default all.
+
+    Raises:
+        SettingError: where the profile has no times of a device.
+    """
+    own = [profile.times_on(slot.device) for slot in slots]
+    times, counts = list(own[0]), dict[int, tuple[int, ...]]()
+    for first, after in _runs(profile):
+        run = _DividedRun(profile, cluster, slots, own, first, after)
+        units = run.units
+        caps = [units] * len(slots) if most is None else [int(units * part) for part in most]
+        found = balanced([seconds[: cap + 1] for seconds, cap in zip(run.seconds, caps, strict=True)], units)
+        if found is not None and found[0] != units:
+            times[first:after] = run.times(found)
+            counts |= dict.fromkeys(run.divided, found)
+    return GroupTimes(times, counts)
+
+
+def balanced(seconds: Sequence[Sequence[float]], units: int) -> tuple[int, ...] | None:
+    """Counts that add up to ``units`` and whose longest member takes least; of several the one that gives the first
+    member most, then the second.
+
+    Args:
+        seconds: Of each member, the time of 0, 1, ... units; ascending.
+        units: All.
+
+    Returns:
+        None where there are fewer than that.
+    """
+
+    def within(limit: float) -> list[int]:
+        return [sum(each <= limit for each in own) - 1 for own in seconds]
+
+    limits = sorted({each for own in seconds for each in own})
+    low, high = 0, len(limits) - 1
+    if sum(within(limits[high])) < units:
+        return None
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if sum(within(limits[middle])) >= units else (middle + 1, high)
+    counts, left = list[int](), units
+    for most in within(limits[low]):
+        counts.append(min(most, left))
+        left -= counts[-1]
+    return tuple(counts)
+
+
+def _runs(profile: Profile) -> Iterator[tuple[int, int]]:
+    """Each run's first layer, and the one behind its last."""
+    ends = {after for _, after in profile.pieces}
+    layer = 0
+    while layer < len(profile.layers):
+        widths = profile.widths.get(layer)
+        after = layer + 1
+        if widths is not None and widths.role == "divides" and widths.units > 1:
+            while after not in ends and after in profile.widths and profile.widths[after].role == "follows":
+                after += 1
+            if after not in ends and after in profile.widths and profile.widths[after].role == "sums":
+                after += 1
+            yield layer, after
+        layer = after
+
+
+class _DividedRun:
+    """The layers from ``first`` to the one before ``after``."""
+
+    def __init__(
+        self,
+        profile: Profile,
+        cluster: Cluster,
+        slots: Sequence[DeviceSlot],
+        own: Sequence[Sequence[Times]],
+        first: int,
+        after: int,
+    ) -> None:
+        self.units = profile.widths[first].units
+        self.divided = [layer for layer in range(first, after) if profile.widths[layer].role != "follows"]
+        self._layers = range(first, after)
+        self._own = own
+        calls = profile.called(first)
+        came = profile.layers[first].given or (profile.layers[first - 1].output if first else 0)
+        goes, sums = profile.layers[after - 1].output, profile.widths[after - 1].role == "sums"
+
+        def transfer(link: Link, nbytes: float) -> float:
+            return calls * link.seconds(round(nbytes / calls))
+
+        links = [cluster.link_between(slots[0], slot) for slot in slots]
+        names = [profile.name_of(slot.device) for slot in slots]
+        self._moved = [
+            [
+                (transfer(link, came), transfer(link, goes if sums else goes * count / self.units))
+                if count
+                else (0.0, 0.0)
+                for count in range(self.units + 1)
+            ]
+            for link in links
+        ]
+        self._computed = [
+            [
+                profile.widths[layer].seconds(name, times[layer].forward + times[layer].backward, self.units)
+                for layer in self._layers
+            ]
+            for name, times in zip(names, own, strict=True)
+        ]
+        self.seconds: list[list[float]] = []
+        for moved, computed in zip(self._moved, self._computed, strict=True):
+            takes = [2 * sum(moved[count]) + sum(each[count] for each in computed) for count in range(self.units + 1)]
+            for count in range(1, len(takes)):
+                takes[count] = max(takes[count], takes[count - 1])
+            self.seconds.append(takes)
+
+    def times(self, counts: Sequence[int]) -> list[Times]:
+        """Times of each layer, with the transfers before the first one and behind the last one: those of the device
+        that takes longest, and updates of the first one, which has the weights."""
+        longest = max(range(len(counts)), key=lambda member: self.seconds[member][counts[member]])
+        count = counts[longest]
+        before, behind = self._moved[longest][count]
+        found = []
+        for number, layer in enumerate(self._layers):
+            whole = self._own[longest][layer]
+            total = whole.forward + whole.backward
+            part = self._computed[longest][number][count] / total if total else 0.0
+            extra = before * (number == 0) + behind * (layer == self._layers[-1])
+            found.append(Times(whole.forward * part + extra, whole.backward * part + extra, self._own[0][layer].update))
+        return found

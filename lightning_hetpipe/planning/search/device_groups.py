@@ -1,0 +1,209 @@
+"""Plans whose stages may lie on groups of devices, where these beat the best plan without groups.
+
+Each way to join devices of a node into groups is planned for as if each group were one device. Its times are those of
+layers that it divides (:mod:`~lightning_hetpipe.planning.model.group_times`), and its memory is that of its device with
+most, which holds the unsplit weights. Ways that could not be faster even without transfers between stages are left out.
+Where there are too many, pairs are joined one after the other, as long as that helps.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import combinations
+from typing import Any
+
+from lightning_hetpipe.planning.model.cluster import Cluster, Device, DeviceSlot, Node
+from lightning_hetpipe.planning.model.estimate import DividedStage, StageEstimate
+from lightning_hetpipe.planning.model.group_times import group_times
+from lightning_hetpipe.planning.model.profile import Profile
+from lightning_hetpipe.planning.search.choice import Choice, best_plan
+
+WORTH = 1.03
+"""Least ratio of rates at which groups are worth their trouble."""
+
+MOST_WAYS, MOST_DEVICES = 100, 8
+"""Numbers of ways to join devices, and of devices, above which pairs are joined one after the other."""
+
+RETRIES = 3
+"""Number of times that members get less where they lack memory."""
+
+Parts = tuple[tuple[DeviceSlot, ...], ...]
+"""Devices of each group; most are alone."""
+
+
+def plan_with_groups(
+    profile: Profile, cluster: Cluster, slots: Sequence[DeviceSlot] | None = None, **asked: Any
+) -> Choice:
+    """The plan with groups of devices that is over 1.03 times as fast as the best one without, where there is one; else
+    the latter.
+
+    Args:
+        profile: The model's; its ``widths`` say what can be divided.
+        cluster: Whose links connect the devices.
+        slots: The virtual worker's devices; by default all of the cluster.
+        asked: As :func:`~lightning_hetpipe.planning.search.choice.best_plan` takes it.
+
+    Raises:
+        SettingError: as ``best_plan`` does.
+    """
+    slots = cluster.slots if slots is None else tuple(slots)
+    plain = best_plan(profile, cluster, slots, **asked)
+    if not profile.widths or len(slots) == 1 or asked.get("ordered"):
+        return plain
+    search = _GroupSearch(profile, cluster, slots, plain, {**asked, "spread": False})
+    ways = [*search.ways()] if len(slots) <= MOST_DEVICES else []
+    if 0 < len(ways) <= MOST_WAYS:
+        for parts in sorted(ways, key=search.bound):
+            search.look(parts)
+    else:
+        search.join()
+    return search.found
+
+
+class _GroupSearch:
+    def __init__(
+        self,
+        profile: Profile,
+        cluster: Cluster,
+        slots: Sequence[DeviceSlot],
+        plain: Choice,
+        asked: Mapping[str, Any],
+    ) -> None:
+        self.found = plain
+        self._least = plain.rate * WORTH if plain.fits else 0.0
+        self._profile = profile
+        self._cluster = cluster
+        self._slots = tuple(slots)
+        self._asked = asked
+        self._stages = asked.get("stages") or 1
+        self._bounds: dict[tuple[DeviceSlot, ...], float] = {}
+
+    def ways(self) -> Iterator[Parts]:
+        """Each way to join devices that is not the same as another one with devices that are alike, at most one more
+        than are looked at."""
+        seen = set[tuple[object, ...]]()
+        for parts in _partitions(self._slots):
+            alike = tuple(sorted(tuple(sorted((each.node, repr(each.device)) for each in part)) for part in parts))
+            if len(parts) < len(self._slots) and alike not in seen:
+                seen.add(alike)
+                yield tuple(map(self._with_main_first, parts))
+                if len(seen) > MOST_WAYS:
+                    return
+
+    def join(self) -> None:
+        """Join two parts at a time."""
+        at: Parts = tuple((slot,) for slot in self._slots)
+        improves = True
+        while improves:
+            improves = False
+            for one, other in combinations(range(len(at)), 2):
+                if at[one][0].node == at[other][0].node:
+                    joined = self._with_main_first((*at[one], *at[other]))
+                    parts = (*(part for number, part in enumerate(at) if number not in (one, other)), joined)
+                    if self.look(parts):
+                        best, improves = parts, True
+            at = best if improves else at
+
+    def bound(self, parts: Parts) -> float:
+        """Seconds for each minibatch that no plan beats with these groups."""
+        return 1 / sum(1 / self._seconds(part) for part in parts)
+
+    def look(self, parts: Parts) -> bool:
+        """Plan with these groups; True if that is the best plan yet."""
+        if len(parts) < self._stages or self.bound(parts) * self._least >= 1:
+            return False
+        most: dict[tuple[DeviceSlot, ...], Sequence[float]] = {part: [1.0] * len(part) for part in parts}
+        for _ in range(RETRIES):
+            joined = _Joined(self._profile, self._cluster, parts, most)
+            found = joined.apart(best_plan(joined.profile, joined.cluster, joined.slots, **self._asked))
+            if not found.fits or found.rate <= self._least:
+                return False
+            lacking = [stage for stage in found.stages if stage.divided and stage.divided.overflow]
+            if not lacking:
+                self.found, self._least = found, found.rate
+                return True
+            for stage in lacking:
+                assert stage.divided is not None
+                most[stage.divided.slots] = stage.divided.room
+        return False
+
+    def _seconds(self, part: tuple[DeviceSlot, ...]) -> float:
+        if part not in self._bounds:
+            times = group_times(self._profile, self._cluster, part).times
+            self._bounds[part] = max(sum(each.forward + each.backward for each in times), 1e-12)
+        return self._bounds[part]
+
+    def _with_main_first(self, part: Iterable[DeviceSlot]) -> tuple[DeviceSlot, ...]:
+        """The device with most memory first; of several the fastest."""
+
+        def order(slot: DeviceSlot) -> tuple[float, float]:
+            memory = math.inf if slot.device.memory is None else slot.device.memory
+            return -memory, sum(each.forward + each.backward for each in self._profile.times_on(slot.device))
+
+        return tuple(sorted(part, key=order))
+
+
+class _Joined:
+    """The devices of each of ``parts`` as one.
+
+    Args:
+        profile: The model's.
+        cluster: Whose links connect the devices.
+        parts: The groups, and the devices that are alone.
+        most: Of each, the part of layers' units that its devices have room for.
+
+    Attributes:
+        profile: With the times of each group, by a name that stands for it.
+        cluster: With each group as one device.
+        slots: These.
+    """
+
+    def __init__(
+        self,
+        profile: Profile,
+        cluster: Cluster,
+        parts: Parts,
+        most: Mapping[tuple[DeviceSlot, ...], Sequence[float]],
+    ) -> None:
+        self._times = {part: group_times(profile, cluster, part, most[part]) for part in parts}
+        self._layers = profile.layers
+        prefix = [f"{node.name} " if len(cluster.nodes) > 1 else "" for node in cluster.nodes]
+        names = {part: prefix[part[0].node] + " + ".join(map(str, part)) for part in parts}
+        guessed = [part for part in parts if any(profile.name_of(slot.device) in profile.estimated for slot in part)]
+        nodes, places = list[Node](), dict[tuple[int, int], tuple[DeviceSlot, ...]]()
+        for number, node in enumerate(cluster.nodes):
+            here = [part for part in parts if part[0].node == number]
+            places |= {(number, index): part for index, part in enumerate(here)}
+            devices = [Device(names[part], part[0].device.memory) for part in here]
+            nodes.append(Node(node.name, devices or node.devices, node.own_link))
+        self.cluster = Cluster(nodes, cluster.between)
+        self._parts = {slot: places[at] for slot in self.cluster.slots if (at := (slot.node, slot.number)) in places}
+        self.slots = tuple(self._parts)
+        times = {names[part]: found.times for part, found in self._times.items()}
+        self.profile = replace(profile, times=times, estimated={names[part]: names[part] for part in guessed})
+
+    def apart(self, found: Choice) -> Choice:
+        """``found``, a plan for the groups, as one of their devices."""
+        idle = tuple(slot for each in found.idle for slot in self._parts[each])
+        return replace(found, stages=tuple(map(self._apart, found.stages)), idle=idle)
+
+    def _apart(self, stage: StageEstimate) -> StageEstimate:
+        part = self._parts[stage.slot]
+        counts = {n: own for n, own in self._times[part].counts.items() if stage.first <= n <= stage.last}
+        divided = DividedStage.of(stage, part, self.profile, counts) if counts else None
+        return replace(stage, slot=part[0], divided=divided)
+
+
+def _partitions(slots: Sequence[DeviceSlot]) -> Iterator[Parts]:
+    """Each way to put ``slots`` into parts of one node."""
+    if not slots:
+        yield ()
+        return
+    first, rest = slots[0], slots[1:]
+    near = [slot for slot in rest if slot.node == first.node]
+    for size in range(len(near) + 1):
+        for others in combinations(near, size):
+            for parts in _partitions([slot for slot in rest if slot not in others]):
+                yield ((first, *others), *parts)

@@ -1,0 +1,123 @@
+"""Layers that a group of devices divides: the counts, next to all that there are, and the times."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import accumulate
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_hetpipe.planning.model.cluster import Cluster, Device, Link, Node
+from lightning_hetpipe.planning.model.group_times import balanced, group_times
+from lightning_hetpipe.planning.model.layer_widths import LayerWidths, Width
+from lightning_hetpipe.planning.model.profile import LayerBytes, Profile, Times
+
+
+def every(units: int, members: int) -> Iterator[tuple[int, ...]]:
+    """All ways to add up to ``units``."""
+    if members == 1:
+        yield (units,)
+        return
+    for count in range(units + 1):
+        for others in every(units - count, members - 1):
+            yield (count, *others)
+
+
+@st.composite
+def seconds(draw: st.DrawFn) -> tuple[list[list[int]], int]:
+    units, members = draw(st.integers(1, 7)), draw(st.integers(1, 4))
+    steps = [draw(st.lists(st.integers(0, 5), min_size=units, max_size=units)) for _ in range(members)]
+    return [[0, *accumulate(own)] for own in steps], units
+
+
+@given(seconds())
+def test_no_counts_are_better(drawn: tuple[list[list[int]], int]) -> None:
+    own, units = drawn
+
+    def longest(counts: tuple[int, ...]) -> int:
+        return max(each[count] for each, count in zip(own, counts, strict=True))
+
+    found = balanced(own, units)
+    assert found is not None
+    assert sum(found) == units
+    best = min(map(longest, every(units, len(own))))
+    assert longest(found) == best
+    assert found == max(counts for counts in every(units, len(own)) if longest(counts) == best)
+
+
+def test_members_without_room_for_all_units() -> None:
+    assert balanced([[0, 1, 2], [0, 5]], 3) == (2, 1)
+    assert balanced([[0, 1], [0, 5]], 3) is None
+
+
+class TestSeconds:
+    def test_equal_parts_where_nothing_was_measured(self) -> None:
+        assert LayerWidths("divides", units=4).seconds("gpu", 8.0, 4) == [0.0, 2.0, 4.0, 6.0, 8.0]
+
+    def test_a_line_between_measurements(self) -> None:
+        widths = LayerWidths("divides", units=8, measured={"gpu": [Width(4, Times(1.0, 2.0))]})
+        assert widths.seconds("gpu", 4.0, 8) == [0.0, 0.75, 1.5, 2.25, 3.0, 3.25, 3.5, 3.75, 4.0]
+
+    def test_more_never_takes_less(self) -> None:
+        widths = LayerWidths("divides", units=2, measured={"gpu": [Width(1, Times(3.0, 6.0))]})
+        assert widths.seconds("gpu", 8.0, 2) == [0.0, 9.0, 9.0]
+
+    def test_a_layer_that_follows_has_its_part_of_another_ones_units(self) -> None:
+        widths = LayerWidths("follows", units=100, measured={"gpu": [Width(50, Times(1.0, 2.0))]})
+        assert widths.seconds("gpu", 4.0, 4) == [0.0, 1.5, 3.0, 3.5, 4.0]
+
+
+def profile(*layers: tuple[str, float], output: int = 0, units: int = 4) -> Profile:
+    """Layers of a role and so many seconds of the first device each; backwards take as long."""
+    return Profile(
+        "small",
+        1,
+        [LayerBytes(f"layer {number}", 8, 0, output) for number in range(len(layers))],
+        {"a": [Times(each / 2, each / 2, 0.5) for _, each in layers]},
+        {},
+        widths={
+            number: LayerWidths(role, [f"layer {number}"] * (role != "follows"), units)  # type: ignore[arg-type]
+            for number, (role, _) in enumerate(layers)
+            if role != "whole"
+        },
+    )
+
+
+def cluster(*speeds: float, link: Link | None = None) -> Cluster:
+    return Cluster([Node("box", [Device("a", speed=each) for each in speeds], link or Link(float("inf")))])
+
+
+def test_a_run_ends_where_nothing_follows() -> None:
+    found = profile(("divides", 8.0), ("follows", 4.0), ("sums", 8.0), ("follows", 4.0), ("whole", 2.0))
+    box = cluster(1.0, 1.0)
+    times = group_times(found, box, box.slots)
+    assert times.counts == {0: (2, 2), 2: (2, 2)}
+    assert [each.forward for each in times.times] == [2.0, 1.0, 2.0, 2.0, 1.0]
+    assert [each.update for each in times.times] == [0.5] * 5
+
+
+def test_uneven_devices_get_uneven_counts() -> None:
+    box = cluster(3.0, 1.0)
+    times = group_times(profile(("divides", 8.0)), box, box.slots)
+    assert times.counts == {0: (3, 1)}
+    assert times.times[0] == pytest.approx((1.0, 1.0, 0.5 / 3.0))
+
+
+def test_transfers_count() -> None:
+    """The input goes to the second device whole, and its part of the output comes back; gradients as well."""
+    box = cluster(1.0, 1.0, link=Link(4.0))
+    two = profile(("whole", 0.0), ("divides", 16.0), output=8)
+    times = group_times(two, box, box.slots)
+    assert times.counts == {1: (3, 1)}
+    assert times.times[1].forward + times.times[1].backward == 12.0
+    slow = cluster(1.0, 1.0, link=Link(1.0))
+    assert group_times(two, slow, slow.slots).counts == {}
+
+
+def test_a_member_gets_no_more_than_it_has_room_for() -> None:
+    box = cluster(1.0, 1.0)
+    assert group_times(profile(("divides", 8.0)), box, box.slots, [1.0, 0.25]).counts == {0: (3, 1)}
+    assert group_times(profile(("divides", 8.0)), box, box.slots, [1.0, 0.2]).counts == {}
+    assert group_times(profile(("divides", 8.0)), box, box.slots, [0.5, 0.25]).counts == {}
