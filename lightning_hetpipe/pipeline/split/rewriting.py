@@ -140,8 +140,9 @@ class _Rewriting:
         if (layout := self._layouts.get(given)) is None:
             return False
         if groups > 1:
-            size = int(sizes_of(given)[layout.dim]) // groups
-            return layout.outer == 1 and not any(count * layout.inner % size for count in layout.counts)
+            channels = sizes_of(given)[layout.dim]
+            size = channels // groups if isinstance(channels, int) else 0
+            return size > 0 and layout.outer == 1 and not any(count * layout.inner % size for count in layout.counts)
         return "conv" not in str(node.target) and layout.dim == len(sizes_of(given)) - 1
 
     def _dropout(self, node: fx.Node) -> Divided | None:
