@@ -289,7 +289,8 @@ class Host:
     def _group(
         self, members: int, shares: Sequence[float], counts: Mapping[str, Sequence[int]], home: int
     ) -> DeviceGroup:
-        return DeviceGroup([self._device.device] * members, ChannelCounts(shares, counts), home)
+        splits = {layer: tuple(own) for layer, own in counts.items()}
+        return DeviceGroup([self._device.device] * members, ChannelCounts(shares, splits), home)
 
     def _serve(self, stage: HostedStage, message: Any) -> None:
         if isinstance(message, orders.Begin):

@@ -126,8 +126,10 @@ class _Rewriting:
         options = {units: (outer, inner)}
         if groups_of(node) == 1:
             options.setdefault(held[1], (1, 1))
-        self._layers[name] = tuple(dict.fromkeys([*self._layers.get(name, ()), *options]))
-        if not self._counts.splits and self._goes_on(node):
+        before = self._layouts[input_of(node)] if self._goes_on(node) else None
+        also = [] if before is None else [before.units]
+        self._layers[name] = tuple(dict.fromkeys([*self._layers.get(name, ()), *options, *also]))
+        if before is not None and (not self._counts.splits or self._counts.splits.get(name) == before.counts):
             return None
         counts = self._counts.of(name, list(options))
         if counts is None:
