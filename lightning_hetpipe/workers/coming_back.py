@@ -7,10 +7,10 @@ leaves with the coordinator, in the session of the launch (``KeptBytes``):
     record      virtual worker 0, when the first epoch of a fit begins: the results of all gathers until then
     ready-i     virtual worker i, when Lightning loads the checkpoint that it resumes from
     state       virtual worker 0, when all have ended an epoch and somebody is ready: a checkpoint of Lightning's
-    seats       virtual worker 0, before the cut at which those that are ready become members: who takes part then
+    cut         virtual worker 0, before the cut at which those that have asked for seats become members: its number
 
-Between ``state`` and the cut the returning process loads the checkpoint, and asks for its seat in the session of the
-fit. All others wait meanwhile, for one lease at most.
+Between ``state`` and ``cut`` the returning process loads the checkpoint, and asks for its seat in the session of the
+fit. All others wait meanwhile, for one lease at most. After the cut all gather who takes part, which outlives servers.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from lightning_hetpipe.server.process.sessions import SessionChannel
 from lightning_hetpipe.server.protocol.messages import Leave, encode
 from lightning_hetpipe.server.transport.interface import STATUS, CallRefused, Channel, Unreachable
 
-RECORD, STATE, SEATS = "record", "state", "seats"
+RECORD, STATE, CUT = "record", "state", "cut"
 READY = "ready-"
 CHUNK = 16 << 20
 """Bytes that are left under one name at a time."""
@@ -60,7 +60,8 @@ class CameTooLate(VirtualWorkerLost):
 def too_late(index: int) -> CameTooLate:
     """The error of virtual worker ``index``, where there is no training any more to take part in."""
     return CameTooLate(
-        f"virtual worker {index} comes back to a run whose training is over; start all of them anew for another"
+        f"virtual worker {index} comes back to a run whose training is over, or that of its first fit, to which"
+        " alone one can come back; start all of them anew for another"
     )
 
 
@@ -171,25 +172,47 @@ class Returning:
             found = {} if content is None else _loaded(content)
             if found.get("over"):
                 raise too_late(self._index)
-            if found.get("vws", {}).get(self._index) == self._launch.member.incarnation:
+            mine = found.get("vws", {}).get(self._index) == self._launch.member.incarnation
+            if mine and self._has_fetched(found["parts"]):
                 break
             again.wait(_AGAIN if found else 0.0)  # that one is for others, or for an earlier process of this one
-        with self.checkpoint.open("wb") as file:
-            for part in range(found["parts"]):
-                file.write(recalled(self._launch, f"{STATE}-{part}"))
         self._state = found
 
-    def seats(self, cut: int) -> list[int]:
-        """The virtual workers that take part from ``cut`` on, at which this one has become a member.
+    def _has_fetched(self, parts: Sequence[str]) -> bool:
+        """Write the checkpoint; False if the others have taken it away, or a coordinator has lost it."""
+        with self.checkpoint.open("wb") as file:
+            for part in parts:
+                if (content := self._launch.recall(part, _ANNOUNCED)) is None:
+                    return False
+                file.write(content)
+        return True
+
+    def check_in_time(self) -> None:
+        """Check that the others still wait for this one to ask for its seat; else it would wait for one for ever.
 
         Raises:
-            CameTooLate: if this was another cut than that of the checkpoint.
+            CameTooLate: if they have gone on.
         """
-        if cut == self.cut:
-            seats = _loaded(recalled(self._launch, SEATS))
-            if seats["cut"] == cut and self._index in seats["vws"]:
-                return list(seats["vws"])
-        raise CameTooLate(
+        content = self._launch.recall(CUT, 0.0)
+        if content is not None and _loaded(content)["cut"] >= self.cut:
+            raise self._too_slow()
+
+    def seats(self, cut: int, told: Sequence[Sequence[int] | None]) -> Sequence[int]:
+        """The virtual workers that take part from ``cut`` on, at which this one has become a member.
+
+        Args:
+            told: The same of each of the others, None of those that come back.
+
+        Raises:
+            CameTooLate: if this was another cut than that of the checkpoint, or the others have not waited.
+        """
+        seats = next((each for each in told if each is not None), ())
+        if cut != self.cut or self._index not in seats:
+            raise self._too_slow()
+        return seats
+
+    def _too_slow(self) -> CameTooLate:
+        return CameTooLate(
             f"virtual worker {self._index} has taken longer than its lease to load the others' state, and they went on;"
             " raise WSPCallback(lease=...), and start it again"
         )
@@ -213,7 +236,7 @@ class Reception:
         self._launch, self._session, self._coordinator, self._lease = launch, session, coordinator, lease
         self.record = FitRecord()
         self._open = False
-        self._handed = 0
+        self._handed: list[str] = []
 
     def post(self) -> None:
         """Leave the record; from now on others may come back."""
@@ -244,13 +267,13 @@ class Reception:
 
         ``vws`` are as :meth:`ready` gave them.
         """
-        parts = 0
+        self._handed = []  # by names of their own, as one that is slow may still fetch those of an earlier cut
         with checkpoint.open("rb") as file:
             while content := file.read(CHUNK):
-                self._launch.keep(f"{STATE}-{parts}", content)
-                parts += 1
-        self._launch.keep(STATE, _written({"vws": dict(vws), "cut": cut, "parts": parts, "agreed": dict(agreed)}))
-        self._handed = parts
+                self._handed.append(f"{STATE}-{cut}-{len(self._handed)}")
+                self._launch.keep(self._handed[-1], content)
+        state = {"vws": dict(vws), "cut": cut, "parts": self._handed, "agreed": dict(agreed)}
+        self._launch.keep(STATE, _written(state))
 
     def await_askers(self, vws: Sequence[int], check: Callable[[], None]) -> list[int]:
         """Wait until all ``vws`` ask for a seat in the fit, for one lease at most; gives those that do."""
@@ -263,14 +286,14 @@ class Reception:
                 return here
             again.wait(_AGAIN)
 
-    def seat(self, vws: Sequence[int], cut: int) -> None:
-        """Tell who takes part from ``cut`` on."""
-        self._launch.keep(SEATS, _written({"vws": list(vws), "cut": cut}))
+    def go_on(self, cut: int) -> None:
+        """Tell those that have not asked for seats at ``cut`` that nobody waits for them."""
+        self._launch.keep(CUT, _written({"cut": cut}))
 
     def clear(self, vws: Mapping[int, int]) -> None:
         """Take away what was left for ``vws``, as :meth:`ready` gave them."""
         ready = [f"{READY}{vw}-{incarnation}" for vw, incarnation in vws.items()]
-        for name in (STATE, *(f"{STATE}-{part}" for part in range(self._handed)), *ready):
+        for name in (STATE, *self._handed, *ready):
             self._launch.keep(name, b"")
 
 

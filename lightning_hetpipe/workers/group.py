@@ -39,6 +39,9 @@ from lightning_hetpipe.workers.join_handshake import JoinHandshake
 from lightning_hetpipe.workers.large_gathers import gather_in_chunks
 from lightning_hetpipe.workers.seats import Seats
 
+SEATS = "the seats from a return on"
+"""Name of the gather in which those that come back learn who takes part."""
+
 SESSIONS = "HETPIPE_SESSIONS"
 """A variable for children of our launcher: the number of sessions before they were started."""
 
@@ -112,6 +115,7 @@ class Group:
         self._on_return = on_return
         self.seats = Seats(index, size)
         self._gathers = 0  # in the session of the launch
+        self._heard: list[tuple[Departed, bool]] = []  # departures, while this process comes back
 
     @property
     def coordinator(self) -> str:
@@ -205,18 +209,29 @@ class Group:
         returning.check(_next_session("fit"), settings)
         _sessions()["fit"] = int(record.session.rpartition("-")[2])
         returning.await_state()
+        returning.check_in_time()
         self._fit, weights = self._handshake.join(record.session, named, record.settings, homes=record.homes)
         self._fit_ordinal = itertools.count(1)
-        self.seats.taken = returning.seats(self._fit.member.cut)
+        self.seats.taken = returning.seats(self._fit.member.cut, self._gather_live(None, SEATS))
         self.seats.agreed = returning.agreed
-        self._welcome(returning.asked)
+        assert self._launch is not None
+        assert self._launch.member.commit_index is not None
+        there = {each.vw: each.incarnation for each in self._launch.member.commit_index.members}
+        self._welcome({**there, **returning.asked})
         return weights
 
     def begin_epoch(self) -> None:
-        """An epoch begins: a process that comes back gathers with the others from now on."""
+        """An epoch begins: others may come back from now on."""
         self._has_taken_part = True
-        if self.seats.begin_epoch(self._gathers):
-            self._handshake.returns = False
+        self.seats.begin_epoch(self._gathers)
+
+    def take_part(self) -> None:
+        """Gather with the others from now on, in a process that has come back."""
+        self.seats.take_part()
+        self._handshake.returns = False
+        heard, self._heard = self._heard, []
+        for departed, of_fit in heard:
+            self._lose(departed, of_fit)
 
     def readmit(self, vws: Mapping[int, int], checkpoint: Path, cut: int) -> list[int]:
         """Give ``vws`` seats, from ``cut`` on. All call it between two epochs; gives those that have taken them.
@@ -232,6 +247,7 @@ class Group:
         self.seats.deal(seats, cut)
         self.weights.arrive(cut, admit=True)
         self.passed_cut()
+        self.gather(seats, SEATS)  # tells those that have come back; what a coordinator keeps would be lost with it
         return self._welcome(vws)
 
     def _welcome(self, vws: Mapping[int, int]) -> list[int]:
@@ -266,6 +282,9 @@ class Group:
         """Note a departure, from any thread: the others go on without that one, but not without virtual worker 0."""
         vw, why = departed.vw, departed.why
         if self.seats.is_of_former(departed, of_fit):
+            return
+        if self._handshake.returns and vw:  # who of those has come back is known once this one has its seat
+            self._heard.append((departed, of_fit))
             return
         if not why:  # it has ended as it should; where it has left the launch, nobody is to wait for it any more
             if not of_fit:
@@ -305,6 +324,9 @@ class Group:
             return [value]
         if self.seats.returning is not None:
             return self.seats.returning.answer(what)
+        return self._gather_live(value, what)
+
+    def _gather_live(self, value: Any, what: str) -> list[Any]:
         buffer = io.BytesIO()
         torch.save((what, value), buffer)
         found: dict[int, bytearray] = defaultdict(bytearray)

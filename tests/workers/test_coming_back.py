@@ -75,6 +75,7 @@ def test_it_is_answered_from_the_record_until_it_has_a_seat(
     assert returning.checkpoint.read_bytes() == saved.read_bytes()
     assert lost.back == [1]
     lost.groups[1] = again
+    again.take_part()
     lost.both("begin_epoch", lambda index: ())
     assert again.seats.returning is None
     assert again.agree("other", "the choice of in_flight") == [0, 1]
@@ -173,3 +174,25 @@ def test_what_a_coordinator_has_lost_is_asked_for_again(exits: ExitStack, monkey
     with pytest.raises(RemoteFault, match="is not kept any more"):
         until_answered(FetchKept(0, launch.member.incarnation, "two", 5), into=[memoryview(bytearray(5))])
     lost.groups[0].close()
+
+
+def test_one_that_takes_longer_than_a_lease_is_told_so(
+    exits: ExitStack, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It asked for a seat that nobody gave any more, and waited for an hour."""
+    lost = Lost(exits, monkeypatch)
+    first, again = lost.groups[0], lost.again
+    again.open()
+    returning, launch = again.seats.returning, again._launch
+    assert returning is not None
+    assert launch is not None
+    launch.keep(f"ready-1-{launch.member.incarnation}", b"1")
+    saved = tmp_path / "state.ckpt"
+    saved.write_bytes(b"state")
+    readmitted = lost.threads.submit(first.readmit, first.seats.ready(), saved, CUT)
+    returning.await_state()
+    assert readmitted.result(SECONDS) == []
+    with pytest.raises(CameTooLate, match=r"taken longer than its lease .* raise WSPCallback\(lease=") as late:
+        again.enter_fit(NAMED, ())
+    again.part(why=late.value.how)
+    first.close()
