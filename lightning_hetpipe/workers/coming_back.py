@@ -7,10 +7,10 @@ leaves with the coordinator, in the session of the launch (``KeptBytes``):
     record      virtual worker 0, when the first epoch of a fit begins: the results of all gathers until then
     ready-i     virtual worker i, when Lightning loads the checkpoint that it resumes from
     state       virtual worker 0, when all have ended an epoch and somebody is ready: a checkpoint of Lightning's
-    cut         virtual worker 0, before the cut at which those that have asked for seats become members: its number
+    seats       virtual worker 0, before the cut at which those that are ready become members: who takes part then
 
-Between ``state`` and ``cut`` the returning process loads the checkpoint, and asks for its seat in the session of the
-fit. All others wait meanwhile, for one lease at most. After the cut all gather who takes part, which outlives servers.
+Between ``state`` and the cut the returning process loads the checkpoint, and asks for its seat in the session of the
+fit. All others wait meanwhile, for one lease at most.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ from lightning_hetpipe.server.process.sessions import SessionChannel
 from lightning_hetpipe.server.protocol.messages import Leave, encode
 from lightning_hetpipe.server.transport.interface import STATUS, CallRefused, Channel, Unreachable
 
-RECORD, STATE, CUT = "record", "state", "cut"
+RECORD, STATE, SEATS = "record", "state", "seats"
 READY = "ready-"
 CHUNK = 16 << 20
 """Bytes that are left under one name at a time."""
@@ -55,6 +56,18 @@ class CameTooLate(VirtualWorkerLost):
 
     def __init__(self, message: str) -> None:
         super().__init__(message, "it came back too late")
+
+
+class SeatMissed(CameTooLate):
+    """A returning process has no seat, as the others have gone on without it; a later one of it may get one."""
+
+    may_return = True
+
+    def __init__(self, lease: float) -> None:
+        super().__init__(
+            "it had no seat when they went on from the state that it had loaded; if that takes longer than its lease of"
+            f" {lease:g} s, raise WSPCallback(lease=...)"
+        )
 
 
 def too_late(index: int) -> CameTooLate:
@@ -90,10 +103,11 @@ class Returning:
     Args:
         launch: Its client in the session of the launch.
         size: N.
+        lease: Seconds that the others wait for it.
     """
 
-    def __init__(self, launch: Client, index: int, size: int) -> None:
-        self._launch, self._index, self._size = launch, index, size
+    def __init__(self, launch: Client, index: int, size: int, lease: float) -> None:
+        self._launch, self._index, self._size, self._lease = launch, index, size, lease
         say(f"virtual worker {index} comes back to a run that goes on, and takes part from its next epoch on")
         self.record = FitRecord(**_loaded(recall_parts(launch, RECORD)))
         if not self.record.session:
@@ -179,7 +193,7 @@ class Returning:
         self._state = found
 
     def _has_fetched(self, parts: Sequence[str]) -> bool:
-        """Write the checkpoint; False if the others have taken it away, or a coordinator has lost it."""
+        """Write the checkpoint; False if the others have gone on, and taken away what is left of it."""
         with self.checkpoint.open("wb") as file:
             for part in parts:
                 if (content := self._launch.recall(part, _ANNOUNCED)) is None:
@@ -187,35 +201,17 @@ class Returning:
                 file.write(content)
         return True
 
-    def check_in_time(self) -> None:
-        """Check that the others still wait for this one to ask for its seat; else it would wait for one for ever.
-
-        Raises:
-            CameTooLate: if they have gone on.
-        """
-        content = self._launch.recall(CUT, 0.0)
-        if content is not None and _loaded(content)["cut"] >= self.cut:
-            raise self._too_slow()
-
-    def seats(self, cut: int, told: Sequence[Sequence[int] | None]) -> Sequence[int]:
+    def seats(self, cut: int) -> list[int]:
         """The virtual workers that take part from ``cut`` on, at which this one has become a member.
 
-        Args:
-            told: The same of each of the others, None of those that come back.
-
         Raises:
-            CameTooLate: if this was another cut than that of the checkpoint, or the others have not waited.
+            SeatMissed: if this was another cut than that of the checkpoint.
         """
-        seats = next((each for each in told if each is not None), ())
-        if cut != self.cut or self._index not in seats:
-            raise self._too_slow()
-        return seats
-
-    def _too_slow(self) -> CameTooLate:
-        return CameTooLate(
-            f"virtual worker {self._index} has taken longer than its lease to load the others' state, and they went on;"
-            " raise WSPCallback(lease=...), and start it again"
-        )
+        if cut == self.cut:
+            seats = _loaded(recalled(self._launch, SEATS))
+            if seats["cut"] == cut and self._index in seats["vws"]:
+                return list(seats["vws"])
+        raise SeatMissed(self._lease)
 
     def close(self) -> None:
         """Delete the checkpoint."""
@@ -251,14 +247,9 @@ class Reception:
             self._launch.keep(STATE, _written({"over": True}))
 
     def ready(self) -> dict[int, int]:
-        """The virtual workers that are ready to come back, each with its incarnation in the session of the launch.
-
-        Leaves the record again where a coordinator has lost it.
-        """
+        """The virtual workers that are ready to come back, each with its incarnation in the session of the launch."""
         status = status_of(self._coordinator, self._session, self._lease)
         kept, members = status.get("kept", []), status.get("members", [])
-        if self._open and status and RECORD not in kept:
-            self.post()
         alive = {f"{READY}{each['vw']}-{each['incarnation']}": each for each in members}
         return {each["vw"]: each["incarnation"] for name, each in alive.items() if name in kept}
 
@@ -267,13 +258,12 @@ class Reception:
 
         ``vws`` are as :meth:`ready` gave them.
         """
-        self._handed = []  # by names of their own, as one that is slow may still fetch those of an earlier cut
-        with checkpoint.open("rb") as file:
-            while content := file.read(CHUNK):
-                self._handed.append(f"{STATE}-{cut}-{len(self._handed)}")
-                self._launch.keep(self._handed[-1], content)
-        state = {"vws": dict(vws), "cut": cut, "parts": self._handed, "agreed": dict(agreed)}
-        self._launch.keep(STATE, _written(state))
+        # By names of their own, as one that is slow may still fetch those of an earlier cut.
+        parts = [f"{STATE}-{cut}-{part}" for part in range(-(-checkpoint.stat().st_size // CHUNK))]
+        for part, name in enumerate(parts):
+            self._launch.keep(name, partial(_chunk, checkpoint, part))
+        self._launch.keep(STATE, _written({"vws": dict(vws), "cut": cut, "parts": parts, "agreed": dict(agreed)}))
+        self._handed = parts
 
     def await_askers(self, vws: Sequence[int], check: Callable[[], None]) -> list[int]:
         """Wait until all ``vws`` ask for a seat in the fit, for one lease at most; gives those that do."""
@@ -286,15 +276,15 @@ class Reception:
                 return here
             again.wait(_AGAIN)
 
-    def go_on(self, cut: int) -> None:
-        """Tell those that have not asked for seats at ``cut`` that nobody waits for them."""
-        self._launch.keep(CUT, _written({"cut": cut}))
+    def seat(self, vws: Sequence[int], cut: int) -> None:
+        """Tell who takes part from ``cut`` on."""
+        self._launch.keep(SEATS, _written({"vws": list(vws), "cut": cut}))
 
     def clear(self, vws: Mapping[int, int]) -> None:
         """Take away what was left for ``vws``, as :meth:`ready` gave them."""
         ready = [f"{READY}{vw}-{incarnation}" for vw, incarnation in vws.items()]
         for name in (STATE, *self._handed, *ready):
-            self._launch.keep(name, b"")
+            self._launch.keep(name, None)
 
 
 def leave_parts(client: Client, name: str, content: bytes) -> None:
@@ -363,6 +353,12 @@ def end_former(channel: Channel, vw: int, seconds: float) -> None:
             leave = encode(Leave(vw, incarnation, "", "started again"))
             with suppress(Unreachable, CallRefused):  # then its lease runs out
                 SessionChannel(channel, name).call(COORDINATOR_METHOD, leave, timeout=seconds)
+
+
+def _chunk(path: Path, number: int) -> bytes:
+    with path.open("rb") as file:
+        file.seek(number * CHUNK)
+        return file.read(CHUNK)
 
 
 def _written(values: Any) -> bytes:

@@ -45,7 +45,7 @@ class Seats:
         if self._index == 0:
             self._reception = Reception(launch, session, coordinator, lease)
         elif returns:
-            self.returning = Returning(launch, self._index, self._size)
+            self.returning = Returning(launch, self._index, self._size, lease)
 
     def close(self) -> None:
         """Delete what a process that comes back was given."""
@@ -106,7 +106,7 @@ class Seats:
         """Have ``taken`` be the seats from ``cut`` on."""
         self.taken = taken
         if self._reception is not None:
-            self._reception.go_on(cut)
+            self._reception.seat(taken, cut)
 
     def settle(self, back: Sequence[int], asked: Mapping[int, int], members: CommitIndex) -> None:
         """Note that ``back`` have become members.

@@ -15,7 +15,7 @@ from lightning_hetpipe import WSPCallback
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.server.protocol.identifiers import RemoteFault
 from lightning_hetpipe.server.protocol.messages import FetchKept, KeepBytes
-from lightning_hetpipe.workers.coming_back import CameTooLate
+from lightning_hetpipe.workers.coming_back import CameTooLate, SeatMissed
 from lightning_hetpipe.workers.group import Group
 from tests.workers.test_group import LEASE, SECONDS, Pair
 from tests.wsp.faults import until
@@ -81,6 +81,27 @@ def test_it_is_answered_from_the_record_until_it_has_a_seat(
     assert again.agree("other", "the choice of in_flight") == [0, 1]
     lost.both("gather", lambda index: (index, "the end of an epoch"))
     lost.close()
+
+
+def test_one_that_asks_for_a_seat_too_late_may_be_started_again(
+    exits: ExitStack, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The others went on without it, and it waited for the next one to come back, or the end of the run."""
+    monkeypatch.setattr("lightning_hetpipe.workers.join_handshake.LEASES_FOR_A_SEAT", 0.5)
+    lost = Lost(exits, monkeypatch)
+    first, again = lost.groups[0], lost.again
+    again.open()
+    entered = lost.threads.submit(again.enter_fit, NAMED, ())
+    until(lambda: bool(first.seats.ready()), "it does not come")
+    saved = tmp_path / "state.ckpt"
+    saved.write_bytes(b"state")
+    first.seats.offer(first.seats.ready(), saved, CUT, first.check)  # and no cut
+    with pytest.raises(SeatMissed, match="it had no seat when they went on") as missed:
+        entered.result(SECONDS)
+    assert missed.value.may_return
+    first.check()
+    again.part(why=missed.value.how)
+    first.close()
 
 
 def test_a_failure_of_one_that_comes_back_is_its_own(exits: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,25 +195,3 @@ def test_what_a_coordinator_has_lost_is_asked_for_again(exits: ExitStack, monkey
     with pytest.raises(RemoteFault, match="is not kept any more"):
         until_answered(FetchKept(0, launch.member.incarnation, "two", 5), into=[memoryview(bytearray(5))])
     lost.groups[0].close()
-
-
-def test_one_that_takes_longer_than_a_lease_is_told_so(
-    exits: ExitStack, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """It asked for a seat that nobody gave any more, and waited for an hour."""
-    lost = Lost(exits, monkeypatch)
-    first, again = lost.groups[0], lost.again
-    again.open()
-    returning, launch = again.seats.returning, again._launch
-    assert returning is not None
-    assert launch is not None
-    launch.keep(f"ready-1-{launch.member.incarnation}", b"1")
-    saved = tmp_path / "state.ckpt"
-    saved.write_bytes(b"state")
-    readmitted = lost.threads.submit(first.readmit, first.seats.ready(), saved, CUT)
-    returning.await_state()
-    assert readmitted.result(SECONDS) == []
-    with pytest.raises(CameTooLate, match=r"taken longer than its lease .* raise WSPCallback\(lease=") as late:
-        again.enter_fit(NAMED, ())
-    again.part(why=late.value.how)
-    first.close()

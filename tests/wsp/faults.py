@@ -1,11 +1,11 @@
 """Faults by address, inside a virtual worker: what happens before, after or amid its n-th message of a kind.
 
-An address: {"vw": 1, "room": "fit-1", "message": "StageUpdate", "nth": 2, "when": "middle", "what": "server"}; without
-"nth" it is every one. With "once": "pushed" it happens when the other virtual workers have pushed their updates of the
-wave, with "wait", when they wait at a cut, with "held", when the first one is held. With "mark": a path, it happens
-where no such file is, and makes it: in the first of several processes of a virtual worker; with "since": where one is,
-in later ones. The middle of a message is half-way through its body, which then goes by gRPC; with "shared" it is when
-the other side has been told where in shared memory the body lies.
+An address: {"vw": 1, "room": "fit-1", "message": "StageUpdate", "nth": 2, "when": "middle", "what": "server"};
+without "nth" it is every one. With "once": "pushed" it happens when the other virtual workers have pushed their updates
+of the wave, with "wait", when they wait at a cut, with "held", when the first one is held. With "mark": a path, it
+happens where no such file is, and makes it: in the first of several processes of a virtual worker. The middle of a
+message is half-way through its body, which then goes by gRPC; with "shared" it is when the other side has been told
+where in shared memory the body lies.
 """
 
 from __future__ import annotations
@@ -151,8 +151,6 @@ class Injector:
             nth = self._counts[room, message] = self._counts.get((room, message), 0) + 1
         for fault in self._faults:
             if (fault["room"], fault["message"], fault.get("nth", nth)) == (room, message, nth):
-                if "since" in fault and not Path(fault["since"]).exists():
-                    continue
                 if "mark" in fault and Path(fault["mark"]).exists():
                     continue
                 if "mark" in fault:

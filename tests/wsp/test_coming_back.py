@@ -160,18 +160,34 @@ def test_two_come_back_at_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("message", "nth"), [("AskForKept", 3), ("FetchKept", 4), ("Gather", 1)])
+@pytest.mark.parametrize(("message", "nth"), [("AskForKept", 3), ("FetchKept", 4)])
 def test_one_comes_back_also_where_the_server_dies_while_it_waits(message: str, nth: int, tmp_path: Path) -> None:
-    """Or while it gets the state, which is gone then, or is about to learn who takes part.
+    """Or while it gets the state, which is gone then.
 
     To the third epoch or the last one: virtual worker 0 may have seen that it is ready before that was forgotten.
     """
-    address = {"vw": 1, "room": "fit-1" if message == "Gather" else "talk-1", "message": message, "nth": nth}
-    server = {**address, "when": "before", "what": "server", "since": str(tmp_path / "mark")}
+    server = {"vw": 1, "room": "talk-1", "message": message, "nth": nth, "when": "before", "what": "server"}
     recorded: dict[str, Any] = {"log": str(tmp_path / "decisions"), "awaits": "all"}
     job = coming_back(tmp_path, faults=[{**server, "mark": str(tmp_path / "another mark")}], **recorded)
     said = ended_well(job)
     assert "is started again (no more restarts)" in said
+    assert "the parameter server died by SIGKILL and was started again" in said
+    check_recorded(job, job.written(), epochs_of(tmp_path / "decisions"), 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("after", [3, 5], ids=["a part of the state is left", "it is left who takes part"])
+def test_one_comes_back_also_where_the_server_dies_once(after: int, tmp_path: Path) -> None:
+    """All that was left there was lost: virtual worker 1 had a seat, and asked for ever who else has.
+
+    Where it has none, as the new server had not heard of its wish in time, its next process has one later.
+    """
+    server = {"vw": 0, "room": "talk-1", "message": "KeepBytes", "nth": after, "when": "after", "what": "server"}
+    another = {**server, "mark": str(tmp_path / "another mark")}
+    recorded: dict[str, Any] = {"log": str(tmp_path / "decisions"), "awaits": "all"}
+    recorded |= {"wsp": {"restarts": 2}, "trainer": {"max_epochs": 6}}
+    job = coming_back(tmp_path, faults=[another], **recorded)
+    said = ended_well(job)
     assert "the parameter server died by SIGKILL and was started again" in said
     check_recorded(job, job.written(), epochs_of(tmp_path / "decisions"), 2)
 
