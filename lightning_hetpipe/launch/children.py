@@ -292,6 +292,8 @@ class Children:
             self._restarts.clear()
         for child in self._still():  # one that was started again may be about to come back to a run that is over
             self._tell(child, {})
+            if lost_workers.has_lost(child.worker):  # and one that was stopped ends once it goes on
+                child.send(signal.SIGCONT)
         soon = NOTICE_AFTER if end_timeout is None else min(end_timeout, NOTICE_AFTER)
         if not self._gone(soon) and soon != end_timeout:
             who = ", ".join(map(str, self._still()))

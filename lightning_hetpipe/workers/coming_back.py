@@ -153,6 +153,10 @@ class Returning:
                 )
 
     @property
+    def _ready(self) -> str:
+        return f"{READY}{self._index}-{self._launch.member.incarnation}"
+
+    @property
     def checkpoint(self) -> Path:
         """The checkpoint to resume from, which is there after :meth:`await_state`."""
         if self._folder is None:
@@ -181,7 +185,7 @@ class Returning:
         again = threading.Event()
         while True:
             # Again and again, as a coordinator that was started again has forgotten it.
-            self._launch.keep(f"{READY}{self._index}-{self._launch.member.incarnation}", b"1")
+            self._launch.keep(self._ready, b"1")
             content = self._launch.recall(STATE, _ANNOUNCED)
             found = {} if content is None else _loaded(content)
             if found.get("over"):
@@ -210,6 +214,7 @@ class Returning:
         if cut == self.cut:
             seats = _loaded(recalled(self._launch, SEATS))
             if seats["cut"] == cut and self._index in seats["vws"]:
+                self._launch.keep(self._ready, None)
                 return list(seats["vws"])
         raise SeatMissed(self._lease)
 
