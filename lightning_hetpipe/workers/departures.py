@@ -36,7 +36,7 @@ class Departures:
             departed: Who has departed, and why.
             of_fit: Whether the session of a fit says so.
             in_fit: Whether there is a fit, whose session will say it as well, and after how many waves.
-            is_told: Whether it is news. One that comes to a run that goes on hears of all that were ever lost.
+            is_told: Whether it is news, which is told here.
         """
         vw, why = departed.vw, departed.why
         if vw in self.lost:
