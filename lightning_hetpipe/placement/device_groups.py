@@ -8,6 +8,7 @@ from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.pipeline.split.member_pool import DeviceGroup
 from lightning_hetpipe.placement.device_placement import DevicePlacement
 from lightning_hetpipe.planning.model.cluster import DeviceSlot
+from lightning_hetpipe.planning.model.estimate import StageEstimate
 from lightning_hetpipe.planning.plan.document import Plan
 from lightning_hetpipe.rules.channel_counts import ChannelCounts
 
@@ -25,6 +26,18 @@ def planned_groups(plan: Plan, placement: DevicePlacement) -> dict[int, DeviceGr
             home = places.index((stage.node, stage.device_number))
             found[number] = DeviceGroup([placement.device(slot) for slot in slots], counts, home)
     return found
+
+
+def chosen_groups(stages: Sequence[StageEstimate], placement: DevicePlacement) -> dict[int, DeviceGroup]:
+    """The group of each of ``stages`` for which one was chosen."""
+    return {
+        number: DeviceGroup(
+            [placement.device(slot) for slot in stage.divided.slots],
+            ChannelCounts(stage.divided.shares, stage.divided.counts),
+        )
+        for number, stage in enumerate(stages)
+        if stage.divided is not None
+    }
 
 
 def shared_out(
