@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from statistics import median
+from functools import partial
+from math import inf
 from typing import Any
 
 import torch
@@ -27,11 +28,11 @@ from lightning_hetpipe.planning.model.layer_widths import LayerWidths, Width
 from lightning_hetpipe.planning.model.profile import Times
 from lightning_hetpipe.rules.channel_counts import ChannelCounts
 
-PARTS = (0.25, 0.5, 0.75)
+PARTS = (0.25, 0.5, 0.75, 1.0)
 """Parts of a layer's channels that are measured, as far as its units allow them."""
 
-WARM_UP, ROUNDS = 1, 5
-"""Rounds of each part; the median of the latter counts."""
+ROUNDS = 6
+"""Rounds in which parts take turns; the least times count, as whatever disturbs adds to them."""
 
 
 def layer_widths(pieces: Sequence[Piece]) -> dict[int, LayerWidths]:
@@ -50,11 +51,7 @@ def layer_widths(pieces: Sequence[Piece]) -> dict[int, LayerWidths]:
 
 
 def measured_widths(
-    profiling: ProfilingInput,
-    device: torch.device,
-    name: str,
-    whole: Sequence[Times],
-    tick: Callable[[], object] = lambda: None,
+    profiling: ProfilingInput, device: torch.device, name: str, tick: Callable[[], object] = lambda: None
 ) -> dict[int, LayerWidths]:
     """As :func:`layer_widths`, with times of layers that begin to be divided, on ``device``.
 
@@ -62,7 +59,6 @@ def measured_widths(
         profiling: The watched step.
         device: Where they are measured.
         name: Of the device, in a profile.
-        whole: Times of each layer there.
         tick: Called after each layer.
     """
     found = layer_widths(profiling.pieces)
@@ -70,62 +66,55 @@ def measured_widths(
         widths = found.get(number)
         if widths is not None and widths.units:
             with own_state(ProcessState.seeded(0, 0, "widths")):
-                calls = [
-                    (Microbenchmark(
-                        layer, value, piece, profiling.generators, profiling.default_dtype, device, profiling.finetuned
-                    ), times)
-                    for value, times in values
-                ]  # fmt: skip
-                own = {each.part: each for each in (_width(layer, calls, widths, wanted) for wanted in PARTS) if each}
-            found[number] = replace(widths, measured={name: [*own.values(), Width(1.0, whole[number])]})
+                made = (profiling.generators, profiling.default_dtype, device, profiling.finetuned)
+                calls = [(Microbenchmark(layer, value, piece, *made), times) for value, times in values]
+                own = _widths(layer, calls, widths.units)
+            found[number] = replace(widths, measured={name: own} if own else {})
         tick()
     return found
 
 
-def _width(
-    layer: Layer, calls: Sequence[tuple[Microbenchmark, int]], widths: LayerWidths, wanted: float
-) -> Width | None:
-    """Time of about the ``wanted`` part of ``layer``, in all of its calls; None where its units have no such part."""
-    counts = {name: min(units - 1, max(1, round(wanted * units))) for name, units in widths.units.items()}
-    splits = {name: (count, widths.units[name] - count) for name, count in counts.items() if count}
-    if len(splits) < len(widths.units):
-        return None
+def _widths(layer: Layer, calls: Sequence[tuple[Microbenchmark, int]], units: Mapping[str, int]) -> list[Width]:
+    """Times of the parts of ``layer`` that its units can be divided in, in all of its calls together."""
+    counts = {share: {name: round(share * number) for name, number in units.items()} for share in PARTS}
+    parts = [share for share in PARTS if all(counts[share].values())]
     joined = joined_graph([layer], 0)
-    made = split_graph(joined, ChannelCounts((1.0, 1.0), splits), 2)
-    forward = backward = 0.0
-    for benchmark, times in calls:
-        one = _member_times(benchmark, joined, [*made.regions.values()])
-        forward, backward = forward + times * one.forward, backward + times * one.backward
-    name = next(iter(widths.units))
-    return Width(counts[name] / widths.units[name], Times(forward, backward))
+    jobs: dict[float, list[Callable[[], Times]]] = {share: [] for share in parts}
+    for share in parts:
+        splits = {name: (count, units[name] - count) for name, count in counts[share].items()}
+        regions = split_graph(joined, ChannelCounts((1.0, 1.0), splits), 2).regions.values()
+        for benchmark, times in calls:
+            known = _values(benchmark, joined)
+            for region in regions:
+                if region.gives[0]:
+                    leaves = _leaves(region, known, benchmark.device)
+                    jobs[share] += [partial(_member_times, benchmark, region.graphs[0], leaves)] * times
+    least = {share: [Times(inf, inf)] * len(jobs[share]) for share in parts}
+    for _ in range(ROUNDS):
+        for share in parts:
+            least[share] = [
+                Times(*map(min, job(), before)) for job, before in zip(jobs[share], least[share], strict=True)
+            ]
+    name, whole = next(iter(units.items()))
+    return [Width(counts[share][name] / whole, Times(*map(sum, zip(*least[share], strict=True)))) for share in parts]
 
 
-def _member_times(benchmark: Microbenchmark, joined: JoinedGraph, regions: Sequence[Region]) -> Times:
-    """Seconds of the first member in all ``regions``."""
-    known = _values(benchmark, joined)
-    jobs = [(region.graphs[0], _leaves(region, known, benchmark.device)) for region in regions if region.gives[0]]
-    rounds: list[tuple[float, float]] = []
-    for _ in range(WARM_UP + ROUNDS):
-        total = [0.0, 0.0]
-        for graph, leaves in jobs:
-            with torch.enable_grad(), benchmark.opened():
-                fresh = [
-                    each.detach().requires_grad_(each.requires_grad) if isinstance(each, Tensor) else each
-                    for each in leaves
-                ]
-                began = time.perf_counter()
-                outputs = graph(*fresh)
-                _wait(benchmark.device)
-                turned = time.perf_counter()
-                ones = [torch.ones_like(each) if each.is_floating_point() else None for each in outputs]
-                wanted = [each for each in fresh if isinstance(each, Tensor) and each.requires_grad]
-                started = time.perf_counter()
-                gradients(outputs, ones, wanted)
-                _wait(benchmark.device)
-            total[0] += turned - began
-            total[1] += time.perf_counter() - started
-        rounds.append((total[0], total[1]))
-    return Times(*map(median, zip(*rounds[WARM_UP:], strict=True)))
+def _member_times(benchmark: Microbenchmark, graph: fx.GraphModule, leaves: Sequence[Any]) -> Times:
+    """Seconds of one forward and backward of the member's ``graph``."""
+    with torch.enable_grad(), benchmark.opened():
+        fresh = [
+            each.detach().requires_grad_(each.requires_grad) if isinstance(each, Tensor) else each for each in leaves
+        ]
+        began = time.perf_counter()
+        outputs = graph(*fresh)
+        _wait(benchmark.device)
+        turned = time.perf_counter()
+        ones = [torch.ones_like(each) if each.is_floating_point() else None for each in outputs]
+        wanted = [each for each in fresh if isinstance(each, Tensor) and each.requires_grad]
+        started = time.perf_counter()
+        gradients(outputs, ones, wanted)
+        _wait(benchmark.device)
+        return Times(turned - began, time.perf_counter() - started)
 
 
 def _values(benchmark: Microbenchmark, joined: JoinedGraph) -> dict[fx.Node, Any]:

@@ -58,7 +58,7 @@ def profiled(
             one = replace(one, speeds={name: measured_speed(device)})
         if with_widths and not one.widths:
             with bar(f"measuring parts of layers on {name}", len(one.layers)) as tick:
-                one = replace(one, widths=measured_widths(profiling, device, name, one.times[name], tick))
+                one = replace(one, widths=measured_widths(profiling, device, name, tick))
         if cache is not None and one is not before:
             cache.put(conditions(profiling, name, precision).key(), one)
         found = one if found is None else _joined(found, one)
