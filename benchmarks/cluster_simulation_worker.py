@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Self
 
 import lightning as L
 import torch
@@ -62,7 +62,7 @@ class Task:
         return json.dumps(asdict(self))
 
     @classmethod
-    def from_json(cls, text: str) -> "Task":
+    def from_json(cls, text: str) -> Self:
         """Reads what `to_json` wrote."""
         values: dict[str, Any] = json.loads(text)
         pads = tuple(tuple((forward, backward) for forward, backward in own) for own in values.pop("pads"))

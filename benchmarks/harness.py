@@ -128,13 +128,15 @@ class Outcome:
 class Process:
     """A Python module to run as a process of its own; `threads` None leaves torch at its default thread count.
 
-    `prefix` is a command that runs it, such as `ip netns exec NAME`.
+    `prefix` is a command that runs it, such as `ip netns exec NAME`; `codes` are exit codes with which it has not
+    failed.
     """
 
     module: str
     arguments: tuple[str, ...]
     threads: int | None = 1
     prefix: tuple[str, ...] = ()
+    codes: tuple[int, ...] = (0,)
 
     def start(self, errors: IO[bytes]) -> "subprocess.Popen[str]":
         """Starts it in the repository's root, with `errors` as its stderr."""
@@ -195,7 +197,7 @@ def run_together(processes: Sequence[Process], timeout: float) -> list[list[Meas
                 target=_read, args=(index, child, lines), name=f"benchmark-reader-{index}", daemon=True
             ).start()
         try:
-            return _collect(running, logs, lines, deadline)
+            return _collect(processes, running, logs, lines, deadline)
         except queue.Empty:
             raise ProcessFailed(f"not done after {timeout:.0f} s") from None
 
@@ -214,6 +216,7 @@ def _read(index: int, child: "subprocess.Popen[str]", lines: "queue.Queue[tuple[
 
 
 def _collect(
+    processes: Sequence[Process],
     running: Sequence["subprocess.Popen[str]"],
     logs: Sequence[IO[bytes]],
     lines: "queue.Queue[tuple[int, str | None]]",
@@ -226,7 +229,7 @@ def _collect(
         index, line = lines.get(timeout=max(0.0, deadline - time.monotonic()))
         if line is None:
             ended += 1
-            if running[index].wait() != 0:
+            if running[index].wait() not in processes[index].codes:
                 raise ProcessFailed(_tail(logs[index]) or f"exit status {running[index].returncode}")
         elif line == READY:
             ready += 1

@@ -33,6 +33,9 @@ class VirtualWorkerLost(RuntimeError):
     is_news = False
     """True where the others have long known that it is lost, so that nobody else tells the message."""
 
+    may_return = False
+    """True where it may be started again at once."""
+
     def __init__(self, message: str, why: str = "") -> None:
         super().__init__(message)
         self.why = why

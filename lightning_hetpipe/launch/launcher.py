@@ -179,7 +179,8 @@ class Launcher(BaseLauncher):
             lost_workers.forget(_code(error))
             if child is not None:
                 child.given_up = True
-            if isinstance(error, RemoteFault) and error.refusal in (Refusal.LEFT_OUT, Refusal.FENCED):
+            may_return = isinstance(error, VirtualWorkerLost) and error.may_return
+            if may_return or (isinstance(error, RemoteFault) and error.refusal in (Refusal.LEFT_OUT, Refusal.FENCED)):
                 say(f"virtual worker {self.rank.index} ends, as the others have gone on without it: {error}")
                 raise WasLeftOut(LEFT_OUT) from None
             if child is not None and isinstance(error, (Exception, SIGTERMException)):

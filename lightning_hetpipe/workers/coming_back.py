@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,18 @@ class CameTooLate(VirtualWorkerLost):
         super().__init__(message, "it came back too late")
 
 
+class SeatMissed(CameTooLate):
+    """A returning process has no seat, as the others have gone on without it; a later one of it may get one."""
+
+    may_return = True
+
+    def __init__(self, lease: float) -> None:
+        super().__init__(
+            "it had no seat when they went on from the state that it had loaded; if that takes longer than its lease of"
+            f" {lease:g} s, raise WSPCallback(lease=...)"
+        )
+
+
 def too_late(index: int) -> CameTooLate:
     """The error of virtual worker ``index``, where there is no training any more to take part in."""
     return CameTooLate(
@@ -89,10 +102,11 @@ class Returning:
     Args:
         launch: Its client in the session of the launch.
         size: N.
+        lease: Seconds that the others wait for it.
     """
 
-    def __init__(self, launch: Client, index: int, size: int) -> None:
-        self._launch, self._index, self._size = launch, index, size
+    def __init__(self, launch: Client, index: int, size: int, lease: float) -> None:
+        self._launch, self._index, self._size, self._lease = launch, index, size, lease
         say(f"virtual worker {index} comes back to a run that goes on, and takes part from its next epoch on")
         self.record = FitRecord(**_loaded(recall_parts(launch, RECORD)))
         if not self.record.session:
@@ -183,16 +197,13 @@ class Returning:
         """The virtual workers that take part from ``cut`` on, at which this one has become a member.
 
         Raises:
-            CameTooLate: if this was another cut than that of the checkpoint.
+            SeatMissed: if this was another cut than that of the checkpoint.
         """
         if cut == self.cut:
             seats = _loaded(recalled(self._launch, SEATS))
             if seats["cut"] == cut and self._index in seats["vws"]:
                 return list(seats["vws"])
-        raise CameTooLate(
-            f"virtual worker {self._index} has taken longer than its lease to load the others' state, and they went on;"
-            " raise WSPCallback(lease=...), and start it again"
-        )
+        raise SeatMissed(self._lease)
 
     def close(self) -> None:
         """Delete the checkpoint."""
@@ -228,14 +239,9 @@ class Reception:
             self._launch.keep(STATE, _written({"over": True}))
 
     def ready(self) -> dict[int, int]:
-        """The virtual workers that are ready to come back, each with its incarnation in the session of the launch.
-
-        Leaves the record again where a coordinator has lost it.
-        """
+        """The virtual workers that are ready to come back, each with its incarnation in the session of the launch."""
         status = status_of(self._coordinator, self._session, self._lease)
         kept, members = status.get("kept", []), status.get("members", [])
-        if self._open and status and RECORD not in kept:
-            self.post()
         alive = {f"{READY}{each['vw']}-{each['incarnation']}": each for each in members}
         return {each["vw"]: each["incarnation"] for name, each in alive.items() if name in kept}
 
@@ -244,11 +250,9 @@ class Reception:
 
         ``vws`` are as :meth:`ready` gave them.
         """
-        parts = 0
-        with checkpoint.open("rb") as file:
-            while content := file.read(CHUNK):
-                self._launch.keep(f"{STATE}-{parts}", content)
-                parts += 1
+        parts = -(-checkpoint.stat().st_size // CHUNK)
+        for part in range(parts):
+            self._launch.keep(f"{STATE}-{part}", partial(_chunk, checkpoint, part))
         self._launch.keep(STATE, _written({"vws": dict(vws), "cut": cut, "parts": parts, "agreed": dict(agreed)}))
         self._handed = parts
 
@@ -271,7 +275,7 @@ class Reception:
         """Take away what was left for ``vws``, as :meth:`ready` gave them."""
         ready = [f"{READY}{vw}-{incarnation}" for vw, incarnation in vws.items()]
         for name in (STATE, *(f"{STATE}-{part}" for part in range(self._handed)), *ready):
-            self._launch.keep(name, b"")
+            self._launch.keep(name, None)
 
 
 def leave_parts(client: Client, name: str, content: bytes) -> None:
@@ -340,6 +344,12 @@ def end_former(channel: Channel, vw: int, seconds: float) -> None:
             leave = encode(Leave(vw, incarnation, "", "started again"))
             with suppress(Unreachable, CallRefused):  # then its lease runs out
                 SessionChannel(channel, name).call(COORDINATOR_METHOD, leave, timeout=seconds)
+
+
+def _chunk(path: Path, number: int) -> bytes:
+    with path.open("rb") as file:
+        file.seek(number * CHUNK)
+        return file.read(CHUNK)
 
 
 def _written(values: Any) -> bytes:

@@ -29,11 +29,11 @@ from lightning_hetpipe.launch import parent_watch
 from lightning_hetpipe.launch.lost_workers import Uncaught
 from lightning_hetpipe.launch.servers import FoundServers
 from lightning_hetpipe.launch.wsp_settings import WSPSettings
-from lightning_hetpipe.server.process.client import Client, ServersUnheard
+from lightning_hetpipe.server.process.client import Client, ServersSilent, ServersUnheard
 from lightning_hetpipe.server.process.notices import NOTICE_AFTER, say
 from lightning_hetpipe.server.protocol.identifiers import COORDINATOR, PeerFailed
 from lightning_hetpipe.server.protocol.messages import Departed
-from lightning_hetpipe.workers.coming_back import CameTooLate, Returning, status_of, too_late
+from lightning_hetpipe.workers.coming_back import CameTooLate, Returning, SeatMissed, status_of, too_late
 from lightning_hetpipe.workers.departures import Departures
 from lightning_hetpipe.workers.join_handshake import JoinHandshake
 from lightning_hetpipe.workers.large_gathers import gather_in_chunks
@@ -205,7 +205,13 @@ class Group:
         returning.check(_next_session("fit"), settings)
         _sessions()["fit"] = int(record.session.rpartition("-")[2])
         returning.await_state()
-        self._fit, weights = self._handshake.join(record.session, named, record.settings, homes=record.homes)
+        try:
+            self._fit, weights = self._handshake.join(record.session, named, record.settings, homes=record.homes)
+        except ServersUnheard:
+            raise
+        except ServersSilent:
+            raise SeatMissed(self.settings.lease) from None
+        self._fit.longest_wait = self._handshake.longest_wait
         self._fit_ordinal = itertools.count(1)
         self.seats.taken = returning.seats(self._fit.member.cut)
         self.seats.agreed = returning.agreed
@@ -236,8 +242,10 @@ class Group:
 
     def _welcome(self, vws: Mapping[int, int]) -> list[int]:
         """Note that those of ``vws`` who have seats are lost no more; gives them."""
-        back, members = [vw for vw in vws if vw in self.seats.taken], self.weights.member.commit_index
+        members = self.weights.member.commit_index
         assert members is not None
+        there = {member.vw for member in members.members}  # a coordinator may have been lost, and who asked it with it
+        back = [vw for vw in vws if vw in self.seats.taken and vw in there]
         self.seats.settle(back, vws, members)
         self._departures.find(back)
         self._handshake.find(back)

@@ -36,6 +36,9 @@ from lightning_hetpipe.workers.coming_back import end_former, goes_on, status_of
 LEASES_TO_END = 2.0
 """Leases after which a killed launch is forgotten, and its servers serve the next one."""
 
+LEASES_FOR_A_SEAT = 3.0
+"""Leases after which one that comes back gives up to be a member from the next epoch on."""
+
 _AGAIN = 0.5  # seconds between attempts to have a server that another launch has
 _SOON = 5.0  # seconds in which a server that is there tells its status
 _LAUNCH = "launch"
@@ -278,7 +281,8 @@ class JoinHandshake:
             self._incarnation(session, self._channels[servers[0]]),
             lease=wsp.lease,
             timeout=self.timeout,
-            longest_wait=self.longest_wait,
+            # It asks for a seat when the others have left their state for it: they wait for a lease, and go on.
+            longest_wait=LEASES_FOR_A_SEAT * wsp.lease if self.returns and parameters else self.longest_wait,
             join_timeout=wsp.join_timeout,
             name=f"hetpipe-{session}",
             lost=self._lost,

@@ -45,7 +45,7 @@ class Seats:
         if self._index == 0:
             self._reception = Reception(launch, session, coordinator, lease)
         elif returns:
-            self.returning = Returning(launch, self._index, self._size)
+            self.returning = Returning(launch, self._index, self._size, lease)
 
     def close(self) -> None:
         """Delete what a process that comes back was given."""

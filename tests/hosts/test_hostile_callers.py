@@ -36,10 +36,11 @@ from lightning_hetpipe.server.transport.security import Security
 from tests.exact.running import assert_equal, expect, fit
 from tests.hosts.limited_host import DESCRIPTORS
 from tests.hosts.test_other_machines import Hosts, apart, serving, task
-from tests.server.storm import Use, shout, tuple_of
+from tests.server.storm import shout, tuple_of
 from tests.server.test_storm import knock, security_in
 from tests.server.transports import PATIENCE, certificates, eventually
 from tests.support.models import vectors
+from tests.support.process_use import Use
 
 TOKEN = {"HETPIPE_TOKEN": "one"}
 

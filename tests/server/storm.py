@@ -16,8 +16,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
-from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 from lightning_hetpipe.server.process.service import COORDINATOR_METHOD, SHARD_METHOD
 from lightning_hetpipe.server.protocol.messages import NOTHING, Join, Leave, Request, encode
@@ -233,18 +232,3 @@ def check_log(said: str, seconds: float) -> None:
     assert max(Counter(lines).values()) <= 1 + seconds // EVERY, lines
     for why in REASONS:
         assert any(line.startswith(f"hetpipe server: turned away 127.0.0.1: {why}") for line in lines), (why, lines)
-
-
-class Use(NamedTuple):
-    """A process's share of its machine; memory in bytes."""
-
-    memory: int
-    descriptors: int
-    threads: int
-
-    @classmethod
-    def of(cls, pid: int) -> Use:
-        process = Path(f"/proc/{pid}")
-        status = dict(line.split(":", 1) for line in (process / "status").read_text().splitlines())
-        kilobytes = int(status["VmRSS"].split()[0])
-        return cls(kilobytes << 10, len([*(process / "fd").iterdir()]), int(status["Threads"]))

@@ -359,6 +359,25 @@ def test_a_refused_request_for_bytes_has_no_reply_that_could_not_fit() -> None:
     assert RemoteFault.parse("not one of ours").refusal is Refusal.MALFORMED
 
 
+@pytest.mark.parametrize("by", ["a call", "a heartbeat"])
+def test_what_was_left_with_a_coordinator_is_left_again_with_the_next_one(by: str) -> None:
+    """It was lost with the one that died, and a VW that came back asked for it for ever."""
+    model = mlp()
+    cluster = Cluster(1, lease=0.3)
+    with cluster.client(0, signature_of(model, 1, 1)) as client:
+        client.join(list(model.parameters()))
+        client.keep("one", b"first")
+        client.keep("two", lambda: b"second")
+        client.keep("three", b"third")
+        client.keep("three", None)
+        cluster.hosts[0].restart()
+        if by == "a call":
+            client.synchronise([torch.ones_like(weight) for weight in model.parameters()])
+        assert client.recall("one") == b"first"
+        assert client.recall("two") == b"second"
+        assert client.recall("three", 0.0) is None
+
+
 def test_a_silent_vw_is_left_out_and_the_others_go_on() -> None:
     model = mlp()
     cluster = Cluster(1, lease=0.5)

@@ -27,9 +27,10 @@ from lightning_hetpipe.server.transport.grpc_channel import GrpcChannel
 from lightning_hetpipe.server.transport.grpc_server import CALLS, GrpcServer
 from lightning_hetpipe.server.transport.interface import STATUS, Unreachable
 from lightning_hetpipe.server.transport.security import Security
-from tests.server.storm import FEW_ARENAS, GROWTH, PREFACE, Storm, Tap, Use, check_log, shout, tuple_of
+from tests.server.storm import FEW_ARENAS, GROWTH, PREFACE, Storm, Tap, check_log, shout, tuple_of
 from tests.server.transports import PATIENCE, Desk, certificates, eventually
 from tests.server.waves import SESSION, SIGNATURE, SIZE, client, waves
+from tests.support.process_use import Use
 
 SESSIONS = "lightning_hetpipe.server.process.sessions:Sessions"
 THREADS = 20

@@ -15,7 +15,7 @@ from lightning_hetpipe import WSPCallback
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.server.protocol.identifiers import RemoteFault
 from lightning_hetpipe.server.protocol.messages import FetchKept, KeepBytes
-from lightning_hetpipe.workers.coming_back import CameTooLate
+from lightning_hetpipe.workers.coming_back import CameTooLate, SeatMissed
 from lightning_hetpipe.workers.group import Group
 from tests.workers.test_group import LEASE, SECONDS, Pair
 from tests.wsp.faults import until
@@ -80,6 +80,27 @@ def test_it_is_answered_from_the_record_until_it_has_a_seat(
     assert again.agree("other", "the choice of in_flight") == [0, 1]
     lost.both("gather", lambda index: (index, "the end of an epoch"))
     lost.close()
+
+
+def test_one_that_asks_for_a_seat_too_late_may_be_started_again(
+    exits: ExitStack, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The others went on without it, and it waited for the next one to come back, or the end of the run."""
+    monkeypatch.setattr("lightning_hetpipe.workers.join_handshake.LEASES_FOR_A_SEAT", 0.5)
+    lost = Lost(exits, monkeypatch)
+    first, again = lost.groups[0], lost.again
+    again.open()
+    entered = lost.threads.submit(again.enter_fit, NAMED, ())
+    until(lambda: bool(first.seats.ready()), "it does not come")
+    saved = tmp_path / "state.ckpt"
+    saved.write_bytes(b"state")
+    first.seats.offer(first.seats.ready(), saved, CUT, first.check)  # and no cut
+    with pytest.raises(SeatMissed, match="it had no seat when they went on") as missed:
+        entered.result(SECONDS)
+    assert missed.value.may_return
+    first.check()
+    again.part(why=missed.value.how)
+    first.close()
 
 
 def test_a_failure_of_one_that_comes_back_is_its_own(exits: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:

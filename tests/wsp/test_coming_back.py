@@ -159,6 +159,23 @@ def test_one_comes_back_also_where_the_server_dies_while_it_waits(tmp_path: Path
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("after", [3, 5], ids=["a part of the state is left", "it is left who takes part"])
+def test_one_comes_back_also_where_the_server_dies_once(after: int, tmp_path: Path) -> None:
+    """All that was left there was lost: virtual worker 1 had a seat, and asked for ever who else has.
+
+    Where it has none, as the new server had not heard of its wish in time, its next process has one later.
+    """
+    server = {"vw": 0, "room": "talk-1", "message": "KeepBytes", "nth": after, "when": "after", "what": "server"}
+    another = {**server, "mark": str(tmp_path / "another mark")}
+    recorded: dict[str, Any] = {"log": str(tmp_path / "decisions"), "awaits": "all"}
+    recorded |= {"wsp": {"restarts": 2}, "trainer": {"max_epochs": 6}}
+    job = coming_back(tmp_path, faults=[another], **recorded)
+    said = ended_well(job)
+    assert "the parameter server died by SIGKILL and was started again" in said
+    check_recorded(job, job.written(), epochs_of(tmp_path / "decisions"), 2)
+
+
+@pytest.mark.slow
 def test_one_comes_back_with_d_1(tmp_path: Path) -> None:
     job = coming_back(tmp_path, wsp={"clock_distance": 1})
     ended_well(job)

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from lightning_hetpipe.server.process.server_process import ServerProcess
-from tests.server.storm import FEW_ARENAS, GROWTH, Storm, Tap, Use, check_log
+from tests.server.storm import FEW_ARENAS, GROWTH, Storm, Tap, check_log
 from tests.server.transports import PATIENCE, eventually
+from tests.support.process_use import Use
 from tests.wsp.launch import Job, finished, left_behind
 from tests.wsp.test_exact import check, expected
 

@@ -52,6 +52,10 @@ TIME_TO_LEAVE = 10.0
 News = TypeVar("News", Departed, Lost)
 
 
+Content = bytes | Callable[[], bytes]
+"""Bytes to leave with a coordinator, or what gives them."""
+
+
 class Cancelled(Exception):
     """A call was ended by ``Client.cancel``."""
 
@@ -132,6 +136,8 @@ class Client:
         """The transport's error of the last call without an answer; it names the server."""
         self._part = b""
         self._kept = b""
+        self._left_there: dict[str, Content] = {}
+        """Bytes that the coordinator keeps for this VW, by name."""
         self._result = bytearray()
         self._lease, self.timeout, self.longest_wait = lease, timeout, longest_wait
         self._join_timeout = longest_wait if join_timeout is None else join_timeout
@@ -243,10 +249,31 @@ class Client:
             start += each.size
         return found
 
-    def keep(self, name: str, content: bytes | memoryview) -> None:
-        """Leave ``content`` with the coordinator under ``name``, for VWs that come back; empty takes it away."""
-        me = self.member.vw, self.member.incarnation
-        self._until_answered(KeepBytes(*me, name), [memoryview(content)] if len(content) else ())
+    def keep(self, name: str, content: Content | None) -> None:
+        """Leave ``content`` with the coordinator under ``name``, for VWs that come back; None takes it away.
+
+        It is left again with a coordinator that was started again.
+
+        Args:
+            name: Its name.
+            content: The bytes, or where they are large and kept elsewhere, what gives them.
+        """
+        if content is None:
+            self._left_there.pop(name, None)
+        else:
+            self._left_there[name] = content
+        self._until_answered(self._keep_bytes(name), _bytes_of(content))
+
+    def _keep_bytes(self, name: str) -> KeepBytes:
+        return KeepBytes(self.member.vw, self.member.incarnation, name)
+
+    def _keep_again(self) -> None:
+        """Leave all again; another thread may leave other content, or take it away, meanwhile."""
+        for name in list(self._left_there):
+            sent: Content | None = None
+            while (content := self._left_there.get(name)) is not sent:
+                self._call(self._keep_bytes(name), _bytes_of(content))
+                sent = content
 
     def recall(self, name: str, seconds: float | None = None) -> bytes | None:
         """Return what is kept under ``name``; waits until something is, for so many ``seconds``: then None.
@@ -337,6 +364,7 @@ class Client:
     def _drive(self) -> None:
         """Make the member's requests until it has nothing more to do."""
         began = heard = self._now()
+        generation = self.member.generation
         while (action := self.member.next()) is not None:
             if self._stopped.is_set():
                 raise Cancelled("the call was cancelled")
@@ -361,6 +389,9 @@ class Client:
             now = self._now()
             if answers:
                 heard = now
+            if self.member.generation != generation:
+                generation = self.member.generation
+                self._keep_again()
             if self.member.state is not state:
                 began = now
                 continue
@@ -497,3 +528,9 @@ class Client:
             self.failure = error
         finally:
             self._busy.release()
+
+
+def _bytes_of(content: Content | None) -> Sequence[memoryview]:
+    """The body of a message that leaves ``content``; none takes away what was left before."""
+    found = content() if callable(content) else content
+    return [memoryview(found)] if found else ()
