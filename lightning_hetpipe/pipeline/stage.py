@@ -193,6 +193,11 @@ class Stage(StageThread):
         """Copies of the live ``layers``, with room for their versions."""
         return WeightStash(layers, self._settings.version_buffers, self.device)
 
+    def start(self) -> None:
+        if self._members is not None:
+            self._members.start()
+        super().start()
+
     def close(self) -> None:
         super().close()
         if self._members is not None:

@@ -14,7 +14,7 @@ LEAST_UNITS = 2
 
 @dataclass(frozen=True)
 class ChannelCounts:
-    """What a group was asked to divide.
+    """Division that a group was asked for.
 
     Attributes:
         shares: Of each member, for all layers that can be divided.
@@ -27,33 +27,26 @@ class ChannelCounts:
 
     def of(self, layer: str, options: Sequence[int]) -> tuple[int, ...] | None:
         """Counts of ``layer``, which can be divided in so many units as one of ``options`` says, the best one first;
-        None where it is to be left whole.
-
-        Raises:
-            SettingError: where counts were given that fit none of these.
-        """
+        None where it is to be left whole."""
         if not self.splits:
             return apportioned(options[0], self.shares) if options[0] >= LEAST_UNITS else None
-        if layer not in self.splits:
-            return None
-        counts = tuple(self.splits[layer])
-        if sum(counts) not in options:
-            can = " or ".join(f"{each} units" for each in dict.fromkeys(options))
-            raise SettingError(
-                f"the split of '{layer}' gives its members {sum(counts)} units ({', '.join(map(str, counts))}), and it"
-                f" is divided in {can}; give counts that add up to that"
-            )
-        return counts
+        counts = tuple(self.splits.get(layer, ()))
+        return counts if sum(counts) in options else None
 
-    def check(self, divided: Mapping[str, int]) -> None:
-        """Refuse counts for what is no layer that can be ``divided``.
+    def check(self, divisible: Mapping[str, Sequence[int]]) -> None:
+        """Refuse counts for what is none of the ``divisible`` layers, and counts that fit none of its numbers of units.
 
         Raises:
             SettingError: that names the first one.
         """
-        for layer in self.splits:
-            if layer not in divided:
+        for layer, counts in self.splits.items():
+            if layer not in divisible:
                 raise SettingError(
                     f"the split names '{layer}', which is no layer of its stage that can be divided"
-                    f"{nearest(layer, divided) or '; those are ' + (', '.join(divided) or 'none')}"
+                    f"{nearest(layer, divisible) or '; those are ' + (', '.join(divisible) or 'none')}"
+                )
+            if sum(counts) not in divisible[layer]:
+                raise SettingError(
+                    f"the split of '{layer}' gives its members {sum(counts)} units ({', '.join(map(str, counts))}), and"
+                    f" it is divided in {' or '.join(map(str, divisible[layer]))}; give counts that add up to that"
                 )

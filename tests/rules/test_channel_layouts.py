@@ -20,7 +20,7 @@ from tests.support.marks import explores
 def test_a_view_of_the_parts_is_a_part_of_the_view(data: st.DataObject) -> None:
     """Sizes are products of common factors, cut at random: any view of one by the other."""
     factors = data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=5))
-    before, after = (_grouped(factors, data.draw) for _ in range(2))
+    before, after = (_grouped(factors, data) for _ in range(2))
     dim = data.draw(st.integers(0, len(before) - 1))
     outer = data.draw(st.sampled_from([each for each in range(1, before[dim] + 1) if before[dim] % each == 0]))
     rest = before[dim] // outer
@@ -35,8 +35,8 @@ def test_a_view_of_the_parts_is_a_part_of_the_view(data: st.DataObject) -> None:
             assert torch.equal(part(whole.reshape(after), found, member).flatten(), each.flatten())
 
 
-def _grouped(factors: list[int], draw: st.DrawFn) -> list[int]:
-    places = draw(st.lists(st.integers(0, len(factors)), max_size=3))
+def _grouped(factors: list[int], data: st.DataObject) -> list[int]:
+    places = data.draw(st.lists(st.integers(0, len(factors)), max_size=3))
     return [math.prod(factors[start:end]) for start, end in pairwise([0, *sorted(places), len(factors)])]
 
 

@@ -19,7 +19,7 @@ _CHANNELS = torch.ops.aten.feature_dropout.default
 
 @dataclass(frozen=True)
 class Mask:
-    """What a random operation would multiply the whole tensor by.
+    """Factor by which a random operation would multiply the whole tensor.
 
     Attributes:
         arguments: Of the random operation, but for the tensor.
@@ -64,7 +64,7 @@ def mask_of(node: fx.Node, layout: ChannelLayout, whole: Iterable[fx.Node]) -> M
 
 
 def source_of(size: Size, whole: Iterable[fx.Node]) -> int | tuple[fx.Node, int | None] | None:
-    """Where a ``size`` can be told from: itself, or one of the ``whole`` values, with the dimension of a tensor."""
+    """Source of a ``size``: itself, or one of the ``whole`` values, with the dimension of a tensor."""
     if isinstance(size, int):
         return size
     for node in whole:
@@ -76,7 +76,7 @@ def source_of(size: Size, whole: Iterable[fx.Node]) -> int | tuple[fx.Node, int 
 
 
 def size_in(graph: fx.Graph, source: int | tuple[fx.Node, int | None] | None) -> Any:
-    """What a call in ``graph`` is given for a size of that ``source``."""
+    """Argument that stands, in a call in ``graph``, for a size of that ``source``."""
     assert source is not None
     if isinstance(source, int) or source[1] is None:
         return source if isinstance(source, int) else source[0]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import queue
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
@@ -81,20 +82,20 @@ class MemberPool:
         home_stream: Stream | None = None,
     ) -> None:
         self.group = group
+        self._name, self._torch_threads, self._streams = name, torch_threads, streams or Streams()
         self._home_stream: Stream = home_stream or HostStream()
         self._results: list[queue.SimpleQueue[tuple[Any, BaseException | None, StreamEvent | None]]] = []
         self._workers: list[Worker[_Posted] | None] = []
-        for member, device in enumerate(group.devices):
+
+    def start(self) -> None:
+        """Start the threads."""
+        for member, device in enumerate(self.group.devices):
             self._results.append(queue.SimpleQueue())
             self._workers.append(None)
-            if member != group.home:
-                stream = (streams or Streams()).on(device)
-                self._workers[member] = Worker(
-                    f"{name}-member-{member}",
-                    self._handler(member, stream),
-                    torch_threads,
-                    self._entering(stream, device),
-                )
+            if member != self.group.home:
+                stream, name = self._streams.on(device), f"{self._name}-member-{member}"
+                entering = partial(_enter, stream, device)
+                self._workers[member] = Worker(name, self._handler(member, stream), self._torch_threads, entering)
 
     def run(self, jobs: Sequence[Job | None], uses: Iterable[Tensor] = ()) -> list[Any]:
         """Run a job of each member at once, or none.
@@ -141,6 +142,7 @@ class MemberPool:
         return all(worker.join(seconds) for worker in self._workers if worker is not None)
 
     def __enter__(self) -> Self:
+        self.start()
         return self
 
     def __exit__(
@@ -160,9 +162,8 @@ class MemberPool:
 
         return handle
 
-    def _entering(self, stream: Stream, device: torch.device) -> Callable[[], None]:
-        def enter() -> None:
-            stream.enter()
-            set_here(device)
 
-        return enter
+def _enter(stream: Stream, device: torch.device) -> None:
+    """Begin a member's thread."""
+    stream.enter()
+    set_here(device)

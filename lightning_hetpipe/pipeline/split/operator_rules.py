@@ -26,12 +26,12 @@ from torch import fx
 from lightning_hetpipe.rules.channel_layouts import ChannelLayout, Sizes
 
 Layouts = ChannelLayout | tuple[ChannelLayout | None, ...]
-"""Of an operator's output, or of each of several."""
+"""Layout of an operator's output, or of each of several."""
 
 
 @dataclass(frozen=True)
 class Divided:
-    """How members compute an operator.
+    """Way in which members compute an operator.
 
     Attributes:
         layout: Of what they give; of their addends the layout of the operand that is divided.
@@ -272,7 +272,7 @@ def _product(given: int, weight: int, bias: int | None, *, out_first: bool) -> R
 
 
 def _matmul(call: OperatorCall) -> Divided | None:
-    """Of activations: over dimensions before the last two, which are divided alike; or rows of the first matrix."""
+    """Multiply activations: over dimensions before the last two, divided alike; or rows of the first matrix."""
     if (found := _product(0, 1, None, out_first=False)(call)) is not None:
         return found
     rank = len(sizes_of(call.node))
@@ -430,7 +430,7 @@ def _unbind(call: OperatorCall) -> Divided | None:
 
 
 def _cat(call: OperatorCall) -> Divided | None:
-    """Of parts that are divided alike, along another dimension."""
+    """Join parts that are divided alike along another dimension."""
     nodes = [node for node in call.args[0] if isinstance(node, fx.Node)]
     layouts = {call.layouts.get(node) for node in nodes}
     layout = layouts.pop()

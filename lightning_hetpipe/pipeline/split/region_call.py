@@ -19,7 +19,7 @@ from torch import Tensor, fx, nn
 from lightning_hetpipe.pipeline.reentrant_checkpoints import run_backward
 from lightning_hetpipe.pipeline.split.member_pool import MemberPool
 from lightning_hetpipe.pipeline.split.parts import joined, part
-from lightning_hetpipe.pipeline.split.regions import Given, Region, RegionInput, RegionOutput, Taken
+from lightning_hetpipe.pipeline.split.regions import GivenAs, Region, RegionInput, RegionOutput, TakenAs
 from lightning_hetpipe.pipeline.split.version_parts import VersionParts
 from lightning_hetpipe.pipeline.streams import move
 
@@ -47,17 +47,17 @@ class RegionCall(nn.Module):
         for each in inputs:
             flat += each if isinstance(each, list) else [each]
         apply: Any = _Apart.apply  # torch has no types here
-        outputs = apply(_Run(self, [len(each) if isinstance(each, list) else 0 for each in inputs]), *flat)
+        outputs = apply(_RegionRun(self, [len(each) if isinstance(each, list) else 0 for each in inputs]), *flat)
         found = iter(outputs)
         return tuple(
             [next(found) if member in each.layout.members else None for member in range(self.region.members)]
-            if each.given is Given.HELD
+            if each.given is GivenAs.HELD
             else next(found)
             for each in self.region.outputs
         )
 
 
-class _Run:
+class _RegionRun:
     """One forward of a region, and its backward."""
 
     def __init__(self, call: RegionCall, held: Sequence[int]) -> None:
@@ -85,7 +85,7 @@ class _Run:
         outputs: list[Any] = []
         for number, output in enumerate(self._region.outputs):
             parts = [given[member][number].detach() for member in output.layout.members]
-            outputs += parts if output.given is Given.HELD else [self._together(number, output, parts)]
+            outputs += parts if output.given is GivenAs.HELD else [self._together(number, output, parts)]
         if not grad:
             self._leaves, self._outputs = [], []
         return outputs
@@ -94,10 +94,10 @@ class _Run:
         gradients = iter(flat)
         given: list[dict[int, Tensor | None]] = [{} for _ in range(self._region.members)]
         for number, output in enumerate(self._region.outputs):
-            whole = None if output.given is Given.HELD else next(gradients)
+            whole = None if output.given is GivenAs.HELD else next(gradients)
             for member in output.layout.members:
-                gradient = next(gradients) if output.given is Given.HELD else whole
-                if gradient is not None and output.given is Given.JOINED:
+                gradient = next(gradients) if output.given is GivenAs.HELD else whole
+                if gradient is not None and output.given is GivenAs.JOINED:
                     gradient = part(gradient, output.layout, member)
                 given[member][number] = gradient
         leaves, outputs, self._leaves, self._outputs = self._leaves, self._outputs, [], []
@@ -139,7 +139,7 @@ class _Run:
         """Put what a member gives where it belongs, on the host: members share the time that this takes."""
         output = self._region.outputs[number]
         layout = output.layout
-        if output.given is not Given.JOINED or layout.outer != 1 or len(layout.members) == 1 or not self._on_host:
+        if output.given is not GivenAs.JOINED or layout.outer != 1 or len(layout.members) == 1 or not self._on_host:
             return
         with self._lock:
             if number not in self._wholes:
@@ -150,20 +150,20 @@ class _Run:
 
     def _leaf(self, number: int, member: int, given: Any, wanted: Any) -> Any:
         each, device = self._region.inputs[number], self._pool.group.devices[member]
-        if each.taken is Taken.DEVICE:
+        if each.taken is TakenAs.DEVICE:
             return device
-        if each.taken is Taken.HELD:
+        if each.taken is TakenAs.HELD:
             given, wanted = given[member], wanted[member]
         if not isinstance(given, Tensor):
             return given
         with torch.no_grad():
             if each.is_weight:
                 taken = self._weights.of(given, each.layout, member, device)
-            elif each.layout is None or each.taken is Taken.HELD:
+            elif each.layout is None or each.taken is TakenAs.HELD:
                 taken = move(given, device)
             else:
                 taken = move(part(given, each.layout, member), device)
-                taken = taken.clone() if each.taken is Taken.STATE else taken
+                taken = taken.clone() if each.taken is TakenAs.STATE else taken
         return taken.detach().requires_grad_(bool(wanted))
 
     def _member_backward(
@@ -184,7 +184,7 @@ class _Run:
         if number in self._wholes:
             return self._wholes.pop(number)
         moved = [move(each, self._home) for each in parts]
-        return joined(moved, output.layout) if output.given is Given.JOINED else _added(moved)
+        return joined(moved, output.layout) if output.given is GivenAs.JOINED else _added(moved)
 
     def _gradient(self, each: RegionInput, own: dict[int, Tensor]) -> Tensor | None:
         """The gradient of what members have taken, of theirs."""
@@ -202,7 +202,7 @@ class _Run:
     def _write_back(self, inputs: Sequence[Any]) -> None:
         """Have the buffers be what members have left of their parts."""
         for number, each in enumerate(self._region.inputs):
-            if each.taken is Taken.STATE and each.layout is not None:
+            if each.taken is TakenAs.STATE and each.layout is not None:
                 left = [
                     move(self._leaves[member][self._region.takes[member].index(number)], self._home)
                     for member in each.layout.members
@@ -219,7 +219,7 @@ class _Apart(torch.autograd.Function):
     """A region as one node of autograd's graph."""
 
     @staticmethod
-    def forward(ctx: Any, run: _Run, *inputs: Any) -> tuple[Any, ...]:
+    def forward(ctx: Any, run: _RegionRun, *inputs: Any) -> tuple[Any, ...]:
         ctx.run = run
         ctx.set_materialize_grads(False)
         outputs = run.forward(ctx.needs_input_grad[1:], inputs)
@@ -255,5 +255,5 @@ def _zeros(like: tuple[int, Tensor], each: RegionInput, member: int) -> Tensor:
 
 
 def program(graph: fx.Graph, calls: dict[str, RegionCall]) -> fx.GraphModule:
-    """What runs ``graph``, with the ``calls`` of its regions."""
+    """Runner of ``graph``, with the ``calls`` of its regions."""
     return fx.GraphModule(dict(calls), graph)

@@ -15,8 +15,8 @@ from torch import fx
 from lightning_hetpipe.rules.channel_layouts import ChannelLayout
 
 
-class Taken(Enum):
-    """How a member takes what a region is given."""
+class TakenAs(Enum):
+    """Ways in which a member takes what a region is given."""
 
     WHOLE = "whole"
     PART = "its part"
@@ -26,8 +26,8 @@ class Taken(Enum):
     DEVICE = "its device"
 
 
-class Given(Enum):
-    """How what members give leaves a region."""
+class GivenAs(Enum):
+    """Ways in which what members give leaves a region."""
 
     JOINED = "put together"
     ADDED = "added up"
@@ -46,7 +46,7 @@ class RegionInput:
     """
 
     node: fx.Node
-    taken: Taken
+    taken: TakenAs
     layout: ChannelLayout | None = None
     is_weight: bool = False
 
@@ -62,7 +62,7 @@ class RegionOutput:
     """
 
     node: fx.Node
-    given: Given
+    given: GivenAs
     layout: ChannelLayout
 
 
@@ -99,16 +99,16 @@ class Region:
 
 @dataclass(frozen=True)
 class SplitGraph:
-    """What a group computes in place of a segment's graph.
+    """Graph that a group computes in place of a segment's.
 
     Attributes:
         graph: The segment's graph, with calls of modules "region_0" and so on in place of what members compute.
         regions: These, by their names.
-        layers: Units of each layer that may begin to be divided, by its path.
+        layers: Numbers of units in which each layer may begin to be divided, by its path; the best one first.
         gathered: For reports: the operators before which values are put together.
     """
 
     graph: fx.Graph
     regions: dict[str, Region]
-    layers: dict[str, int]
+    layers: dict[str, tuple[int, ...]]
     gathered: Sequence[str]

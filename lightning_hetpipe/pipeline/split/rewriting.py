@@ -21,7 +21,7 @@ from lightning_hetpipe.pipeline.random.generators import drawn
 from lightning_hetpipe.pipeline.split.joined_graph import JoinedGraph, writes_and_views
 from lightning_hetpipe.pipeline.split.masks import Mask, mask_of
 from lightning_hetpipe.pipeline.split.operator_rules import Divided, sizes_of
-from lightning_hetpipe.pipeline.split.regions import Given, Region, RegionInput, RegionOutput, SplitGraph, Taken
+from lightning_hetpipe.pipeline.split.regions import GivenAs, Region, RegionInput, RegionOutput, SplitGraph, TakenAs
 from lightning_hetpipe.pipeline.split.unit_choice import (
     HEAVY,
     chosen_units,
@@ -59,7 +59,7 @@ class _Rewriting:
         self._counts = counts
         self._members = members
         self._units = chosen_units(joined.graph)
-        self._layers: dict[str, int] = {}
+        self._layers: dict[str, tuple[int, ...]] = {}
         self._own = {node for node, _, _ in joined.own}
         self._divided: dict[fx.Node, Divided] = {}
         self._layouts: dict[fx.Node, ChannelLayout] = {}
@@ -84,7 +84,7 @@ class _Rewriting:
             self._whole |= light
 
     def _light(self) -> set[fx.Node]:
-        """What is divided on one level without anything there that is worth it, and gets all from other levels."""
+        """Find what is divided on one level without anything there that is worth it, and gets all from other levels."""
         group: dict[fx.Node, set[fx.Node]] = {}
         for node in self._divided:
             same = {node}
@@ -115,7 +115,7 @@ class _Rewriting:
             self._levels[node] = max(self._from(each, found.operands.get(each)) for each in self._sources(node, found))
 
     def _division(self, node: fx.Node) -> Divided | None:
-        """How members compute ``node``; None where it is whole."""
+        """Find how members compute ``node``; None where it is whole."""
         if node.target is drawn:
             return self._dropout(node)
         written, _ = writes_and_views(node)
@@ -132,7 +132,7 @@ class _Rewriting:
         options = {units: (outer, inner)}
         if groups_of(node) == 1:
             options.setdefault(held[1], (1, 1))
-        self._layers.setdefault(name, units)
+        self._layers[name] = tuple(dict.fromkeys([*self._layers.get(name, ()), *options]))
         if not self._counts.splits and self._goes_on(node):
             return None
         counts = self._counts.of(name, list(options))
@@ -141,7 +141,7 @@ class _Rewriting:
         return ChannelLayout(0, *options[sum(counts)], counts)
 
     def _goes_on(self, node: fx.Node) -> bool:
-        """Whether a layer is better divided as its input is: a product by rows, a convolution by its groups."""
+        """Tell whether a layer is better divided as its input is: a product by rows, a convolution by its groups."""
         given, groups = input_of(node), groups_of(node)
         if (layout := self._layouts.get(given)) is None:
             return False
@@ -160,7 +160,7 @@ class _Rewriting:
         return Divided(layout, {given: layout})
 
     def _whole_nodes(self) -> Iterator[fx.Node]:
-        """What is whole from the beginning."""
+        """Values that are whole from the beginning."""
         return (node for node, level in self._levels.items() if level == 0 and node not in self._divided)
 
     def _whole_from(self, node: fx.Node) -> int:
@@ -251,7 +251,7 @@ class _Rewriting:
             return
         found = self._divided[node]
         assert isinstance(found.layout, ChannelLayout), f"several outputs of {node} leave a region"
-        given = Given.ADDED if found.adds else Given.JOINED
+        given = GivenAs.ADDED if found.adds else GivenAs.JOINED
         wanted = RegionOutput(node, given, found.layout)
         region = self._regions[self._levels[node]]
         if wanted not in region.outputs and not found.adds:
@@ -265,7 +265,7 @@ class _Rewriting:
             return self._operand(each, found.operands.get(each), node, member, body, level)
 
         if node in self._masks:
-            mask = RegionInput(node, Taken.MASK, self._masks[node].layout)
+            mask = RegionInput(node, TakenAs.MASK, self._masks[node].layout)
             body.made[node] = body.graph.call_function(
                 torch.ops.aten.mul.Tensor, (operand(_dropped(node)), body.taken(self._regions[level].input(mask)))
             )
@@ -280,20 +280,20 @@ class _Rewriting:
     def _operand(
         self, each: fx.Node, wanted: ChannelLayout | None, node: fx.Node, member: int, body: _MemberGraph, level: int
     ) -> fx.Node:
-        """What ``member`` takes for operand ``each`` of ``node``."""
+        """Node that ``member`` takes for operand ``each`` of ``node``."""
         region = self._regions[level]
         is_kept = each in self._divided and (each in self._several or self._layouts.get(each) == wanted is not None)
         if is_kept and self._levels[each] == level:
             return body.made[each]
         if each is self._joined.device:
-            return body.taken(region.input(RegionInput(each, Taken.DEVICE)))
+            return body.taken(region.input(RegionInput(each, TakenAs.DEVICE)))
         if is_kept and wanted is not None:
-            self._regions[self._levels[each]].output(RegionOutput(each, Given.HELD, wanted))
-            return body.taken(region.input(RegionInput(each, Taken.HELD, wanted)))
+            self._regions[self._levels[each]].output(RegionOutput(each, GivenAs.HELD, wanted))
+            return body.taken(region.input(RegionInput(each, TakenAs.HELD, wanted)))
         if each in self._divided:
             self._leave(each, str(node.target))
         state = node.target in _STATISTICS and each in node.args[3:5]
-        taken = Taken.STATE if state and wanted else Taken.WHOLE if wanted is None else Taken.PART
+        taken = TakenAs.STATE if state and wanted else TakenAs.WHOLE if wanted is None else TakenAs.PART
         return body.taken(region.input(RegionInput(each, taken, wanted, each in self._own and not state)))
 
 
@@ -354,12 +354,12 @@ class _OuterGraph:
         call = self._graph.create_node("call_module", f"region_{level}", tuple(inputs))
         for number, output in enumerate(region.outputs):
             made = self._graph.call_function(operator.getitem, (call, number))
-            (self._held if output.given is Given.HELD else self._new)[output.node] = made
+            (self._held if output.given is GivenAs.HELD else self._new)[output.node] = made
 
     def _given(self, wanted: RegionInput) -> fx.Node:
-        if wanted.taken is Taken.MASK:
+        if wanted.taken is TakenAs.MASK:
             return self._masks[wanted.node]
-        return self._held[wanted.node] if wanted.taken is Taken.HELD else self._new[wanted.node]
+        return self._held[wanted.node] if wanted.taken is TakenAs.HELD else self._new[wanted.node]
 
     def closed(self) -> fx.Graph:
         output = self._joined.graph.output_node()
@@ -387,6 +387,6 @@ def _written_families(graph: fx.Graph) -> dict[fx.Node, int]:
 
 
 def _dropped(node: fx.Node) -> fx.Node:
-    """What a random operation is given."""
+    """Tensor that a random operation is given."""
     given: Any = node.args[3]
     return given if isinstance(given, fx.Node) else node

@@ -30,21 +30,18 @@ class SplitSegment:
 
     Attributes:
         weights: Parts of versions of weights.
-        divisible: Units of each layer that may be divided, by its path.
-
-    Raises:
-        SettingError: for counts that fit none of these.
+        divisible: Numbers of units in which each layer may be divided, by its path; the best one first.
     """
 
     def __init__(self, layers: Sequence[Layer], modules: Sequence[nn.Module], pool: MemberPool) -> None:
         self.weights = VersionParts()
-        self.divisible: dict[str, int] = {}
+        self.divisible: dict[str, tuple[int, ...]] = {}
         self._layers, self._modules, self._pool = layers, modules, pool
         self._variants: dict[int, tuple[JoinedGraph, Any, list[RegionCall]]] = {}
         self._variant(0)
 
     def __call__(self, values: tuple[Any, ...], opened: Opened) -> Any:
-        """What the last layer gives for ``values``; members compute within what ``opened`` opens in their threads."""
+        """Give what the last layer does for ``values``; members' threads have the state that ``opened`` opens."""
         variant, *given = values
         joined, run, calls = self._variant(variant)
         device = self._pool.group.devices[self._pool.group.home]
@@ -78,7 +75,7 @@ def check_divided(segments: Sequence[SplitSegment | None], group: DeviceGroup, s
     Raises:
         SettingError: that names what is wrong.
     """
-    divisible: dict[str, int] = {}
+    divisible: dict[str, tuple[int, ...]] = {}
     for segment in segments:
         divisible |= {} if segment is None else segment.divisible
     group.counts.check(divisible)

@@ -60,7 +60,7 @@ def weight_of(node: fx.Node) -> tuple[fx.Node, int] | None:
 
 
 def input_of(node: fx.Node) -> fx.Node:
-    """What a layer with output channels is given."""
+    """Input of a layer with output channels."""
     given = node.args[_WEIGHTS[node.target][0]]
     assert isinstance(given, fx.Node)
     return given
@@ -186,7 +186,7 @@ def followed(
     several: Mapping[fx.Node, Sequence[ChannelLayout | None]],
     columns: Callable[[fx.Node, int], ChannelLayout | None],
 ) -> Divided | None:
-    """How members compute ``node``, where operands have ``layouts``, or are one of ``several`` outputs."""
+    """Find how members compute ``node``, where operands have ``layouts``, or are one of ``several`` outputs."""
     source = node.args[0] if node.args else None
     if isinstance(source, fx.Node) and source in several:
         layout = several[source][int(str(node.args[1]))] if len(node.args) > 1 else None
