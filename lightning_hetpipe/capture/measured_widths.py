@@ -19,7 +19,7 @@ from lightning_hetpipe.capture.profiling import ProfilingInput
 from lightning_hetpipe.pipeline.graph_layer import GraphLayer, set_here
 from lightning_hetpipe.pipeline.split.joined_graph import JoinedGraph, joined_graph
 from lightning_hetpipe.pipeline.split.parts import part
-from lightning_hetpipe.pipeline.split.regions import Region, RegionInput, Taken
+from lightning_hetpipe.pipeline.split.regions import Region, RegionInput, TakenAs
 from lightning_hetpipe.pipeline.split.rewriting import divided_layers, split_graph
 from lightning_hetpipe.pipeline.stage import Layer
 from lightning_hetpipe.pipeline.user.user_section import ProcessState, own_state
@@ -135,13 +135,13 @@ def _leaves(region: Region, known: dict[fx.Node, Any], device: torch.device) -> 
     """What the first member takes of the region's inputs."""
 
     def taken(each: RegionInput) -> Any:
-        if each.taken is Taken.DEVICE:
+        if each.taken is TakenAs.DEVICE:
             return device
         value = known[each.node]
         if not isinstance(value, Tensor):
             return value
         own = value.detach() if each.layout is None else part(value.detach(), each.layout, 0).contiguous()
-        if each.taken is Taken.MASK:
+        if each.taken is TakenAs.MASK:
             return torch.ones_like(own)
         return own.clone().requires_grad_(value.requires_grad)
 

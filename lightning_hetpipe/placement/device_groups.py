@@ -24,7 +24,9 @@ def planned_groups(plan: Plan, placement: DevicePlacement) -> dict[int, DeviceGr
             )
             places = [(member.node, member.device_number) for member in stage.group]
             home = places.index((stage.node, stage.device_number))
-            found[number] = DeviceGroup([placement.device(slot) for slot in slots], counts, home)
+            found[number] = DeviceGroup(
+                [placement.device(slot) for slot in slots], counts, home, [placement.name(slot) for slot in slots]
+            )
     return found
 
 
@@ -34,6 +36,7 @@ def chosen_groups(stages: Sequence[StageEstimate], placement: DevicePlacement) -
         number: DeviceGroup(
             [placement.device(slot) for slot in stage.divided.slots],
             ChannelCounts(stage.divided.shares, stage.divided.counts),
+            names=[placement.name(slot) for slot in stage.divided.slots],
         )
         for number, stage in enumerate(stages)
         if stage.divided is not None

@@ -21,7 +21,7 @@ def shares(value: Any, plan: Plan | None) -> dict[int, tuple[float, ...]] | Lite
     """
     if value is False:
         return {}
-    if value == "auto":
+    if value is True or value == "auto":
         if plan is not None:
             raise SettingError("split='auto', but the plan says which stages have several devices; leave split out")
         return "auto"

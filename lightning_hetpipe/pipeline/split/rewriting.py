@@ -189,7 +189,7 @@ class _Rewriting:
                     for other in run:
                         runs[other] = run
             if (name := self._begun(node)) is not None:
-                units.setdefault(layer, {})[name] = self._layers[name]
+                units.setdefault(layer, {})[name] = self._layers[name][0]
             if found.adds:
                 sums.add(layer)
         return {
