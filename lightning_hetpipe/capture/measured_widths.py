@@ -36,7 +36,7 @@ ROUNDS = 6
 
 
 def layer_widths(pieces: Sequence[Piece]) -> dict[int, LayerWidths]:
-    """How a group of devices may divide the layers of ``pieces``, counted through all of them; without times.
+    """Divisions of the layers of ``pieces`` that a group of devices may make, counted through all; without times.
 
     A piece with a layer that was not captured as a graph cannot be divided.
     """
@@ -132,7 +132,7 @@ def _values(benchmark: Microbenchmark, joined: JoinedGraph) -> dict[fx.Node, Any
 
 
 def _leaves(region: Region, known: dict[fx.Node, Any], device: torch.device) -> list[Any]:
-    """What the first member takes of the region's inputs."""
+    """Inputs of the region as the first member takes them."""
 
     def taken(each: RegionInput) -> Any:
         if each.taken is TakenAs.DEVICE:

@@ -15,7 +15,7 @@ from lightning_hetpipe.planning.model.layer_widths import LayerWidths
 from lightning_hetpipe.planning.model.profile import LayerBytes, Profile, Times
 from lightning_hetpipe.planning.plan.document import Plan
 from lightning_hetpipe.planning.search.choice import Choice, best_plan
-from lightning_hetpipe.planning.search.device_groups import MOST_DEVICES, WORTH, plan_with_groups
+from lightning_hetpipe.planning.search.grouped_plans import MOST_DEVICES, WORTH, plan_with_groups
 from lightning_hetpipe.planning.search.plans import ENOUGH
 from tests.planning.instances import divisions
 from tests.planning.test_group_times import every

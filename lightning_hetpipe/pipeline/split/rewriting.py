@@ -49,7 +49,7 @@ def split_graph(joined: JoinedGraph, counts: ChannelCounts, members: int) -> Spl
 
 
 def divided_layers(joined: JoinedGraph) -> dict[int, LayerWidths]:
-    """How a group of devices may divide the layers of ``joined``, by their numbers; without times."""
+    """Divisions of the layers of ``joined`` that a group of devices may make, by their numbers; without times."""
     return _Rewriting(joined, ChannelCounts((1.0, 1.0)), 2).divided_layers()
 
 
@@ -204,7 +204,7 @@ class _Rewriting:
         return self._joined.paths[held[0]].removesuffix(".weight")
 
     def _passes(self, node: fx.Node, user: fx.Node) -> bool:
-        """Whether members hand their parts of ``node`` on to ``user``."""
+        """Tell whether members hand their parts of ``node`` on to ``user``."""
         if user not in self._divided or node not in self._divided or self._divided[node].adds:
             return False
         wanted = self._divided[user].operands.get(node)
