@@ -67,6 +67,11 @@ class LostWorkers:
         if sentence:
             say(sentence)
 
+    def has_lost(self, vw: int) -> bool:
+        """Tell whether virtual worker ``vw`` is lost."""
+        with self._lock:
+            return vw in self._known
+
     def find(self, vw: int) -> None:
         """Note that virtual worker ``vw`` takes part again."""
         with self._lock:

@@ -23,14 +23,14 @@ class ChannelCounts:
     """
 
     shares: Sequence[float]
-    splits: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    splits: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     def of(self, layer: str, options: Sequence[int]) -> tuple[int, ...] | None:
         """Counts of ``layer``, which can be divided in so many units as one of ``options`` says, the best one first;
         None where it is to be left whole."""
         if not self.splits:
             return apportioned(options[0], self.shares) if options[0] >= LEAST_UNITS else None
-        counts = tuple(self.splits.get(layer, ()))
+        counts = self.splits.get(layer, ())
         return counts if sum(counts) in options else None
 
     def check(self, divisible: Mapping[str, Sequence[int]]) -> None:

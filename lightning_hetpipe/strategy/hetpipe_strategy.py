@@ -207,7 +207,7 @@ class HetPipeStrategy(PlannedDevices):
         self.grace = checks.seconds("grace", grace)
         self._timeline = settings.timeline(timeline)
         self.stage_hosts = settings.stage_hosts(stage_hosts, compiles=self.compile is not None, timeline=self._timeline)
-        split_setting.check(self._has_groups, stage_hosts=stage_hosts != "threads", compile=self.compile is not None)
+        split_setting.check(self._has_groups, compile=self.compile is not None)
         self.last_run = RunReport()
         self._run = TrainerRun()
         self._wanted: run_settings.RunSettings | None = None
@@ -242,7 +242,6 @@ class HetPipeStrategy(PlannedDevices):
         """Checks what is to be trained, and prepares a fit."""
         fitting = trainer.state.fn == TrainerFn.FITTING
         self._wanted = wanted = self._fit_settings()
-        split_setting.check(self._has_groups, stage_hosts=wanted.has_hosts)
         if fitting:
             run_settings.check_batchnorm(synchronises_batchnorm(self))
             if not wanted.is_spread:

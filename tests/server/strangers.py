@@ -37,7 +37,7 @@ from lightning_hetpipe.server.transport.grpc_import import grpc
 from lightning_hetpipe.server.transport.grpc_server import BEARER, MANY, ONE, SERVICE, TOKEN
 from lightning_hetpipe.server.transport.interface import CallRefused
 from lightning_hetpipe.server.transport.security import Security
-from tests.server.transports import PATIENCE
+from tests.server.transports import PATIENCE, eventually
 
 OTHERS = TrainingSignature("9.9", 2, 0, "sum", 1, ("another=program",), ())
 GARBAGE = (b"GET / HTTP/1.0\r\n\r\n", bytes(100_000), b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\xff" * 1000)
@@ -80,7 +80,13 @@ def messages(generation: str, clock: int) -> Iterator[tuple[Message, bytes]]:
 def annoy(address: str, security: Security, session: str) -> int:
     """Sends all of it to ``session`` at ``address``, and waits for what comes back; returns how much was answered."""
     with closing(GrpcChannel(address, security)) as channel:
-        status: dict[str, Any] = json.loads(channel.call("status", b""))[session]
+
+        def statuses() -> dict[str, Any]:
+            found: dict[str, Any] = json.loads(channel.call("status", b""))
+            return found
+
+        eventually(lambda: session in statuses(), f"{session} is not known")  # to a server that was started again
+        status = statuses()[session]
         clock = max((member["clock"] for member in status["members"]), default=0)
         answered = 0
         for message, body in messages(status["generation"], clock):

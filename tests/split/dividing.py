@@ -86,7 +86,7 @@ class Divided:
 def divided(
     whole: Whole,
     shares: Sequence[float] = (3, 1),
-    counts: Mapping[str, Sequence[int]] | None = None,
+    counts: Mapping[str, tuple[int, ...]] | None = None,
     home: int = 0,
 ) -> Iterator[Divided]:
     """``whole`` divided by ``shares``, or as ``counts`` say of layers of "net"."""

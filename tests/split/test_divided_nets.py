@@ -56,3 +56,11 @@ def test_units_are_what_attention_keeps_together() -> None:
     assert units_of("encoder")["net.self_attn.in_proj_weight"] == (4, 24)
     assert units_of("mobilenet")["net.depth"] == (12,)
     assert set(gpt["net.head"]) == {8, 13}, "which are both ends of it"
+
+
+def test_rows_may_be_named_with_the_counts_of_their_input() -> None:
+    """Plans name all layers of a run that a group divides with the counts of its first one."""
+    both = {"net.gate": (4, 20), "net.up": (4, 20), "net.down": (4, 20)}
+    assert assert_divided(whole("llama"), shares=(1, 1), counts=both) == ["linear silu linear mul linear"]
+    columns = {**both, "net.down": (15, 1)}
+    assert assert_divided(whole("llama"), shares=(1, 1), counts=columns) == ["linear silu linear mul", "linear add"]

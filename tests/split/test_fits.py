@@ -21,7 +21,7 @@ from tests.oracle import Batch, Outputs
 from tests.split.nets import WORDS, Block, Language, vgg
 from tests.split.plain_loops import BlockLoops, VGGLoops, as_loops
 from tests.support.marks import slow_except
-from tests.support.models import SGD, Learner, Task, sentences
+from tests.support.models import SGD, Learner, Task, sentences, vectors
 from tests.support.trainers import quiet_trainer
 
 SHARES = (3.0, 1.0, 2.0)
@@ -191,3 +191,49 @@ def test_the_report_names_all_devices() -> None:
     strategy = Pinned([0, 4], 2, split={1: (1, 1)})
     fit(image_task(), colours(14, 4), strategy=strategy)
     assert [stage.device for stage in strategy.last_run.stages] == ["cpu", "cpu + cpu"]
+
+
+class CalledTwice(Learner):
+    """Two calls of the net, the second one on what the first one gave."""
+
+    def __init__(self) -> None:
+        super().__init__(SGD)
+        self.net = nn.Sequential(nn.Linear(6, 16), nn.Dropout(0.2), nn.GELU(), nn.Linear(16, 6), nn.LayerNorm(6))
+
+    def compute(self, batch: Batch) -> Outputs:
+        x, _ = batch
+        first = self.net(x)
+        second = self.net(first.tanh())
+        return {"loss": (second - first).square().mean() + first.abs().mean()}
+
+
+def test_several_calls_of_a_divided_piece() -> None:
+    records = []
+    for split in ({}, {"split": {0: (2, 1, 1), 1: (1, 1)}}):
+        torch.manual_seed(5)
+        task = CalledTwice().double()
+        strategy = Pinned([0, 2], 3, **split)
+        records.append(fit(task, _double(vectors(14, 4)), strategy=strategy, precision="64-true"))
+    assert_close(records[0].end, records[1].end)
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_under_autocast(name: str) -> None:
+    """Members cast as the stage does."""
+    make, load = TASKS[name]
+    records = [
+        fit(make(), load(), strategy=Pinned([0, 2], 2, **split), precision="bf16-mixed", max_epochs=1)
+        for split in ({}, {"split": {0: (2, 1), 1: (1, 1)}})
+    ]
+    for one, other in zip(*(record.outputs for record in records), strict=True):
+        torch.testing.assert_close(one["loss"], other["loss"], rtol=0.03, atol=0.03)
+
+
+def test_frozen_weights() -> None:
+    records = []
+    for split in ({}, {"split": {0: (2, 1), 1: (1, 1)}}):
+        task = _doubled(image_task())
+        task.net[0].requires_grad_(False)
+        task.net[8].weight.requires_grad_(False)
+        records.append(fit(task, _double(colours(14, 4)), strategy=Pinned([0, 4], 3, **split), precision="64-true"))
+    assert_close(records[0].end, records[1].end)

@@ -89,7 +89,6 @@ def test_stages_are_as_many_as_are_named() -> None:
     ("settings", "says"),
     [
         ({"compile": True}, "compile is set, and cannot be had yet for stages on several devices"),
-        ({"stage_hosts": "processes"}, "stage_hosts is set, and cannot be had yet"),
         ({"cluster": Cluster([Node("box", ["2xT4"])])}, "cluster is set, and cannot be had yet"),
         ({"plan": plan({})}, "but the plan says which stages have several devices"),
     ],

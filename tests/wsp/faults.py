@@ -16,6 +16,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -77,9 +78,12 @@ def kill_server() -> None:
 
 def servers() -> list[int]:
     """The processes of all servers of the launch, whoever has started them."""
-    folder = os.environ[MARK]
-    found = [pid for pid, command in processes() if "hetpipe-server" in command]
-    return [pid for pid in found if f"{MARK}={folder}\0".encode() in Path(f"/proc/{pid}/environ").read_bytes()]
+    mark, found = f"{MARK}={os.environ[MARK]}\0".encode(), []
+    for pid, command in processes():
+        with suppress(OSError):  # one of another test has just ended
+            if "hetpipe-server" in command and mark in Path(f"/proc/{pid}/environ").read_bytes():
+                found.append(pid)
+    return found
 
 
 def others() -> list[int]:

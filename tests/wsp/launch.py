@@ -58,9 +58,13 @@ def start(*jobs: Job, **variables: str) -> subprocess.CompletedProcess[str]:
     command = [*jobs[0].command(), *(job.text() for job in jobs[1:])]
     environment = {**os.environ, **variables, MARK: str(jobs[0].folder)}
     seconds = SECONDS * len(jobs)
-    return subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=seconds, check=False
-    )
+    try:
+        return subprocess.run(
+            command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=seconds, check=False
+        )
+    except subprocess.TimeoutExpired as late:
+        said = (late.stderr or b"").decode(errors="replace")  # bytes, whatever was asked for
+        raise AssertionError(f"not done after {seconds} s, having said:\n{said}") from None
 
 
 def each_started(job: Job, environments: Sequence[Mapping[str, str]]) -> tuple[list[int], str]:

@@ -130,6 +130,16 @@ def test_one_that_was_stopped_for_longer_than_its_lease_ends_alone(tmp_path: Pat
 
 
 @pytest.mark.slow
+def test_one_that_stays_stopped_goes_on_when_the_others_have_ended(tmp_path: Path) -> None:
+    """It was waited for without end."""
+    _, done = befallen(tmp_path, address(1, "StageUpdate", 2, "before", "stop"))
+    assert done.returncode == 1, done.stderr
+    assert done.stderr.count("virtual worker 1 ends, as the others have gone on without it") == 1
+    assert "hetpipe: this run went on without virtual worker 1, which was silent" in done.stderr
+    assert not (tmp_path / "1.pt").exists()
+
+
+@pytest.mark.slow
 def test_garbage_changes_nothing(tmp_path: Path) -> None:
     """While VW 0 computes, and while it waits for VW 1, from which it comes."""
     faults = [

@@ -1,4 +1,8 @@
-"""Runs that many faults befall, drawn at random by a seed, end exact: as the oracle with the recorded membership."""
+"""Runs that many faults befall, drawn at random by a seed, end exact: as the oracle with the recorded membership.
+
+``pytest -n 4 tests/wsp/test_soak.py`` runs all seeds, four at a time: each has a folder and ports of its own. A seed
+has three virtual workers and their server; it takes a minute on two cores, which are idle for most of that.
+"""
 
 from __future__ import annotations
 

@@ -9,6 +9,9 @@ from torch import Tensor
 
 from lightning_hetpipe.rules.channel_layouts import Size
 
+KEYS = {"sizes", "dtype", "order", "several", "all_sizes", "number"}
+"""Keys of descriptions."""
+
 
 def described(value: Any) -> dict[str, Any]:
     """Describe a traced ``value``, for a node's ``meta``.

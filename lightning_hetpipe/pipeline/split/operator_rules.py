@@ -299,8 +299,8 @@ def _attention(call: OperatorCall) -> Divided | None:
     several = bool(call.kwargs.get("enable_gqa", call.arg(7, False)))
     operands: dict[fx.Node, ChannelLayout] = {}
     for n in range(3):
-        size, units = int(call.sizes(n)[dim]), found.units
-        if size % units or (not several and size != call.sizes()[dim]):
+        size, units = call.sizes(n)[dim], found.units
+        if not isinstance(size, int) or size % units or (not several and size != call.sizes()[dim]):
             return None
         wanted = ChannelLayout(dim, 1, size // units, found.counts)
         if heads[n] not in (None, wanted):
@@ -326,7 +326,7 @@ def _view(call: OperatorCall) -> Divided | None:
     if layout is None or found is None:
         return None
     given = call.args[1]
-    if found.outer is None and -1 in given:
+    if not isinstance(given, list | tuple) or (found.outer is None and -1 in given):
         return None
     sizes = [
         [*given[: found.dim], -1 if size is None else size, *given[found.dim + 1 :]]

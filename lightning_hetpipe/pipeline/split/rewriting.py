@@ -132,8 +132,10 @@ class _Rewriting:
         options = {units: (outer, inner)}
         if groups_of(node) == 1:
             options.setdefault(held[1], (1, 1))
-        self._layers[name] = tuple(dict.fromkeys([*self._layers.get(name, ()), *options]))
-        if not self._counts.splits and self._goes_on(node):
+        before = self._layouts[input_of(node)] if self._goes_on(node) else None
+        also = [] if before is None else [before.units]
+        self._layers[name] = tuple(dict.fromkeys([*self._layers.get(name, ()), *options, *also]))
+        if before is not None and (not self._counts.splits or self._counts.splits.get(name) == before.counts):
             return None
         counts = self._counts.of(name, list(options))
         if counts is None:
@@ -146,8 +148,9 @@ class _Rewriting:
         if (layout := self._layouts.get(given)) is None:
             return False
         if groups > 1:
-            size = int(sizes_of(given)[layout.dim]) // groups
-            return layout.outer == 1 and not any(count * layout.inner % size for count in layout.counts)
+            channels = sizes_of(given)[layout.dim]
+            size = channels // groups if isinstance(channels, int) else 0
+            return size > 0 and layout.outer == 1 and not any(count * layout.inner % size for count in layout.counts)
         return "conv" not in str(node.target) and layout.dim == len(sizes_of(given)) - 1
 
     def _dropout(self, node: fx.Node) -> Divided | None:
