@@ -123,7 +123,6 @@ def test_widths_of_several_devices_are_joined() -> None:
     assert one.joined(other).widths == {0: LayerWidths(0, {"net.0": 4}, measured=own)}
 
 
-@pytest.mark.parametrize("value", ["even", 2, [1, 2], {}, {0: [1]}, {0: [-1, 2]}, {"first": [1, 1]}])
-def test_other_values_are_refused(value: Any) -> None:
-    with pytest.raises(SettingError, match="split"):
-        HetPipeStrategy(split=value)
+def test_several_virtual_workers_join_no_devices() -> None:
+    with pytest.raises(SettingError, match="split='auto' joins devices of one virtual worker, and there are several"):
+        HetPipeStrategy(split="auto", virtual_workers=2)
