@@ -271,6 +271,29 @@ def train_loaders(trainer: L.Trainer) -> list[Any]:
     return [] if loader is None else loader.flattened
 
 
+def loaders_made(trainer: L.Trainer) -> list[float | None]:
+    """The epochs in which a fit has made the loaders that it trains and validates on; None where it has none yet."""
+    loop, validation = trainer.fit_loop, trainer.fit_loop.epoch_loop.val_loop
+    made = None if validation._combined_loader is None else validation._last_val_dl_reload_epoch
+    return [loop._last_train_dl_reload_epoch, made]
+
+
+def make_loaders_as(trainer: L.Trainer, made: Sequence[float | None]) -> None:
+    """Have a fit make loaders anew in the same epochs as another one, of which :func:`loaders_made` tells."""
+    loop, validation = trainer.fit_loop, trainer.fit_loop.epoch_loop.val_loop
+    training, validating = made
+    assert training is not None
+    loop._last_train_dl_reload_epoch = training
+    if validating is None:
+        validation._combined_loader = None
+        return
+    if validation._combined_loader is None:
+        trainer.validating = True
+        validation.setup_data()
+        trainer.training = True
+    validation._last_val_dl_reload_epoch = validating
+
+
 def recount_batches(trainer: L.Trainer) -> None:
     """Count the batches of the loaders of a fit again, as their samplers have other lengths now; not for an epoch that
     has begun."""

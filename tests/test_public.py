@@ -41,6 +41,7 @@ def test_the_arguments_of_the_strategy_and_their_defaults() -> None:
         "allocation": "auto",
         "compile": False,
         "recompute": False,
+        "split": False,
         "timeline": False,
         "stage_hosts": "threads",
         "lr_correction": "auto",

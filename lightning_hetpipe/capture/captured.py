@@ -148,7 +148,7 @@ class Captured:
             blocks = [self._module.get_submodule(part.block) for part in found]  # in which parts are called
             recomputed = [self.frozen.checkpoints or is_checkpointed(block) for block in blocks]
             self.layers = [
-                Layer(part.name, GraphLayer(self.device), kind=part.kind, recompute=recompute)
+                Layer(part.name, GraphLayer(self.device), kind=part.kind, recompute=recompute, piece=self._name)
                 for part, recompute in zip(found, recomputed, strict=True)
             ]
             self._calls = [part.call for part in found]

@@ -14,6 +14,7 @@ from torch.fx.node import map_aggregate
 from lightning_hetpipe.capture.grouping import LayerNodes, alike, changed_buffers, groups, path_of
 from lightning_hetpipe.pipeline.graph_layer import LayerGraph, here
 from lightning_hetpipe.pipeline.random.generators import drawn
+from lightning_hetpipe.pipeline.split.descriptions import described
 from lightning_hetpipe.torch_private.graphs import ASSERTS_METADATA, OperatorOverload, arguments_of, outputs_of
 
 
@@ -144,11 +145,13 @@ class _Maker:
         for path in found:
             if not isinstance(held[path], fx.GraphModule):
                 self._new[found[path]] = self._graph.placeholder(f"own_{len(self.own)}")
+                self._new[found[path]].meta |= described(held[path])
                 self.own.append(path)
         for region in self._regions:
             self._prepare(region)
         for node in given:
             self._new[node] = self._graph.placeholder(f"given_{node.name}")
+            self._new[node].meta |= described(node.meta.get("val"))
         for node in group.nodes:
             self._new[node] = self._copied(node)
 
@@ -162,7 +165,9 @@ class _Maker:
         target: Any = node.target
         if _may_draw(node):
             target, args = drawn, (*self._draw(node), *args)
-        return self._graph.call_function(target, args, kwargs)
+        made = self._graph.call_function(target, args, kwargs)
+        made.meta |= described(node.meta.get("val"))
+        return made
 
     def _draw(self, node: fx.Node) -> tuple[Any, ...]:
         """Arguments of :func:`drawn` before those of ``node``, a random operation."""

@@ -75,6 +75,8 @@ class SetUp:
         timeout: Seconds after which a wait in which nothing moves ends.
         pad: The fields of its pad; None where no device is emulated.
         modes: Settings of torch that belong to a process.
+        group: The fields of its group, where several devices divide its layers: the number of these, their shares, the
+            counts of each layer, and the number of the one with the unsplit weights.
         shows: Whether gradients and state of each minibatch are :class:`Shown`.
     """
 
@@ -94,6 +96,7 @@ class SetUp:
     timeout: float
     pad: Sequence[float] | None
     modes: Sequence[Any]
+    group: Sequence[Any] | None
     shows: bool
 
 

@@ -24,6 +24,7 @@ from lightning_hetpipe.pipeline.graph_code import layers_as_data, new_variants
 from lightning_hetpipe.pipeline.graph_layer import GraphLayer
 from lightning_hetpipe.pipeline.message_code import STAYING
 from lightning_hetpipe.pipeline.plain_code import NotPlain
+from lightning_hetpipe.pipeline.split.member_pool import DeviceGroup
 from lightning_hetpipe.pipeline.stage import FoundGradients, Layer, Stage
 from lightning_hetpipe.pipeline.stage_messages import Backward, Cancel, Evaluate, Failure, Forward, StageState, Version
 from lightning_hetpipe.pipeline.stage_thread import Parcel
@@ -64,6 +65,12 @@ def reason_to_stay(layers: list[Layer]) -> str | None:
     except NotPlain as reason:
         return str(reason)
     return None
+
+
+def _written_group(group: DeviceGroup) -> list[Any]:
+    """``group`` as data; its devices are those of the host, a CPU."""
+    counts = group.counts
+    return [len(group.devices), [*counts.shares], {layer: [*own] for layer, own in counts.splits.items()}, group.home]
 
 
 class _RemoteStream(HostStream):
@@ -136,6 +143,7 @@ class RemoteStage(Stage):
                 self._watchdog.seconds,
                 None if pad is None else [pad.forward, pad.backward],
                 modes(),
+                None if self._members is None else _written_group(self._members.group),
                 self.shows_gradients,
             )
         )

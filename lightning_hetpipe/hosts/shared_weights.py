@@ -145,13 +145,17 @@ class SeenStash(VersionedLayers):
             ]
             self._new += buffer.tensors
         self.buffers = [*self._numbered.values()]
-        self._held = {}
+        before, self._held = self._held, {}
         for reading, number, flags in weights.held:
+            if before.get(reading) is not self._numbered[number]:
+                self._numbered[number].fills += 1
             self._held[reading] = self._numbered[number]
             if self._numbered[number].flags != flags:
                 self._numbered[number].flags = flags
 
     def begin(self, version: Version) -> list[Tensor]:
+        for buffer in self.buffers:
+            buffer.fills += 1  # with weights that may have changed under the same number
         return self.publish(version)
 
     def publish(self, version: Version) -> list[Tensor]:

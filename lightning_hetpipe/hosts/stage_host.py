@@ -10,7 +10,7 @@ import functools
 import queue
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
 from typing import Any
@@ -32,12 +32,14 @@ from lightning_hetpipe.pipeline.memory import PlannedMemory
 from lightning_hetpipe.pipeline.plain_code import NotPlain
 from lightning_hetpipe.pipeline.random.generators import RandomGenerators
 from lightning_hetpipe.pipeline.readers_writer_lock import ReadersWriterLock
+from lightning_hetpipe.pipeline.split.member_pool import DeviceGroup
 from lightning_hetpipe.pipeline.stage import Layer, Stage, StageSettings
 from lightning_hetpipe.pipeline.stage_messages import Failure, InputGradients, Result
 from lightning_hetpipe.pipeline.stage_thread import Parcel
 from lightning_hetpipe.pipeline.streams import StreamEvent, Streams, move
 from lightning_hetpipe.pipeline.threads import Watchdog
 from lightning_hetpipe.pipeline.weight_stash import VersionedLayers
+from lightning_hetpipe.rules.channel_counts import ChannelCounts
 from lightning_hetpipe.rules.schedule import Segment
 from lightning_hetpipe.server.protocol.shard import block_of
 from lightning_hetpipe.server.transport.security import Security
@@ -279,9 +281,16 @@ class Host:
             self._streams,
             None if setup.memory is None else PlannedMemory(*setup.memory),  # type: ignore[arg-type]
             setup.visits,
+            None if setup.group is None else self._group(*setup.group),
         )
         self._shows = stage if setup.shows else None
         return stage
+
+    def _group(
+        self, members: int, shares: Sequence[float], counts: Mapping[str, Sequence[int]], home: int
+    ) -> DeviceGroup:
+        splits = {layer: tuple(own) for layer, own in counts.items()}
+        return DeviceGroup([self._device.device] * members, ChannelCounts(shares, splits), home)
 
     def _serve(self, stage: HostedStage, message: Any) -> None:
         if isinstance(message, orders.Begin):

@@ -20,6 +20,7 @@ from lightning_hetpipe.hosts.host_connection import HostConnection
 from lightning_hetpipe.hosts.owned_stage import Accelerator, OwnedStage
 from lightning_hetpipe.hosts.remote_stage import RemoteStage, reason_to_stay
 from lightning_hetpipe.pipeline.engine import Engine
+from lightning_hetpipe.pipeline.split.member_pool import DeviceGroup
 from lightning_hetpipe.pipeline.stage import Layer, Stage
 from lightning_hetpipe.rules.schedule import Segment
 from lightning_hetpipe.server.process.held_weights import HERE, WeightHolder
@@ -34,6 +35,11 @@ NO_NODES: Mapping[int, str] = {}
 def owns(device: torch.device) -> bool:
     """Tell whether the host of a stage on ``device`` owns it, as no memory there is shared with this process."""
     return device.type != "cpu"
+
+
+def _has_group_of_accelerators(args: Sequence[Any], device: torch.device, elsewhere: bool) -> bool:
+    has_group = any(isinstance(each, DeviceGroup) for each in args)
+    return has_group and (elsewhere or accelerates(device))
 
 
 class StagesApart:
@@ -112,6 +118,11 @@ class StagesApart:
             return Stage(index, device, segments, layers, *args)
         own = [layers[number] for segment in segments for number in segment.layers]
         reason = reason_to_stay(own)
+        if reason is None and _has_group_of_accelerators(args, device, index in self._accelerators):
+            raise SettingError(
+                f"stage {index} is divided among several accelerators, which the process of a stage cannot have yet;"
+                " leave stage_hosts out, or give the stage one device"
+            )
         if reason is not None and address is not None:
             raise SettingError(
                 f"stage {index} is planned for another machine, and has to stay in this process, as {reason}; plan its"

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
+from functools import partial
 
 from lightning_hetpipe.launch import parent_watch
 from lightning_hetpipe.launch.child_work import work_of
@@ -157,9 +158,9 @@ class Children:
             begun.set_exception(error)
         else:
             begun.set_result(None)
-            while self._watch(child):
-                child = self._start(command, folder, local)
-                self._give(child, again=True)
+            still: Child | None = child
+            while still is not None:
+                still = self._watch(still, partial(self._start, command, folder, local))
 
     def _start(self, command: Sequence[str], folder: str, local: int) -> Child:
         ours, childs = parent_watch.pair()
@@ -193,24 +194,19 @@ class Children:
         with contextlib.suppress(OSError):  # it has ended, which `_watch` sees as well
             child.link.sendall(json.dumps(what).encode() + b"\n")
 
-    def _watch(self, child: Child) -> bool:
-        """Wait until ``child`` ends, and tell; returns True if it is to be started again, of which nobody is told."""
+    def _watch(self, child: Child, start: Callable[[], Child]) -> Child | None:
+        """Wait until ``child`` ends and tell; nobody is told where ``start`` makes the next process, which is given."""
         code = child.process.wait()
         with self._changed:
             child.listen()
             failed = code != 0 and child.local not in self._signalled
-            again = failed and child.arrived and child.error is None and self._restarts.get(child.local, 0) > 0
-            if again:
-                self._restarts[child.local] -= 1
-                self._all.remove(child)
-                self._running -= 1
-                child.link.close()
-            elif failed:
+            again = self._started_again(child, start) if failed else None
+            left = self._restarts.get(child.local, 0)
+            if failed and again is None:
                 self.failures[child.local] = code
-        if again:
-            left = self._restarts[child.local]
+        if again is not None:
             say(f"{child} {how(code)}, and is started again ({left or 'no'} more restart{'s' * (left != 1)})")
-            return True
+            return again
         try:
             if failed and not child.was_told:
                 ended, sentence = how(code), f"{child} {how(code)}" if child.error is None else ""
@@ -230,7 +226,23 @@ class Children:
             with self._changed:
                 self._running -= 1
                 self._changed.notify_all()
-        return False
+        return None
+
+    def _started_again(self, child: Child, start: Callable[[], Child]) -> Child | None:
+        """The next process of ``child``, if it has one: in its place at once, so that whoever ends all ends it, too."""
+        if not child.arrived or child.error is not None or not self._restarts.get(child.local, 0):
+            return None
+        try:
+            again = start()
+        except OSError as error:
+            say(f"{child} cannot be started again: {error}")
+            return None
+        self._restarts[child.local] -= 1
+        self._all.remove(child)
+        self._running -= 1
+        child.link.close()
+        self._give(again, again=True)
+        return again
 
     def watch(self, on_end: OnEnd | None) -> None:
         """Have ``on_end`` told of all that have ended, and of those that end from now on; None: nobody is told."""

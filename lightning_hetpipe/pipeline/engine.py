@@ -10,7 +10,7 @@ Lightning's thread drives it and holds the lock over user code except while it w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import pairwise
 
 import torch
@@ -23,6 +23,7 @@ from lightning_hetpipe.pipeline.live import NO_MOVES, Live, Moves
 from lightning_hetpipe.pipeline.memory import PlannedMemory
 from lightning_hetpipe.pipeline.out_of_memory import less
 from lightning_hetpipe.pipeline.passes import Loss
+from lightning_hetpipe.pipeline.split.member_pool import DeviceGroup
 from lightning_hetpipe.pipeline.stage import Layer, Stage, StageSettings
 from lightning_hetpipe.pipeline.stage_messages import Backward, Cancel, Failure, Forward, InputGradients, Output, Result
 from lightning_hetpipe.pipeline.stage_thread import Parcel
@@ -56,6 +57,7 @@ class Engine(RunnerPool[Minibatch]):
         versions: Gives the versions from one on, at which the pipeline starts empty; by default those of weight
             stashing.
         make_stage: Makes the stages that do not hold the loss, of the arguments of :class:`Stage`.
+        groups: The devices of each stage that has several.
 
     Attributes:
         calls: The calls of ``training_step``.
@@ -77,6 +79,7 @@ class Engine(RunnerPool[Minibatch]):
         planned: Sequence[PlannedMemory] = (),
         versions: Callable[[int], Versions] | None = None,
         make_stage: MakeStage = Stage,
+        groups: Mapping[int, DeviceGroup] | None = None,
     ) -> None:
         super().__init__("hetpipe-runner", settings.in_flight, settings.torch_threads, timeout)
         self.streams = streams or Streams()
@@ -109,6 +112,7 @@ class Engine(RunnerPool[Minibatch]):
                 self.streams,
                 planned[index] if planned else None,
                 sum(step.segment.stage == index for step in self._route if step.work is not Work.BACKWARD),
+                *([groups[index]] if groups and index in groups else []),
             )
             for index, device in enumerate(devices)
         ]

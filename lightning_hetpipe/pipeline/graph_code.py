@@ -20,6 +20,7 @@ from torch.fx.node import map_aggregate
 from lightning_hetpipe.pipeline.graph_layer import Code, GraphLayer, LayerGraph, here, own_path
 from lightning_hetpipe.pipeline.plain_code import NotPlain
 from lightning_hetpipe.pipeline.random.generators import drawn
+from lightning_hetpipe.pipeline.split.descriptions import KEYS
 from lightning_hetpipe.pipeline.stage import Layer
 from lightning_hetpipe.torch_private.graphs import HigherOrderOperator, OperatorOverload
 
@@ -119,6 +120,7 @@ def _layer(layer: Layer, tensors: dict[int, Tensor]) -> dict[str, Any]:
     return {
         "name": layer.name,
         "kind": layer.kind,
+        "piece": layer.piece,
         "own": [layer.mutates_input, layer.aliases_input, layer.recompute],
         "device": module.device,
         "training": module.training,
@@ -156,7 +158,7 @@ def _read_layer(written: Mapping[str, Any], tensors: list[Tensor], device: torch
     module.train(written["training"])
     _add(module.code, written["variants"])
     mutates, aliases, again = written["own"]
-    return Layer(written["name"], module, mutates, aliases, written["kind"], again)
+    return Layer(written["name"], module, mutates, aliases, written["kind"], again, written["piece"])
 
 
 def _graph(module: fx.GraphModule) -> dict[str, Any]:
@@ -169,7 +171,8 @@ def _graph(module: fx.GraphModule) -> dict[str, Any]:
             held[target] = {"graph": _graph(value)} if isinstance(value, fx.GraphModule) else value
         elif node.op not in ("placeholder", "output", "call_function"):
             raise NotPlain(f"a graph that has a node of kind {node.op} has no place in a message")
-        nodes.append([node.op, node.name, target, _written(list(node.args)), _written(dict(node.kwargs))])
+        arguments = [_written(list(node.args)), _written(dict(node.kwargs))]
+        nodes.append([node.op, node.name, target, *arguments, {key: node.meta[key] for key in node.meta.keys() & KEYS}])
     return {"nodes": nodes, "held": held}
 
 
@@ -179,7 +182,7 @@ def _read_graph(written: Mapping[str, Any]) -> fx.GraphModule:
         path: _read_graph(value["graph"]) if isinstance(value, dict) else value
         for path, value in written["held"].items()
     }
-    for op, name, target, args, kwargs in written["nodes"]:
+    for op, name, target, args, kwargs, described in written["nodes"]:
         if op not in ("placeholder", "output", "call_function", "get_attr"):
             raise NotPlain(f"a graph has a node of kind {op}")
         called = _read_target(target) if op == "call_function" else target
@@ -188,6 +191,7 @@ def _read_graph(written: Mapping[str, Any]) -> fx.GraphModule:
             raise NotPlain(f"a graph has a name {unfit[0]!r}")
         arguments = tuple(_read(args, nodes)), _read(kwargs, nodes)
         nodes[name] = graph.create_node(op, called, *arguments, name=name)
+        nodes[name].meta |= described
     graph.lint()
     return fx.GraphModule(held, graph)
 

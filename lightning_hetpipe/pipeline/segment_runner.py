@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.pipeline.autocast import Autocast
 from lightning_hetpipe.pipeline.buffers import Buffers, may_change, places
 from lightning_hetpipe.pipeline.compile.compilation import Compiled, Kind
 from lightning_hetpipe.pipeline.creation import creating
 from lightning_hetpipe.pipeline.memory import Counter, Kept
 from lightning_hetpipe.pipeline.random.generators import attach
+from lightning_hetpipe.pipeline.split.member_pool import MemberPool
+from lightning_hetpipe.pipeline.split.split_segment import split_segment
 from lightning_hetpipe.pipeline.stage_messages import Backward, Forward, Sums
 from lightning_hetpipe.pipeline.streams import move
 from lightning_hetpipe.pipeline.values import Gradients, Value, blocks, gradients, gradients_apart, moved, tensors_of
@@ -60,10 +65,17 @@ class SegmentRunner:
         stash: The stage's copy of them, and its versions.
         settings: What all stages share.
         device: Where they run.
+        members: That compute them together, where the stage has several devices.
     """
 
     def __init__(
-        self, layers: Sequence[Layer], start: int, stash: VersionedLayers, settings: StageSettings, device: torch.device
+        self,
+        layers: Sequence[Layer],
+        start: int,
+        stash: VersionedLayers,
+        settings: StageSettings,
+        device: torch.device,
+        members: MemberPool | None = None,
     ) -> None:
         self.layers = list(layers)
         copies = list(stash.layers[start : start + len(layers)])
@@ -83,6 +95,7 @@ class SegmentRunner:
             names = [layer.name for layer in layers]
             fused = not settings.generators.deterministic
             self.compiled = Compiled(names, copies, self._calls, settings.compile, device, fused=fused)
+        self.split = None if members is None else split_segment(layers, copies, members)
         self._places = places(copies)
         self._mutates_input = mutates_input(layers)
         self.counter = Counter()
@@ -115,7 +128,7 @@ class SegmentRunner:
     def forward(self, task: Forward, kind: Kind) -> tuple[Value, SavedForBackward]:
         """The forward: what it gives to the next segment, and what its backward needs."""
         number = task.minibatch
-        self._stash.bind(task.weights)
+        self._bind(task.weights)
         inputs = task.value.leaves(self._device)
         self.buffers.before_forward(number, self._places, task.call)
         again = self._recompute and not task.last  # else its backward follows at once: nothing is gained
@@ -136,6 +149,12 @@ class SegmentRunner:
         changes = [version_counter(tensor) for tensor in inputs]
         return Value.of(result), SavedForBackward(task.weights, inputs, [], kept, kind, repeated, changes, buffers)
 
+    def _bind(self, weights: Reading) -> None:
+        self._stash.bind(weights)
+        if self.split is not None:
+            buffer = self._stash.buffer(weights)
+            self.split.weights.use(id(buffer), buffer.fills)
+
     def backward(self, task: Backward, saved: SavedForBackward, sums: Sums) -> tuple[Gradients, list[Tensor | None]]:
         """The backward of what was ``saved``: the gradients of the inputs, and of :attr:`weights`.
 
@@ -144,7 +163,7 @@ class SegmentRunner:
                 uses of a weight one by one, from the last to the first: to add this segment's sum to the later one
                 would give other last bits. What is given for a leaf itself, autograd adds before all else.
         """
-        self._stash.bind(saved.weights)
+        self._bind(saved.weights)
         own = self._parameters
         given = [moved(gradient, self._device) for gradient in task.gradients]
         outputs = [*saved.outputs] if saved.again is None else self._again(saved.again, saved)
@@ -203,6 +222,8 @@ class SegmentRunner:
         ):
             if self.compiled is not None:
                 current = self.compiled(kind, current, autocast)
+            elif self.split is not None:
+                current = self.split(current, partial(self._opened, autocast))
             else:
                 for call in self._calls:
                     current = call(current)
@@ -212,6 +233,12 @@ class SegmentRunner:
                 " let it do so always, or never"
             )
         return current
+
+    @contextmanager
+    def _opened(self, autocast: Autocast) -> Iterator[None]:
+        """State of a member's thread in which it computes as the stage does."""
+        with autocast.opened(alone=False), creating(self._settings.default_dtype):
+            yield
 
     def describe(self) -> str:
         return names_of(self.layers[0].name, self.layers[-1].name)

@@ -23,6 +23,8 @@ from lightning_hetpipe.pipeline.passes import Loss, Pass
 from lightning_hetpipe.pipeline.random.generators import RandomGenerators
 from lightning_hetpipe.pipeline.readers_writer_lock import ReadersWriterLock
 from lightning_hetpipe.pipeline.segment_runner import SavedForBackward, SegmentRunner
+from lightning_hetpipe.pipeline.split.member_pool import DeviceGroup, MemberPool
+from lightning_hetpipe.pipeline.split.split_segment import check_divided
 from lightning_hetpipe.pipeline.stage_messages import (
     Backward,
     Failure,
@@ -55,6 +57,7 @@ class Layer:
         aliases_input: Whether its output shares memory with its input, as a view does.
         kind: What it is, for people; by default its class.
         recompute: Whether stages with it keep only the inputs of forwards, and compute these again for the backward.
+        piece: The path of the captured module that it is a part of; empty where it has no graph.
     """
 
     name: str
@@ -63,6 +66,7 @@ class Layer:
     aliases_input: bool = False
     kind: str = ""
     recompute: bool = False
+    piece: str = ""
 
     def joined(self, other: Layer) -> Layer:
         """The same layer, as this and another call of it were seen to treat their inputs."""
@@ -144,6 +148,7 @@ class Stage(StageThread):
         streams: Streams,
         planned: PlannedMemory | None = None,
         visits: int = 1,
+        group: DeviceGroup | None = None,
     ) -> None:
         name = f"hetpipe-stage-{index}"
         super().__init__(name, index, device, streams.on(device), settings.torch_threads, watchdog, done)
@@ -159,6 +164,9 @@ class Stage(StageThread):
         self._taking = threading.Lock()
         self._orders: dict[int, CallOrder[Parcel]] = {}
         self._held_back: deque[Parcel] = deque()
+        self._members = None
+        if group is not None:
+            self._members = MemberPool(name, group, settings.torch_threads, streams, self.stream)
         self.copy_layers()
 
     @property
@@ -173,13 +181,30 @@ class Stage(StageThread):
         start = 0
         for segment in self.segments:
             own = self.layers[start : start + len(segment.layers)]
-            self._runners[segment.index] = SegmentRunner(own, start, self.stash, self._settings, self.device)
+            self._runners[segment.index] = SegmentRunner(
+                own, start, self.stash, self._settings, self.device, self._members
+            )
             start += len(own)
+        if self._members is not None:
+            check_divided([runner.split for runner in self._runners.values()], self._members.group, self.index)
         self.stream.join(None, [tensor for buffer in self.stash.buffers for tensor in buffer.tensors])
 
     def _new_stash(self, layers: nn.ModuleList) -> VersionedLayers:
         """Copies of the live ``layers``, with room for their versions."""
         return WeightStash(layers, self._settings.version_buffers, self.device)
+
+    def start(self) -> None:
+        if self._members is not None:
+            self._members.start()
+        super().start()
+
+    def close(self) -> None:
+        super().close()
+        if self._members is not None:
+            self._members.close()
+
+    def join(self, seconds: float) -> bool:
+        return super().join(seconds) and (self._members is None or self._members.join(seconds))
 
     def let_go(self) -> None:
         """Gives the memory of versions, buffers and activations back."""
@@ -188,6 +213,8 @@ class Stage(StageThread):
         self.stash.let_go()
         for runner in self._runners.values():
             runner.buffers.let_go()
+            if runner.split is not None:
+                runner.split.weights.clear()
 
     # Versions and states.
 

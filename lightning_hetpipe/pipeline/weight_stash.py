@@ -42,6 +42,7 @@ class VersionBuffer:
         frozen: Numbers of the frozen ones.
         flags: What the version says of parameters and modules.
         published: The event behind which the tensors are computed.
+        fills: How often it has been filled.
     """
 
     def __init__(self) -> None:
@@ -49,9 +50,11 @@ class VersionBuffer:
         self.frozen: frozenset[int] | None = None
         self.flags = Flags((), ())
         self.published: StreamEvent | None = None
+        self.fills = 0
 
     def fill(self, version: Version, steps: int, frozen: Mapping[int, Tensor]) -> None:
         """Take the live weights, moved on by so many ``steps`` of an optimizer, the ``frozen`` ones, and the flags."""
+        self.fills += 1
         if any(self.tensors[number] is not tensor for number, tensor in frozen.items()):
             self.tensors = [frozen.get(number, tensor) for number, tensor in enumerate(self.tensors)]
         unmoved: list[tuple[Tensor, Tensor]] = []

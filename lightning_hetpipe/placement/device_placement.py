@@ -78,7 +78,8 @@ class DevicePlacement:
         if declared is None:
             if on_cpu and plan is not None:
                 stages = [(worker, stage) for worker in plan.virtual_workers for stage in worker.stages]
-                numbers = [stage.device_number or 0 for worker, stage in stages if stage.node == worker.leader]
+                here = [stage.members() for worker, stage in stages if stage.node == worker.leader]
+                numbers = [each.device_number or 0 for members in here for each in members.values()]
                 devices = [*devices, *[devices[-1]] * (max(numbers, default=0) + 1 - len(devices))]
             cluster = _named_as_in(plan, discovered_cluster(devices))
             return cls(cluster, [*devices, *[CPU] * (len(cluster.slots) - len(devices))])
@@ -165,6 +166,7 @@ def _named_as_in(plan: Plan | None, found: Cluster) -> Cluster:
     nodes = [Node(worker.leader, node.devices, node.link)]
     for name in worker.nodes:
         if name != worker.leader:
-            named = {stage.device_number or 0: stage.device_name for stage in worker.stages if stage.node == name}
+            there = [stage.members().values() for stage in worker.stages if stage.node == name]
+            named = {each.device_number or 0: each.device_name for members in there for each in members}
             nodes.append(Node(name, [Device(named.get(number, "cpu")) for number in range(max(named) + 1)]))
     return Cluster(nodes, found.link)

@@ -77,7 +77,7 @@ class Layout:
             samples_per_second=meter.samples / seconds,
             stages=[
                 StageReport(
-                    device=device_name(device) if decision.names is None else decision.names[index],
+                    device=self._device(index),
                     layers=[layer.name for layer in self.stage_layers(index)],
                     layer_types=[layer.kind or type(layer.module).__name__ for layer in self.stage_layers(index)],
                     time_s=decision.times[index],
@@ -96,6 +96,13 @@ class Layout:
             ],
             emulated=decision.emulated,
         )
+
+    def _device(self, stage: int) -> str:
+        """Device of ``stage``, for people; of a group, those of its members."""
+        group, names = self.decision.groups.get(stage), self.decision.names
+        if group is not None:
+            return " + ".join(map(device_name, group.devices))
+        return device_name(self.devices[stage]) if names is None else names[stage]
 
 
 def stage_count(stages: int | Literal["auto"], devices: int, layers: int) -> int:

@@ -7,7 +7,7 @@ settings alone, and measured times decide the split points only.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Literal
@@ -19,6 +19,7 @@ from lightning_hetpipe.capture.profiling import ProfilingInput
 from lightning_hetpipe.emulation import Emulation
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.pipeline.memory import PlannedMemory
+from lightning_hetpipe.pipeline.split.member_pool import DeviceGroup
 from lightning_hetpipe.pipeline.stage import BeforePass
 from lightning_hetpipe.placement import emulated_speeds
 from lightning_hetpipe.placement.device_placement import DevicePlacement
@@ -32,6 +33,7 @@ from lightning_hetpipe.placement.measuring import (
     profiled,
 )
 from lightning_hetpipe.placement.progress import Bar, hidden
+from lightning_hetpipe.placement.split_groups import planned_groups, shared_out
 from lightning_hetpipe.planning.model.catalogue import canonical
 from lightning_hetpipe.planning.model.cluster import DeviceSlot
 from lightning_hetpipe.planning.model.estimate import Estimate, StageEstimate, estimate
@@ -61,6 +63,7 @@ class Decision:
         emulated: Whether stages take as long as the devices ``names``, which are not here.
         planned: Memory of each stage; none where nothing was planned, or devices are emulated.
         weights: The weight policy.
+        groups: The devices of each stage that has several.
     """
 
     split_points: tuple[int, ...]
@@ -72,6 +75,7 @@ class Decision:
     emulated: bool = False
     planned: Sequence[PlannedMemory] = ()
     weights: WeightPolicy = STASH
+    groups: Mapping[int, DeviceGroup] = field(default_factory=dict)
 
 
 Decide = Callable[[ProfilingInput, Sequence[WeightPolicy]], Decision]
@@ -101,6 +105,7 @@ class Planner:
         copies: Copies of its weights that each device holds besides, for the synchronisation of virtual workers.
         weights: The weight policy.
         must_fit: Whether another one is tried where there is no room for it.
+        split: By stage, the shares of its devices, where it has several.
     """
 
     placement: DevicePlacement
@@ -122,6 +127,7 @@ class Planner:
     copies: float = 0.0
     weights: WeightPolicy = STASH
     must_fit: bool = False
+    split: Mapping[int, Sequence[float]] = field(default_factory=dict)
 
     @property
     def before_pass(self) -> BeforePass | None:
@@ -174,7 +180,8 @@ class Planner:
             found = replace(self, spread=plan.spread)._estimate(profile, slots, first, plan.in_flight, profiling)
             if _lacking(found.stages):  # whatever the plan says: of another batch or optimizer, perhaps
                 raise self._unfit(found, ["a plan for what is trained here"], profile)
-            return self._estimated(found, profile, factor, why)
+            decision = self._estimated(found, profile, factor, why)
+            return in_groups(decision, planned_groups(plan, self.placement))
         types, kinds = self.placement.types, dict.fromkeys(slot.device.name for slot in slots)
         seconds = {name: layer_seconds(profiling, types[name], self.bar) for name in kinds}
         times = [
@@ -185,7 +192,7 @@ class Planner:
         planned = [
             PlannedMemory(stage.memory_bytes, stage.memory_limit_bytes) for stage in plan.virtual_workers[0].stages
         ]
-        return replace(decision, planned=planned)
+        return in_groups(replace(decision, planned=planned), planned_groups(plan, self.placement))
 
     def _check_copies(self, plan: Plan) -> None:
         """Refuse to keep more copies of the weights than ``plan`` has room for."""
@@ -218,6 +225,9 @@ class Planner:
             f"because no other split makes the slowest stage faster (stage {slowest}: {1000 * times[slowest]:.3g} ms"
             f" for a minibatch), and {why}"
         )
+        if self.split:
+            homes, groups = shared_out(self.split, stages, slots, self.placement)
+            return in_groups(self._decision(homes, first, in_flight, times, names, why), groups)
         decision = self._decision(place(stages, slots), first, in_flight, times, names, why)
         if stages > 1 and self.placement.limits:
             return self._within_memory(decision, seconds, profiling)
@@ -405,6 +415,12 @@ class Planner:
             placement.emulated,
             weights=self.weights,
         )
+
+
+def in_groups(decision: Decision, groups: Mapping[int, DeviceGroup]) -> Decision:
+    """``decision`` with ``groups`` of devices for some of its stages."""
+    lines = [f"stage {stage} is divided among {group}" for stage, group in groups.items()]
+    return replace(decision, groups=groups, explanation=[*decision.explanation, *lines])
 
 
 class _Unfit(SettingError):

@@ -123,7 +123,7 @@ class FirstMinibatch(Extension):
             self._finetuned,
             settings.capture_timeout,
             self._changed_later,
-            settings.has_hosts,
+            settings.wants_graphs,
         )
         self._outside = OutsideParameters(self._module)
         torch.set_num_threads(settings.torch_threads)

@@ -341,6 +341,7 @@ class Fit(TrainerRun):
             planned=decision.planned,
             versions=versions,
             make_stage=stages.make if settings.has_hosts else Stage,
+            groups=decision.groups,
         )
         if settings.has_hosts:
             stages.check(engine.stages)

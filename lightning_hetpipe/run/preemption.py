@@ -58,6 +58,7 @@ class Preemption:
         self._pid = os.getpid()
         self._told: float | None = None  # when SIGTERM came
         self._wish = NOTHING
+        self._hurries = False  # it leaves after its step
         self._requeue: tuple[Any, ...] = ()  # what the handler of SLURM's signal was given
         self._has_warned = False
         self._wave_ended: float | None = None
@@ -86,8 +87,10 @@ class Preemption:
             redirect.original(*args)
         elif self._told is None:
             self._told, self._wish = now, max(self._wish, END)
-        elif now - self._told > TOGETHER:
+        elif now - self._told > TOGETHER and (self._single or self._trainer.is_global_zero):
             redirect.original(*args)
+        elif now - self._told > TOGETHER:  # Lightning's exception would end the others, too
+            self._hurries = True
 
     def _on_requeue(self, redirect: Redirect, *args: Any) -> None:
         self._requeue, self._wish = args, REQUEUE
@@ -128,6 +131,8 @@ class Preemption:
         if self._told is None:
             return
         self._warn_if_late()
+        if self._hurries:
+            self._end_now(alone=True)
         if self._single and not ends_epoch(self._trainer):
             self.end()
 

@@ -75,6 +75,8 @@ class RunSettings:
     """Certificates and token for these hosts."""
     grace: float = 30.0
     """Seconds that the run has to end in, once it is told to."""
+    has_groups: bool = False
+    """True if a stage lies on several devices."""
     waited_in: Callable[[], str | None] = lambda: None
     """Gives a call in which virtual workers have waited for each other since it last did."""
 
@@ -82,6 +84,11 @@ class RunSettings:
     def has_hosts(self) -> bool:
         """True if stages may be at hosts, in processes here or on other machines."""
         return self.in_processes or bool(self.hosts)
+
+    @property
+    def wants_graphs(self) -> bool:
+        """True if all layers are to be captured as graphs, where that is possible."""
+        return self.has_hosts or self.has_groups
 
     @property
     def is_spread(self) -> bool:
@@ -98,6 +105,8 @@ class RunSettings:
             return "compile"
         if self.planned:
             return "plan and cluster"
+        if self.has_groups:
+            return "split"
         return "recompute" if self.recompute and not self.is_one_stage else None
 
     @property

@@ -6,7 +6,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 import lightning as L
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, LearningRateFinder
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_hetpipe.errors import SettingError
@@ -23,6 +23,16 @@ def check_together(trainer: L.Trainer) -> None:
         raise SettingError(
             f"val_check_interval is a time, {seconds:g} s, after which each virtual worker would be at another"
             " minibatch; give it as a number of batches, or as a part of an epoch"
+        )
+
+
+def check_returning(trainer: L.Trainer | None, index: int) -> None:
+    """Refuse what the others have done before their first epoch, and virtual worker ``index`` would do without them."""
+    callbacks: list[Any] = getattr(trainer, "callbacks", [])  # set by a connector, without declaring it
+    if any(isinstance(each, LearningRateFinder) for each in callbacks):
+        raise SettingError(
+            f"virtual worker {index} cannot come back to a fit with a LearningRateFinder, whose search all make"
+            " together when it begins; leave restarts out, or find the rate in a program of its own"
         )
 
 

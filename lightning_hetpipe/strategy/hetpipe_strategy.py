@@ -45,7 +45,7 @@ from lightning_hetpipe.run.lr_correction import Correction
 from lightning_hetpipe.run.prepared_batch import ReadyBatch
 from lightning_hetpipe.run.staleness_warning import is_clipped
 from lightning_hetpipe.run.trainer_run import TrainerRun
-from lightning_hetpipe.strategy import checks, compile_setting, other_lightning, settings
+from lightning_hetpipe.strategy import checks, compile_setting, other_lightning, settings, split_setting
 from lightning_hetpipe.strategy.planned_devices import PlannedDevices
 from lightning_hetpipe.strategy.saved_states import note_in_flight, note_last_changes, take_in_flight, take_last_changes
 
@@ -95,6 +95,10 @@ class HetPipeStrategy(PlannedDevices):
             warning. Evaluation, and the first minibatch of a fit, run uncompiled. A run repeats bit for bit, whatever
             the threads' timing, but inductor rounds otherwise than torch's operators, and otherwise for other stages. A
             weight that only reaches outputs which the loss leaves out gets a gradient of zeros instead of none.
+        split: Layers of a stage on several devices, each of which computes some of their output channels: by the
+            number of the stage a share for each device, such as ``{0: [2, 1]}``, which take devices in order. The first
+            one holds the unsplit weights, so that checkpoints are as without. A ``plan`` may have such groups, too.
+            ``stages`` is then by default as many as are named (docs/split-layers.md).
         timeline: Whether to record what each stage did when: True for the last hundred minibatches, or the first and
             the last one to keep, such as ``(100, 120)``, counted over the run from 1. It is in
             ``last_run.timeline``, in the run's folder as a Chrome trace, and on TensorBoard as a picture.
@@ -158,6 +162,7 @@ class HetPipeStrategy(PlannedDevices):
         allocation: str = "auto",
         compile: bool | str | Mapping[str, Any] = False,
         recompute: bool = False,
+        split: Literal[False, "auto"] | split_setting.Shares = False,
         timeline: bool | Sequence[int] = False,
         stage_hosts: settings.StageHosts = "threads",
         lr_correction: int | Literal["auto"] | None = "auto",
@@ -181,6 +186,7 @@ class HetPipeStrategy(PlannedDevices):
             cluster,
             compile,
             recompute,
+            split,
             virtual_workers,
             wsp,
             timeout,
@@ -201,6 +207,7 @@ class HetPipeStrategy(PlannedDevices):
         self.grace = checks.seconds("grace", grace)
         self._timeline = settings.timeline(timeline)
         self.stage_hosts = settings.stage_hosts(stage_hosts, compiles=self.compile is not None, timeline=self._timeline)
+        split_setting.check(self._has_groups, compile=self.compile is not None)
         self.last_run = RunReport()
         self._run = TrainerRun()
         self._wanted: run_settings.RunSettings | None = None
@@ -397,6 +404,7 @@ class HetPipeStrategy(PlannedDevices):
             nodes=settings.nodes_elsewhere(self._own_plan),
             security=self._wsp_settings().security.from_environment(),
             grace=self.grace,
+            has_groups=self._has_groups,
             waited_in=self._waited_in,
             resumed=None if self._asked_in_flight else self._resumed,
         )

@@ -26,7 +26,7 @@ from lightning_hetpipe.planning.plan.profile_cache import ProfileCache
 from lightning_hetpipe.planning.search.split_points import partition
 from lightning_hetpipe.planning.search.spread_plan import FROZEN
 from lightning_hetpipe.run.finetuning import trains_frozen_later
-from lightning_hetpipe.strategy import checks, compile_setting, settings
+from lightning_hetpipe.strategy import checks, compile_setting, settings, split_setting
 from lightning_hetpipe.strategy.virtual_workers import VirtualWorkers
 from lightning_hetpipe.workers.synchroniser import copies_kept
 
@@ -35,7 +35,7 @@ class PlannedDevices(VirtualWorkers):
     """Finds the devices of this virtual worker's stages: the Trainer's, those of a cluster, or those of a plan.
 
     Args:
-        stages, in_flight, plan, cluster, compile, recompute: As ``HetPipeStrategy``'s.
+        stages, in_flight, plan, cluster, compile, recompute, split: As ``HetPipeStrategy``'s.
         virtual_workers, wsp, timeout, arguments: ``VirtualWorkers``'.
 
     Raises:
@@ -52,6 +52,7 @@ class PlannedDevices(VirtualWorkers):
         cluster: Cluster | None,
         compile: bool | str | Mapping[str, Any],
         recompute: bool,
+        split: Any,
         virtual_workers: int,
         wsp: Any,
         timeout: timedelta | float,
@@ -61,6 +62,9 @@ class PlannedDevices(VirtualWorkers):
         self.plan = settings.plan(plan)
         workers = self.virtual_workers if self.plan is None else len(self.plan.virtual_workers)
         settings.check_platform(workers, sys.platform)
+        self.split = split_setting.shares(split, self.plan)
+        if self.split and stages == "auto":
+            stages = 1 + max(self.split)
         self._stages = settings.stage_counts(stages, workers)
         self.in_flight = settings.count("in_flight", in_flight)
         self.cluster = checks.optional("cluster", cluster, Cluster, "lightning_hetpipe.Cluster")
@@ -71,10 +75,19 @@ class PlannedDevices(VirtualWorkers):
             self._stages = settings.stages_as_planned(self._stages, self.plan)
             self.in_flight = settings.as_planned("in_flight", self.in_flight, self.plan.in_flight)
             self.recompute |= self.plan.recompute
-            settings.check_spread(self.plan, recompute=self.recompute, compile=self.compile is not None)
+            settings.check_spread(
+                self.plan, recompute=self.recompute, compile=self.compile is not None, split=self._has_groups
+            )
         elif self.cluster is not None:
             settings.check_cluster(self.virtual_workers)
+        split_setting.check(bool(self.split), cluster=self.cluster is not None)
         self._emulation = Emulation(())
+
+    @property
+    def _has_groups(self) -> bool:
+        """True if a stage lies on several devices."""
+        workers = () if self.plan is None else self.plan.virtual_workers
+        return bool(self.split) or any(stage.group for worker in workers for stage in worker.stages)
 
     @property
     def stages(self) -> int | Literal["auto"]:
@@ -175,6 +188,7 @@ class PlannedDevices(VirtualWorkers):
         """Planner of a fit that begins; what it decides to emulate is told to ``_emulation``, which is new then."""
         placement = self._placement()
         even = self.plan is None and self.cluster is None and (placement.is_even or self._group is not None)
+        even |= bool(self.split)
         assert self.lightning_module is not None
         self._emulation = Emulation(())
         trainer = self.lightning_module.trainer
@@ -196,4 +210,5 @@ class PlannedDevices(VirtualWorkers):
             trainer.accumulate_grad_batches,
             self.world_size == 1 and self.compile is None,
             0.0 if self._group is None else copies_kept(self._group.settings.update_dtype),
+            split=self.split,
         )

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import platform
+import tempfile
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -28,11 +30,12 @@ from lightning_hetpipe.launch.wsp_settings import WSPSettings
 from lightning_hetpipe.lightning_private import is_fitting, is_last_batch
 from lightning_hetpipe.planning.plan.document import Plan
 from lightning_hetpipe.rules.shares import whole_steps
-from lightning_hetpipe.run.together import minibatches_per_step
+from lightning_hetpipe.run.together import check_returning, minibatches_per_step
+from lightning_hetpipe.server.process.notices import say
 from lightning_hetpipe.server.process.server_process import how
 from lightning_hetpipe.server.protocol.identifiers import MOST_VIRTUAL_WORKERS
 from lightning_hetpipe.strategy import checks, settings
-from lightning_hetpipe.strategy.checkpoints import explaining, local_folder
+from lightning_hetpipe.strategy.checkpoints import ReplacingCheckpointIO, explaining, local_folder
 from lightning_hetpipe.strategy.rescue import rescue
 from lightning_hetpipe.strategy.saved_states import add_states, note_shares, take_shares, take_state
 from lightning_hetpipe.strategy.weights import HostWeights
@@ -83,6 +86,7 @@ class VirtualWorkers(HostWeights):
         self._found_rank: Rank | None = None
         self._waiting_call: str | None = None
         self._saves_for_first = False
+        self._saves_for_returning = False
 
     @property
     def _rank(self) -> Rank:
@@ -297,7 +301,10 @@ class VirtualWorkers(HostWeights):
             return None
         self._open_group()
         returning = None if self._group is None else self._group.seats.returning
-        return None if returning is None else returning.checkpoint
+        if returning is None:
+            return None
+        check_returning(getattr(self._launcher, "trainer", None), self.global_rank)
+        return returning.checkpoint
 
     def _on_end(self, local: int, code: int) -> None:
         """The process of another virtual worker of this node has ended."""
@@ -380,6 +387,7 @@ class VirtualWorkers(HostWeights):
         if self._group is None:
             return NoSynchroniser()
         synchroniser = Synchroniser(self._group, trainer.lightning_module, self._shares)
+        synchroniser.save_for_returning = self._save_for_returning
         wsp = self._group.settings
         if wsp.aggregate == "sum":
             rank_zero_warn(
@@ -399,14 +407,31 @@ class VirtualWorkers(HostWeights):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
         """Writes one file, of virtual worker 0, which each one's state of training is in; called on all."""
         if "optimizer_states" in checkpoint and (group := self._together("trainer.save_checkpoint")) is not None:
-            folder = local_folder(filepath) if self.is_global_zero else None
-            with explaining(filepath):
-                add_states(checkpoint, group, type(self.precision_plugin).__qualname__, self._shared.rounded, folder)
+            if not self._saves_for_returning:
+                folder = local_folder(filepath) if self.is_global_zero else None
+                plugin = type(self.precision_plugin).__qualname__
+                with explaining(filepath):
+                    add_states(checkpoint, group, plugin, self._shared.rounded, folder)
             assert self.lightning_module is not None, "a run saves"
             trainer = self.lightning_module.trainer
             goes_on_in = trainer.current_epoch + is_last_batch(trainer)
             note_shares(checkpoint, self._shared.shares, minibatches_per_step(trainer, goes_on_in))
-        super().save_checkpoint(checkpoint, filepath, storage_options)
+        if not self._saves_for_returning:
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+        elif self.is_global_zero:
+            _write_for_returning(checkpoint, filepath)
+
+    def _save_for_returning(self, path: Path) -> None:
+        """Save virtual worker 0's state alone, from which those that come back resume. Called on all.
+
+        The file goes to them at once: no plugin writes it later, or as something else.
+        """
+        assert self.lightning_module is not None
+        self._saves_for_returning = True
+        try:
+            self.lightning_module.trainer.save_checkpoint(path, weights_only=False)
+        finally:
+            self._saves_for_returning = False
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         """Load what this virtual worker would have saved, if it has taken part in saving."""
@@ -414,7 +439,7 @@ class VirtualWorkers(HostWeights):
         if returning is not None and Path(checkpoint_path) == returning.checkpoint:
             returning.await_state()
             try:  # it comes from another process, of which nothing is unpickled
-                checkpoint = super().load_checkpoint(checkpoint_path, weights_only=True)
+                checkpoint = ReplacingCheckpointIO().load_checkpoint(checkpoint_path, weights_only=True)
             except pickle.UnpicklingError:
                 classes = ", ".join(sorted(get_unsafe_globals_in_checkpoint(checkpoint_path)))
                 raise SettingError(
@@ -454,6 +479,17 @@ class VirtualWorkers(HostWeights):
             self.lightning_module.trainer.save_checkpoint(path, weights_only=False)
         finally:
             self._saves_for_first = False
+
+
+def _write_for_returning(checkpoint: dict[str, Any], path: str | Path) -> None:
+    """Write ``checkpoint``; where there is no room for it, say so, as all others train on."""
+    try:
+        ReplacingCheckpointIO().save_checkpoint(checkpoint, path)
+    except OSError as error:
+        say(
+            f"those that are ready to come back have to wait for another epoch: no file of the state that they need can"
+            f" be written in {tempfile.gettempdir()} ({os.strerror(error.errno or 0)}); make room there, or set TMPDIR"
+        )
 
 
 def _come_back(vw: int) -> None:

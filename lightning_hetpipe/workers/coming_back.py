@@ -73,7 +73,8 @@ class SeatMissed(CameTooLate):
 def too_late(index: int) -> CameTooLate:
     """The error of virtual worker ``index``, where there is no training any more to take part in."""
     return CameTooLate(
-        f"virtual worker {index} comes back to a run whose training is over; start all of them anew for another"
+        f"virtual worker {index} comes back to a run whose training is over, or that of its first fit, to which"
+        " alone one can come back; start all of them anew for another"
     )
 
 
@@ -189,13 +190,20 @@ class Returning:
             found = {} if content is None else _loaded(content)
             if found.get("over"):
                 raise too_late(self._index)
-            if found.get("vws", {}).get(self._index) == self._launch.member.incarnation:
+            mine = found.get("vws", {}).get(self._index) == self._launch.member.incarnation
+            if mine and self._has_fetched(found["parts"]):
                 break
             again.wait(_AGAIN if found else 0.0)  # that one is for others, or for an earlier process of this one
-        with self.checkpoint.open("wb") as file:
-            for part in range(found["parts"]):
-                file.write(recalled(self._launch, f"{STATE}-{part}"))
         self._state = found
+
+    def _has_fetched(self, parts: Sequence[str]) -> bool:
+        """Write the checkpoint; False if the others have gone on, and taken away what is left of it."""
+        with self.checkpoint.open("wb") as file:
+            for part in parts:
+                if (content := self._launch.recall(part, _ANNOUNCED)) is None:
+                    return False
+                file.write(content)
+        return True
 
     def seats(self, cut: int) -> list[int]:
         """The virtual workers that take part from ``cut`` on, at which this one has become a member.
@@ -229,7 +237,7 @@ class Reception:
         self._launch, self._session, self._coordinator, self._lease = launch, session, coordinator, lease
         self.record = FitRecord()
         self._open = False
-        self._handed = 0
+        self._handed: list[str] = []
 
     def post(self) -> None:
         """Leave the record; from now on others may come back."""
@@ -255,9 +263,10 @@ class Reception:
 
         ``vws`` are as :meth:`ready` gave them.
         """
-        parts = -(-checkpoint.stat().st_size // CHUNK)
-        for part in range(parts):
-            self._launch.keep(f"{STATE}-{part}", partial(_chunk, checkpoint, part))
+        # By names of their own, as one that is slow may still fetch those of an earlier cut.
+        parts = [f"{STATE}-{cut}-{part}" for part in range(-(-checkpoint.stat().st_size // CHUNK))]
+        for part, name in enumerate(parts):
+            self._launch.keep(name, partial(_chunk, checkpoint, part))
         self._launch.keep(STATE, _written({"vws": dict(vws), "cut": cut, "parts": parts, "agreed": dict(agreed)}))
         self._handed = parts
 
@@ -279,7 +288,7 @@ class Reception:
     def clear(self, vws: Mapping[int, int]) -> None:
         """Take away what was left for ``vws``, as :meth:`ready` gave them."""
         ready = [f"{READY}{vw}-{incarnation}" for vw, incarnation in vws.items()]
-        for name in (STATE, *(f"{STATE}-{part}" for part in range(self._handed)), *ready):
+        for name in (STATE, *self._handed, *ready):
             self._launch.keep(name, None)
 
 

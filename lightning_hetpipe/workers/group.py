@@ -112,6 +112,7 @@ class Group:
         self._on_return = on_return
         self.seats = Seats(index, size)
         self._gathers = 0  # in the session of the launch
+        self._heard: list[tuple[Departed, bool]] = []  # departures, while this process comes back
 
     @property
     def coordinator(self) -> str:
@@ -215,14 +216,24 @@ class Group:
         self._fit_ordinal = itertools.count(1)
         self.seats.taken = returning.seats(self._fit.member.cut)
         self.seats.agreed = returning.agreed
-        self._welcome(returning.asked)
+        assert self._launch is not None
+        assert self._launch.member.commit_index is not None
+        before = {each.vw: each.incarnation for each in self._launch.member.commit_index.members}
+        self._welcome({**before, **returning.asked})
         return weights
 
     def begin_epoch(self) -> None:
-        """An epoch begins: a process that comes back gathers with the others from now on."""
+        """An epoch begins: others may come back from now on."""
         self._has_taken_part = True
-        if self.seats.begin_epoch(self._gathers):
-            self._handshake.returns = False
+        self.seats.begin_epoch(self._gathers)
+
+    def take_part(self) -> None:
+        """Gather with the others from now on, in a process that has come back."""
+        self.seats.take_part()
+        self._handshake.returns = False
+        heard, self._heard = self._heard, []
+        for departed, of_fit in heard:
+            self._lose(departed, of_fit)
 
     def readmit(self, vws: Mapping[int, int], checkpoint: Path, cut: int) -> list[int]:
         """Give ``vws`` seats, from ``cut`` on. All call it between two epochs; gives those that have taken them.
@@ -274,6 +285,9 @@ class Group:
         """Note a departure, from any thread: the others go on without that one, but not without virtual worker 0."""
         vw, why = departed.vw, departed.why
         if self.seats.is_of_former(departed, of_fit):
+            return
+        if self._handshake.returns and vw:  # who of those has come back is known once this one has its seat
+            self._heard.append((departed, of_fit))
             return
         if not why:  # it has ended as it should; where it has left the launch, nobody is to wait for it any more
             if not of_fit:

@@ -68,20 +68,17 @@ class Seats:
         if self._reception is not None and self._records and not what.startswith(EXCHANGE):
             self._reception.record.gathers.append((what, values))
 
-    def begin_epoch(self, gathers: int) -> bool:
-        """Let others come back from now on; ``gathers`` is the number of those in the session of the launch.
-
-        Returns:
-            True if this process has come back, and gathers with the others from now on.
-        """
+    def begin_epoch(self, gathers: int) -> None:
+        """Let others come back from now on; ``gathers`` is the number of those in the session of the launch."""
         if self._reception is not None and self._records:
             self._records = False
             self._reception.record.ordinal = gathers
             self._reception.post()
-        returning, self.returning = self.returning, None
-        if returning is not None:
-            returning.close()
-        return returning is not None
+
+    def take_part(self) -> None:
+        """Have this process, which has come back, gather with the others from now on."""
+        self.close()
+        self.returning = None
 
     def end_fit(self) -> None:
         """Let nobody come back any more."""
@@ -96,8 +93,11 @@ class Seats:
         return {} if self._reception is None else self._reception.ready()
 
     def offer(self, vws: Mapping[int, int], checkpoint: Path, cut: int, check: Callable[[], None]) -> list[int]:
-        """On virtual worker 0: give the state to ``vws``, and wait until they ask for seats; gives those that do."""
-        if self._reception is None:
+        """On virtual worker 0: give the state to ``vws``, and wait until they ask for seats; gives those that do.
+
+        Without a ``checkpoint``, for which there may be no room, nobody gets anything.
+        """
+        if self._reception is None or not checkpoint.exists():
             return []
         self._reception.hand_over(checkpoint, vws, cut, self.agreed)
         return self._reception.await_askers([*vws], check)

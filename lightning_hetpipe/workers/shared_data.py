@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
+from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSampler
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, Sampler
 
 from lightning_hetpipe.rules.shares import dealt_samples
@@ -112,15 +113,16 @@ def deal_among(seats: Sequence[int], vw: int, loader: Any) -> None:
 
     A loader whose sampler the user has made stays as it is.
     """
-    sampler = getattr(loader, "sampler", None)
-    batches = getattr(getattr(loader, "batch_sampler", None), "sampler", None)
-    if isinstance(batches, SharedSampler):
-        batches.shares.seats = seats
+    sampler = getattr(getattr(loader, "batch_sampler", None), "sampler", getattr(loader, "sampler", None))
+    if isinstance(sampler, SharedSampler):
+        sampler.shares.seats = seats
     elif isinstance(sampler, DistributedSampler) and isinstance(sampler.rank, InjectedRank):
         epoch, rank = sampler.epoch, InjectedRank(seats.index(vw))
         last = {"drop_last": sampler.drop_last}
         # Of the base class: Lightning's wrapper of a user's sampler has that as its dataset by now.
-        DistributedSampler.__init__(sampler, sampler.dataset, len(seats), rank, sampler.shuffle, sampler.seed, **last)
+        unrepeated = isinstance(sampler, UnrepeatedDistributedSampler)  # of predictions
+        base: Any = UnrepeatedDistributedSampler if unrepeated else DistributedSampler
+        base.__init__(sampler, sampler.dataset, len(seats), rank, sampler.shuffle, sampler.seed, **last)
         sampler.set_epoch(epoch)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import lightning as L
@@ -85,6 +86,8 @@ class Synchroniser:
         """W_v of each virtual worker."""
         self.meet: Callable[[], bool] = lambda: True
         """Prepares a call that all virtual workers make; False while those with shares of their own are apart."""
+        self.save_for_returning: Callable[[Path], None] = lambda path: None
+        """Saves, on virtual worker 0, what those that come back resume from; called on all."""
         self._least = 1  # the length of the shortest wave, which is Nm
         self._why = ""
         self._waited = 0.0

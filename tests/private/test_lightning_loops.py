@@ -228,6 +228,33 @@ def test_a_part_of_a_validation_is_at_least_one_batch(limit: int | float, left: 
     assert sum(trainer.num_val_batches) == left
 
 
+@guards("_last_train_dl_reload_epoch", "_last_val_dl_reload_epoch")
+def test_loaders_are_made_in_the_epochs_of_another_fit() -> None:
+    """Else one that comes back would make its own in other epochs, and wait for the others there."""
+    made: list[tuple[str, int]] = []
+
+    class Loads(Validated):
+        def train_dataloader(self) -> Any:
+            made.append(("train", self.trainer.current_epoch))
+            return batches(2)
+
+        def val_dataloader(self) -> Any:
+            made.append(("validate", self.trainer.current_epoch))
+            return batches(2)
+
+    class Goes(L.Callback):
+        def on_train_epoch_end(self, trainer: L.Trainer, *_: Any) -> None:
+            if trainer.current_epoch == 0:
+                assert of_lightning.loaders_made(trainer) == [0, 0]
+                of_lightning.make_loaders_as(trainer, [1.0, None])
+                assert of_lightning.loaders_made(trainer) == [1.0, None]
+                of_lightning.make_loaders_as(trainer, [1.0, 1.0])
+
+    trainer = quiet_trainer("auto", max_epochs=4, callbacks=[Goes()], reload_dataloaders_every_n_epochs=2)
+    trainer.fit(Loads())
+    assert made == [("train", 0), ("validate", 0), ("validate", 0), ("train", 3), ("validate", 3)]
+
+
 @guards("_build_kwargs", "batch_progress")
 def test_progress_and_arguments_of_a_step() -> None:
     looks = Looks()

@@ -54,3 +54,22 @@ def test_errors_and_the_end() -> None:
     go.set()
     assert running.result(PATIENCE) is None
     eventually(lambda: alive() == 0, "a thread outlives the end")
+
+
+def test_calls_wait_where_the_process_may_have_no_more_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error came from gRPC's own thread, and the end of the server waited for a thread that had never begun."""
+    threads, go = CallThreads(2, NAME), threading.Event()
+    first = threads.submit(go.wait, PATIENCE)
+
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as limited:
+        limited.setattr(threading.Thread, "start", start)
+        second = threads.submit(int, "2")
+        with pytest.raises(RuntimeError, match="can't start"):
+            CallThreads(2, NAME).submit(int, "3")
+    go.set()
+    assert (first.result(PATIENCE), second.result(PATIENCE)) == (True, 2)
+    threads.shutdown()
+    assert alive() == 0

@@ -78,6 +78,7 @@ def test_it_is_answered_from_the_record_until_it_has_a_seat(
     again._launch._keep_again()  # as when the coordinator is started again
     assert first.seats.ready() == {}, "it is not ready to come back once more"
     lost.groups[1] = again
+    again.take_part()
     lost.both("begin_epoch", lambda index: ())
     assert again.seats.returning is None
     assert again.agree("other", "the choice of in_flight") == [0, 1]

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSampler
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, RandomSampler, TensorDataset
 
 from lightning_hetpipe.workers.shared_data import InjectedRank, Shares, deal_among
@@ -116,3 +117,21 @@ def test_a_sampler_of_ones_own_goes_on_as_it_is() -> None:
     before = batches_of(loader)
     deal_among([1], 1, loader)
     assert batches_of(loader) == before
+
+
+def test_batch_samplers_and_predictions_are_dealt_among_others() -> None:
+    """Lightning puts its sampler into the batch sampler there; predictions repeat no sample, however many there are."""
+
+    class Pairs(BatchSampler):
+        """One of a user's own, as Lightning makes it anew."""
+
+    injected: DistributedSampler[Any] = DistributedSampler(DATA, 3, InjectedRank(2), shuffle=False)
+    loader = DataLoader(DATA, batch_sampler=Pairs(injected, 2, drop_last=False))
+    deal_among([0, 2], 2, loader)
+    assert [sample for batch in batches_of(loader) for sample in batch] == list(range(1, 22, 2))
+    few = TensorDataset(torch.arange(5))
+    for index, vw in enumerate([0, 2]):
+        unrepeated = UnrepeatedDistributedSampler(few, 3, InjectedRank(vw), shuffle=False)
+        predicts = DataLoader(few, batch_sampler=BatchSampler(unrepeated, 2, drop_last=False))
+        deal_among([0, 2], vw, predicts)
+        assert [sample for batch in batches_of(predicts) for sample in batch] == list(range(index, 5, 2))

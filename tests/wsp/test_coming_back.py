@@ -6,12 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from lightning_hetpipe.launch.launcher import LEFT_OUT
 from tests.oracle import Run, State
 from tests.support.equality import assert_same
 from tests.wsp.launch import Job, left_behind, start
 from tests.wsp.membership import check_recorded, epochs_of
+from tests.wsp.test_ends import ROOM, small_file_system
 from tests.wsp.test_exact import all_batches, together
 
 LEASE = 10.0
@@ -77,6 +79,17 @@ CASES: dict[str, tuple[dict[str, Any], int]] = {
     "in mid-pull": ({"message": "Read", "nth": 5, "when": "middle"}, 1),
     "batchnorm": ({"task": "resnet"}, 1),
     "stage hosts": ({"stage_hosts": "processes"}, 1),
+    "a hook that asks all": ({"talks": True}, 1),
+    "loaders made anew": ({"validate": True, "trainer": {"max_epochs": 4, "reload_dataloaders_every_n_epochs": 1}}, 1),
+    "a first validation, made alone": (
+        {"validate": True, "trainer": {"max_epochs": 4, "check_val_every_n_epoch": 3, "num_sanity_val_steps": 0}},
+        1,
+    ),
+    "a first validation, made with the others": (
+        {"validate": True, "trainer": {"max_epochs": 4, "check_val_every_n_epoch": 4, "num_sanity_val_steps": 0}},
+        1,
+    ),
+    "checkpoints that a plugin writes": ({"saves_elsewhere": True}, 1),
 }
 """Ends of virtual worker 1, and how many waves of that epoch it has pushed."""
 
@@ -147,9 +160,13 @@ def test_two_come_back_at_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_one_comes_back_also_where_the_server_dies_while_it_waits(tmp_path: Path) -> None:
-    """To the third epoch or the last one: virtual worker 0 may have seen that it is ready before that was forgotten."""
-    server = {"vw": 1, "room": "talk-1", "message": "AskForKept", "nth": 3, "when": "before", "what": "server"}
+@pytest.mark.parametrize(("message", "nth"), [("AskForKept", 3), ("FetchKept", 4)])
+def test_one_comes_back_also_where_the_server_dies_while_it_waits(message: str, nth: int, tmp_path: Path) -> None:
+    """Or while it gets the state, which is gone then.
+
+    To the third epoch or the last one: virtual worker 0 may have seen that it is ready before that was forgotten.
+    """
+    server = {"vw": 1, "room": "talk-1", "message": message, "nth": nth, "when": "before", "what": "server"}
     recorded: dict[str, Any] = {"log": str(tmp_path / "decisions"), "awaits": "all"}
     job = coming_back(tmp_path, faults=[{**server, "mark": str(tmp_path / "another mark")}], **recorded)
     said = ended_well(job)
@@ -206,3 +223,51 @@ def test_one_that_comes_when_training_is_over_says_so(tmp_path: Path) -> None:
     assert left_behind(job) == []
     assert "virtual worker 1 comes back to a run whose training is over" in done.stderr
     assert (tmp_path / "0.pt").exists()
+
+
+@pytest.mark.slow
+def test_who_comes_back_knows_who_has_come_back_before(tmp_path: Path) -> None:
+    """It was told of all departures, and in the program's next fit waited for nobody, as that one was lost for it."""
+    (tmp_path / "later").mkdir()
+    job = coming_back(tmp_path, awaits={"1": 1, "2": 1})
+    job.lengths = (5, 5, 5)
+    fault = job.more["faults"][0]
+    job.more["faults"] = [{**fault, "vw": 2}, {**fault, "nth": 7, "mark": str(tmp_path / "another mark")}]
+    later = Job(tmp_path / "later", "by epoch", job.lengths, in_flight=2, more={"wsp": job.more["wsp"]})
+    done = start(job, later)
+    assert done.returncode == 0, done.stderr
+    assert left_behind(job) == []
+    first, *others = later.written()
+    assert len(first["outputs"]) == 10
+    for each in others:
+        assert_same(first["end"].weights, each["end"].weights)
+
+
+@pytest.mark.slow
+def test_without_room_for_the_state_the_others_train_on(tmp_path: Path) -> None:
+    small = tmp_path / "small"
+    small.mkdir()
+    with small_file_system(small):
+        (small / "filling").write_bytes(bytes(ROOM - (8 << 10)))
+        job = coming_back(tmp_path, awaits={"1": 1, "2": 1})
+        done = start(job, TMPDIR=str(small))
+    assert done.returncode == 1, done.stderr
+    assert left_behind(job) == []
+    said = (
+        "those that are ready to come back have to wait for another epoch: no file of the state that they need can be"
+    )
+    assert f"{said} written in {small} (No space left on device); make room there, or set TMPDIR" in done.stderr
+    assert "virtual worker 1 comes back to a run whose training is over" in done.stderr
+    assert len(torch.load(tmp_path / "0.pt", weights_only=False)["outputs"]) == 20
+
+
+@pytest.mark.slow
+def test_a_search_for_a_learning_rate_is_not_made_alone(tmp_path: Path) -> None:
+    """Its steps were added to the others' weights."""
+    waits = {"vw": 0, "room": "fit-1", "message": "Pushed", "nth": 10, "when": "before", "what": "hold"}
+    job = coming_back(tmp_path, nth=5, finds_rate=6, awaits={}, faults=[waits])
+    done = start(job)
+    assert done.returncode == 1, done.stderr
+    assert left_behind(job) == []
+    assert "SettingError: virtual worker 1 cannot come back to a fit with a LearningRateFinder" in done.stderr
+    assert len(torch.load(tmp_path / "0.pt", weights_only=False)["outputs"]) == 20

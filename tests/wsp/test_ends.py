@@ -7,6 +7,7 @@ import shutil
 import socket
 import subprocess
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,13 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A folder on a file system that has little room."""
     folder = tmp_path / "small"
     folder.mkdir()
+    with small_file_system(folder):
+        yield folder
+
+
+@contextmanager
+def small_file_system(folder: Path) -> Iterator[None]:
+    """Within it there is little room in ``folder``."""
     command = ["mount", "-t", "tmpfs", "-o", f"size={ROOM}", "hetpipe-test", str(folder)]
     if os.geteuid() or shutil.which("mount") is None:
         pytest.skip("a small file system takes root, and the program mount")
@@ -35,7 +43,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     if made.returncode:
         pytest.skip(f"this machine mounts no small file system: {made.stderr.strip()}")
     try:
-        yield folder
+        yield
     finally:
         subprocess.run(["umount", str(folder)], check=True, timeout=60)
 

@@ -91,6 +91,18 @@ def test_one_that_is_told_alone_finishes_its_wave_and_leaves(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
+def test_one_that_is_told_twice_leaves_after_its_step(tmp_path: Path) -> None:
+    """The others ended with it, and were not saved."""
+    more = {"acts": [(1, 1, "SIGTERM"), (1, 2, "SIGTERM")], "together": -1.0, "is_preempted": True, "wsp": {"wave": 6}}
+    done = start(job := Job(tmp_path, lengths=(6, 6), in_flight=2, more=more))
+    assert done.returncode == 1, done.stderr
+    assert left_behind(job) == []
+    assert "hetpipe: virtual worker 1 is lost after 0 waves: it was told to end; the others go on" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert [len(each["outputs"]) for each in job.written()] == [12, 2]
+
+
+@pytest.mark.slow
 def test_without_checkpoints_all_end_and_nothing_is_saved(tmp_path: Path) -> None:
     done = start(job := Job(tmp_path, more={"fault": (0, 2, "SIGTERM")}))
     assert done.returncode == 143, done.stderr

@@ -19,7 +19,14 @@ from typing import Any, Literal
 
 import lightning as L
 import torch
-from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint, OnExceptionCheckpoint, Timer
+from lightning.fabric.plugins import TorchCheckpointIO
+from lightning.pytorch.callbacks import (
+    EMAWeightAveraging,
+    LearningRateFinder,
+    ModelCheckpoint,
+    OnExceptionCheckpoint,
+    Timer,
+)
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.trainer.states import RunningStage
@@ -98,6 +105,20 @@ class Acts(L.Callback):
                     frozen.data.add_(0.1 + trainer.global_rank)
                 elif what == "meet":  # whoever is held there goes on when this is opened
                     open(f"{self.folder}/meeting", "w").close()
+
+
+class Elsewhere(TorchCheckpointIO):
+    """Writes checkpoints to other places than Lightning names."""
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
+        super().save_checkpoint(checkpoint, f"{path}.elsewhere", storage_options)
+
+
+class Talks(L.Callback):
+    """Asks all virtual workers for something when an epoch begins."""
+
+    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        assert trainer.strategy.broadcast(f"{trainer.global_rank} in {trainer.current_epoch}").startswith("0")
 
 
 class Waits(L.Callback):
@@ -290,6 +311,10 @@ def main(job: dict[str, Any]) -> None:
         callbacks.append(Clock(job["clocks"]))
     if "averages" in job:
         callbacks.append(EMAWeightAveraging(decay=job["averages"]))
+    if "talks" in job:
+        callbacks.append(Talks())
+    if "finds_rate" in job:
+        callbacks.append(LearningRateFinder(1e-5, 0.1, num_training_steps=job["finds_rate"], update_attr=False))
     if "saves_on_exception" in job:
         callbacks.append(OnExceptionCheckpoint(job["folder"]))
     if "saves" in job:
@@ -305,6 +330,8 @@ def main(job: dict[str, Any]) -> None:
     }
     defaults |= {"enable_checkpointing": "saves" in job or "saves_on_exception" in job}
     defaults |= {"logger": notes, "log_every_n_steps": 1}
+    if "saves_elsewhere" in job:
+        defaults["plugins"] = [Elsewhere()]
     if job.get("saves_later"):
         defaults["plugins"] = [AsyncCheckpointIO()]
     trainer = quiet_trainer(callbacks=callbacks, **{**defaults, **job.get("trainer", {})})

@@ -16,6 +16,8 @@ from lightning_hetpipe.lightning_private import (
     averages,
     begun_minibatches,
     in_a_step,
+    loaders_made,
+    make_loaders_as,
     recount_batches,
     train_loaders,
     validates_at_the_end,
@@ -35,6 +37,8 @@ LOOP, EPOCH = 1 << 56, 1 << 32
 and the place in it, so that virtual workers with different numbers of batches agree."""
 BEGIN = 1
 """The place of an epoch's beginning, or of where a loop goes on in one; and the next one is."""
+LOADERS = "the epochs in which loaders were made"
+"""Name of what those that come back are told with what all have agreed on."""
 LAST_SAVE, LAST_VALIDATION, END = EPOCH - 3, EPOCH - 2, EPOCH - 1
 """Places in an epoch that all virtual workers have, however many batches there are."""
 
@@ -88,6 +92,7 @@ class WavesAndCuts(Extension):
             Redirect(trainer, "save_checkpoint", self._on_save),
             Redirect(trainer.fit_loop.epoch_loop, "on_run_start", self._on_epoch),
             Redirect(trainer.fit_loop, "on_advance_start", self._on_next_epoch),
+            Redirect(trainer.fit_loop.epoch_loop.val_loop, "setup_data", self._on_validation_loaders),
         ]
         synchroniser.meet = self._meet
 
@@ -102,8 +107,6 @@ class WavesAndCuts(Extension):
         if not self._compared:
             self._compare()
         self._compared = self._running = True
-        if self._synchroniser.group.seats.returning is not None:
-            self._loop = self._synchroniser.group.weights.member.cut // LOOP
         if self._number(BEGIN) < self._synchroniser.last_cut:
             self._loop += 1
         with self._synchronising():
@@ -213,16 +216,39 @@ class WavesAndCuts(Extension):
 
     def _on_next_epoch(self, redirect: Redirect, *args: Any) -> None:
         """The epoch before is over with its evaluations, checkpoints and hooks: lost ones may come back here."""
+        if self._synchroniser.group.seats.returning is not None:
+            self._take_part()
         coming, self._coming = self._coming, {}
         if coming:
             self._readmit(coming)
         redirect.original(*args)
 
+    def _take_part(self) -> None:
+        """Go on as the others, in a process that has come back: all that they do from here on, they do together."""
+        trainer, group = self._trainer, self._synchroniser.group
+        self._compare()
+        self._compared, self._loop = True, group.weights.member.cut // LOOP
+        make_loaders_as(trainer, group.seats.agreed[LOADERS])
+        group.take_part()
+
+    def _on_validation_loaders(self, redirect: Redirect, *args: Any) -> None:
+        """A process that comes back makes them alone: the others have made theirs, or make them later."""
+        group = self._synchroniser.group
+        if group.seats.returning is None:
+            redirect.original(*args)
+            return
+        interrupted, group.interrupted = group.interrupted, lambda: True
+        try:
+            redirect.original(*args)
+        finally:
+            group.interrupted = interrupted
+
     def _readmit(self, coming: Mapping[int, int]) -> None:
         trainer, group = self._trainer, self._synchroniser.group
         with self._pausing(), tempfile.TemporaryDirectory(prefix="hetpipe-") as folder:
             checkpoint = Path(folder, "state.ckpt")
-            trainer.save_checkpoint(checkpoint, weights_only=False)
+            group.seats.agreed[LOADERS] = loaders_made(trainer)
+            self._synchroniser.save_for_returning(checkpoint)
             with self._synchronising():
                 # Live weights stay as they are: what hooks have changed is shared when the epoch begins.
                 back = group.readmit(coming, checkpoint, self._number(0))

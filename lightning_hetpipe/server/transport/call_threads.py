@@ -43,13 +43,21 @@ class CallThreads(Executor):
                 raise RuntimeError("the server has stopped")
             if self._free:
                 self._free.pop().put(task)
-            elif len(self._threads) < self._most:
-                thread = threading.Thread(target=self._work, args=(task,), name=self._name)
-                self._threads.add(thread)
-                thread.start()
-            else:
+            elif len(self._threads) >= self._most or not self._starts(task):
                 self._waiting.append(task)
         return future
+
+    def _starts(self, task: _Task) -> bool:
+        """Start a thread for ``task``; False where the process may have no more, and others are there for it."""
+        thread = threading.Thread(target=self._work, args=(task,), name=self._name)
+        try:
+            thread.start()
+        except RuntimeError:
+            if not self._threads:
+                raise
+            return False
+        self._threads.add(thread)
+        return True
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """Take no further calls; have threads end after those that run."""

@@ -1,0 +1,1 @@
+"""Layers of a stage on several devices, each of which computes some of their channels."""

@@ -1,0 +1,88 @@
+"""Masks of dropout for a group: drawn for the whole tensor, with the generator of an unsplit run, and divided."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from lightning_hetpipe.pipeline.random.generators import drawn
+from lightning_hetpipe.pipeline.split.operator_rules import sizes_of
+from lightning_hetpipe.rules.channel_layouts import ChannelLayout, Size
+
+_ELEMENTS = torch.ops.aten.dropout.default
+_CHANNELS = torch.ops.aten.feature_dropout.default
+
+
+@dataclass(frozen=True)
+class Mask:
+    """Factor by which a random operation would multiply the whole tensor.
+
+    Attributes:
+        arguments: Of the random operation, but for the tensor.
+        sizes: Of the mask; a node gives one that may vary, or is a tensor of which the dimension that follows has it.
+        order: Of its dimensions in memory, by which numbers are drawn.
+        dtype: As of the tensor.
+        layout: By which it is divided.
+    """
+
+    arguments: tuple[Any, ...]
+    sizes: Sequence[int | tuple[fx.Node, int | None]]
+    order: Sequence[int]
+    dtype: torch.dtype
+    layout: ChannelLayout
+
+    def drawn_in(self, graph: fx.Graph, new: Mapping[fx.Node, fx.Node], device: fx.Node) -> fx.Node:
+        """Add what draws it to ``graph``, which has ``new`` nodes for those of the sizes."""
+        sizes = [size_in(graph, each if isinstance(each, int) else (new[each[0]], each[1])) for each in self.sizes]
+        ones = graph.call_function(ones_in_order, (sizes, tuple(self.order), self.dtype, device))
+        path, ordinal, target, *rest = self.arguments
+        return graph.call_function(drawn, (path, ordinal, target, ones, *rest))
+
+
+def mask_of(node: fx.Node, layout: ChannelLayout, whole: Iterable[fx.Node]) -> Mask | None:
+    """Mask of ``node``, a random operation on a tensor of ``layout``; None where it is no product with one, or its
+    sizes cannot be told from the ``whole`` values."""
+    path, ordinal, target, given, *rest = node.args
+    sizes, rank = sizes_of(node), len(sizes_of(node))
+    if target is _CHANNELS and layout.dim == 1:
+        sizes = [*sizes[:2], *[1] * (rank - 2)]
+        order: Any = range(rank)
+    elif target is _ELEMENTS:
+        order = node.meta.get("order", ())
+    else:
+        return None
+    known = list(whole)
+    found = [source_of(size, known) for size in sizes]
+    if None in found or len(order) != rank or not isinstance(given, fx.Node):
+        return None
+    is_there = [each for each in found if each is not None]
+    return Mask((path, ordinal, target, *rest), is_there, tuple(order), node.meta["dtype"], layout)
+
+
+def source_of(size: Size, whole: Iterable[fx.Node]) -> int | tuple[fx.Node, int | None] | None:
+    """Source of a ``size``: itself, or one of the ``whole`` values, with the dimension of a tensor."""
+    if isinstance(size, int):
+        return size
+    for node in whole:
+        if node.meta.get("number") == size:
+            return node, None
+        if size in sizes_of(node):
+            return node, list(sizes_of(node)).index(size)
+    return None
+
+
+def size_in(graph: fx.Graph, source: int | tuple[fx.Node, int | None] | None) -> Any:
+    """Argument that stands, in a call in ``graph``, for a size of that ``source``."""
+    assert source is not None
+    if isinstance(source, int) or source[1] is None:
+        return source if isinstance(source, int) else source[0]
+    return graph.call_function(torch.ops.aten.sym_size.int, source)
+
+
+def ones_in_order(sizes: Sequence[int], order: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Ones, in memory in that ``order`` of dimensions."""
+    return torch.empty_permuted(list(sizes), tuple(order), dtype=dtype, device=device).fill_(1)

@@ -1,0 +1,169 @@
+"""Threads of a group: each member's part of a region runs in a thread of its own, and on its own device and stream.
+
+The thread that asks runs the part of the member that it is itself. It waits for all of the others, whatever fails.
+"""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from lightning_hetpipe.pipeline.graph_layer import set_here
+from lightning_hetpipe.pipeline.streams import HostStream, Stream, StreamEvent, Streams
+from lightning_hetpipe.pipeline.threads import Worker
+from lightning_hetpipe.pipeline.values import nested_tensors
+from lightning_hetpipe.rules.channel_counts import ChannelCounts
+
+Job = Callable[[], Any]
+
+
+@dataclass(frozen=True)
+class DeviceGroup:
+    """The devices of a stage.
+
+    Attributes:
+        devices: Of each member.
+        counts: What is divided.
+        home: The member that holds the unsplit weights; the stage's own thread is its thread.
+    """
+
+    devices: Sequence[torch.device]
+    counts: ChannelCounts
+    home: int = 0
+
+    def __str__(self) -> str:
+        total = sum(self.counts.shares)
+        each = [f"{device} {share / total:.0%}" for device, share in zip(self.devices, self.counts.shares, strict=True)]
+        return f"{', '.join(each)}, and its weights are on the {_ORDINALS.get(self.home, f'{self.home + 1}th')}"
+
+
+_ORDINALS = {0: "first", 1: "second", 2: "third"}
+
+
+@dataclass(frozen=True)
+class _Posted:
+    """A job on its way to a member.
+
+    Attributes:
+        job: To be run.
+        event: Behind it stands what the job is given.
+        uses: Of other streams.
+    """
+
+    job: Job
+    event: StreamEvent | None
+    uses: Sequence[Tensor]
+
+
+class MemberPool:
+    """The members of ``group``; open as a context manager.
+
+    Args:
+        name: Of the stage; members' threads have it in theirs.
+        group: The devices.
+        torch_threads: Threads of each torch operation.
+        streams: Makes a stream for each member but the home.
+        home_stream: The stage's.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        group: DeviceGroup,
+        torch_threads: int,
+        streams: Streams | None = None,
+        home_stream: Stream | None = None,
+    ) -> None:
+        self.group = group
+        self._name, self._torch_threads, self._streams = name, torch_threads, streams or Streams()
+        self._home_stream: Stream = home_stream or HostStream()
+        self._results: list[queue.SimpleQueue[tuple[Any, BaseException | None, StreamEvent | None]]] = []
+        self._workers: list[Worker[_Posted] | None] = []
+
+    def start(self) -> None:
+        """Start the threads."""
+        for member, device in enumerate(self.group.devices):
+            self._results.append(queue.SimpleQueue())
+            self._workers.append(None)
+            if member != self.group.home:
+                stream, name = self._streams.on(device), f"{self._name}-member-{member}"
+                entering = partial(_enter, stream, device)
+                self._workers[member] = Worker(name, self._handler(member, stream), self._torch_threads, entering)
+
+    def run(self, jobs: Sequence[Job | None], uses: Iterable[Tensor] = ()) -> list[Any]:
+        """Run a job of each member at once, or none.
+
+        Args:
+            jobs: One for each member.
+            uses: The tensors that jobs use of this thread's stream.
+
+        Returns:
+            What each has given.
+
+        Raises:
+            BaseException: the first member's that has failed, once all are through.
+        """
+        uses, home = [*uses], self.group.home
+        event = self._home_stream.record() if uses else None
+        for job, worker in zip(jobs, self._workers, strict=True):
+            if job is not None and worker is not None:
+                worker.put(_Posted(job, event, uses))
+        found: list[Any] = [None] * len(jobs)
+        errors: list[BaseException | None] = [None] * len(jobs)
+        own = jobs[home]
+        if own is not None:
+            try:
+                found[home] = own()
+            except BaseException as error:
+                errors[home] = error
+        for member, job in enumerate(jobs):
+            if job is not None and member != home:
+                found[member], errors[member], after = self._results[member].get()
+                self._home_stream.join(after, nested_tensors(found[member]))
+        if (first := next((error for error in errors if error is not None), None)) is not None:
+            raise first
+        return found
+
+    def close(self) -> None:
+        """Let the threads end."""
+        for worker in self._workers:
+            if worker is not None:
+                worker.close()
+
+    def join(self, seconds: float) -> bool:
+        """Wait for the end of the threads; return False if one has not ended within ``seconds``."""
+        return all(worker.join(seconds) for worker in self._workers if worker is not None)
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _handler(self, member: int, stream: Stream) -> Callable[[_Posted], None]:
+        results = self._results[member]
+
+        def handle(posted: _Posted) -> None:
+            try:
+                stream.join(posted.event, posted.uses)
+                results.put((posted.job(), None, stream.record()))
+            except BaseException as error:
+                results.put((None, error, None))
+
+        return handle
+
+
+def _enter(stream: Stream, device: torch.device) -> None:
+    """Begin a member's thread."""
+    stream.enter()
+    set_here(device)

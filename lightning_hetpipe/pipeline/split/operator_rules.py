@@ -1,0 +1,514 @@
+"""Rules table: what each operator does to the layouts of what it is given.
+
+    stays divided       elementwise operators; pooling, padding and resizing of other dimensions; batch and instance
+                        norm; group norm, and convolutions in groups, by whole groups; layer norm, softmax and sums over
+                        other dimensions; views that keep units whole; attention by heads; products of matrices over
+                        dimensions that are divided alike
+    begins to be        convolutions, linear layers, products with weights, embeddings: by output channels, where
+                        whoever asks gives counts for their weight (columns)
+    becomes a sum       linear layers and products with weights whose input channels are divided (rows)
+    is made whole       everything else: layer norm or softmax over channels, local response norm, pixel shuffle,
+                        operands that are divided in unlike ways, what is in no table
+
+A rule is given a :class:`OperatorCall`, and gives what each member is to compute, or None where members cannot compute
+a part each. Operands that it does not name are whole on each member.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from lightning_hetpipe.rules.channel_layouts import ChannelLayout, Sizes
+
+Layouts = ChannelLayout | tuple[ChannelLayout | None, ...]
+"""Layout of an operator's output, or of each of several."""
+
+
+@dataclass(frozen=True)
+class Divided:
+    """Way in which members compute an operator.
+
+    Attributes:
+        layout: Of what they give; of their addends the layout of the operand that is divided.
+        operands: The layouts in which members hold its operands, by node; others are whole.
+        arguments: By position, what stands there for each member in place of what the operator is given.
+        target: The operator, if it is another one.
+        adds: Whether what members give is to be added.
+    """
+
+    layout: Layouts
+    operands: Mapping[fx.Node, ChannelLayout] = field(default_factory=dict)
+    arguments: Mapping[int, Sequence[Any]] = field(default_factory=dict)
+    target: Any = None
+    adds: bool = False
+
+
+@dataclass(frozen=True)
+class OperatorCall:
+    """Call of an operator in a graph.
+
+    Attributes:
+        node: It.
+        target: The operator.
+        args, kwargs: What it is given.
+        layouts: Of those of its operands that are divided.
+        columns: Gives, for a weight and the number of output channels, the layout to begin with; None to leave it
+            whole. Its ``dim`` is 0.
+    """
+
+    node: fx.Node
+    target: Any
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+    layouts: Mapping[fx.Node, ChannelLayout]
+    columns: Callable[[Any, int], ChannelLayout | None]
+
+    def arg(self, position: int, default: Any = None) -> Any:
+        return self.args[position] if position < len(self.args) else default
+
+    def layout(self, position: int) -> ChannelLayout | None:
+        """Layout of the operand at ``position``; None if it is whole."""
+        given = self.arg(position)
+        return self.layouts.get(given) if isinstance(given, fx.Node) else None
+
+    def sizes(self, position: int = 0) -> Sizes:
+        return sizes_of(self.arg(position))
+
+    @property
+    def members(self) -> int:
+        """Number of members of the group."""
+        return len(next(iter(self.layouts.values())).counts)
+
+    def dims(self, given: Any, rank: int) -> list[int]:
+        """Dimensions that an operator is given, of a tensor of ``rank`` dimensions, each from 0."""
+        every = given if isinstance(given, list | tuple) else [given]
+        return [int(dim) % max(rank, 1) for dim in every]
+
+
+Rule = Callable[[OperatorCall], Divided | None]
+
+
+def sizes_of(node: Any) -> Sizes:
+    """Sizes of the tensor that ``node`` gives; none for what is no tensor."""
+    found: Any = node.meta.get("sizes", ()) if isinstance(node, fx.Node) else ()
+    return tuple(found)
+
+
+def _elementwise(call: OperatorCall) -> Divided | None:
+    """The operands' dimensions are aligned at the last ones; those that are divided are so alike."""
+    out = sizes_of(call.node)
+    found = {replace(layout, dim=layout.dim + len(out) - len(sizes_of(node))) for node, layout in call.layouts.items()}
+    if len(found) != 1:
+        return None
+    (layout,) = found
+    operands = dict(call.layouts)
+    for node in call.node.all_input_nodes:
+        sizes = sizes_of(node)
+        dim = layout.dim - len(out) + len(sizes)
+        if node in operands or dim < 0 or sizes[dim] == 1:
+            continue
+        if sizes[dim] != out[layout.dim]:
+            return None
+        operands[node] = layout.at(dim)
+    return Divided(layout, operands)
+
+
+def _unary(call: OperatorCall) -> Divided | None:
+    """The first operand's layout, whatever else it is given."""
+    layout = call.layout(0)
+    return None if layout is None or len(call.layouts) > 1 else Divided(layout, call.layouts)
+
+
+def _over_last(dims: int) -> Rule:
+    """Something is done to the last ``dims`` dimensions, which are not divided."""
+
+    def rule(call: OperatorCall) -> Divided | None:
+        layout = call.layout(0)
+        return None if layout is None or layout.dim >= len(call.sizes()) - dims else _as_outputs(call, layout)
+
+    return rule
+
+
+def _as_outputs(call: OperatorCall, layout: ChannelLayout) -> Divided:
+    """All outputs, of which there may be several, have ``layout``."""
+    several = call.node.meta.get("several")
+    return Divided((layout,) * several if several else layout, call.layouts)
+
+
+def _pad(call: OperatorCall) -> Divided | None:
+    return _over_last(len(call.args[1]) // 2)(call)
+
+
+def _over_given(position: int, keyword: str = "dim", default: Any = -1, keep: int | None = None) -> Rule:
+    """Something is done over the dimensions at ``position``, which are not divided; they go, unless the argument at
+    ``keep`` is true or there is none."""
+
+    def rule(call: OperatorCall) -> Divided | None:
+        layout, rank = call.layout(0), len(call.sizes())
+        given = call.kwargs.get(keyword, call.arg(position, default))
+        if layout is None or given is None or given == [] or len(call.layouts) > 1:
+            return None
+        dims = call.dims(given, rank)
+        if layout.dim in dims:
+            return None
+        kept = keep is None or call.kwargs.get("keepdim", call.arg(keep, False))
+        return _as_outputs(call, layout if kept else layout.at(layout.dim - sum(dim < layout.dim for dim in dims)))
+
+    return rule
+
+
+def _batch_norm(call: OperatorCall) -> Divided | None:
+    layout = call.layout(0)
+    if layout is None or layout.dim != 1:
+        return None
+    vectors = [each for each in call.args[1:5] if isinstance(each, fx.Node)]
+    return Divided(layout, {**call.layouts, **dict.fromkeys(vectors, layout.at(0))})
+
+
+def _group_norm(call: OperatorCall) -> Divided | None:
+    layout, groups = call.layout(0), call.args[1]
+    if layout is None or layout.dim != 1 or layout.outer != 1:
+        return None
+    size = layout.units * layout.inner // groups
+    counts = [count * layout.inner for count in layout.counts]
+    if any(count % size for count in counts):
+        return None
+    vectors = [each for each in call.args[2:4] if isinstance(each, fx.Node)]
+    operands = {**call.layouts, **dict.fromkeys(vectors, layout.at(0))}
+    return Divided(layout, operands, {1: [count // size for count in counts]})
+
+
+def _layer_norm(call: OperatorCall) -> Divided | None:
+    return _over_last(len(call.args[1]))(call)
+
+
+def _prelu(call: OperatorCall) -> Divided | None:
+    layout, weight = call.layout(0), call.args[1]
+    if layout is None or len(call.layouts) > 1:
+        return None
+    if sizes_of(weight) in ((1,), ()):
+        return Divided(layout, call.layouts)
+    return Divided(layout, {**call.layouts, weight: layout.at(0)}) if layout.dim == 1 else None
+
+
+def _convolution(dims: int) -> Rule:
+    def rule(call: OperatorCall) -> Divided | None:
+        weight, bias, groups = (call.arg(n) for n in (1, 2, 6))
+        channel, channels = len(sizes_of(call.node)) - dims - 1, sizes_of(weight)[0]
+        groups = call.kwargs.get("groups", groups or 1)
+        layout = call.layout(0)
+        if groups > 1:
+            return _grouped(call, groups, layout, channel)
+        if (found := call.columns(weight, int(channels))) is None:
+            return None
+        operands = {weight: found, **({bias: found} if isinstance(bias, fx.Node) else {})}
+        return Divided(found.at(channel), operands)
+
+    return rule
+
+
+def _grouped(call: OperatorCall, groups: int, layout: ChannelLayout | None, channel: int) -> Divided | None:
+    """By whole groups: as its input is divided, where that has whole groups on each member, else as is asked for."""
+    image, weight, bias = (call.arg(n) for n in range(3))
+    size, channels = int(sizes_of(image)[channel]) // groups, int(sizes_of(weight)[0])
+    asked = call.columns(weight, channels)
+    if layout is not None and layout.dim == channel and layout.outer == 1:
+        entries = [count * layout.inner for count in layout.counts]
+        follows = None if any(each % size for each in entries) else tuple(each // size for each in entries)
+    else:
+        follows = None
+    counts = follows if asked is None or asked.units != groups else asked.counts
+    if counts is None:
+        return None
+    given, made = (ChannelLayout(channel, 1, each, counts) for each in (size, channels // groups))
+    vectors = [each for each in (weight, bias) if isinstance(each, fx.Node)]
+    operands = {image: layout if follows == counts and layout else given, **dict.fromkeys(vectors, made.at(0))}
+    if len(call.args) > 6:
+        return Divided(made, operands, {6: counts})
+    return None  # groups as a keyword, which no exported graph has
+
+
+def _transposed_convolution(dims: int) -> Rule:
+    def rule(call: OperatorCall) -> Divided | None:
+        weight, bias, groups = call.args[1], call.arg(2), call.arg(6, 1)
+        if groups != 1 or (found := call.columns(weight, int(sizes_of(weight)[1]))) is None:
+            return None
+        operands = {weight: found.at(1), **({bias: found} if isinstance(bias, fx.Node) else {})}
+        return Divided(found.at(len(sizes_of(call.node)) - dims - 1), operands)
+
+    return rule
+
+
+def _product(given: int, weight: int, bias: int | None, *, out_first: bool) -> Rule:
+    """Product of what stands at ``given`` with a weight: by columns where counts are given, else by rows."""
+
+    def rule(call: OperatorCall) -> Divided | None:
+        matrix, layout = call.arg(weight), call.layout(given)
+        if not isinstance(matrix, fx.Node) or len(sizes_of(matrix)) != 2 or matrix in call.layouts:
+            return None
+        rank, out, into = len(sizes_of(call.node)), 0 if out_first else 1, 1 if out_first else 0
+        added = None if bias is None else call.arg(bias)
+        if (found := call.columns(matrix, int(sizes_of(matrix)[out]))) is not None:
+            operands = {matrix: found.at(out), **({added: found} if isinstance(added, fx.Node) else {})}
+            return Divided(found.at(rank - 1), operands)
+        if layout is None or layout.dim != len(call.sizes(given)) - 1:
+            return None
+        operands = {call.arg(given): layout, matrix: layout.at(into)}
+        if added is None or bias is None:
+            return Divided(layout, operands, adds=True)
+        if not out_first:
+            return None  # addmm without what it adds is another operator
+        first = layout.members[0]
+        return Divided(
+            layout, operands, {bias: [added if m == first else None for m in range(call.members)]}, adds=True
+        )
+
+    return rule
+
+
+def _matmul(call: OperatorCall) -> Divided | None:
+    """Multiply activations: over dimensions before the last two, divided alike; or rows of the first matrix."""
+    if (found := _product(0, 1, None, out_first=False)(call)) is not None:
+        return found
+    rank = len(sizes_of(call.node))
+    if any(len(call.sizes(n)) != rank for n in (0, 1)) or not call.layouts:
+        return None
+    layout = next(iter(call.layouts.values()))
+    first, second = call.layout(0), call.layout(1)
+    if layout.dim < rank - 2 and all(each in (None, layout) for each in (first, second)):
+        wholes = [call.args[n] for n in (0, 1) if call.layout(n) is None]
+        sliced = {node: layout for node in wholes if sizes_of(node)[layout.dim] != 1}
+        return Divided(layout, {**call.layouts, **sliced})
+    if first is not None and second is None and first.dim == rank - 2:
+        return Divided(first, call.layouts)
+    return None
+
+
+def _attention(call: OperatorCall) -> Divided | None:
+    """By heads, which is the dimension before the last two; of keys and values there may be fewer."""
+    heads = [call.layout(n) for n in range(3)]
+    found = next((each for each in heads if each is not None), None)
+    mask, dim = call.kwargs.get("attn_mask", call.arg(3)), len(call.sizes()) - 3
+    if found is None or dim < 0 or any(each is not None and each.dim != dim for each in heads):
+        return None
+    several = bool(call.kwargs.get("enable_gqa", call.arg(7, False)))
+    operands: dict[fx.Node, ChannelLayout] = {}
+    for n in range(3):
+        size, units = call.sizes(n)[dim], found.units
+        if not isinstance(size, int) or size % units or (not several and size != call.sizes()[dim]):
+            return None
+        wanted = ChannelLayout(dim, 1, size // units, found.counts)
+        if heads[n] not in (None, wanted):
+            return None
+        operands[call.args[n]] = wanted
+    if isinstance(mask, fx.Node):
+        place = len(sizes_of(mask)) - 3
+        if place >= 0 and sizes_of(mask)[place] != 1:
+            operands[mask] = operands[call.args[0]].at(place)
+    return Divided(operands[call.args[0]], operands)
+
+
+def _embedding(call: OperatorCall) -> Divided | None:
+    weight = call.args[0]
+    if call.arg(4, False) or (found := call.columns(weight, int(sizes_of(weight)[1]))) is None:
+        return None
+    return Divided(found.at(len(sizes_of(call.node)) - 1), {weight: found.at(1)})
+
+
+def _view(call: OperatorCall) -> Divided | None:
+    layout = call.layout(0)
+    found = None if layout is None else layout.reshaped(call.sizes(), sizes_of(call.node))
+    if layout is None or found is None:
+        return None
+    given = call.args[1]
+    if not isinstance(given, list | tuple) or (found.outer is None and -1 in given):
+        return None
+    sizes = [
+        [*given[: found.dim], -1 if size is None else size, *given[found.dim + 1 :]]
+        for size in map(found.size, range(call.members))
+    ]
+    if given[found.dim] == -1:
+        return Divided(found, call.layouts, target=torch.ops.aten.reshape.default)
+    return Divided(found, call.layouts, {1: sizes}, torch.ops.aten.reshape.default)
+
+
+def _flatten(call: OperatorCall) -> Divided | None:
+    """Flattening needs no sizes: it is the same for the parts, if that is a view of theirs."""
+    layout = call.layout(0)
+    found = None if layout is None else layout.reshaped(call.sizes(), sizes_of(call.node))
+    return None if found is None else Divided(found, call.layouts)
+
+
+def _unflatten(call: OperatorCall) -> Divided | None:
+    layout, after = call.layout(0), sizes_of(call.node)
+    found = None if layout is None else layout.reshaped(call.sizes(), after)
+    if found is None:
+        return None
+    (first,), given = call.dims(call.args[1], len(call.sizes())), call.args[2]
+    place = found.dim - first
+    if not 0 <= place < len(given):
+        return Divided(found, call.layouts)
+    if -1 in given and given[place] != -1:
+        return None
+    sizes = [found.size(member) for member in range(call.members)]
+    changed = [[*given[:place], -1 if size is None else size, *given[place + 1 :]] for size in sizes]
+    return Divided(found, call.layouts, {} if given[place] == -1 else {2: changed})
+
+
+def _expand(call: OperatorCall) -> Divided | None:
+    layout, given = call.layout(0), call.args[1]
+    if layout is None:
+        return None
+    found = layout.at(layout.dim + len(given) - len(call.sizes()))
+    if layout.outer is None and given[found.dim] != -1:
+        return None
+    sizes = [[*given[: found.dim], found.size(m), *given[found.dim + 1 :]] for m in range(call.members)]
+    return Divided(found, call.layouts, {} if given[found.dim] == -1 else {1: sizes})
+
+
+def _permute(call: OperatorCall) -> Divided | None:
+    layout = call.layout(0)
+    if layout is None:
+        return None
+    return Divided(layout.at(call.dims(call.args[1], len(call.sizes())).index(layout.dim)), call.layouts)
+
+
+def _transpose(call: OperatorCall) -> Divided | None:
+    layout, rank = call.layout(0), len(call.sizes())
+    if layout is None:
+        return None
+    first, second = call.dims([call.arg(1, 0), call.arg(2, 1)], rank)
+    return Divided(layout.at({first: second, second: first}.get(layout.dim, layout.dim)), call.layouts)
+
+
+def _unsqueeze(call: OperatorCall) -> Divided | None:
+    layout = call.layout(0)
+    if layout is None:
+        return None
+    (dim,) = call.dims(call.args[1], len(call.sizes()) + 1)
+    return Divided(layout.at(layout.dim + (dim <= layout.dim)), call.layouts)
+
+
+def _squeeze(call: OperatorCall) -> Divided | None:
+    """Only of dimensions that it names, as a part may be of size 1 where the whole is not."""
+    layout, sizes = call.layout(0), call.sizes()
+    if layout is None or len(call.args) < 2:
+        return None
+    gone = [dim for dim in call.dims(call.args[1], len(sizes)) if sizes[dim] == 1]
+    return (
+        None if layout.dim in gone else Divided(layout.at(layout.dim - sum(d < layout.dim for d in gone)), call.layouts)
+    )
+
+
+def _select(call: OperatorCall) -> Divided | None:
+    return _over_given(1, keep=99)(call)
+
+
+def _split(call: OperatorCall) -> Divided | None:
+    """Into parts along another dimension; or along the divided one, where each part has as many of its blocks."""
+    layout, parts = call.layout(0), call.node.meta.get("several") or 0
+    if layout is None:
+        return None
+    (dim,) = call.dims(call.kwargs.get("dim", call.arg(2, 0)), len(call.sizes()))
+    if dim != layout.dim:
+        return Divided((layout,) * parts, call.layouts)
+    sizes = {size[dim] for size in call.node.meta.get("all_sizes", ())}
+    if layout.outer is None or len(sizes) != 1 or layout.outer % parts:
+        return None
+    found = replace(layout, outer=layout.outer // parts)
+    each = [[found.size(member) or 0] * parts for member in range(call.members)]
+    return Divided((found,) * parts, call.layouts, {1: each}, torch.ops.aten.split_with_sizes.default)
+
+
+def _unbind(call: OperatorCall) -> Divided | None:
+    return _over_given(1, default=0, keep=99)(call)
+
+
+def _cat(call: OperatorCall) -> Divided | None:
+    """Join parts that are divided alike along another dimension."""
+    nodes = [node for node in call.args[0] if isinstance(node, fx.Node)]
+    layouts = {call.layouts.get(node) for node in nodes}
+    layout = layouts.pop()
+    if layouts or layout is None:
+        return None
+    (dim,) = call.dims(call.arg(1, 0), len(sizes_of(call.node)))
+    if "stack" in str(call.target):
+        return Divided(layout.at(layout.dim + (dim <= layout.dim)), call.layouts)
+    return Divided(layout, call.layouts) if dim != layout.dim else None
+
+
+def _repeat_interleave(call: OperatorCall) -> Divided | None:
+    layout, dim = call.layout(0), call.kwargs.get("dim", call.arg(2))
+    if layout is None or dim is None or not isinstance(call.args[1], int):
+        return None
+    same = call.dims(dim, len(call.sizes())) == [layout.dim]
+    return Divided(replace(layout, inner=layout.inner * call.args[1]) if same else layout, call.layouts)
+
+
+def _operators(names: str) -> list[Any]:
+    """All overloads of ``names`` but those that write into what they are given."""
+    packets = [getattr(torch.ops.aten, name, None) for name in names.split()]
+    return [
+        getattr(packet, overload)
+        for packet in packets
+        if packet is not None
+        for overload in packet.overloads()
+        if "out" not in overload
+    ]
+
+
+_BY_RULE: list[tuple[Rule, str]] = [
+    (_elementwise, "hardswish floor_divide log_sigmoid logsigmoid where dropout"),
+    (_unary, "to _to_copy contiguous alias detach lift_fresh_copy zeros_like ones_like full_like type_as"),
+    (
+        _over_last(1),
+        "max_pool1d avg_pool1d adaptive_avg_pool1d adaptive_max_pool1d upsample_nearest1d upsample_linear1d",
+    ),
+    (_over_last(2), "max_pool2d max_pool2d_with_indices avg_pool2d adaptive_avg_pool2d adaptive_max_pool2d"),
+    (_over_last(2), "upsample_nearest2d upsample_bilinear2d upsample_bicubic2d tril triu"),
+    (_over_last(3), "max_pool3d max_pool3d_with_indices avg_pool3d adaptive_avg_pool3d adaptive_max_pool3d"),
+    (_over_last(3), "upsample_nearest3d upsample_trilinear3d"),
+    (_pad, "pad constant_pad_nd"),
+    (_over_given(1), "softmax log_softmax cumsum"),
+    (_over_given(1, default=None, keep=2), "mean sum amax amin logsumexp"),
+    (_over_given(1, default=None), "flip"),
+    (_batch_norm, "batch_norm instance_norm"),
+    (_group_norm, "group_norm"),
+    (_layer_norm, "layer_norm rms_norm"),
+    (_prelu, "prelu"),
+    *[(_convolution(dims), f"conv{dims}d") for dims in (1, 2, 3)],
+    *[(_transposed_convolution(dims), f"conv_transpose{dims}d") for dims in (1, 2, 3)],
+    (_product(0, 1, 2, out_first=True), "linear"),
+    (_product(0, 1, None, out_first=False), "mm"),
+    (_product(1, 2, 0, out_first=False), "addmm"),
+    (_matmul, "matmul bmm"),
+    (_attention, "scaled_dot_product_attention"),
+    (_embedding, "embedding"),
+    (_view, "view reshape _unsafe_view"),
+    (_flatten, "flatten"),
+    (_unflatten, "unflatten"),
+    (_expand, "expand"),
+    (_permute, "permute"),
+    (_transpose, "transpose swapaxes"),
+    (_unsqueeze, "unsqueeze"),
+    (_squeeze, "squeeze"),
+    (_select, "select"),
+    (_over_given(1, default=0), "slice narrow"),
+    (_split, "split chunk unsafe_chunk split_with_sizes"),
+    (_unbind, "unbind"),
+    (_cat, "cat stack"),
+    (_repeat_interleave, "repeat_interleave"),
+]
+_RULES: dict[Any, Rule] = {operator: rule for rule, names in _BY_RULE for operator in _operators(names)}
+
+
+def rule_of(target: Any) -> Rule | None:
+    """The rule of an operator; None for one whose operands are to be whole."""
+    if (found := _RULES.get(target)) is not None:
+        return found
+    return _elementwise if torch.Tag.pointwise in getattr(target, "tags", ()) else None

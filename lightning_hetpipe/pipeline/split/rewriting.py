@@ -1,0 +1,348 @@
+"""Rewriting of a segment's graph into what each member of a group computes.
+
+First each operator, in order, is found to be whole or divided (:mod:`.operator_rules`), and given a *level*: a region
+has one, and what needs the whole of a region's value is a level above it. Then the operators of each level are copied
+into its region, once for each member, and regions and what is whole are called level by level.
+
+Values that something writes in place stay whole, and what touches them stays in order.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.node import map_arg
+
+from lightning_hetpipe.pipeline.random.generators import drawn
+from lightning_hetpipe.pipeline.split.joined_graph import JoinedGraph, writes_and_views
+from lightning_hetpipe.pipeline.split.masks import Mask, mask_of
+from lightning_hetpipe.pipeline.split.operator_rules import Divided, sizes_of
+from lightning_hetpipe.pipeline.split.regions import GivenAs, Region, RegionInput, RegionOutput, SplitGraph, TakenAs
+from lightning_hetpipe.pipeline.split.unit_choice import (
+    HEAVY,
+    chosen_units,
+    followed,
+    groups_of,
+    input_of,
+    note_layouts,
+    weight_of,
+)
+from lightning_hetpipe.rules.channel_counts import ChannelCounts
+from lightning_hetpipe.rules.channel_layouts import ChannelLayout
+
+_STATISTICS = {torch.ops.aten.batch_norm.default, torch.ops.aten.instance_norm.default}
+"""Operators that write into their fourth and fifth operand."""
+
+
+def split_graph(joined: JoinedGraph, counts: ChannelCounts, members: int) -> SplitGraph:
+    """Rewrite ``joined`` for so many ``members``, whose layers have ``counts``.
+
+    Raises:
+        SettingError: for counts that fit no layer.
+    """
+    return _Rewriting(joined, counts, members).made()
+
+
+class _Rewriting:
+    def __init__(self, joined: JoinedGraph, counts: ChannelCounts, members: int) -> None:
+        self._joined = joined
+        self._counts = counts
+        self._members = members
+        self._units = chosen_units(joined.graph)
+        self._layers: dict[str, tuple[int, ...]] = {}
+        self._own = {node for node, _, _ in joined.own}
+        self._divided: dict[fx.Node, Divided] = {}
+        self._layouts: dict[fx.Node, ChannelLayout] = {}
+        self._several: dict[fx.Node, Sequence[ChannelLayout | None]] = {}
+        self._masks: dict[fx.Node, Mask] = {}
+        self._levels: dict[fx.Node, int] = {}
+        self._whole: set[fx.Node] = set()
+        self._gathered: list[str] = []
+        self._written = _written_families(joined.graph)
+        self._regions: dict[int, Region] = {}
+
+    # What is divided, and on which level.
+
+    def _decide(self) -> None:
+        """Find what is divided, without stretches in which members would only share out what is little work."""
+        while True:
+            for each in (self._divided, self._layouts, self._several, self._masks, self._levels):
+                each.clear()
+            self._find_divided()
+            if not (light := self._light()):
+                return
+            self._whole |= light
+
+    def _light(self) -> set[fx.Node]:
+        """Find what is divided on one level without anything there that is worth it, and gets all from other levels."""
+        group: dict[fx.Node, set[fx.Node]] = {}
+        for node in self._divided:
+            same = {node}
+            for each in node.all_input_nodes:
+                if each in self._divided and self._levels[each] == self._levels[node] and not self._divided[each].adds:
+                    same |= group[each]
+            for each in same:
+                group[each] = same
+        return {node for node, same in group.items() if not any(each.target in HEAVY for each in same)}
+
+    def _find_divided(self) -> None:
+        latest: dict[int, int] = {}  # of what touches each family of values that is written in place
+        for node in self._joined.graph.nodes:
+            if node.op != "call_function":
+                self._levels[node] = 0
+                continue
+            near = (node, *node.all_input_nodes, *(node.users if node.meta.get("several") else ()))
+            families = {self._written[each] for each in near if each in self._written}
+            found = None if families or node in self._whole else self._division(node)
+            if found is None:
+                level = max((self._whole_from(each) for each in node.all_input_nodes), default=0)
+                for family in families:
+                    level = latest[family] = max(level, latest.get(family, 0))
+                self._levels[node] = level
+                continue
+            self._divided[node] = found
+            note_layouts(node, found, self._layouts, self._several)
+            self._levels[node] = max(self._from(each, found.operands.get(each)) for each in self._sources(node, found))
+
+    def _division(self, node: fx.Node) -> Divided | None:
+        """Find how members compute ``node``; None where it is whole."""
+        if node.target is drawn:
+            return self._dropout(node)
+        written, _ = writes_and_views(node)
+        if any(each not in self._own or node.target not in _STATISTICS for each in written):
+            return None
+        return followed(node, self._layouts, self._several, lambda weight, size: self._columns(node, weight))
+
+    def _columns(self, node: fx.Node, weight: fx.Node) -> ChannelLayout | None:
+        """Division of the output channels of ``node``, by what is asked for its ``weight``."""
+        if (held := weight_of(node)) is None or weight not in self._joined.paths or node not in self._units:
+            return None
+        name = self._joined.paths[weight].removesuffix(".weight")
+        outer, units, inner = self._units[node]
+        options = {units: (outer, inner)}
+        if groups_of(node) == 1:
+            options.setdefault(held[1], (1, 1))
+        before = self._layouts[input_of(node)] if self._goes_on(node) else None
+        also = [] if before is None else [before.units]
+        self._layers[name] = tuple(dict.fromkeys([*self._layers.get(name, ()), *options, *also]))
+        if before is not None and (not self._counts.splits or self._counts.splits.get(name) == before.counts):
+            return None
+        counts = self._counts.of(name, list(options))
+        if counts is None:
+            return None
+        return ChannelLayout(0, *options[sum(counts)], counts)
+
+    def _goes_on(self, node: fx.Node) -> bool:
+        """Tell whether a layer is better divided as its input is: a product by rows, a convolution by its groups."""
+        given, groups = input_of(node), groups_of(node)
+        if (layout := self._layouts.get(given)) is None:
+            return False
+        if groups > 1:
+            channels = sizes_of(given)[layout.dim]
+            size = channels // groups if isinstance(channels, int) else 0
+            return size > 0 and layout.outer == 1 and not any(count * layout.inner % size for count in layout.counts)
+        return "conv" not in str(node.target) and layout.dim == len(sizes_of(given)) - 1
+
+    def _dropout(self, node: fx.Node) -> Divided | None:
+        """The unsplit mask is drawn, and each member multiplies by its part."""
+        given = _dropped(node)
+        layout = self._layouts.get(given)
+        if layout is None or (mask := mask_of(node, layout, self._whole_nodes())) is None:
+            return None
+        self._masks[node] = mask
+        return Divided(layout, {given: layout})
+
+    def _whole_nodes(self) -> Iterator[fx.Node]:
+        """Values that are whole from the beginning."""
+        return (node for node, level in self._levels.items() if level == 0 and node not in self._divided)
+
+    def _whole_from(self, node: fx.Node) -> int:
+        """The level from which the whole of ``node`` is there."""
+        return self._levels[node] + (node in self._divided)
+
+    def _from(self, node: fx.Node, wanted: ChannelLayout | None) -> int:
+        kept = self._layouts.get(node) if wanted is not None else None
+        if node in self._several or (kept is not None and kept == wanted):
+            return self._levels[node]
+        return self._whole_from(node)
+
+    def _sources(self, node: fx.Node, found: Divided) -> Sequence[fx.Node]:
+        return [_dropped(node)] if node in self._masks else node.all_input_nodes
+
+    # Regions.
+
+    def made(self) -> SplitGraph:
+        self._decide()
+        levels = sorted({self._levels[node] for node in self._divided})
+        self._regions = {level: Region(self._members) for level in levels}
+        bodies = {level: [_MemberGraph() for _ in range(self._members)] for level in levels}
+        for node, found in self._divided.items():
+            for member in self._present(node, found):
+                self._copy(node, found, member, bodies[self._levels[node]][member])
+        graph = _OuterGraph(self._joined)
+        wholes = [n for n in self._joined.graph.nodes if n.op == "call_function" and n not in self._divided]
+        for node in (*wholes, self._joined.graph.output_node()):
+            for each in node.all_input_nodes:
+                self._leave(each, str(node.target))
+        for level in levels:
+            for member, body in enumerate(bodies[level]):
+                body.close(self._regions[level], member)
+        last = max([*levels, *(self._levels[node] for node in wholes), 0])
+        for level in range(last + 1):
+            for node in wholes:
+                if self._levels[node] == level:
+                    graph.copy(node)
+            if level in self._regions:
+                for node, mask in self._masks.items():
+                    if self._levels[node] == level:
+                        graph.draw(node, mask)
+                graph.call(level, self._regions[level])
+        regions = {f"region_{level}": region for level, region in self._regions.items()}
+        return SplitGraph(graph.closed(), regions, self._layers, self._gathered)
+
+    def _present(self, node: fx.Node, found: Divided) -> Sequence[int]:
+        layout = found.layout if isinstance(found.layout, ChannelLayout) else next(filter(None, found.layout))
+        return layout.members
+
+    def _leave(self, node: fx.Node, before: str) -> None:
+        """Have the whole of ``node`` leave its region, if it is made in one."""
+        if node not in self._divided:
+            return
+        found = self._divided[node]
+        assert isinstance(found.layout, ChannelLayout), f"several outputs of {node} leave a region"
+        given = GivenAs.ADDED if found.adds else GivenAs.JOINED
+        wanted = RegionOutput(node, given, found.layout)
+        region = self._regions[self._levels[node]]
+        if wanted not in region.outputs and not found.adds:
+            self._gathered.append(before)
+        region.output(wanted)
+
+    def _copy(self, node: fx.Node, found: Divided, member: int, body: _MemberGraph) -> None:
+        level = self._levels[node]
+
+        def operand(each: fx.Node) -> fx.Node:
+            return self._operand(each, found.operands.get(each), node, member, body, level)
+
+        if node in self._masks:
+            mask = RegionInput(node, TakenAs.MASK, self._masks[node].layout)
+            body.made[node] = body.graph.call_function(
+                torch.ops.aten.mul.Tensor, (operand(_dropped(node)), body.taken(self._regions[level].input(mask)))
+            )
+            return
+        args: list[Any] = list(node.args)
+        for position, values in found.arguments.items():
+            args[position] = values[member]
+        target: Any = found.target or (torch.ops.aten.reshape.default if "view" in str(node.target) else node.target)
+        made = body.graph.call_function(target, map_arg(tuple(args), operand), map_arg(dict(node.kwargs), operand))
+        body.made[node] = made
+
+    def _operand(
+        self, each: fx.Node, wanted: ChannelLayout | None, node: fx.Node, member: int, body: _MemberGraph, level: int
+    ) -> fx.Node:
+        """Node that ``member`` takes for operand ``each`` of ``node``."""
+        region = self._regions[level]
+        is_kept = each in self._divided and (each in self._several or self._layouts.get(each) == wanted is not None)
+        if is_kept and self._levels[each] == level:
+            return body.made[each]
+        if each is self._joined.device:
+            return body.taken(region.input(RegionInput(each, TakenAs.DEVICE)))
+        if is_kept and wanted is not None:
+            self._regions[self._levels[each]].output(RegionOutput(each, GivenAs.HELD, wanted))
+            return body.taken(region.input(RegionInput(each, TakenAs.HELD, wanted)))
+        if each in self._divided:
+            self._leave(each, str(node.target))
+        state = node.target in _STATISTICS and each in node.args[3:5]
+        taken = TakenAs.STATE if state and wanted else TakenAs.WHOLE if wanted is None else TakenAs.PART
+        return body.taken(region.input(RegionInput(each, taken, wanted, each in self._own and not state)))
+
+
+class _MemberGraph:
+    """The graph of one member in a region, which grows."""
+
+    def __init__(self) -> None:
+        self.graph = fx.Graph()
+        self.made: dict[fx.Node, fx.Node] = {}
+        self._taken: dict[int, fx.Node] = {}
+
+    def taken(self, number: int) -> fx.Node:
+        """Node of the region's input ``number``."""
+        if number not in self._taken:
+            with self.graph.inserting_before():
+                self._taken[number] = self.graph.placeholder(f"input_{number}")
+        return self._taken[number]
+
+    def close(self, region: Region, member: int) -> None:
+        outputs = [
+            (number, self.made[each.node]) for number, each in enumerate(region.outputs) if each.node in self.made
+        ]
+        self.graph.output(tuple(node for _, node in outputs))
+        self.graph.lint()
+        names = {node: number for number, node in self._taken.items()}
+        region.takes.append([names[node] for node in self.graph.find_nodes(op="placeholder")])
+        region.gives.append([number for number, _ in outputs])
+        region.graphs.append(fx.GraphModule({}, self.graph))
+
+
+class _OuterGraph:
+    """The graph of the segment, with regions in place of what members compute."""
+
+    def __init__(self, joined: JoinedGraph) -> None:
+        self._joined = joined
+        self._graph = fx.Graph()
+        self._new: dict[fx.Node, fx.Node] = {}
+        self._held: dict[fx.Node, fx.Node] = {}
+        self._masks: dict[fx.Node, fx.Node] = {}
+        for node in joined.graph.find_nodes(op="placeholder"):
+            self._new[node] = self._graph.placeholder(node.name)
+
+    def copy(self, node: fx.Node) -> None:
+        self._new[node] = self._graph.node_copy(node, self._new.__getitem__)
+
+    def draw(self, node: fx.Node, mask: Mask) -> None:
+        self._masks[node] = mask.drawn_in(self._graph, self._new, self._new[self._joined.device])
+
+    def call(self, level: int, region: Region) -> None:
+        inputs = [self._given(each) for each in region.inputs]
+        call = self._graph.create_node("call_module", f"region_{level}", tuple(inputs))
+        for number, output in enumerate(region.outputs):
+            made = self._graph.call_function(operator.getitem, (call, number))
+            (self._held if output.given is GivenAs.HELD else self._new)[output.node] = made
+
+    def _given(self, wanted: RegionInput) -> fx.Node:
+        if wanted.taken is TakenAs.MASK:
+            return self._masks[wanted.node]
+        return self._held[wanted.node] if wanted.taken is TakenAs.HELD else self._new[wanted.node]
+
+    def closed(self) -> fx.Graph:
+        output = self._joined.graph.output_node()
+        self._graph.output(map_arg(output.args[0], self._new.__getitem__))
+        self._graph.lint()
+        return self._graph
+
+
+def _written_families(graph: fx.Graph) -> dict[fx.Node, int]:
+    """The values that something writes in place, and what may share their memory, each with a number of its family.
+
+    A buffer that one operator alone touches is left out.
+    """
+    shares: dict[fx.Node, set[fx.Node]] = {}
+    written: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node.op != "call_function":
+            continue
+        writes, views = writes_and_views(node)
+        written.update(each for each in writes if each.op == "call_function" or len(each.users) > 1)
+        together = {node}.union(*(shares.get(each, {each}) for each in views))
+        for each in together:
+            shares[each] = together
+    return {each: id(shares.get(node, {node})) for node in written for each in shares.get(node, {node})}
+
+
+def _dropped(node: fx.Node) -> fx.Node:
+    """Tensor that a random operation is given."""
+    given: Any = node.args[3]
+    return given if isinstance(given, fx.Node) else node

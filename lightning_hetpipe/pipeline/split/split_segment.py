@@ -1,0 +1,86 @@
+"""A segment whose layers the members of a group compute together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.pipeline.graph_layer import GraphLayer, set_here
+from lightning_hetpipe.pipeline.split.joined_graph import JoinedGraph, joined_graph
+from lightning_hetpipe.pipeline.split.member_pool import DeviceGroup, MemberPool
+from lightning_hetpipe.pipeline.split.region_call import Opened, RegionCall, program
+from lightning_hetpipe.pipeline.split.rewriting import split_graph
+from lightning_hetpipe.pipeline.split.version_parts import VersionParts
+from lightning_hetpipe.torch_private.tensors import pytree
+
+if TYPE_CHECKING:
+    from lightning_hetpipe.pipeline.stage import Layer
+
+
+class SplitSegment:
+    """Computes a segment in place of its layers, one after the other.
+
+    Args:
+        layers: Name them, and have their graphs.
+        modules: The stage's copies of them, with the weights and buffers to use.
+        pool: The members.
+
+    Attributes:
+        weights: Parts of versions of weights.
+        divisible: Numbers of units in which each layer may be divided, by its path; the best one first.
+    """
+
+    def __init__(self, layers: Sequence[Layer], modules: Sequence[nn.Module], pool: MemberPool) -> None:
+        self.weights = VersionParts()
+        self.divisible: dict[str, tuple[int, ...]] = {}
+        self._layers, self._modules, self._pool = layers, modules, pool
+        self._variants: dict[int, tuple[JoinedGraph, Any, list[RegionCall]]] = {}
+        self._variant(0)
+
+    def __call__(self, values: tuple[Any, ...], opened: Opened) -> Any:
+        """Give what the last layer does for ``values``; members' threads have the state that ``opened`` opens."""
+        variant, *given = values
+        joined, run, calls = self._variant(variant)
+        device = self._pool.group.devices[self._pool.group.home]
+        set_here(device)
+        for call in calls:
+            call.opened = opened
+        own = [
+            getattr(self._modules[n], each) if isinstance(each, str) else each.to(device) for _, n, each in joined.own
+        ]
+        result = run(*joined.regions, device, *own, *given)
+        return (variant, *result) if joined.outputs is None else pytree.tree_unflatten(list(result), joined.outputs)
+
+    def _variant(self, number: int) -> tuple[JoinedGraph, Any, list[RegionCall]]:
+        if number not in self._variants:
+            joined = joined_graph(self._layers, number)
+            made = split_graph(joined, self._pool.group.counts, len(self._pool.group.devices))
+            self.divisible.update(made.layers)
+            calls = {name: RegionCall(region, self._pool, self.weights) for name, region in made.regions.items()}
+            self._variants[number] = joined, program(made.graph, calls), [*calls.values()]
+        return self._variants[number]
+
+
+def split_segment(layers: Sequence[Layer], modules: Sequence[nn.Module], pool: MemberPool) -> SplitSegment | None:
+    """A segment that the members of ``pool`` compute together; None where a layer was not captured as a graph."""
+    return SplitSegment(layers, modules, pool) if all(isinstance(each, GraphLayer) for each in modules) else None
+
+
+def check_divided(segments: Sequence[SplitSegment | None], group: DeviceGroup, stage: int) -> None:
+    """Refuse counts for what is in no segment of ``stage``, and a group for a stage in which nothing can be divided.
+
+    Raises:
+        SettingError: that names what is wrong.
+    """
+    divisible: dict[str, tuple[int, ...]] = {}
+    for segment in segments:
+        divisible |= {} if segment is None else segment.divisible
+    group.counts.check(divisible)
+    if not divisible:
+        raise SettingError(
+            f"stage {stage} has several devices (split, or a plan with groups), and none of its layers can be divided:"
+            " there is no convolution, linear layer or embedding in what was captured as a graph; give it one device"
+        )

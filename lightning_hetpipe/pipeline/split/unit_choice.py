@@ -1,0 +1,214 @@
+"""Choice of the units in which a layer's output channels are divided.
+
+These are single channels, unless what follows needs more to stay together: heads of attention (of keys and values,
+where several of queries share one), groups of a group norm or a convolution, halves of a gate. What fits is found by
+trying: a division is followed through the graph to where it has to arrive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+
+import torch
+from torch import fx
+
+from lightning_hetpipe.pipeline.split.operator_rules import Divided, OperatorCall, rule_of, sizes_of
+from lightning_hetpipe.rules.channel_layouts import ChannelLayout
+
+Channels = tuple[int, int, int]
+"""Blocks, units in each, and entries of a unit."""
+
+MOST_FEEDERS = 8
+MOST_UNITS = 1024
+"""Bounds of the search: attention has three layers before it, and at most some hundred heads."""
+
+_aten = torch.ops.aten
+_WEIGHTS = {
+    _aten.linear.default: (0, 1, 0),
+    _aten.mm.default: (0, 1, 1),
+    _aten.matmul.default: (0, 1, 1),
+    _aten.addmm.default: (1, 2, 1),
+    _aten.embedding.default: (1, 0, 1),
+    **{getattr(_aten, f"conv{dims}d").default: (0, 1, 0) for dims in (1, 2, 3)},
+    **{getattr(_aten, f"conv{dims}d").padding: (0, 1, 0) for dims in (1, 2, 3)},
+    _aten.conv_transpose1d.default: (0, 1, 1),
+    _aten.conv_transpose2d.input: (0, 1, 1),
+    _aten.conv_transpose3d.input: (0, 1, 1),
+}
+"""For each operator that has output channels the positions of its input and its weight, and the weight's dimension of
+them."""
+
+_ATTENTION = (_aten.scaled_dot_product_attention.default, _aten.matmul.default, _aten.bmm.default)
+HEAVY = {*_WEIGHTS, *_ATTENTION}
+"""Operators that are enough work for members to be called for."""
+
+_PARTS = (_aten.split.Tensor, _aten.chunk.default)
+
+
+def weight_of(node: fx.Node) -> tuple[fx.Node, int] | None:
+    """The weight of a layer that may begin to be divided, and its number of output channels; None for other nodes."""
+    if node.target not in _WEIGHTS:
+        return None
+    _, position, dim = _WEIGHTS[node.target]
+    weight = node.args[position]
+    if not isinstance(weight, fx.Node) or weight.op != "placeholder" or not weight.name.startswith("own_"):
+        return None
+    sizes = sizes_of(weight)
+    is_matrix = len(sizes) == 2 or "conv" in str(node.target)
+    return (weight, int(sizes[dim])) if is_matrix and len(sizes) > dim else None
+
+
+def input_of(node: fx.Node) -> fx.Node:
+    """Input of a layer with output channels."""
+    given = node.args[_WEIGHTS[node.target][0]]
+    assert isinstance(given, fx.Node)
+    return given
+
+
+def groups_of(node: fx.Node) -> int:
+    """Groups of a convolution; 1 for other nodes."""
+    groups = node.args[6] if node.target in _WEIGHTS and "conv" in str(node.target) and len(node.args) > 6 else 1
+    return groups if isinstance(groups, int) else 1
+
+
+def chosen_units(graph: fx.Graph) -> dict[fx.Node, Channels]:
+    """For each layer of ``graph`` that has output channels, what they are divided in."""
+    found: dict[fx.Node, Channels] = {}
+    for targets in (_attention, _groups, _parts):
+        for target, units in targets(graph):
+            feeders, between = _feeders(target)
+            if 0 < len(feeders) <= MOST_FEEDERS:
+                _align(target, feeders, between, units, found)
+    for node in graph.nodes:
+        if node.op == "call_function" and (held := weight_of(node)) is not None and node not in found:
+            groups = groups_of(node)
+            found[node] = (1, held[1], 1) if groups == 1 else (1, groups, held[1] // groups)
+    return found
+
+
+def _attention(graph: fx.Graph) -> Iterator[tuple[fx.Node, Sequence[int]]]:
+    for node in graph.nodes:
+        if node.target in _ATTENTION and weight_of(node) is None and len(sizes_of(node)) > 2:
+            yield node, ()
+
+
+def _groups(graph: fx.Graph) -> Iterator[tuple[fx.Node, Sequence[int]]]:
+    for node in graph.nodes:
+        if node.target is _aten.group_norm.default:
+            yield node, [node.args[1]]
+        elif groups_of(node) > 1:
+            yield node, [groups_of(node)]
+
+
+def _parts(graph: fx.Graph) -> Iterator[tuple[fx.Node, Sequence[int]]]:
+    """Gates: the output of one layer in parts that are multiplied."""
+    for node in graph.nodes:
+        if node.target in _PARTS and (sizes := node.meta.get("all_sizes")):
+            yield node, [size for size in dict.fromkeys(sizes[0]) if isinstance(size, int)]
+
+
+def _feeders(target: fx.Node) -> tuple[list[fx.Node], set[fx.Node]]:
+    """The layers with output channels that ``target`` follows, and what lies between."""
+    feeders: dict[fx.Node, None] = {}
+    between: set[fx.Node] = set()
+    pending = [target.args[0]] if groups_of(target) > 1 else list(target.all_input_nodes)
+    while pending and len(feeders) <= MOST_FEEDERS:
+        node = pending.pop()
+        if not isinstance(node, fx.Node) or node in between or node in feeders or node.op != "call_function":
+            continue
+        if weight_of(node) is not None and groups_of(node) == 1:
+            feeders[node] = None
+        elif rule_of(node.target) is not None or node.meta.get("sizes") is not None:
+            between.add(node)
+            pending += node.all_input_nodes
+    return list(feeders), between
+
+
+def _align(
+    target: fx.Node,
+    feeders: Sequence[fx.Node],
+    between: set[fx.Node],
+    units: Sequence[int],
+    found: dict[fx.Node, Channels],
+) -> None:
+    """Find the most units in which all ``feeders`` can be divided up to ``target``, and note it for each."""
+    known = {found[feeder][1] for feeder in feeders if feeder in found}
+    sizes = [size for node in between for size in sizes_of(node) if isinstance(size, int) and 1 < size <= MOST_UNITS]
+    order = [node for node in target.graph.nodes if node in between]
+    for number in sorted(known or set(units or sizes), reverse=True):
+        chosen = {
+            feeder: found[feeder] if feeder in found else _fitting(feeder, number, order, target) for feeder in feeders
+        }
+        fitting = {feeder: each for feeder, each in chosen.items() if each is not None}
+        if len(fitting) == len(chosen):
+            found.update(fitting)
+            return
+
+
+def _fitting(feeder: fx.Node, units: int, order: Sequence[fx.Node], target: fx.Node) -> Channels | None:
+    """Blocks in which ``feeder`` can be divided so that ``target`` is, too."""
+    held = weight_of(feeder)
+    if held is None or held[1] % units or units < 2:
+        return None
+    rest = held[1] // units
+    for outer in range(1, rest + 1):
+        if rest % outer == 0 and _arrives(
+            feeder, ChannelLayout(0, outer, rest // outer, (1, units - 1)), order, target
+        ):
+            return outer, units, rest // outer
+    return None
+
+
+def _arrives(feeder: fx.Node, layout: ChannelLayout, order: Sequence[fx.Node], target: fx.Node) -> bool:
+    layouts: dict[fx.Node, ChannelLayout] = {}
+    several: dict[fx.Node, Sequence[ChannelLayout | None]] = {}
+    for node in (feeder, *order, target):
+        if node.target not in _WEIGHTS and not any(each in layouts or each in several for each in node.all_input_nodes):
+            continue
+        columns = layout if node is feeder else None
+        found = followed(node, layouts, several, partial(_given, columns))
+        if found is None and node is feeder:
+            return False
+        if node is target:
+            return found is not None
+        note_layouts(node, found, layouts, several)
+    return False
+
+
+def _given(columns: ChannelLayout | None, weight: fx.Node, channels: int) -> ChannelLayout | None:
+    return columns
+
+
+def followed(
+    node: fx.Node,
+    layouts: Mapping[fx.Node, ChannelLayout],
+    several: Mapping[fx.Node, Sequence[ChannelLayout | None]],
+    columns: Callable[[fx.Node, int], ChannelLayout | None],
+) -> Divided | None:
+    """Find how members compute ``node``, where operands have ``layouts``, or are one of ``several`` outputs."""
+    source = node.args[0] if node.args else None
+    if isinstance(source, fx.Node) and source in several:
+        layout = several[source][int(str(node.args[1]))] if len(node.args) > 1 else None
+        return None if layout is None else Divided(layout, {})
+    if (rule := rule_of(node.target)) is None:
+        return None
+    own = {each: layouts[each] for each in node.all_input_nodes if each in layouts}
+    if not own and node.target not in _WEIGHTS:
+        return None
+    return rule(OperatorCall(node, node.target, node.args, node.kwargs, own, columns))
+
+
+def note_layouts(
+    node: fx.Node,
+    found: Divided | None,
+    layouts: dict[fx.Node, ChannelLayout],
+    several: dict[fx.Node, Sequence[ChannelLayout | None]],
+) -> None:
+    """Remember the layout of what ``node`` gives."""
+    if found is None or found.adds:
+        return
+    if isinstance(found.layout, tuple):
+        several[node] = found.layout
+    else:
+        layouts[node] = found.layout

@@ -1,0 +1,65 @@
+"""Groups of devices that divide the layers of a stage: those of a plan, or by the shares that were asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.pipeline.split.member_pool import DeviceGroup
+from lightning_hetpipe.placement.device_placement import DevicePlacement
+from lightning_hetpipe.planning.model.cluster import DeviceSlot
+from lightning_hetpipe.planning.plan.document import Plan
+from lightning_hetpipe.rules.channel_counts import ChannelCounts
+
+
+def planned_groups(plan: Plan, placement: DevicePlacement) -> dict[int, DeviceGroup]:
+    """The group of each stage of ``plan`` that has one, on devices that are here."""
+    found: dict[int, DeviceGroup] = {}
+    stages = plan.virtual_workers[0].stages
+    for number, (stage, slots) in enumerate(zip(stages, plan.groups(0, placement.cluster), strict=True)):
+        if slots:
+            counts = ChannelCounts(
+                [member.share for member in stage.group], {split.layer: split.counts for split in stage.splits}
+            )
+            places = [(member.node, member.device_number) for member in stage.group]
+            home = places.index((stage.node, stage.device_number))
+            found[number] = DeviceGroup([placement.device(slot) for slot in slots], counts, home)
+    return found
+
+
+def shared_out(
+    split: Mapping[int, Sequence[float]], stages: int, slots: Sequence[DeviceSlot], placement: DevicePlacement
+) -> tuple[list[DeviceSlot], dict[int, DeviceGroup]]:
+    """Give each of so many ``stages`` its devices, in order: several to those that ``split`` has shares for.
+
+    A CPU stands for any number of devices.
+
+    Returns:
+        The device of each stage that holds its unsplit weights, and the groups.
+
+    Raises:
+        SettingError: for a stage that there is not, and where there are too few devices.
+    """
+    if (last := max(split)) >= stages:
+        raise SettingError(
+            f"split has shares for stage {last}, and there are {stages} stages, from 0 on; set stages to more, or leave"
+            " it out of split"
+        )
+    needed = sum(len(split.get(stage, (1,))) for stage in range(stages))
+    if placement.devices[0].type == "cpu":
+        slots = [slots[min(number, len(slots) - 1)] for number in range(needed)]
+    elif needed > len(slots):
+        raise SettingError(
+            f"split asks for {needed} devices for {stages} stages, and there are {len(slots)}; give shares for fewer"
+            " devices, set stages to fewer, or give more devices"
+        )
+    homes: list[DeviceSlot] = []
+    groups: dict[int, DeviceGroup] = {}
+    start = 0
+    for stage in range(stages):
+        own = slots[start : start + len(split.get(stage, (1,)))]
+        start += len(own)
+        homes.append(own[0])
+        if stage in split:
+            groups[stage] = DeviceGroup([placement.device(slot) for slot in own], ChannelCounts(split[stage]))
+    return homes, groups

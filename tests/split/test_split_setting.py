@@ -1,0 +1,116 @@
+"""The ``split`` setting, plans with groups, and what is refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_hetpipe import Cluster, HetPipeStrategy, Node, Plan
+from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.planning.plan.device_group import PlannedMember, PlannedSplit
+from lightning_hetpipe.planning.plan.document import PlannedStage, PlannedWorker
+from tests.exact.pipelines import Pinned
+from tests.exact.running import fit
+from tests.split.test_fits import colours, image_task
+from tests.support.models import Task, images, resnet, vectors
+
+LAYERS = tuple(f"net.{number}" for number in range(12))
+
+
+def plan(splits: Mapping[str, tuple[int, ...]], **changes: Any) -> Plan:
+    """The net of ``image_task`` in two stages, the first on a group of two whose second member has the weights."""
+    group = (PlannedMember("box", "cpu:0", 1.0), PlannedMember("box", "cpu:1", 2.0))
+    divided = tuple(PlannedSplit(layer, counts) for layer, counts in splits.items())
+    first = PlannedStage("box", "cpu:1", 0, 6, 0.1, 1, None, 0, group, divided)
+    stages = (replace(first, **changes), PlannedStage("box", "cpu:2", 7, 11, 0.1, 1, None))
+    return Plan("Task", 2, 2, 0, 0.1, 1.0, (PlannedWorker(1.0, stages),), LAYERS)
+
+
+def test_a_plan_with_a_group_is_followed() -> None:
+    """By its counts, or by shares where it has none."""
+    whole = fit(image_task(), colours(14, 4), strategy=Pinned([0, 7], 2))
+    for splits in ({}, {"net.4": (5, 7)}, {"net.0": (8, 0), "net.4": (1, 11)}):
+        strategy = HetPipeStrategy(plan=plan(splits), weights="stash")
+        record = fit(image_task(), colours(14, 4), strategy=strategy)
+        assert [stage.device for stage in strategy.last_run.stages] == ["cpu + cpu", "cpu"]
+        for one, other in zip(whole.outputs, record.outputs, strict=True):
+            torch.testing.assert_close(one["loss"], other["loss"], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("splits", "says"),
+    [
+        (
+            {"net.5": (5, 7)},
+            "the split names 'net.5', which is no layer of its stage that can be divided; did you mean",
+        ),
+        ({"head": (5, 7)}, "the split names 'head', which is no layer of its stage .*; those are net.0, net.4"),
+        ({"net.8": (8, 8)}, "the split names 'net.8', which is no layer of its stage"),
+        ({"net.4": (5, 6)}, r"the split of 'net.4' gives its members 11 units \(5, 6\), and it is divided in 12"),
+    ],
+)
+def test_counts_that_fit_no_layer(splits: dict[str, tuple[int, ...]], says: str) -> None:
+    with pytest.raises(SettingError, match=says):
+        fit(image_task(), colours(14, 4), strategy=HetPipeStrategy(plan=plan(splits), weights="stash"))
+
+
+@pytest.mark.parametrize(
+    ("value", "says"),
+    [
+        ("auto", "split='auto' is not available yet; give the shares"),
+        (True, "split=True must be False, or give for each stage"),
+        ({}, "split={} must be False"),
+        ({-1: [1, 1]}, "split has -1 for a stage, and must have its number"),
+        ({"first": [1, 1]}, "split has 'first' for a stage"),
+        ({0: [1]}, r"split\[0\]=\[1\] must be a share for each of at least two devices"),
+        ({0: 2}, r"split\[0\]=2 must be a share"),
+        ({0: [0, 0]}, r"split\[0\]=\[0, 0\] must be"),
+        ({0: [1, -1]}, r"split\[0\]=\[1, -1\] must be"),
+        ({0: [1, float("inf")]}, "must be a share"),
+    ],
+)
+def test_values_that_are_no_shares(value: Any, says: str) -> None:
+    with pytest.raises(SettingError, match=says):
+        HetPipeStrategy(split=value)
+
+
+def test_stages_are_as_many_as_are_named() -> None:
+    assert HetPipeStrategy(split={"1": [1, 2]}).stages == 2  # type: ignore[dict-item]  # as in configurations
+    assert HetPipeStrategy(split={0: (1, 2)}, stages=3).stages == 3
+    assert HetPipeStrategy(split={0: (1, 2)}).split == {0: (1.0, 2.0)}
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"compile": True}, "compile is set, and cannot be had yet for stages on several devices"),
+        ({"cluster": Cluster([Node("box", ["2xT4"])])}, "cluster is set, and cannot be had yet"),
+        ({"plan": plan({})}, "but the plan says which stages have several devices"),
+    ],
+)
+def test_what_cannot_be_had_together(settings: Any, says: str) -> None:
+    with pytest.raises(SettingError, match=says):
+        HetPipeStrategy(split={0: [1, 1]}, stages=2, **settings)
+
+
+def test_a_stage_that_there_is_not() -> None:
+    with pytest.raises(SettingError, match="split has shares for stage 2, and there are 2 stages"):
+        fit(image_task(), colours(14, 4), strategy=Pinned([0, 4], 2, split={2: [1, 1]}))
+
+
+def test_a_stage_without_anything_to_divide() -> None:
+    torch.manual_seed(1)
+    task = Task(nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.LayerNorm(8), nn.Linear(8, 5)))
+    with pytest.raises(SettingError, match=r"stage 1 has several devices .* none of its layers can be divided"):
+        fit(task, vectors(8, 4), strategy=Pinned([0, 2, 3], 2, split={1: [1, 1]}))
+
+
+def test_one_layer_of_torchs_own_is_left_whole() -> None:
+    """It has no graph; others of its stage are divided."""
+    task = resnet()
+    fit(task, images(8, 4), strategy=Pinned([0], 2, split={0: [1, 1]}))
