@@ -33,7 +33,7 @@ from lightning_hetpipe.placement.measuring import (
     profiled,
 )
 from lightning_hetpipe.placement.progress import Bar, hidden
-from lightning_hetpipe.placement.split_groups import planned_groups, shared_out
+from lightning_hetpipe.placement.split_groups import as_planned, planned_groups, shared_out
 from lightning_hetpipe.planning.model.catalogue import canonical
 from lightning_hetpipe.planning.model.cluster import DeviceSlot
 from lightning_hetpipe.planning.model.estimate import Estimate, StageEstimate, estimate
@@ -180,8 +180,9 @@ class Planner:
             found = replace(self, spread=plan.spread)._estimate(profile, slots, first, plan.in_flight, profiling)
             if _lacking(found.stages):  # whatever the plan says: of another batch or optimizer, perhaps
                 raise self._unfit(found, ["a plan for what is trained here"], profile)
-            decision = self._estimated(found, profile, factor, why)
-            return in_groups(decision, planned_groups(plan, self.placement))
+            groups = planned_groups(plan, self.placement)
+            found = as_planned(found, plan.virtual_workers[0], groups, factor)
+            return in_groups(self._estimated(found, profile, factor, why), groups)
         types, kinds = self.placement.types, dict.fromkeys(slot.device.name for slot in slots)
         seconds = {name: layer_seconds(profiling, types[name], self.bar) for name in kinds}
         times = [

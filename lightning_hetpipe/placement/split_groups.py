@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import fields, replace
 
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.pipeline.split.member_pool import DeviceGroup
 from lightning_hetpipe.placement.device_placement import DevicePlacement
 from lightning_hetpipe.planning.model.cluster import DeviceSlot
-from lightning_hetpipe.planning.plan.document import Plan
+from lightning_hetpipe.planning.model.estimate import Estimate
+from lightning_hetpipe.planning.model.simulate import StageTimes
+from lightning_hetpipe.planning.plan.document import Plan, PlannedWorker
 from lightning_hetpipe.rules.channel_counts import ChannelCounts
 
 
@@ -63,3 +66,14 @@ def shared_out(
         if stage in split:
             groups[stage] = DeviceGroup([placement.device(slot) for slot in own], ChannelCounts(split[stage]))
     return homes, groups
+
+
+def as_planned(found: Estimate, worker: PlannedWorker, groups: Collection[int], factor: float) -> Estimate:
+    """``found`` with the planned seconds of stages on ``groups``, so many times longer: it knows one device of each."""
+    stages = list(found.stages)
+    for number in groups:
+        times, planned = stages[number].times, worker.stages[number].time_s * factor
+        ratio = planned / times.total if times.total else 1.0
+        own = StageTimes(*(getattr(times, part.name) * ratio for part in fields(times)))
+        stages[number] = replace(stages[number], times=own)
+    return replace(found, stages=tuple(stages))

@@ -237,3 +237,22 @@ def test_frozen_weights() -> None:
         task.net[8].weight.requires_grad_(False)
         records.append(fit(task, _double(colours(14, 4)), strategy=Pinned([0, 4], 3, **split), precision="64-true"))
     assert_close(records[0].end, records[1].end)
+
+
+def test_inputs_of_other_sizes() -> None:
+    """Each needs a graph of its own, and so other regions, for the same weights and buffers."""
+    records = []
+    for split in ({}, {"split": {0: (2, 1), 1: (1, 1)}}):
+        torch.manual_seed(6)
+        net = nn.Sequential(
+            nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(32, 5)
+        )
+        chance = torch.Generator().manual_seed(7)
+        batches = [
+            (torch.randn(size % 3 + 2, 3, size, size, generator=chance).double(), torch.zeros(size % 3 + 2).long())
+            for size in (8, 9, 8, 11, 9)
+        ]
+        strategy = Pinned([0, 3], 2, **split)
+        loader: Any = DataLoader(batches, batch_size=None)  # type: ignore[arg-type]  # a list is a dataset
+        records.append(fit(_doubled(Task(net)), loader, strategy=strategy, precision="64-true"))
+    assert_close(records[0].end, records[1].end)

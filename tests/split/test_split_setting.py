@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from lightning_hetpipe import Cluster, HetPipeStrategy, Node, Plan
+from lightning_hetpipe import Cluster, Device, HetPipeStrategy, Node, Plan
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.planning.plan.device_group import PlannedMember, PlannedSplit
 from lightning_hetpipe.planning.plan.document import PlannedStage, PlannedWorker
@@ -114,3 +115,18 @@ def test_one_layer_of_torchs_own_is_left_whole() -> None:
     """It has no graph; others of its stage are divided."""
     task = resnet()
     fit(task, images(8, 4), strategy=Pinned([0], 2, split={0: [1, 1]}))
+
+
+def test_an_emulated_group_takes_the_time_that_is_planned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """One device of it was emulated, which had all of the work."""
+    monkeypatch.setenv("HETPIPE_CACHE", str(tmp_path))
+    cluster = Cluster([Node("box", [Device("cpu", speed=4.0), Device("cpu", speed=2.0), Device("cpu")])])
+    strategy = HetPipeStrategy(plan=plan({}, time_s=0.005), cluster=cluster, weights="stash")
+    fit(image_task(), colours(14, 4), strategy=strategy, max_epochs=1)
+    grouped, alone = (strategy._emulation.pad(stage) for stage in (0, 1))
+    assert grouped is not None
+    assert alone is not None
+    factor = (grouped.forward + grouped.backward) / 0.005
+    assert factor >= 1.0
+    assert strategy.last_run.emulated
+    assert strategy.last_run.stages[0].time_s == pytest.approx(0.005 * factor)

@@ -10,7 +10,7 @@ from torch import Tensor, fx
 
 from lightning_hetpipe.pipeline.random.generators import drawn
 from lightning_hetpipe.pipeline.split.masks import size_in, source_of
-from lightning_hetpipe.pipeline.split.operator_rules import sizes_of
+from lightning_hetpipe.pipeline.split.operator_call import sizes_of
 
 _aten = torch.ops.aten
 _ARGUMENTS = ("attn_mask", "dropout_p", "is_causal")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from lightning_hetpipe.pipeline.random.generators import drawn
-from lightning_hetpipe.pipeline.split.operator_rules import sizes_of
+from lightning_hetpipe.pipeline.split.operator_call import sizes_of
 from lightning_hetpipe.rules.channel_layouts import ChannelLayout, Size
 
 _ELEMENTS = torch.ops.aten.dropout.default

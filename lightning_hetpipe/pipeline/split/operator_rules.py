@@ -16,87 +16,15 @@ a part each. Operands that it does not name are whole on each member.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import fx
 
-from lightning_hetpipe.rules.channel_layouts import ChannelLayout, Sizes
-
-Layouts = ChannelLayout | tuple[ChannelLayout | None, ...]
-"""Layout of an operator's output, or of each of several."""
-
-
-@dataclass(frozen=True)
-class Divided:
-    """Way in which members compute an operator.
-
-    Attributes:
-        layout: Of what they give; of their addends the layout of the operand that is divided.
-        operands: The layouts in which members hold its operands, by node; others are whole.
-        arguments: By position, what stands there for each member in place of what the operator is given.
-        target: The operator, if it is another one.
-        adds: Whether what members give is to be added.
-    """
-
-    layout: Layouts
-    operands: Mapping[fx.Node, ChannelLayout] = field(default_factory=dict)
-    arguments: Mapping[int, Sequence[Any]] = field(default_factory=dict)
-    target: Any = None
-    adds: bool = False
-
-
-@dataclass(frozen=True)
-class OperatorCall:
-    """Call of an operator in a graph.
-
-    Attributes:
-        node: It.
-        target: The operator.
-        args, kwargs: What it is given.
-        layouts: Of those of its operands that are divided.
-        columns: Gives, for a weight and the number of output channels, the layout to begin with; None to leave it
-            whole. Its ``dim`` is 0.
-    """
-
-    node: fx.Node
-    target: Any
-    args: Sequence[Any]
-    kwargs: Mapping[str, Any]
-    layouts: Mapping[fx.Node, ChannelLayout]
-    columns: Callable[[Any, int], ChannelLayout | None]
-
-    def arg(self, position: int, default: Any = None) -> Any:
-        return self.args[position] if position < len(self.args) else default
-
-    def layout(self, position: int) -> ChannelLayout | None:
-        """Layout of the operand at ``position``; None if it is whole."""
-        given = self.arg(position)
-        return self.layouts.get(given) if isinstance(given, fx.Node) else None
-
-    def sizes(self, position: int = 0) -> Sizes:
-        return sizes_of(self.arg(position))
-
-    @property
-    def members(self) -> int:
-        """Number of members of the group."""
-        return len(next(iter(self.layouts.values())).counts)
-
-    def dims(self, given: Any, rank: int) -> list[int]:
-        """Dimensions that an operator is given, of a tensor of ``rank`` dimensions, each from 0."""
-        every = given if isinstance(given, list | tuple) else [given]
-        return [int(dim) % max(rank, 1) for dim in every]
-
-
-Rule = Callable[[OperatorCall], Divided | None]
-
-
-def sizes_of(node: Any) -> Sizes:
-    """Sizes of the tensor that ``node`` gives; none for what is no tensor."""
-    found: Any = node.meta.get("sizes", ()) if isinstance(node, fx.Node) else ()
-    return tuple(found)
+from lightning_hetpipe.pipeline.split import shape_rules
+from lightning_hetpipe.pipeline.split.operator_call import Divided, OperatorCall, Rule, sizes_of
+from lightning_hetpipe.rules.channel_layouts import ChannelLayout
 
 
 def _elementwise(call: OperatorCall) -> Divided | None:
@@ -129,37 +57,15 @@ def _over_last(dims: int) -> Rule:
 
     def rule(call: OperatorCall) -> Divided | None:
         layout = call.layout(0)
-        return None if layout is None or layout.dim >= len(call.sizes()) - dims else _as_outputs(call, layout)
+        return (
+            None if layout is None or layout.dim >= len(call.sizes()) - dims else shape_rules.as_outputs(call, layout)
+        )
 
     return rule
-
-
-def _as_outputs(call: OperatorCall, layout: ChannelLayout) -> Divided:
-    """All outputs, of which there may be several, have ``layout``."""
-    several = call.node.meta.get("several")
-    return Divided((layout,) * several if several else layout, call.layouts)
 
 
 def _pad(call: OperatorCall) -> Divided | None:
     return _over_last(len(call.args[1]) // 2)(call)
-
-
-def _over_given(position: int, keyword: str = "dim", default: Any = -1, keep: int | None = None) -> Rule:
-    """Something is done over the dimensions at ``position``, which are not divided; they go, unless the argument at
-    ``keep`` is true or there is none."""
-
-    def rule(call: OperatorCall) -> Divided | None:
-        layout, rank = call.layout(0), len(call.sizes())
-        given = call.kwargs.get(keyword, call.arg(position, default))
-        if layout is None or given is None or given == [] or len(call.layouts) > 1:
-            return None
-        dims = call.dims(given, rank)
-        if layout.dim in dims:
-            return None
-        kept = keep is None or call.kwargs.get("keepdim", call.arg(keep, False))
-        return _as_outputs(call, layout if kept else layout.at(layout.dim - sum(dim < layout.dim for dim in dims)))
-
-    return rule
 
 
 def _batch_norm(call: OperatorCall) -> Divided | None:
@@ -320,136 +226,6 @@ def _embedding(call: OperatorCall) -> Divided | None:
     return Divided(found.at(len(sizes_of(call.node)) - 1), {weight: found.at(1)})
 
 
-def _view(call: OperatorCall) -> Divided | None:
-    layout = call.layout(0)
-    found = None if layout is None else layout.reshaped(call.sizes(), sizes_of(call.node))
-    if layout is None or found is None:
-        return None
-    given = call.args[1]
-    if not isinstance(given, list | tuple) or (found.outer is None and -1 in given):
-        return None
-    sizes = [
-        [*given[: found.dim], -1 if size is None else size, *given[found.dim + 1 :]]
-        for size in map(found.size, range(call.members))
-    ]
-    if given[found.dim] == -1:
-        return Divided(found, call.layouts, target=torch.ops.aten.reshape.default)
-    return Divided(found, call.layouts, {1: sizes}, torch.ops.aten.reshape.default)
-
-
-def _flatten(call: OperatorCall) -> Divided | None:
-    """Flattening needs no sizes: it is the same for the parts, if that is a view of theirs."""
-    layout = call.layout(0)
-    found = None if layout is None else layout.reshaped(call.sizes(), sizes_of(call.node))
-    return None if found is None else Divided(found, call.layouts)
-
-
-def _unflatten(call: OperatorCall) -> Divided | None:
-    layout, after = call.layout(0), sizes_of(call.node)
-    found = None if layout is None else layout.reshaped(call.sizes(), after)
-    if found is None:
-        return None
-    (first,), given = call.dims(call.args[1], len(call.sizes())), call.args[2]
-    place = found.dim - first
-    if not 0 <= place < len(given):
-        return Divided(found, call.layouts)
-    if -1 in given and given[place] != -1:
-        return None
-    sizes = [found.size(member) for member in range(call.members)]
-    changed = [[*given[:place], -1 if size is None else size, *given[place + 1 :]] for size in sizes]
-    return Divided(found, call.layouts, {} if given[place] == -1 else {2: changed})
-
-
-def _expand(call: OperatorCall) -> Divided | None:
-    layout, given = call.layout(0), call.args[1]
-    if layout is None:
-        return None
-    found = layout.at(layout.dim + len(given) - len(call.sizes()))
-    if layout.outer is None and given[found.dim] != -1:
-        return None
-    sizes = [[*given[: found.dim], found.size(m), *given[found.dim + 1 :]] for m in range(call.members)]
-    return Divided(found, call.layouts, {} if given[found.dim] == -1 else {1: sizes})
-
-
-def _permute(call: OperatorCall) -> Divided | None:
-    layout = call.layout(0)
-    if layout is None:
-        return None
-    return Divided(layout.at(call.dims(call.args[1], len(call.sizes())).index(layout.dim)), call.layouts)
-
-
-def _transpose(call: OperatorCall) -> Divided | None:
-    layout, rank = call.layout(0), len(call.sizes())
-    if layout is None:
-        return None
-    first, second = call.dims([call.arg(1, 0), call.arg(2, 1)], rank)
-    return Divided(layout.at({first: second, second: first}.get(layout.dim, layout.dim)), call.layouts)
-
-
-def _unsqueeze(call: OperatorCall) -> Divided | None:
-    layout = call.layout(0)
-    if layout is None:
-        return None
-    (dim,) = call.dims(call.args[1], len(call.sizes()) + 1)
-    return Divided(layout.at(layout.dim + (dim <= layout.dim)), call.layouts)
-
-
-def _squeeze(call: OperatorCall) -> Divided | None:
-    """Only of dimensions that it names, as a part may be of size 1 where the whole is not."""
-    layout, sizes = call.layout(0), call.sizes()
-    if layout is None or len(call.args) < 2:
-        return None
-    gone = [dim for dim in call.dims(call.args[1], len(sizes)) if sizes[dim] == 1]
-    return (
-        None if layout.dim in gone else Divided(layout.at(layout.dim - sum(d < layout.dim for d in gone)), call.layouts)
-    )
-
-
-def _select(call: OperatorCall) -> Divided | None:
-    return _over_given(1, keep=99)(call)
-
-
-def _split(call: OperatorCall) -> Divided | None:
-    """Into parts along another dimension; or along the divided one, where each part has as many of its blocks."""
-    layout, parts = call.layout(0), call.node.meta.get("several") or 0
-    if layout is None:
-        return None
-    (dim,) = call.dims(call.kwargs.get("dim", call.arg(2, 0)), len(call.sizes()))
-    if dim != layout.dim:
-        return Divided((layout,) * parts, call.layouts)
-    sizes = {size[dim] for size in call.node.meta.get("all_sizes", ())}
-    if layout.outer is None or len(sizes) != 1 or layout.outer % parts:
-        return None
-    found = replace(layout, outer=layout.outer // parts)
-    each = [[found.size(member) or 0] * parts for member in range(call.members)]
-    return Divided((found,) * parts, call.layouts, {1: each}, torch.ops.aten.split_with_sizes.default)
-
-
-def _unbind(call: OperatorCall) -> Divided | None:
-    return _over_given(1, default=0, keep=99)(call)
-
-
-def _cat(call: OperatorCall) -> Divided | None:
-    """Join parts that are divided alike along another dimension."""
-    nodes = [node for node in call.args[0] if isinstance(node, fx.Node)]
-    layouts = {call.layouts.get(node) for node in nodes}
-    layout = layouts.pop()
-    if layouts or layout is None:
-        return None
-    (dim,) = call.dims(call.arg(1, 0), len(sizes_of(call.node)))
-    if "stack" in str(call.target):
-        return Divided(layout.at(layout.dim + (dim <= layout.dim)), call.layouts)
-    return Divided(layout, call.layouts) if dim != layout.dim else None
-
-
-def _repeat_interleave(call: OperatorCall) -> Divided | None:
-    layout, dim = call.layout(0), call.kwargs.get("dim", call.arg(2))
-    if layout is None or dim is None or not isinstance(call.args[1], int):
-        return None
-    same = call.dims(dim, len(call.sizes())) == [layout.dim]
-    return Divided(replace(layout, inner=layout.inner * call.args[1]) if same else layout, call.layouts)
-
-
 def _operators(names: str) -> list[Any]:
     """All overloads of ``names`` but those that write into what they are given."""
     packets = [getattr(torch.ops.aten, name, None) for name in names.split()]
@@ -474,9 +250,9 @@ _BY_RULE: list[tuple[Rule, str]] = [
     (_over_last(3), "max_pool3d max_pool3d_with_indices avg_pool3d adaptive_avg_pool3d adaptive_max_pool3d"),
     (_over_last(3), "upsample_nearest3d upsample_trilinear3d"),
     (_pad, "pad constant_pad_nd"),
-    (_over_given(1), "softmax log_softmax cumsum"),
-    (_over_given(1, default=None, keep=2), "mean sum amax amin logsumexp"),
-    (_over_given(1, default=None), "flip"),
+    (shape_rules.over_given(1), "softmax log_softmax cumsum"),
+    (shape_rules.over_given(1, default=None, keep=2), "mean sum amax amin logsumexp"),
+    (shape_rules.over_given(1, default=None), "flip"),
     (_batch_norm, "batch_norm instance_norm"),
     (_group_norm, "group_norm"),
     (_layer_norm, "layer_norm rms_norm"),
@@ -489,20 +265,20 @@ _BY_RULE: list[tuple[Rule, str]] = [
     (_matmul, "matmul bmm"),
     (_attention, "scaled_dot_product_attention"),
     (_embedding, "embedding"),
-    (_view, "view reshape _unsafe_view"),
-    (_flatten, "flatten"),
-    (_unflatten, "unflatten"),
-    (_expand, "expand"),
-    (_permute, "permute"),
-    (_transpose, "transpose swapaxes"),
-    (_unsqueeze, "unsqueeze"),
-    (_squeeze, "squeeze"),
-    (_select, "select"),
-    (_over_given(1, default=0), "slice narrow"),
-    (_split, "split chunk unsafe_chunk split_with_sizes"),
-    (_unbind, "unbind"),
-    (_cat, "cat stack"),
-    (_repeat_interleave, "repeat_interleave"),
+    (shape_rules.view, "view reshape _unsafe_view"),
+    (shape_rules.flatten, "flatten"),
+    (shape_rules.unflatten, "unflatten"),
+    (shape_rules.expand, "expand"),
+    (shape_rules.permute, "permute"),
+    (shape_rules.transpose, "transpose swapaxes"),
+    (shape_rules.unsqueeze, "unsqueeze"),
+    (shape_rules.squeeze, "squeeze"),
+    (shape_rules.select, "select"),
+    (shape_rules.over_given(1, default=0), "slice narrow"),
+    (shape_rules.split, "split chunk unsafe_chunk split_with_sizes"),
+    (shape_rules.unbind, "unbind"),
+    (shape_rules.cat, "cat stack"),
+    (shape_rules.repeat_interleave, "repeat_interleave"),
 ]
 _RULES: dict[Any, Rule] = {operator: rule for rule, names in _BY_RULE for operator in _operators(names)}
 

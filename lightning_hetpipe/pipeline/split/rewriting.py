@@ -20,7 +20,7 @@ from torch.fx.node import map_arg
 from lightning_hetpipe.pipeline.random.generators import drawn
 from lightning_hetpipe.pipeline.split.joined_graph import JoinedGraph, writes_and_views
 from lightning_hetpipe.pipeline.split.masks import Mask, mask_of
-from lightning_hetpipe.pipeline.split.operator_rules import Divided, sizes_of
+from lightning_hetpipe.pipeline.split.operator_call import Divided, sizes_of
 from lightning_hetpipe.pipeline.split.regions import GivenAs, Region, RegionInput, RegionOutput, SplitGraph, TakenAs
 from lightning_hetpipe.pipeline.split.unit_choice import (
     HEAVY,

@@ -13,7 +13,8 @@ from functools import partial
 import torch
 from torch import fx
 
-from lightning_hetpipe.pipeline.split.operator_rules import Divided, OperatorCall, rule_of, sizes_of
+from lightning_hetpipe.pipeline.split.operator_call import Divided, OperatorCall, sizes_of
+from lightning_hetpipe.pipeline.split.operator_rules import rule_of
 from lightning_hetpipe.rules.channel_layouts import ChannelLayout
 
 Channels = tuple[int, int, int]
