@@ -64,7 +64,8 @@ class PlannedDevices(VirtualWorkers):
         workers = workers if self.plan is None else len(self.plan.virtual_workers)
         settings.check_platform(workers, sys.platform)
         self.split = split_setting.shares(split, self.plan)
-        if self.split and stages == "auto":
+        split_setting.check_workers(self.split, workers != 1)
+        if self.split and self.split != "auto" and stages == "auto":
             stages = 1 + max(self.split)
         self._stages = settings.stage_counts(stages, workers)
         self.in_flight = settings.count("in_flight", in_flight)
@@ -81,7 +82,7 @@ class PlannedDevices(VirtualWorkers):
             )
         elif self.cluster is not None:
             settings.check_cluster(settings.most_workers(self.virtual_workers))
-        split_setting.check(bool(self.split), cluster=self.cluster is not None)
+        split_setting.check(bool(self.split) and self.split != "auto", cluster=self.cluster is not None)
         self._emulation = Emulation(())
 
     @property
@@ -188,8 +189,9 @@ class PlannedDevices(VirtualWorkers):
     def _planner(self) -> Planner:
         """Planner of a fit that begins; what it decides to emulate is told to ``_emulation``, which is new then."""
         placement = self._placement()
+        split_setting.check_workers(self.split, self._group is not None)
         even = self.plan is None and self.cluster is None and (placement.is_even or self._group is not None)
-        even |= bool(self.split)
+        even = (even or bool(self.split)) and self.split != "auto"
         assert self.lightning_module is not None
         self._emulation = Emulation(())
         trainer = self.lightning_module.trainer
