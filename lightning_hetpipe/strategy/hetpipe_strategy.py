@@ -65,7 +65,9 @@ class HetPipeStrategy(PlannedDevices):
             Nm - 1 steps stale, which asks for lower learning rates (docs/staleness.md).
         virtual_workers: Virtual workers on each machine (``Trainer(num_nodes=...)``); each is a process, which ``fit``
             starts. The machine's devices are divided among them in order. Where torchrun, SLURM or the like starts
-            processes, each of those is one, and this is to be left out.
+            processes, each of those is one, and this is to be left out. A pair, as (1, 3), is the fewest on all
+            machines with which a run begins, and the most: others come, go and come back between two epochs
+            (docs/virtual-workers.md).
         weights: Weight policy: the weights that a minibatch in flight computes on (docs/staleness.md). "auto" predicts
             weights where there is a rule for the optimizer and room for the prediction, and stashes otherwise; a line
             at the start of a fit says which, and never is it a reason to refuse a model. "stash" keeps those after
@@ -155,7 +157,7 @@ class HetPipeStrategy(PlannedDevices):
         self,
         stages: int | Literal["auto"] | Sequence[int] = "auto",
         in_flight: int | Literal["auto"] = "auto",
-        virtual_workers: int = 1,
+        virtual_workers: int | Sequence[int] = 1,
         weights: str = "auto",
         module: str | Sequence[str] | None = None,
         plan: Plan | str | os.PathLike[str] | None = None,

@@ -53,14 +53,15 @@ class PlannedDevices(VirtualWorkers):
         compile: bool | str | Mapping[str, Any],
         recompute: bool,
         split: Any,
-        virtual_workers: int,
+        virtual_workers: int | Sequence[int],
         wsp: Any,
         timeout: timedelta | float,
         **arguments: Any,
     ) -> None:
         super().__init__(virtual_workers, wsp, timeout, **arguments)
         self.plan = settings.plan(plan)
-        workers = self.virtual_workers if self.plan is None else len(self.plan.virtual_workers)
+        workers = settings.most_workers(self.virtual_workers)
+        workers = workers if self.plan is None else len(self.plan.virtual_workers)
         settings.check_platform(workers, sys.platform)
         self.split = split_setting.shares(split, self.plan)
         split_setting.check_workers(self.split, workers != 1)
@@ -80,7 +81,7 @@ class PlannedDevices(VirtualWorkers):
                 self.plan, recompute=self.recompute, compile=self.compile is not None, split=self._has_groups
             )
         elif self.cluster is not None:
-            settings.check_cluster(self.virtual_workers)
+            settings.check_cluster(settings.most_workers(self.virtual_workers))
         split_setting.check(bool(self.split) and self.split != "auto", cluster=self.cluster is not None)
         self._emulation = Emulation(())
 
