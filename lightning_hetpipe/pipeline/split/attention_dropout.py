@@ -60,7 +60,7 @@ def _written_out(graph: fx.Graph, device: fx.Node, name: Any, operands: Any, nam
         scores = call(_aten.masked_fill.Scalar, (scores, hidden, -math.inf), query, tuple(sizes_of(scores)))
     elif mask is not None:
         scores = call(_aten.add.Tensor, (scores, mask), query, tuple(sizes_of(scores)))
-    shares = call(_aten.softmax.int, (scores, -1), query, tuple(sizes_of(scores)))
+    shares = call(_aten._safe_softmax.default, (scores, -1), query, tuple(sizes_of(scores)))
     dropped = call(
         drawn, (*name, _aten.dropout.default, shares, named["dropout_p"], True), query, tuple(sizes_of(scores))
     )
