@@ -1,10 +1,12 @@
-"""A layer that two cores divide, over the same layer in one thread: one that is wide, and one that is not worth it."""
+"""Layers that devices of unlike speed divide by their channels, beside pipelines of the same devices."""
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
 from functools import partial
+from pathlib import Path
 
 from benchmarks.harness import (
     Figure,
@@ -16,76 +18,160 @@ from benchmarks.harness import (
     figures_table,
     in_rounds,
     run_alone,
+    table,
 )
 from benchmarks.machine import describe_machine, provenance, two_cores
-from benchmarks.split_layers_worker import Job
+from benchmarks.split_layers_worker import WORKER, Net, Task
+from lightning_hetpipe.planning.model.cluster import Cluster, Device, Link, Node
+from lightning_hetpipe.planning.model.profile import Profile
+from lightning_hetpipe.planning.plan import profile_file
+from lightning_hetpipe.planning.plan.device_group import PlannedMember
+from lightning_hetpipe.planning.plan.document import Plan
+from lightning_hetpipe.planning.search.choice import best_plan
+from lightning_hetpipe.planning.search.grouped_plans import plan_with_groups
 
 NAME = "split_layers"
-WORKER = "benchmarks.split_layers_worker"
 TIMEOUT = 600.0
-TARGET = 1.7
+SPEEDS = (1.0, 2.0, 4.0)
+SLOWEST = 8.0
+"""Times that the slowest emulated device takes as long as a CPU: all together need less than one core."""
 
-WIDE, SMALL = "wide", "small"
-NETS: Mapping[str, str] = {
-    WIDE: "Conv2d(64, 256, 3) on 8 images of 56 x 56",
-    SMALL: "Linear(64, 64), ReLU, Linear(64, 64) on 32 vectors",
+ALONE, STAGES, EVEN, UNEVEN = "the fastest device alone", "a stage on each", "split evenly", "split by speed"
+ONE, PLAIN, TWO = "one thread", "plain Trainer, one thread", "split in two"
+WHOLE, APART = "unsplit", "all layers split in two"
+
+VARIANTS: Mapping[Net, Sequence[str]] = {
+    "vgg": (ALONE, STAGES, EVEN, UNEVEN),
+    "wide": (PLAIN, ONE, TWO),
+    "narrow": (WHOLE, APART),
+}
+TITLES: Mapping[Net, str] = {
+    "vgg": "two convolutions that take most of the time, on emulated devices of speeds 1, 2 and 4",
+    "wide": "one wide convolution, on two cores",
+    "narrow": "small layers, on two cores",
 }
 
-
-def measure(job: Job) -> Measurement:
-    """Measures in a fresh process with one torch thread for each operation."""
-    return run_alone(Process(WORKER, (job.to_json(),)), TIMEOUT)
+Round = Mapping[tuple[Net, str], Measurement]
 
 
-def variant(net: str, divided: bool) -> str:
-    """Name of a measurement in a round."""
-    return f"{net}, divided in two" if divided else f"{net}, one thread"
+@dataclass(frozen=True)
+class Planned:
+    """Plans of one net, by variant, and whether the search has joined devices."""
+
+    plans: Mapping[str, Plan]
+    joined: bool
+
+
+def plans_of(net: Net, profile: Profile) -> Planned:
+    """The plans that variants of ``net`` follow."""
+    speeds = SPEEDS if net == "vgg" else (1.0, 1.0)
+    box = Cluster([Node("box", [Device("cpu", speed=speed) for speed in speeds], Link("12 GB/s"))])
+    names = [layer.name for layer in profile.layers]
+    fastest = max(box.slots, key=lambda slot: slot.device.speed)
+
+    def plan(found: object) -> Plan:
+        return Plan.of(found, profile.model, names, box)  # type: ignore[arg-type]
+
+    alone = plan(best_plan(profile, box, [fastest], optimizer="sgd"))
+    stages = plan(best_plan(profile, box, optimizer="sgd"))
+    uneven = plan(plan_with_groups(profile, box, optimizer="sgd"))
+    even = divided_evenly(alone, box)
+    found = {ALONE: alone, STAGES: stages, EVEN: even, UNEVEN: uneven, ONE: alone, TWO: even, WHOLE: alone, APART: even}
+    joined = any(stage.group for stage in uneven.virtual_workers[0].stages)
+    return Planned({name: found[name] for name in VARIANTS[net] if name != PLAIN}, joined)
+
+
+def divided_evenly(plan: Plan, box: Cluster) -> Plan:
+    """The one stage of ``plan`` divided among all devices of ``box`` in equal parts."""
+    (worker,) = plan.virtual_workers
+    (stage,) = worker.stages
+    group = tuple(PlannedMember(stage.node, str(slot), 1.0) for slot in box.slots)
+    return replace(plan, virtual_workers=(replace(worker, stages=(replace(stage, group=group),)),))
 
 
 def run(options: Options) -> Outcome:
-    """Measures both nets, divided and not, in `options.rounds` interleaved rounds."""
+    """Measures all variants in `options.rounds` interleaved rounds."""
     cores = two_cores()
     machine = describe_machine(cores)
-    steps = {WIDE: 15 if options.quick else 40, SMALL: 150 if options.quick else 600}
-    jobs = {
-        variant(net, divided): partial(measure, Job(net, divided, cores, steps[net]))
-        for net in NETS
-        for divided in (True, False)
-    }
-    rounds, failures = in_rounds(jobs, options.rounds)
-    return report(machine, rounds, failures)
+    with tempfile.TemporaryDirectory() as folder:
+        joined = dict[Net, bool]()
+        jobs = {}
+        tasks = dict[Net, Task]()
+        for net in VARIANTS:
+            task = tasks[net] = Task(net, folder, steps=10 if options.quick else 24)
+            run_alone(Process(WORKER, (task.to_json(),)), TIMEOUT)
+            found = plans_of(net, profile_file.load(Path(folder, f"{net}.json")))
+            joined[net] = found.joined
+            for variant in VARIANTS[net]:
+                own = replace(task, plain=True) if variant == PLAIN else replace(task, plan=f"{net} {variant}.json")
+                if net == "vgg":
+                    own = replace(own, factors={f"cpu:{n}": SLOWEST / speed for n, speed in enumerate(SPEEDS)})
+                if variant != PLAIN:
+                    found.plans[variant].save(Path(folder, own.plan))
+                jobs[f"{net}: {variant}"] = partial(run_alone, Process(WORKER, (own.to_json(),)), TIMEOUT)
+        keys: dict[str, tuple[Net, str]] = {f"{net}: {each}": (net, each) for net in VARIANTS for each in VARIANTS[net]}
+        rounds, failures = in_rounds(jobs, options.rounds)
+        measured = [{keys[name]: each for name, each in one.items()} for one in rounds]
+        return report(machine, measured, joined, failures)
 
 
 def report(
-    machine: Mapping[str, object], rounds: Sequence[Mapping[str, Measurement]], failures: Mapping[str, str]
+    machine: Mapping[str, object], rounds: Sequence[Round], joined: Mapping[Net, bool], failures: Mapping[str, str]
 ) -> Outcome:
     """Turns the measurements into a text to read and data to keep."""
-
-    def ratio(net: str) -> Spread | None:
-        return Spread.of_ratios(rounds, variant(net, True), variant(net, False), lambda each: each.rate)
-
-    def bound(net: str) -> Spread | None:
-        return Spread.of_ratios(
-            rounds, variant(net, False), variant(net, True), lambda each: float(str(each.notes["longest_s"]))
-        )
-
-    figures = [
-        Figure("a wide convolution divided in two on two cores, over one thread", ratio(WIDE), target=TARGET),
-        Figure("the same by CPU time of what cannot overlap", bound(WIDE)),
-        Figure("two small linear layers divided in two, over one thread", ratio(SMALL)),
-        Figure("the same by CPU time of what cannot overlap", bound(SMALL)),
-    ]
-    text = [
-        f"{NAME}: one stage on a group of two, over the same model alone on one device; in_flight=1",
-        *(f"{net}: {described}" for net, described in NETS.items()),
-        provenance(machine, len(rounds)),
-        "",
-        figures_table(figures, "ratio of minibatches per second"),
-        *(f"\nfailed: {name}\n{reason}" for name, reason in failures.items()),
-    ]
+    text = [f"{NAME}: {provenance(machine, len(rounds))}"]
+    for net, variants in VARIANTS.items():
+        rows: list[tuple[str, ...]] = [("variant", "minibatches/s", "range")]
+        for variant in variants:
+            rates = [one[net, variant].rate for one in rounds if (net, variant) in one]
+            spread = Spread.of(rates) if rates else None
+            rows.append(
+                (variant, "failed", "")
+                if spread is None
+                else (variant, f"{spread.median:.2f}", f"{spread.low:.2f} .. {spread.high:.2f}")
+            )
+        chosen = "joins the devices" if joined.get(net) else "joins no devices"
+        text += ["", f"{TITLES[net]}; split='auto' {chosen}", "", table(rows)]
+    figures = figures_of(rounds, joined)
+    text += ["", figures_table(figures), *(f"\nfailed: {variant}\n{reason}" for variant, reason in failures.items())]
     data = {
         "machine": dict(machine),
-        "rounds": [{name: asdict(value) for name, value in measured.items()} for measured in rounds],
+        "rounds": [{f"{net}: {name}": asdict(each) for (net, name), each in one.items()} for one in rounds],
+        "joined": dict(joined),
         "failures": dict(failures),
     }
     return Outcome("\n".join(text), data, complete=not failures, figures=figures)
+
+
+def figures_of(rounds: Sequence[Round], joined: Mapping[Net, bool]) -> list[Figure]:
+    """The figures that the benchmark is run for."""
+
+    def ratio(net: Net, over: str, under: str, part: float = 1.0) -> Spread | None:
+        found = Spread.of_ratios(rounds, (net, over), (net, under), lambda each: each.rate)
+        return None if found is None else Spread(*(each * part for each in (found.median, found.low, found.high)))
+
+    every = max(SPEEDS) / sum(SPEEDS)
+    chosen = float(joined["narrow"]) if "narrow" in joined else None
+    return [
+        Figure(
+            "split layers: three uneven devices, over the sum of their speeds",
+            ratio("vgg", UNEVEN, ALONE, every),
+            target=0.9,
+        ),
+        Figure("split layers: over the best plan of a stage on each device", ratio("vgg", UNEVEN, STAGES)),
+        Figure("split layers: channels by speed, over equal parts", ratio("vgg", UNEVEN, EVEN)),
+        Figure(
+            "split layers: a wide convolution split in two on two cores, over one thread",
+            ratio("wide", TWO, ONE),
+            target=1.7,
+        ),
+        Figure("split layers: the same, over a plain Trainer", ratio("wide", TWO, PLAIN)),
+        Figure("split layers: small layers split in two, over unsplit ones", ratio("narrow", APART, WHOLE)),
+        Figure(
+            "split layers: times that split='auto' joins devices there",
+            None if chosen is None else Spread(chosen, chosen, chosen),
+            target=0.0,
+            at_most=True,
+            digits=0,
+        ),
+    ]

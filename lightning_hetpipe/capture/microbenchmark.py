@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -159,9 +160,19 @@ class Microbenchmark:
         self._wait()
         return found
 
-    def _forward(self, tensors: Sequence[Tensor]) -> Any:
+    @contextmanager
+    def opened(self) -> Iterator[None]:
+        """Within it, what the layer computes is computed as in a run."""
         with self._generators.minibatch(0), self._piece.autocast.opened(), creating(self._default_dtype):
-            return self._call(self._value.tree(tensors))
+            yield
+
+    def value(self, tensors: Sequence[Tensor]) -> Any:
+        """The layer's input, made of ``tensors``."""
+        return self._value.tree(tensors)
+
+    def _forward(self, tensors: Sequence[Tensor]) -> Any:
+        with self.opened():
+            return self._call(self.value(tensors))
 
     def _wait(self) -> None:
         if accelerates(self.device):

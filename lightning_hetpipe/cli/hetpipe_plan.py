@@ -25,6 +25,7 @@ from lightning_hetpipe.cli.plan_inputs import (
     check_types,
     cluster_of,
     cluster_settings,
+    joins,
     of_strategy,
     profile_of,
     wanted,
@@ -40,6 +41,7 @@ from lightning_hetpipe.planning.plan import profile_file
 from lightning_hetpipe.planning.plan.document import Plan
 from lightning_hetpipe.planning.search.advice import ways_out
 from lightning_hetpipe.planning.search.choice import Choice, best_plan
+from lightning_hetpipe.planning.search.grouped_plans import plan_with_groups
 from lightning_hetpipe.reporting.plots import draw
 from lightning_hetpipe.reporting.timeline import Timeline
 from lightning_hetpipe.rules.versions import WeightPolicy
@@ -113,6 +115,11 @@ def run(config: DictConfig) -> float | None:
     names = [layer.name for layer in profile.layers]
     guessed = {device.name for device in devices if profile.name_of(device) in profile.estimated}
     if (settings := cluster_settings(config, cluster)) is not None:
+        if joins(config):
+            raise SettingError(
+                "strategy.split=auto joins devices of one virtual worker, and this plan is for several; set"
+                " strategy.virtual_workers=1, or leave split out"
+            )
         found = cluster_plans(settings, profile, cluster, optimizer, policies, {**asked, "spread": False})
         plan = Plan.of_allocation(found.chosen, profile.model, names, cluster, guessed, nominal)
         folder = _show(config, plan, [*remarks(found, cluster), *_estimates(profile)], measured)
@@ -123,10 +130,12 @@ def run(config: DictConfig) -> float | None:
         print(f"plan     {folder / 'plan.json'}\n{_picture(lambda: found.draw(plan, cluster), folder)}")
         return found.chosen.rate
 
+    search = plan_with_groups if joins(config) else best_plan
+
     @cache
     def plan_for(policy: WeightPolicy) -> Choice:
         with on_terminal(f"searching for a plan, weights='{policy.name}'", None) as tick:
-            return best_plan(profile, cluster, optimizer=optimizer, weights=policy, progress=tick, **asked)
+            return search(profile, cluster, optimizer=optimizer, weights=policy, progress=tick, **asked)
 
     for policy in policies:
         choice = plan_for(policy)

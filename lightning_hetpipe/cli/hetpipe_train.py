@@ -12,9 +12,11 @@ from typing import Any
 import hydra
 import lightning as L
 import torch
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
 from lightning.pytorch.callbacks import Checkpoint, LearningRateMonitor, ModelSummary, ProgressBar, TQDMProgressBar
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from omegaconf import DictConfig, open_dict
+from omegaconf import DictConfig, OmegaConf, open_dict
 
 from lightning_hetpipe import HetPipeStrategy
 from lightning_hetpipe.cli import trainer_checks, trainer_errors
@@ -25,7 +27,8 @@ from lightning_hetpipe.cli.console_script import ConsoleScript
 from lightning_hetpipe.cli.entry import enter, job
 from lightning_hetpipe.cli.overrides import planned
 from lightning_hetpipe.cli.summary import results, summary
-from lightning_hetpipe.launch import launcher
+from lightning_hetpipe.launch import launcher, supervision
+from lightning_hetpipe.launch.command import quoted, this_program
 
 PROGRAM = ConsoleScript(
     "hetpipe-train",
@@ -57,14 +60,21 @@ class JobResult:
     score: float | None
 
 
+_supervised_code = 0
+"""Exit code of the process that has trained, where this one has supervised it."""
+
+
 def main() -> None:
     """The console script.
 
     Exit codes: 0; 1 for a failure, with its traceback, or of a virtual worker without which the others went on; 2 for a
-    wrong setting; 130 for Ctrl-C; 143 for SIGTERM.
+    wrong setting; 130 for Ctrl-C; 143 for SIGTERM; that of the process that trains, where this one supervises it.
     """
     sys.argv[1:] = planned(sys.argv[1:])
+    supervision.supervised()  # before code of a user's runs, which may start programs
     enter(_application, PROGRAM)
+    if _supervised_code:
+        sys.exit(_supervised_code)
 
 
 @hydra.main(config_path="pkg://lightning_hetpipe.conf", config_name="train", version_base="1.3")
@@ -77,7 +87,13 @@ def _application(config: DictConfig) -> float | None:
 
 
 def _job(config: DictConfig) -> JobResult:
-    """Run, and leave none of the processes that this has started to the next job of a sweep."""
+    """Run, and leave none of the processes that this has started to the next job of a sweep.
+
+    With ``restarts`` another process runs, which is started again where it is lost; not in a sweep.
+    """
+    restarts = _restarts(config)
+    if restarts and supervision.can_supervise() and HydraConfig.get().mode != RunMode.MULTIRUN:
+        return _supervise(restarts)
     try:
         outcome = run(config)
     except BaseException:
@@ -85,6 +101,32 @@ def _job(config: DictConfig) -> JobResult:
         raise
     launcher.finish()
     return outcome
+
+
+def _restarts(config: DictConfig) -> int:
+    """Number of times that a run on one machine is started again; the run itself refuses what is no such number."""
+    if OmegaConf.select(config, "trainer.num_nodes") not in (None, 1):
+        return 0
+    given = [section.get("restarts") for section in _wsp_sections(config)]
+    return next((each for each in given if isinstance(each, int)), 0)
+
+
+def _wsp_sections(config: DictConfig) -> list[DictConfig]:
+    """The sections that may set the synchronisation of virtual workers."""
+    callbacks = OmegaConf.select(config, "trainer.callbacks")
+    named = [*callbacks.values()] if isinstance(callbacks, DictConfig) else []
+    return [each for each in (OmegaConf.select(config, "strategy.wsp"), *named) if isinstance(each, DictConfig)]
+
+
+def _supervise(restarts: int) -> JobResult:
+    """Run in another process, at most ``restarts`` times again; its exit code is that of this one."""
+    global _supervised_code
+    program = this_program(is_first=True)
+    supervisor = supervision.RunSupervisor(
+        program.command, program.folder, restarts, lambda path: [f"ckpt_path={quoted(path)}"]
+    )
+    _supervised_code = supervisor.run()
+    return JobResult({}, None)
 
 
 def run(config: DictConfig) -> JobResult:

@@ -148,7 +148,7 @@ def _measured(config: DictConfig) -> Profiled:
         config.trainer.pop("callbacks", None)
         config.trainer.update(_SILENT)
         config.trainer.pop("strategy", None)
-    strategy = ProfilingStrategy(ProfileCache(), on_terminal, **kept)
+    strategy = ProfilingStrategy(ProfileCache(), on_terminal, widths=joins(config), **kept)
     model = built(config, "model", L.LightningModule)
     data = built(config, "data", L.LightningDataModule)
     trainer = built(config, "trainer", L.Trainer, strategy=strategy, callbacks=callbacks)
@@ -269,6 +269,21 @@ def _link(config: DictConfig) -> Link:
 def of_strategy(config: DictConfig, key: str, default: Any) -> Any:
     """A setting of the strategy; its default where another one is configured."""
     return OmegaConf.select(config, f"strategy.{key}", default=default)
+
+
+def joins(config: DictConfig) -> bool:
+    """Tell whether a plan may join devices into groups that divide layers.
+
+    Raises:
+        SettingError: for a value of ``split`` that a plan cannot follow.
+    """
+    value = of_strategy(config, "split", False)
+    if value not in (False, True, "auto"):
+        raise SettingError(
+            f"strategy.split={value} gives shares, and hetpipe-plan chooses them itself; set strategy.split=auto, or"
+            " leave it out"
+        )
+    return bool(value)
 
 
 def _is_given(setting: str) -> bool:

@@ -16,7 +16,7 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from functools import partial
 
-from lightning_hetpipe.launch import parent_watch
+from lightning_hetpipe.launch import parent_watch, supervision
 from lightning_hetpipe.launch.child_work import work_of
 from lightning_hetpipe.launch.lost_workers import lost_workers, went_on_without
 from lightning_hetpipe.launch.told_to_end import ToldToEnd
@@ -110,17 +110,27 @@ class Children:
     If one of them dies, the others go on: ``watch`` names who is told of it.
     """
 
-    def __init__(self, command: Sequence[str], folder: str, processes: int, first: int = 0, restarts: int = 0) -> None:
+    def __init__(
+        self,
+        command: Sequence[str],
+        folder: str,
+        processes: int,
+        first: int = 0,
+        restarts: int = 0,
+        seats: int | None = None,
+    ) -> None:
         """Start them.
 
         Args:
             command: The command that each of them runs.
             folder: The folder in which it starts.
-            processes: All virtual workers of the node; this process is number 0.
+            processes: All virtual workers of the node that this process starts; it is number 0.
             first: The number of this process among those of all nodes.
             restarts: How often each is started again that ends in the middle, at most.
+            seats: Virtual workers that the node may have; as many as ``processes`` if None.
         """
         self.processes = processes
+        self._seats = seats or processes
         self._first = first
         self.pid = os.getpid()
         self.failures: dict[int, int] = {}
@@ -166,13 +176,20 @@ class Children:
         ours, childs = parent_watch.pair()
         with childs:
             # With LOCAL_RANK, what a program does before it makes a Trainer is known not to be rank 0's.
-            env = {**os.environ, "LOCAL_RANK": str(local), **parent_watch.describe(local, self.processes, childs)}
+            pipe = supervision.supervised()
+            supervised = {} if pipe is None else {supervision.VARIABLE: str(pipe)}
+            env = {
+                **os.environ,
+                **supervised,
+                "LOCAL_RANK": str(local),
+                **parent_watch.describe(local, self._seats, childs),
+            }
             # In a session of its own: Ctrl-C does not reach it but through this process, which knows what to tell it.
             process = subprocess.Popen(
                 parent_death.guarded(command),
                 cwd=folder,
                 env=env,
-                pass_fds=[childs.fileno()],
+                pass_fds=[childs.fileno(), *([] if pipe is None else [pipe])],
                 start_new_session=True,
             )
         child = Child(local, self._first + local, process, ours)

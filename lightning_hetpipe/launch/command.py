@@ -23,6 +23,7 @@ _OURS = re.compile(
     r"[+~]*hydra(\.mode|\.run\.dir|\.output_subdir|\.sweep\b|\.sweeper\b|\.launcher\b|\.job\.(num|id)|\.job_logging\b"
     r"|\.hydra_logging\b|/(sweeper|launcher|job_logging|hydra_logging)\b)"
 )
+_LOG = re.compile(r"[+~]*hydra[./](job|hydra)_logging\b")
 
 
 @dataclass(frozen=True)
@@ -34,10 +35,13 @@ class Command:
     job: str | None
 
 
-def this_program() -> Command:
+def this_program(*, is_first: bool = False) -> Command:
     """The command by which a child runs this program.
 
     Under Hydra it is the job that runs now, with the values that its sweep has chosen, in the same run directory.
+
+    Args:
+        is_first: Whether the child is virtual worker 0, which writes Hydra's log.
 
     Raises:
         SettingError: if the program cannot be run once more, as it came through standard input.
@@ -46,7 +50,7 @@ def this_program() -> Command:
     interpreter, program, arguments = _parts(sys.orig_argv[1:], sys.modules["__main__"])
     if hydra is None:
         return Command([sys.executable, *interpreter, *program, *arguments], _START, None)
-    command = [sys.executable, *interpreter, *program, *_options(arguments), *_overrides(hydra)]
+    command = [sys.executable, *interpreter, *program, *_options(arguments), *_overrides(hydra, is_first)]
     return Command(command, hydra.runtime.cwd, current_job())
 
 
@@ -142,23 +146,23 @@ def _options(arguments: Sequence[str]) -> list[str]:
     return kept
 
 
-def _overrides(hydra: Any) -> list[str]:
+def _overrides(hydra: Any, is_first: bool = False) -> list[str]:
     """The overrides that lead to the job that runs now: those of its sweep too."""
     from omegaconf import OmegaConf
 
-    asked = [override for override in hydra.overrides.hydra if not _OURS.match(override)]
+    asked = [each for each in hydra.overrides.hydra if not _OURS.match(each) or (is_first and _LOG.match(each))]
     pinned = {"hydra.mode": "RUN", "hydra.output_subdir": "null"}
-    pinned |= {"hydra/job_logging": "none", "hydra/hydra_logging": "none"}
-    pinned["hydra.run.dir"] = _quoted(hydra.runtime.output_dir)
+    pinned |= {} if is_first else {"hydra/job_logging": "none", "hydra/hydra_logging": "none"}
+    pinned["hydra.run.dir"] = quoted(hydra.runtime.output_dir)
     for name in ("num", "id"):
         if not OmegaConf.is_missing(hydra.job, name):
             pinned[f"hydra.job.{name}"] = str(hydra.job[name])
-            pinned["hydra.sweep.dir"] = _quoted(os.path.join(hydra.runtime.cwd, hydra.sweep.dir))
-            pinned["hydra.sweep.subdir"] = _quoted(hydra.sweep.subdir)
+            pinned["hydra.sweep.dir"] = quoted(os.path.join(hydra.runtime.cwd, hydra.sweep.dir))
+            pinned["hydra.sweep.subdir"] = quoted(hydra.sweep.subdir)
     return [*hydra.overrides.task, *asked, *(f"{name}={value}" for name, value in pinned.items())]
 
 
-def _quoted(text: str) -> str:
+def quoted(text: str) -> str:
     """``text`` in the quotes that Hydra's overrides know."""
     escaped = re.sub(r"(\\*)'", lambda match: match[1] * 2 + r"\'", text)
     escaped = re.sub(r"\\+$", lambda match: match[0] * 2, escaped)

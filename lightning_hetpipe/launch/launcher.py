@@ -108,8 +108,8 @@ def check_processes(rank: Rank) -> None:
         SettingError: if this process has started another number of virtual workers.
     """
     launch = _launch_of_job() if rank.role is Role.FIRST else None
-    if launch is not None and launch.processes != rank.per_node:
-        raise other_number(rank.per_node, launch.processes)
+    if launch is not None and launch.processes != rank.started:
+        raise other_number(rank.started, launch.processes)
 
 
 @dataclass(eq=False)
@@ -212,7 +212,7 @@ class Launcher(BaseLauncher):
         """The launch of the program, or of the job of a sweep, that runs now; starts it if there is none."""
         global _launch
         check_processes(self.rank)
-        processes = self.rank.per_node
+        processes = self.rank.started
         if (running := _launch_of_job()) is not None:
             if running.failed:
                 raise SettingError(
@@ -223,7 +223,8 @@ class Launcher(BaseLauncher):
         if (before := _own_launch()) is not None:
             before.finish(False)  # the previous job of the sweep
         program = this_program()
-        children = Children(program.command, program.folder, processes, self.rank.index, self.restarts())
+        seats = self.rank.per_node
+        children = Children(program.command, program.folder, processes, self.rank.index, self.restarts(), seats)
         try:
             children.give(self.extra())
         except BaseException as error:

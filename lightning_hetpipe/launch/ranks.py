@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from lightning.fabric.plugins import ClusterEnvironment
@@ -23,6 +23,16 @@ _NODES = ("GROUP_WORLD_SIZE", "SLURM_NNODES")
 # As SLURM writes the tasks of each node: 4(x2),1 is 4, 4 and 1. The step's, which srun sets, come before the job's.
 _SLURM_TASKS = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
 _OF_SRUN = {"SLURM_NTASKS", "SLURM_PROCID"}
+
+
+class WorkerRange(NamedTuple):
+    """Numbers of virtual workers on all nodes: the fewest with which a run begins, and the most that take part."""
+
+    least: int
+    most: int
+
+    def __str__(self) -> str:
+        return f"[{self.least}, {self.most}]"
 
 
 class Role(Enum):
@@ -47,6 +57,8 @@ class Rank:
         nodes: Nodes.
         role: The starter of this process.
         of_nodes: Virtual workers on each node, where there are several and these numbers are known; else empty.
+        least: Virtual workers with which a run begins; 0 for all. Else ``size`` and the other numbers are of seats,
+            which need not all be taken.
     """
 
     index: int
@@ -57,15 +69,27 @@ class Rank:
     nodes: int
     role: Role
     of_nodes: tuple[int, ...] = ()
+    least: int = 0
+
+    @property
+    def started(self) -> int:
+        """Virtual workers of this node that its first process is, or starts; others may come later, from elsewhere."""
+        return min(self.per_node, self.least) if self.least and self.nodes == 1 else self.per_node
+
+    @property
+    def has_room(self) -> bool:
+        """Tell whether processes may come to this node that nobody has started with this one."""
+        return self.started < self.per_node
 
 
 def find_rank(
-    virtual_workers: int, num_nodes: int, environment: ClusterEnvironment, planned: Sequence[int] = ()
+    virtual_workers: int | WorkerRange, num_nodes: int, environment: ClusterEnvironment, planned: Sequence[int] = ()
 ) -> Rank:
     """The rank of this process.
 
     Args:
-        virtual_workers: The setting: virtual workers on each node. 1 is its default, and leaves torchrun's own.
+        virtual_workers: The setting: virtual workers on each node, or a range of those on all. 1 is its default, and
+            leaves torchrun's own.
         num_nodes: The Trainer's. 1 is its default, and leaves torchrun's own.
         environment: The one that Lightning detected, or that the user gave.
         planned: Virtual workers on each node by a plan, which takes the place of ``virtual_workers``. A node without
@@ -81,8 +105,10 @@ def find_rank(
         )
     child, environment = this_child(), _starter(environment)
     if child is None and _has_started(environment):
+        if isinstance(virtual_workers, WorkerRange):
+            return _as_started_of(virtual_workers, num_nodes, environment, planned)
         return _as_started(virtual_workers, num_nodes, environment, planned)
-    of_nodes = tuple(planned) or (virtual_workers,) * num_nodes
+    of_nodes = tuple(planned) or _on_each(virtual_workers, num_nodes)
     if len(of_nodes) > num_nodes:
         raise SettingError(
             f"the plan has {_of(planned)} on {len(of_nodes)} nodes, and num_nodes={num_nodes}; set"
@@ -104,7 +130,7 @@ def find_rank(
     here = of_nodes[node]
     if not here:
         return _host(of_nodes, node, 0)
-    role, local = Role.FIRST, 0
+    role, local, least = Role.FIRST, 0, virtual_workers.least if isinstance(virtual_workers, WorkerRange) else 0
     if child is not None:
         role, local = Role.CHILD, child.local
         if child.per_node != here:
@@ -113,11 +139,49 @@ def find_rank(
         role, local = Role.EXTERNAL, environment.local_rank()
     if not 0 <= local < here:
         raise SettingError(
-            f"LOCAL_RANK={local} is beyond virtual_workers={here} on this node; give LOCAL_RANK=0 to"
+            f"LOCAL_RANK={local} is beyond virtual_workers={virtual_workers if least else here} on this node; give"
+            " LOCAL_RANK=0 to"
             f" {here - 1}, or unset it, or set virtual_workers, or plan, for the processes of each node"
         )
     known = of_nodes if num_nodes > 1 else ()
-    return Rank(sum(of_nodes[:node]) + local, sum(of_nodes), node, local, here, num_nodes, role, known)
+    return Rank(sum(of_nodes[:node]) + local, sum(of_nodes), node, local, here, num_nodes, role, known, least)
+
+
+def _on_each(virtual_workers: int | WorkerRange, nodes: int) -> tuple[int, ...]:
+    """Number of virtual workers, or of seats for them, on each node."""
+    if not isinstance(virtual_workers, WorkerRange):
+        return (virtual_workers,) * nodes
+    if virtual_workers.most % nodes:
+        raise SettingError(
+            f"virtual_workers={virtual_workers} are those of all {nodes} nodes, of which each has as many; give a"
+            f" maximum that is a multiple of {nodes}"
+        )
+    return (virtual_workers.most // nodes,) * nodes
+
+
+def _as_started_of(
+    virtual_workers: WorkerRange, num_nodes: int, environment: ClusterEnvironment, planned: Sequence[int]
+) -> Rank:
+    """The rank where torchrun, SLURM or the like has started some of a range: all of these begin together."""
+    started = _as_started(1, num_nodes, environment, ())
+    nodes = max(num_nodes, started.nodes)
+    seats = tuple(planned) or _on_each(virtual_workers, nodes)
+    if started.size > virtual_workers.most or started.node >= nodes or started.local >= seats[started.node]:
+        raise SettingError(
+            f"virtual_workers={virtual_workers}, but {started.size} processes were started, and this one, process"
+            f" {started.local} of node {started.node}, is beyond the maximum; start fewer, or raise the maximum"
+        )
+    return Rank(
+        sum(seats[: started.node]) + started.local,
+        virtual_workers.most,
+        started.node,
+        started.local,
+        seats[started.node],
+        nodes,
+        Role.EXTERNAL,
+        seats if nodes > 1 else (),
+        max(virtual_workers.least, started.size),
+    )
 
 
 def count_nodes(num_nodes: int, environment: ClusterEnvironment) -> int:

@@ -126,8 +126,8 @@ def find(
         return FoundServers(wsp.servers[0], known, given, hosts, launch, rank.of_nodes)
     if rank.local == 0:
         variables: Mapping[str, str] = start(rank, environment, wsp, everywhere=further is not None)
-        if rank.role is Role.EXTERNAL and rank.nodes == 1:
-            _meet(environment, variables)
+        if rank.nodes == 1 and (rank.role is Role.EXTERNAL or rank.has_room):
+            _meet(rank, environment, variables)
     elif rank.nodes > 1:
         coordinator, _ = over_nodes(rank, environment, given)
         variables = {COORDINATOR: coordinator, TOKEN: given.token or ""}
@@ -139,7 +139,7 @@ def find(
     known = (own_address(),) if own_address() and rank.local == 0 else ()
     if rank.index == 0:
         known = (*known, *(further or ()))
-    hosts = bool(known) and (rank.nodes > 1 or rank.role is Role.EXTERNAL)
+    hosts = bool(known) and (rank.nodes > 1 or rank.role is Role.EXTERNAL or rank.has_room)
     return FoundServers(variables[COORDINATOR], known, security, hosts, of_nodes=rank.of_nodes)
 
 
@@ -210,17 +210,23 @@ def _launch_here() -> str:
 
 def _launch_at_servers(rank: Rank, environment: ClusterEnvironment) -> str:
     """The launch id, the same in all processes of a launch, whoever started them."""
-    if rank.size == rank.per_node and rank.role is not Role.EXTERNAL:
+    if rank.size == rank.started and rank.role is not Role.EXTERNAL:
         return parent_watch.launcher_variables().get(LAUNCH, "") if rank.role is Role.CHILD else _launch_here()
     if isinstance(environment, LightningEnvironment) and not {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
         return ""  # nobody needs these where all servers are named
     return f"{environment.main_address}:{environment.main_port}/{os.environ.get('TORCHELASTIC_RUN_ID', '')}"
 
 
-def _meet(environment: ClusterEnvironment, variables: Mapping[str, str]) -> None:
+def _meet(rank: Rank, environment: ClusterEnvironment, variables: Mapping[str, str]) -> None:
     global _rendezvous
     if _rendezvous is None:
         _rendezvous = LocalRendezvous(_launch_of(environment), variables)
+        if rank.has_room:
+            free = " or ".join(f"LOCAL_RANK={local}" for local in range(rank.started, rank.per_node)[:3])
+            rank_zero_info(
+                f"More virtual workers may come: start this command with {free}, and MASTER_ADDR and MASTER_PORT as"
+                f" here ({_launch_of(environment).rstrip('/')})"
+            )
 
 
 # Several nodes.
@@ -322,6 +328,6 @@ def _host_of(address: str) -> str:
 
 def _launch_of(environment: ClusterEnvironment) -> str:
     """The launch id on this machine."""
-    host, port = _main(environment, "a virtual worker with LOCAL_RANK")
+    host, port = _main(environment, "a launch that processes come to which it has not started")
     run = [os.environ.get(name, "") for name in ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "SLURM_STEP_ID")]
     return "/".join([host, str(port), *run])

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from lightning_hetpipe.capture.measured_widths import measured_widths
 from lightning_hetpipe.capture.microbenchmark import ROUNDS, measure
 from lightning_hetpipe.capture.profiling import METHOD, ProfilingInput, code_of
 from lightning_hetpipe.pipeline.values import Value
@@ -34,6 +35,7 @@ def profiled(
     cache: ProfileCache | None,
     bar: Bar = hidden,
     with_speeds: bool = False,
+    with_widths: bool = False,
 ) -> Profile:
     """The profile of the layers on ``devices``, of which there is at least one.
 
@@ -46,6 +48,7 @@ def profiled(
         bar: Shows the measuring.
         with_speeds: Whether also the speed of devices that the catalogue does not know is measured, for estimates of
             others. It takes some 140 MB there.
+        with_widths: Whether also parts of layers are measured that a group of devices may divide.
     """
     found: Profile | None = None
     for name, device in devices.items():
@@ -53,6 +56,9 @@ def profiled(
         one = _measured(profiling, device, name, model, bar) if before is None else before
         if with_speeds and known(name) is None and name not in one.speeds:
             one = replace(one, speeds={name: measured_speed(device)})
+        if with_widths and not one.widths:
+            with bar(f"measuring parts of layers on {name}", len(one.layers)) as tick:
+                one = replace(one, widths=measured_widths(profiling, device, name, tick))
         if cache is not None and one is not before:
             cache.put(conditions(profiling, name, precision).key(), one)
         found = one if found is None else _joined(found, one)

@@ -33,7 +33,7 @@ from lightning_hetpipe.placement.measuring import (
     profiled,
 )
 from lightning_hetpipe.placement.progress import Bar, hidden
-from lightning_hetpipe.placement.split_groups import as_planned, planned_groups, shared_out
+from lightning_hetpipe.placement.split_groups import as_planned, chosen_groups, planned_groups, shared_out
 from lightning_hetpipe.planning.model.catalogue import canonical
 from lightning_hetpipe.planning.model.cluster import DeviceSlot
 from lightning_hetpipe.planning.model.estimate import Estimate, StageEstimate, estimate
@@ -45,6 +45,7 @@ from lightning_hetpipe.planning.plan.document import Plan
 from lightning_hetpipe.planning.plan.profile_cache import ProfileCache
 from lightning_hetpipe.planning.search.advice import ways_out
 from lightning_hetpipe.planning.search.choice import Choice, best_plan
+from lightning_hetpipe.planning.search.grouped_plans import plan_with_groups
 from lightning_hetpipe.planning.search.split_points import partition, split_points_in_order, stage_times
 from lightning_hetpipe.rules.versions import STASH, Versions, WeightPolicy
 
@@ -105,7 +106,7 @@ class Planner:
         copies: Copies of its weights that each device holds besides, for the synchronisation of virtual workers.
         weights: The weight policy.
         must_fit: Whether another one is tried where there is no room for it.
-        split: By stage, the shares of its devices, where it has several.
+        split: By stage, the shares of its devices, where it has several; "auto" lets the search join devices.
     """
 
     placement: DevicePlacement
@@ -127,7 +128,7 @@ class Planner:
     copies: float = 0.0
     weights: WeightPolicy = STASH
     must_fit: bool = False
-    split: Mapping[int, Sequence[float]] = field(default_factory=dict)
+    split: Mapping[int, Sequence[float]] | Literal["auto"] = field(default_factory=dict)
 
     @property
     def before_pass(self) -> BeforePass | None:
@@ -226,7 +227,7 @@ class Planner:
             f"because no other split makes the slowest stage faster (stage {slowest}: {1000 * times[slowest]:.3g} ms"
             f" for a minibatch), and {why}"
         )
-        if self.split:
+        if self.split and self.split != "auto":
             homes, groups = shared_out(self.split, stages, slots, self.placement)
             return in_groups(self._decision(homes, first, in_flight, times, names, why), groups)
         decision = self._decision(place(stages, slots), first, in_flight, times, names, why)
@@ -271,7 +272,15 @@ class Planner:
     def _profile(self, profiling: ProfilingInput) -> tuple[Profile, float]:
         """Profile of all devices; where they are emulated, with the factor by which they are slowed down."""
         placement = self.placement
-        profile = profiled(profiling, placement.types, self.model, self.precision, self.cache, self.bar)
+        profile = profiled(
+            profiling,
+            placement.types,
+            self.model,
+            self.precision,
+            self.cache,
+            self.bar,
+            with_widths=self.split == "auto",
+        )
         devices = [slot.device for slot in placement.cluster.slots]
         if not placement.emulated:
             return profile, 1.0
@@ -305,7 +314,8 @@ class Planner:
         self, profile: Profile, profiling: ProfilingInput, in_flight: int | None, stages: int | None = None
     ) -> Choice:
         with self.bar("searching for a plan", None) as tick:
-            return best_plan(
+            search = plan_with_groups if self.split == "auto" else best_plan
+            return search(
                 profile,
                 self.placement.cluster,
                 optimizer=self._state(profiling),
@@ -390,6 +400,7 @@ class Planner:
             reasons.append(emulated_speeds.described(profile, placement.cluster, factor))
         names, times = [layer.name for layer in profile.layers], [stage.times.total for stage in stages]
         decision = self._decision(slots, first, found.in_flight, times, names, *reasons)
+        decision = in_groups(decision, chosen_groups(stages, placement))
         return decision if placement.emulated else replace(decision, planned=_planned(found))
 
     def _decision(

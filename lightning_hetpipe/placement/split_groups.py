@@ -9,7 +9,7 @@ from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.pipeline.split.member_pool import DeviceGroup
 from lightning_hetpipe.placement.device_placement import DevicePlacement
 from lightning_hetpipe.planning.model.cluster import DeviceSlot
-from lightning_hetpipe.planning.model.estimate import Estimate
+from lightning_hetpipe.planning.model.estimate import Estimate, StageEstimate
 from lightning_hetpipe.planning.model.simulate import StageTimes
 from lightning_hetpipe.planning.plan.document import Plan, PlannedWorker
 from lightning_hetpipe.rules.channel_counts import ChannelCounts
@@ -26,8 +26,23 @@ def planned_groups(plan: Plan, placement: DevicePlacement) -> dict[int, DeviceGr
             )
             places = [(member.node, member.device_number) for member in stage.group]
             home = places.index((stage.node, stage.device_number))
-            found[number] = DeviceGroup([placement.device(slot) for slot in slots], counts, home)
+            found[number] = DeviceGroup(
+                [placement.device(slot) for slot in slots], counts, home, [placement.name(slot) for slot in slots]
+            )
     return found
+
+
+def chosen_groups(stages: Sequence[StageEstimate], placement: DevicePlacement) -> dict[int, DeviceGroup]:
+    """The group of each of ``stages`` for which one was chosen."""
+    return {
+        number: DeviceGroup(
+            [placement.device(slot) for slot in stage.divided.slots],
+            ChannelCounts(stage.divided.shares, stage.divided.counts),
+            names=[placement.name(slot) for slot in stage.divided.slots],
+        )
+        for number, stage in enumerate(stages)
+        if stage.divided is not None
+    }
 
 
 def shared_out(

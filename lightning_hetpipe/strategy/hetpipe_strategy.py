@@ -65,7 +65,9 @@ class HetPipeStrategy(PlannedDevices):
             Nm - 1 steps stale, which asks for lower learning rates (docs/staleness.md).
         virtual_workers: Virtual workers on each machine (``Trainer(num_nodes=...)``); each is a process, which ``fit``
             starts. The machine's devices are divided among them in order. Where torchrun, SLURM or the like starts
-            processes, each of those is one, and this is to be left out.
+            processes, each of those is one, and this is to be left out. A pair, as (1, 3), is the fewest on all
+            machines with which a run begins, and the most: others come, go and come back between two epochs
+            (docs/virtual-workers.md).
         weights: Weight policy: the weights that a minibatch in flight computes on (docs/staleness.md). "auto" predicts
             weights where there is a rule for the optimizer and room for the prediction, and stashes otherwise; a line
             at the start of a fit says which, and never is it a reason to refuse a model. "stash" keeps those after
@@ -98,7 +100,8 @@ class HetPipeStrategy(PlannedDevices):
         split: Layers of a stage on several devices, each of which computes some of their output channels: by the
             number of the stage a share for each device, such as ``{0: [2, 1]}``, which take devices in order. The first
             one holds the unsplit weights, so that checkpoints are as without. A ``plan`` may have such groups, too.
-            ``stages`` is then by default as many as are named (docs/split-layers.md).
+            ``stages`` is then by default as many as are named (docs/split-layers.md). "auto" joins devices where the
+            plan that is made at the start of a fit is faster so.
         timeline: Whether to record what each stage did when: True for the last hundred minibatches, or the first and
             the last one to keep, such as ``(100, 120)``, counted over the run from 1. It is in
             ``last_run.timeline``, in the run's folder as a Chrome trace, and on TensorBoard as a picture.
@@ -154,7 +157,7 @@ class HetPipeStrategy(PlannedDevices):
         self,
         stages: int | Literal["auto"] | Sequence[int] = "auto",
         in_flight: int | Literal["auto"] = "auto",
-        virtual_workers: int = 1,
+        virtual_workers: int | Sequence[int] = 1,
         weights: str = "auto",
         module: str | Sequence[str] | None = None,
         plan: Plan | str | os.PathLike[str] | None = None,

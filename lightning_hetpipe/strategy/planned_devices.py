@@ -53,17 +53,19 @@ class PlannedDevices(VirtualWorkers):
         compile: bool | str | Mapping[str, Any],
         recompute: bool,
         split: Any,
-        virtual_workers: int,
+        virtual_workers: int | Sequence[int],
         wsp: Any,
         timeout: timedelta | float,
         **arguments: Any,
     ) -> None:
         super().__init__(virtual_workers, wsp, timeout, **arguments)
         self.plan = settings.plan(plan)
-        workers = self.virtual_workers if self.plan is None else len(self.plan.virtual_workers)
+        workers = settings.most_workers(self.virtual_workers)
+        workers = workers if self.plan is None else len(self.plan.virtual_workers)
         settings.check_platform(workers, sys.platform)
         self.split = split_setting.shares(split, self.plan)
-        if self.split and stages == "auto":
+        split_setting.check_workers(self.split, workers != 1)
+        if self.split and self.split != "auto" and stages == "auto":
             stages = 1 + max(self.split)
         self._stages = settings.stage_counts(stages, workers)
         self.in_flight = settings.count("in_flight", in_flight)
@@ -79,8 +81,8 @@ class PlannedDevices(VirtualWorkers):
                 self.plan, recompute=self.recompute, compile=self.compile is not None, split=self._has_groups
             )
         elif self.cluster is not None:
-            settings.check_cluster(self.virtual_workers)
-        split_setting.check(bool(self.split), cluster=self.cluster is not None)
+            settings.check_cluster(settings.most_workers(self.virtual_workers))
+        split_setting.check(bool(self.split) and self.split != "auto", cluster=self.cluster is not None)
         self._emulation = Emulation(())
 
     @property
@@ -187,8 +189,9 @@ class PlannedDevices(VirtualWorkers):
     def _planner(self) -> Planner:
         """Planner of a fit that begins; what it decides to emulate is told to ``_emulation``, which is new then."""
         placement = self._placement()
+        split_setting.check_workers(self.split, self._group is not None)
         even = self.plan is None and self.cluster is None and (placement.is_even or self._group is not None)
-        even |= bool(self.split)
+        even = (even or bool(self.split)) and self.split != "auto"
         assert self.lightning_module is not None
         self._emulation = Emulation(())
         trainer = self.lightning_module.trainer

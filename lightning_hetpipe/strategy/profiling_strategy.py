@@ -48,6 +48,7 @@ class ProfilingStrategy(HetPipeStrategy):
         cache: Where to look for what was measured before, and to put what is measured now; None for nowhere.
         bar: Shows the measuring.
         module, timeout: As HetPipeStrategy's.
+        widths: Whether also parts of layers are measured that a group of devices may divide.
     """
 
     def __init__(
@@ -56,15 +57,16 @@ class ProfilingStrategy(HetPipeStrategy):
         bar: Bar = hidden,
         module: str | Sequence[str] | None = None,
         timeout: float = 300.0,
+        widths: bool = False,
         **lightnings: Any,
     ) -> None:
         # Two in flight have it watch the first minibatch, as a pipeline does.
         super().__init__(stages=1, in_flight=2, module=module, timeout=timeout, **lightnings)
         self.found: Profiled | None = None
-        self._cache, self._bar = cache, bar
+        self._cache, self._bar, self._widths = cache, bar, widths
 
     def _fit_settings(self) -> RunSettings:
-        return replace(super()._fit_settings(), decide=self._measure)
+        return replace(super()._fit_settings(), decide=self._measure, has_groups=self._widths)
 
     def _measure(self, profiling: ProfilingInput, policies: Sequence[WeightPolicy]) -> Decision:
         assert self.lightning_module is not None
@@ -73,7 +75,16 @@ class ProfilingStrategy(HetPipeStrategy):
         memory = {each.name: each.memory for each in found if each.memory is not None}
         one_of_each = {each.name: device for each, device in found.items()}
         model, precision = type(self.lightning_module).__name__, str(self.precision_plugin.precision)
-        measured = profiled(profiling, one_of_each, model, precision, self._cache, self._bar, with_speeds=True)
+        measured = profiled(
+            profiling,
+            one_of_each,
+            model,
+            precision,
+            self._cache,
+            self._bar,
+            with_speeds=True,
+            with_widths=self._widths,
+        )
         optimizer = None if profiling.optimizer is None else optimizer_name(profiling.optimizer)
         self.found = Profiled(replace(measured, memory=memory), optimizer, policies)
         raise _Studied

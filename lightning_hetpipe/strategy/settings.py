@@ -13,13 +13,14 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_hetpipe.errors import SettingError, nearest, of_file
 from lightning_hetpipe.launch.node_hosts import ServingNodes
-from lightning_hetpipe.launch.ranks import Rank
+from lightning_hetpipe.launch.ranks import Rank, WorkerRange
 from lightning_hetpipe.launch.wsp_settings import WSPSettings
 from lightning_hetpipe.pipeline.recorder import KEPT, Window
 from lightning_hetpipe.planning.allocation.groupings import ALLOCATIONS
 from lightning_hetpipe.planning.plan.document import Plan
 from lightning_hetpipe.rules.shares import whole_steps
 from lightning_hetpipe.rules.versions import POLICIES, WeightPolicy
+from lightning_hetpipe.server.protocol.identifiers import MOST_VIRTUAL_WORKERS
 from lightning_hetpipe.strategy.checks import whole
 from lightning_hetpipe.strategy.wsp_callback import WSPCallback, check_address
 
@@ -128,11 +129,37 @@ def stages_as_planned(asked: Stages | list[Stages], plan: Plan) -> Stages | list
     return [as_planned("stages", asked, k) for k in planned if isinstance(k, int)]
 
 
-def workers_as_planned(virtual_workers: int, plan: Plan, emulated: bool, hosts: StageHosts, nodes: int) -> list[int]:
+def virtual_workers(given: Any) -> int | WorkerRange:
+    """The number of virtual workers on each node, or a range of numbers on all nodes."""
+    if isinstance(given, str) or not isinstance(given, Sequence):
+        return whole("virtual_workers", given, most=MOST_VIRTUAL_WORKERS, other=", or two of them, as (1, 3)")
+    pair = list(given)
+    if len(pair) != 2 or any(isinstance(each, bool) or not isinstance(each, int) for each in pair):
+        raise SettingError(
+            f"virtual_workers={pair!r} must be a whole number, or the fewest and the most of them, as (1, 3)"
+        )
+    least, most = pair
+    if not 1 <= least <= most <= MOST_VIRTUAL_WORKERS:
+        raise SettingError(
+            f"virtual_workers={pair!r} must be the fewest, at least 1, with which a run begins, and then the most, not"
+            f" fewer and at most {MOST_VIRTUAL_WORKERS}"
+        )
+    return WorkerRange(least, most)
+
+
+def most_workers(virtual_workers: int | WorkerRange) -> int:
+    """The largest number that the setting allows."""
+    return virtual_workers.most if isinstance(virtual_workers, WorkerRange) else virtual_workers
+
+
+def workers_as_planned(
+    virtual_workers: int | WorkerRange, plan: Plan, emulated: bool, hosts: StageHosts, nodes: int
+) -> list[int]:
     """Number of virtual workers on each node of a plan, in its order; 0 for one that only serves stages of others'.
 
     Args:
-        virtual_workers: The setting; 1 is its default, and leaves the number to the plan.
+        virtual_workers: The setting; 1 is its default, and leaves the number to the plan. The most of a range are those
+            of the plan.
         plan: To be run.
         emulated: Whether all of its devices are emulated on this machine, which so is their only node.
         hosts: Where stages run.
@@ -145,7 +172,8 @@ def workers_as_planned(virtual_workers: int, plan: Plan, emulated: bool, hosts: 
     check_host_nodes(hosts, plan)
     leading = [count for count in on_nodes.values() if count]
     found = [len(plan.virtual_workers)] if emulated else leading
-    if virtual_workers != 1 and set(found) != {virtual_workers}:
+    asked = most_workers(virtual_workers)
+    if asked != 1 and (set(found) != {asked} if isinstance(virtual_workers, int) else sum(found) != asked):
         raise SettingError(
             f"virtual_workers={virtual_workers}, but the plan for {plan.model} has {', '.join(map(str, found))}"
             f"{' on its nodes' if len(found) > 1 else ''}; leave virtual_workers out, as the plan says it"

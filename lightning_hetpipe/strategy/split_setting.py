@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.planning.plan.document import Plan
@@ -13,8 +13,8 @@ Shares = Mapping[int, Sequence[float]]
 """By stage, the share of each of its devices."""
 
 
-def shares(value: Any, plan: Plan | None) -> dict[int, tuple[float, ...]]:
-    """Shares of each stage that is to lie on a group; none for ``split=False``.
+def shares(value: Any, plan: Plan | None) -> dict[int, tuple[float, ...]] | Literal["auto"]:
+    """Shares of each stage that is to lie on a group; none for ``split=False``, and "auto" where the plan chooses.
 
     Raises:
         SettingError: for another value, and beside a plan, which says itself what is divided.
@@ -22,13 +22,12 @@ def shares(value: Any, plan: Plan | None) -> dict[int, tuple[float, ...]]:
     if value is False:
         return {}
     if value == "auto":
-        raise SettingError(
-            "split='auto' is not available yet; give the shares of a stage's devices, such as split={0: [2, 1]}, or a"
-            " plan with groups"
-        )
+        if plan is not None:
+            raise SettingError("split='auto', but the plan says which stages have several devices; leave split out")
+        return "auto"
     if not isinstance(value, Mapping) or not value:
         raise SettingError(
-            f"split={value!r} must be False, or give for each stage on several devices their shares, such as"
+            f"split={value!r} must be False, 'auto', or give for each stage on several devices their shares, such as"
             " {0: [2, 1]}"
         )
     if plan is not None:
@@ -67,3 +66,16 @@ def check(groups: bool, **settings: bool) -> None:
                 f"{name} is set, and cannot be had yet for stages on several devices (split, or a plan with groups);"
                 f" leave {name} out, or give each stage one device"
             )
+
+
+def check_workers(value: Any, several: bool) -> None:
+    """Refuse ``split="auto"`` for ``several`` virtual workers.
+
+    Raises:
+        SettingError: that says what to set instead.
+    """
+    if value == "auto" and several:
+        raise SettingError(
+            "split='auto' joins devices of one virtual worker, and there are several; give shares, such as"
+            " split={0: [2, 1]}, or a plan with groups"
+        )

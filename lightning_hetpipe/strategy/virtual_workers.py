@@ -20,20 +20,19 @@ from torch import Tensor
 from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from lightning_hetpipe.errors import SettingError, VirtualWorkerLost
-from lightning_hetpipe.launch import node_hosts, servers
+from lightning_hetpipe.launch import node_hosts, servers, supervision
 from lightning_hetpipe.launch.launcher import Launcher, ServingLauncher, WasLeftOut, check_processes
 from lightning_hetpipe.launch.lost_workers import lost_workers
 from lightning_hetpipe.launch.node_hosts import ServingNodes
 from lightning_hetpipe.launch.ranks import Rank, Role, announce, find_rank
 from lightning_hetpipe.launch.told_to_end import REASON, TERMINATED, ToldToEnd
 from lightning_hetpipe.launch.wsp_settings import WSPSettings
-from lightning_hetpipe.lightning_private import is_fitting, is_last_batch
+from lightning_hetpipe.lightning_private import is_fitting, is_last_batch, recount_batches, train_loaders
 from lightning_hetpipe.planning.plan.document import Plan
 from lightning_hetpipe.rules.shares import whole_steps
 from lightning_hetpipe.run.together import check_returning, minibatches_per_step
 from lightning_hetpipe.server.process.notices import say
 from lightning_hetpipe.server.process.server_process import how
-from lightning_hetpipe.server.protocol.identifiers import MOST_VIRTUAL_WORKERS
 from lightning_hetpipe.strategy import checks, settings
 from lightning_hetpipe.strategy.checkpoints import ReplacingCheckpointIO, explaining, local_folder
 from lightning_hetpipe.strategy.rescue import rescue
@@ -60,7 +59,7 @@ class VirtualWorkers(HostWeights):
     """Lightning's *rank* is the virtual worker: one process each, and no process group.
 
     Args:
-        virtual_workers: On each node.
+        virtual_workers: On each node; or the fewest and the most on all of them, as a pair.
         wsp: How they synchronise.
         timeout: Seconds for which servers may be silent.
         arguments: ``HostWeights``'s.
@@ -71,9 +70,11 @@ class VirtualWorkers(HostWeights):
     lr_correction: int | Literal["auto"] | None
     plan: Plan | None
 
-    def __init__(self, virtual_workers: int, wsp: Any, timeout: timedelta | float, **arguments: Any) -> None:
+    def __init__(
+        self, virtual_workers: int | Sequence[int], wsp: Any, timeout: timedelta | float, **arguments: Any
+    ) -> None:
         super().__init__(**arguments)
-        self.virtual_workers = checks.whole("virtual_workers", virtual_workers, most=MOST_VIRTUAL_WORKERS)
+        self.virtual_workers = settings.virtual_workers(virtual_workers)
         self.wsp = checks.optional("wsp", wsp, WSPCallback, "WSPCallback")
         self.timeout = checks.seconds("timeout", timeout)
         self._num_nodes = 1
@@ -266,6 +267,7 @@ class VirtualWorkers(HostWeights):
                 on_loss=lost_workers.note,
                 stays=rank.role is Role.EXTERNAL,
                 on_return=_come_back,
+                least=rank.least,
             )
             _group.lose(_ended)
             _group.open()
@@ -390,15 +392,20 @@ class VirtualWorkers(HostWeights):
         synchroniser.save_for_returning = self._save_for_returning
         wsp = self._group.settings
         if wsp.aggregate == "sum":
+            number = f"up to {self._group.size}" if self._rank.least else str(self._group.size)
             rank_zero_warn(
-                f"the updates of {self._group.size} virtual workers are added, which acts like a learning rate"
-                f" {self._group.size} times as large; lower it, or set WSPCallback(aggregate='mean')"
+                f"the updates of {number} virtual workers are added, which acts like a learning rate {number} times as"
+                " large; lower it, or set WSPCallback(aggregate='mean')"
             )
         agreed = [f"in_flight={self.in_flight}", f"wave={wsp.wave}", f"update_dtype={wsp.update_dtype}"]
         agreed += [f"weights={self.weights}", f"lr_correction={self.lr_correction}", f"placement={wsp.placement}"]
         agreed.append(f"checksum of plan={None if self.plan is None else self.plan.fingerprint}")
         agreed.append(f"shares={self._shares or 'equal'}")
         synchroniser.enter(agreed)
+        if self._group.seats.returning is not None and train_loaders(trainer):  # made before it had a seat
+            for loader in train_loaders(trainer):
+                deal_among(self._group.seats.taken, self.global_rank, loader)
+            recount_batches(trainer)
         self._shared = synchroniser
         return synchroniser
 
@@ -418,6 +425,8 @@ class VirtualWorkers(HostWeights):
             note_shares(checkpoint, self._shared.shares, minibatches_per_step(trainer, goes_on_in))
         if not self._saves_for_returning:
             super().save_checkpoint(checkpoint, filepath, storage_options)
+            if self.is_global_zero and "optimizer_states" in checkpoint:
+                supervision.note_saved(filepath)
         elif self.is_global_zero:
             _write_for_returning(checkpoint, filepath)
 

@@ -47,7 +47,8 @@ class WSPCallback(L.Callback):
         join_timeout: How long virtual workers wait at the start, and at the start of each fit, for those that have not
             come. After that all end, and the error says who is missing.
         restarts: How often each virtual worker whose process ends in the middle of a run is started again, at most, by
-            the process that has started it. It comes back when the next epoch begins.
+            the process that has started it. It comes back when the next epoch begins. Under ``hetpipe-train`` on one
+            machine also how often the run is started again from its newest checkpoint where virtual worker 0 is lost.
 
     Raises:
         SettingError: one sentence that names the setting, its value and the way out.

@@ -1,4 +1,4 @@
-"""Coming back to a run: a process of a virtual worker that was lost takes its seat again when the next epoch begins.
+"""Coming to a run that goes on: a process takes a seat when the next epoch begins, one that was lost or never taken.
 
 The process runs the user's program from its start, and is *returning* until it has a seat in the fit: what it gathers
 is answered from virtual worker 0's record of the same calls, and goes to nobody. Each step uses bytes that one side
@@ -104,11 +104,13 @@ class Returning:
         launch: Its client in the session of the launch.
         size: N.
         lease: Seconds that the others wait for it.
+        is_new: Whether it is the first process that has this seat.
     """
 
-    def __init__(self, launch: Client, index: int, size: int, lease: float) -> None:
+    def __init__(self, launch: Client, index: int, size: int, lease: float, is_new: bool = False) -> None:
         self._launch, self._index, self._size, self._lease = launch, index, size, lease
-        say(f"virtual worker {index} comes back to a run that goes on, and takes part from its next epoch on")
+        comes = "comes" if is_new else "comes back"
+        say(f"virtual worker {index} {comes} to a run that goes on, and takes part from its next epoch on")
         self.record = FitRecord(**_loaded(recall_parts(launch, RECORD)))
         if not self.record.session:
             raise too_late(index)
@@ -348,6 +350,38 @@ def goes_on(channel: Channel, session: str, lease: float) -> bool:
             return True
         again.wait(_AGAIN)
     return False
+
+
+def is_taken(channel: Channel, session: str, setting: str, vw: int, lease: float) -> bool:
+    """Tell whether another process of virtual worker ``vw`` lives in ``session``, of a launch with ``setting``.
+
+    It is heard from three times in a lease, and waited for half a lease.
+    """
+    began, again = time.monotonic(), threading.Event()
+    while time.monotonic() < began + lease / 2:
+        status = status_of(channel, session, lease)
+        member = next((member for member in status.get("members", ()) if member["vw"] == vw), None)
+        if member is None or status["phase"] != "running" or setting not in status["settings"]:
+            return False
+        if member["silent_ms"] < 1000 * (time.monotonic() - began):
+            return True
+        again.wait(_AGAIN)
+    return False
+
+
+def await_record(channel: Channel, session: str, lease: float, lost: Callable[[], Exception | None]) -> bool:
+    """Wait until virtual worker 0 has left its record of a fit in ``session``; False if it does not live any more.
+
+    ``lost`` gives the error to end on, once there is one.
+    """
+    again = threading.Event()
+    while RECORD not in status_of(channel, session, lease).get("kept", ()):
+        if (failure := lost()) is not None:
+            raise failure
+        if not goes_on(channel, session, lease):
+            return False
+        again.wait(_AGAIN)
+    return True
 
 
 def end_former(channel: Channel, vw: int, seconds: float) -> None:

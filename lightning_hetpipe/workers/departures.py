@@ -27,14 +27,16 @@ class Departures:
         self.lost: set[int] = set()
         self.has_told = False
         self._early: list[Departed] = []
+        self._clocks: dict[int, int] = {}
 
-    def note(self, departed: Departed, of_fit: bool, in_fit: bool) -> str | None:
+    def note(self, departed: Departed, of_fit: bool, in_fit: bool, is_told: bool = True) -> str | None:
         """Note and tell of a departure; gives the sentence that says it, None where there is nothing to do now.
 
         Args:
             departed: Who has departed, and why.
             of_fit: Whether the session of a fit says so.
             in_fit: Whether there is a fit, whose session will say it as well, and after how many waves.
+            is_told: Whether it is news, which is told here.
         """
         vw, why = departed.vw, departed.why
         if vw in self.lost:
@@ -43,9 +45,11 @@ class Departures:
             self._early.append(departed)
             return None
         self.lost.add(vw)
+        if of_fit:
+            self._clocks[vw] = departed.clock
         who = self._named(vw)
         what = f"{who} is lost{f' after {departed.clock} waves' if of_fit else ''}: it was {why}"
-        if self._speaks(self.lost):
+        if is_told and self._speaks(self.lost):
             self.has_told = True
             self._on_loss(vw, who, f"was {why}", what if vw == 0 else f"{what}; the others go on without it")
         return what
@@ -54,6 +58,10 @@ class Departures:
         """Departures from the launch of which the session of the fit that has ended may have said nothing."""
         early, self._early = self._early, []
         return early
+
+    def newly(self) -> dict[int, int]:
+        """Those that the fit that runs has lost since last asked, each with its clock then."""
+        return {vw: self._clocks.pop(vw) for vw in [*self._clocks]}
 
     def find(self, vws: Iterable[int]) -> None:
         """Note that ``vws`` are there again."""

@@ -73,6 +73,7 @@ class Group:
         stays: If ``on_loss`` was called here, this process stays until the others have left: its starter ends all of
             them, as torchrun does, when one exits with 1.
         on_return: Called for each virtual worker that was lost, once it takes part again.
+        least: With how many of them, this one's virtual worker 0 among them, a run begins; 0 for all.
     """
 
     def __init__(
@@ -87,12 +88,13 @@ class Group:
         on_loss: Callable[[int, str, str, str], None] = lambda *_: None,
         stays: bool = False,
         on_return: Callable[[int], None] = lambda vw: None,
+        least: int = 0,
     ) -> None:
         self.index = index
         self.size = size
         self._departures = Departures(index, place, on_loss)
         self._handshake = JoinHandshake(
-            index, size, found, settings, timeout, self._is_lost, self._lose, self._departures.tell_of_updates
+            index, size, found, settings, timeout, self._is_lost, self._lose, self._departures.tell_of_updates, least
         )
         self._servers_lost = lost
         self._has_taken_part = False
@@ -152,14 +154,17 @@ class Group:
         self._launch = launch
         self._handshake.check_lease()
         self._exits.callback(self.seats.close)
+        returns, is_new = self._handshake.returns, self._handshake.is_new
         try:
-            self.seats.open(launch, session, self._handshake.coordinator, self.settings.lease, self._handshake.returns)
+            self.seats.open(launch, session, self._handshake.coordinator, self.settings.lease, returns, is_new)
         except CameTooLate as late:
             self.part(why=late.how)
             raise
         if self.seats.returning is not None:
             self._gathers = self.seats.returning.record.ordinal
-        self._meet_servers(self._found)
+        there = self._meet_servers(self._found)
+        if self._handshake.least:
+            self.seats.taken = there
 
     def renew(self, found: FoundServers, settings: WSPSettings, timeout: float) -> None:
         """Use the settings of a later Trainer of the program from now on."""
@@ -170,11 +175,13 @@ class Group:
         if further:
             self._meet_servers(found)
 
-    def _meet_servers(self, found: FoundServers) -> None:
+    def _meet_servers(self, found: FoundServers) -> list[int]:
+        """Connect to all servers; gives the virtual workers that are there."""
         told = self.gather((self.index, self._departures.places[self.index], list(found.known)), "the list of servers")
         self._departures.places.update((index, place) for index, place, _ in told)
         known = [address for *_, addresses in told for address in addresses]
         self._handshake.connect([self.coordinator, *known[1:]])
+        return [index for index, *_ in told]
 
     def enter_fit(self, named: Sequence[tuple[str, Tensor]], settings: Sequence[str]) -> list[Tensor]:
         """Join the session of a fit; returns w_0, the weights of VW 0.
@@ -196,6 +203,8 @@ class Group:
         session = _next_session("fit")
         self._fit_ordinal = itertools.count(1)
         self.seats.note_fit(session, settings, homes)
+        if self._handshake.least:  # all that train, whom no other takes the place of before the first epoch
+            self._handshake.least = len(self.seats.taken)
         return self._handshake.join(session, named, settings, homes=homes)
 
     def _enter_again(
@@ -232,8 +241,8 @@ class Group:
         self.seats.take_part()
         self._handshake.returns = False
         heard, self._heard = self._heard, []
-        for departed, of_fit in heard:
-            self._lose(departed, of_fit)
+        for departed, of_fit in heard:  # of all that were ever lost; news is who takes part, or has until now
+            self._lose(departed, of_fit, is_told=departed.vw in self.seats.taken)
 
     def readmit(self, vws: Mapping[int, int], checkpoint: Path, cut: int) -> list[int]:
         """Give ``vws`` seats, from ``cut`` on. All call it between two epochs; gives those that have taken them.
@@ -281,7 +290,7 @@ class Group:
         """Note, from any thread, how virtual workers have ended; joining a session, which takes all, fails then."""
         self._handshake.lose(gone)
 
-    def _lose(self, departed: Departed, of_fit: bool) -> None:
+    def _lose(self, departed: Departed, of_fit: bool, is_told: bool = True) -> None:
         """Note a departure, from any thread: the others go on without that one, but not without virtual worker 0."""
         vw, why = departed.vw, departed.why
         if self.seats.is_of_former(departed, of_fit):
@@ -293,7 +302,7 @@ class Group:
             if not of_fit:
                 self.lose({vw: "has ended"})
             return
-        what = self._departures.note(departed, of_fit, self._fit is not None)
+        what = self._departures.note(departed, of_fit, self._fit is not None, is_told)
         if what is None:
             return
         self.lose({vw: f"was {why}"})
@@ -301,8 +310,13 @@ class Group:
             if client is not None:
                 client.failure = PeerFailed(f"{what}; only it writes checkpoints, so start again from the last one")
 
+    def newly_lost(self) -> dict[int, int]:
+        """Virtual workers that the fit that runs has lost since last asked, each with its clock then."""
+        return self._departures.newly()
+
     def _end_fit(self, fit: Client) -> None:
         fit.__exit__(None, None, None)
+        self.newly_lost()
         for each in self._departures.of_ended_fit():
             self._lose(each, of_fit=False)
 

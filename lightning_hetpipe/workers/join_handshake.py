@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.launch.parent_watch import this_child
 from lightning_hetpipe.launch.servers import FoundServers
 from lightning_hetpipe.launch.wsp_settings import WSPSettings
 from lightning_hetpipe.server.process.client import LONGEST_WAIT, Cancelled, Client, NotJoined
@@ -31,7 +32,7 @@ from lightning_hetpipe.server.transport.grpc_channel import GrpcChannel
 from lightning_hetpipe.server.transport.interface import STATUS, Unreachable
 from lightning_hetpipe.server.transport.release import RELEASE
 from lightning_hetpipe.server.transport.security import split
-from lightning_hetpipe.workers.coming_back import end_former, goes_on, status_of
+from lightning_hetpipe.workers.coming_back import await_record, end_former, goes_on, is_taken, status_of
 
 LEASES_TO_END = 2.0
 """Leases after which a killed launch is forgotten, and its servers serve the next one."""
@@ -62,6 +63,7 @@ class JoinHandshake:
         timeout: Seconds for which servers may be silent.
         lost, departed, updates_lost: As for a `Client`; the second argument of ``departed`` is True for a session with
             weights, and only these have updates.
+        least: With how many virtual workers a session begins; 0 for all. May be set anew.
     """
 
     def __init__(
@@ -74,12 +76,14 @@ class JoinHandshake:
         lost: Callable[[], Exception | None],
         departed: Callable[[Departed, bool], None],
         updates_lost: Callable[[Lost], None],
+        least: int = 0,
     ) -> None:
         self.index = index
         self.size = size
         self.found = found
         self.settings = settings
         self.timeout = timeout
+        self.least = least
         self._lost = lost
         self._departed = departed
         self._updates_lost = updates_lost
@@ -92,8 +96,12 @@ class JoinHandshake:
         self._gone: Mapping[int, str] = {}
         self._somebody_is_gone = threading.Event()
         self._joining: Client | None = None
+        self._awaited = ""
+        """Words for what it waits for, if not for others to join."""
         self.returns = False
-        """True while this process comes back to sessions that the others are in."""
+        """True while this process comes to sessions that the others are in."""
+        self.is_new = False
+        """True if none has come before that had its number."""
 
     @property
     def coordinator(self) -> GrpcChannel:
@@ -189,17 +197,30 @@ class JoinHandshake:
             self._somebody_is_gone.clear()
 
     def come_to(self, session: str) -> Client:
-        """Join a session without weights, once all others do, or as one that comes back to it; raises as :meth:`join`.
+        """Join a session without weights, once all others do, or as one that comes to it later; raises as :meth:`join`.
 
-        Attribute ``returns`` tells which of these it was.
+        Attribute ``returns`` tells which of these it was. Who comes later waits for the first epoch, before which the
+        others would wait for its part of what they gather.
         """
+        known = str(self.index) in status_of(self.coordinator, session, _SOON).get("incarnations", {})
+        setting = f"{_LAUNCH}={self.found.launch}"
+        # Our launcher knows of its children that they have ended.
+        if this_child() is None and is_taken(self.coordinator, session, setting, self.index, self.settings.lease):
+            raise SettingError(
+                f"virtual worker {self.index} takes part already, in another process that lives; give this one the"
+                " number of another (LOCAL_RANK, NODE_RANK, RANK), or end that one first"
+            )
         while True:
             try:
                 return self.join(session)[0]
             except SessionRuns:
-                self.returns = goes_on(self.coordinator, session, self.settings.lease)
-                if self.returns:
-                    end_former(self.coordinator, self.index, self.settings.lease)
+                self.is_new = not known
+                if not goes_on(self.coordinator, session, self.settings.lease):
+                    self.returns = False
+                    continue
+                end_former(self.coordinator, self.index, self.settings.lease)
+                self._awaited = "for the first epoch of the run"
+                self.returns = await_record(self.coordinator, session, self.settings.lease, self._lost)
 
     @property
     def _is_incomplete(self) -> bool:
@@ -237,7 +258,7 @@ class JoinHandshake:
         def tell() -> None:
             joining = self._joining
             missing = joining.waits_for if joining is not None else ""
-            what = f"for {missing}" if missing else f"until all {self.size} have come"
+            what = self._awaited or (f"for {missing}" if missing else f"until {self._enough} have come")
             say(f"virtual worker {self.index} waits {what} (at the server {self.found.coordinator})")
 
         timer = threading.Timer(NOTICE_AFTER, tell)
@@ -247,6 +268,10 @@ class JoinHandshake:
             yield
         finally:
             timer.cancel()
+
+    @property
+    def _enough(self) -> str:
+        return f"{self.least} of {self.size}" if 0 < self.least < self.size else f"all {self.size}"
 
     def _ask_for_lease(self) -> float | None:
         try:
@@ -272,6 +297,7 @@ class JoinHandshake:
             len(servers),
             (f"{_LAUNCH}={self.found.launch}", *settings),
             parameters,
+            self.least,
         )
         return Client(
             [SessionChannel(self._channels[server], session, self._channels[server].address) for server in servers],
@@ -311,6 +337,8 @@ class JoinHandshake:
             raise PeerFailed(f"VW {self.index} cannot go on without {who}") from None
         except NotJoined as late:
             who = ", ".join(f"VW {vw}{self.found.place_of(vw)}" for vw in late.missing)
+            few = self.least - (self.size - len(late.missing))
+            who = f"{few} of {who}" if self.least and few < len(late.missing) else who
             raise NotJoined(
                 f"VW {self.index} has waited {self.settings.join_timeout:g} s for {who} to join; look at what happened"
                 " to each of them, or, where they may take so long to start, give all virtual workers a longer"

@@ -34,18 +34,21 @@ class Seats:
         self._records = True
         self._incarnations: dict[tuple[int, bool], int] = {}
 
-    def open(self, launch: Client, session: str, coordinator: Channel, lease: float, returns: bool) -> None:
+    def open(
+        self, launch: Client, session: str, coordinator: Channel, lease: float, returns: bool, is_new: bool = False
+    ) -> None:
         """Begin with the ``session`` of the launch, whose client is ``launch``.
 
         Args:
             coordinator: Channel to the coordinator.
             lease: Seconds that the others wait for one that comes back.
-            returns: Whether this process comes back.
+            returns: Whether this process comes when the others are there.
+            is_new: Whether it is the first one that has its seat.
         """
         if self._index == 0:
             self._reception = Reception(launch, session, coordinator, lease)
         elif returns:
-            self.returning = Returning(launch, self._index, self._size, lease)
+            self.returning = Returning(launch, self._index, self._size, lease, is_new)
 
     def close(self) -> None:
         """Delete what a process that comes back was given."""

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import lightning as L
 import torch
@@ -97,6 +97,8 @@ class Synchroniser:
         self._counted = 0  # the newest version that is part of a wave
         self._open = 0  # minibatches in the wave that is open
         self._holds = False  # weights are at others than this process
+        self.missed_samples = 0
+        """Samples that lost virtual workers have left untouched, as far as they are known."""
         self.last_cut = 0
         """The number of the last cut."""
 
@@ -191,11 +193,12 @@ class Synchroniser:
         self.lengths = self.shares.lengths if self.shares and decided else (equal,) * self.group.size
         return in_flight, weights
 
-    def divide(self, rates: Sequence[float | None], every: int) -> bool:
+    def divide(self, rates: Mapping[int, float | None], every: int) -> bool:
         """Decide on shares of the data, and lengths of waves, from the next epoch on; with the same result on all.
 
         Args:
-            rates: Minibatches per second of each virtual worker that is there, or None.
+            rates: Minibatches per second of each virtual worker that is there, or None. The waves of others stay as
+                they are.
             every: Minibatches of an optimizer step then, of which waves hold whole ones.
 
         Returns:
@@ -203,21 +206,23 @@ class Synchroniser:
         """
         if self.shares is None or not self.shares.adapts:
             return False
-        known = [rate for rate in rates if rate is not None]
+        known = [rate for rate in rates.values() if rate is not None]
         least = self._least if self.group.settings.wave == "auto" else self.group.settings.wave
-        steps = tuple(-(-length // every) for length in self.lengths)
-        if len(known) == self.group.size:
-            steps = next_lengths(steps, known, -(-least // every))
+        steps = [-(-length // every) for length in self.lengths]
+        if len(known) == len(rates):
+            found = next_lengths([steps[vw] for vw in rates], known, -(-least // every))
+            for vw, length in zip(rates, found, strict=True):
+                steps[vw] = length
             self._why = f"virtual workers make {' and '.join(f'{rate:.3g}' for rate in known)} per second"
         elif self.shares.decided:
             self._why = f"{every} make an optimizer step"
         else:
             return False
-        found = tuple(every * each for each in steps)
-        if found == self.lengths:
+        lengths = tuple(every * each for each in steps)
+        if lengths == self.lengths:
             return False
-        self.lengths = found
-        self.shares.decide(found)
+        self.lengths = lengths
+        self.shares.decide(lengths)
         return True
 
     def told_shares(self) -> str:
@@ -248,6 +253,7 @@ class Synchroniser:
         commit_index = client.member.commit_index
         return {
             "hetpipe/members": float(0 if commit_index is None else len(commit_index.members)),
+            "hetpipe/missed_samples": float(self.missed_samples),
             "hetpipe/wave": float(self.wave),
             "hetpipe/clock": float(client.member.clock),
             "hetpipe/clock_lag": float(client.member.clock - client.member.slowest),
@@ -303,7 +309,7 @@ class Synchroniser:
         self._take_frozen()
         return True
 
-    def begin(self, first: int, version: int, computing: Computing) -> None:
+    def begin(self, first: int, version: int, computing: Computing, told: Any = None) -> list[Any]:
         """Begin an epoch, or go on in one, with weights that all hold: those of the last cut.
 
         Where callbacks have changed them since, all take virtual worker 0's; else each would add its own change.
@@ -312,17 +318,27 @@ class Synchroniser:
             first: The number of a cut; the next number is free, too.
             version: The version of the live weights.
             computing: Opened around computing.
+            told: Told to the others.
+
+        Returns:
+            What all have told.
         """
         self._counted, self._open = version, 0
         self.last_cut = max(self.last_cut, self.group.weights.member.cut)
         self.group.begin_epoch()
+        everyones: list[Any] = []
         for number in (first, first + 1):  # the first sum is off by a rounding, the second is exact
-            if not any(self.group.gather(self._has_changed(), "the start of an epoch")):
-                return
+            found = self.group.gather((self._has_changed(), told), "the start of an epoch")
+            everyones = [each for _, each in found]
+            if not any(changed for changed, _ in found):
+                break
             update = self._update(computing, everything=True) if self.group.index == 0 else self._nothing()
             if self.group.settings.aggregate == "mean":
-                update = [each * self.group.size for each in update]
+                members = self.group.weights.member.commit_index
+                assert members is not None
+                update = [each * len(members.members) for each in update]  # by which the servers divide
             self._pass_cut(number, update, computing, everything=True)
+        return everyones
 
     def go_back(self) -> bool:
         """Make the weights that this one took last the live ones; False if they are at others than this process."""

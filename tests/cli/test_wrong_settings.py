@@ -78,7 +78,8 @@ NAMES = [  # settings that nothing reads
 VALUES = [  # of the wrong type or size
     ("train", ["strategy.stages=two"], "strategy.stages=two", "must be a whole number or 'auto' or [a whole number, "),
     ("train", ["strategy.stages=0"], "strategy.stages=0", "must be a whole number of at least 1, or 'auto'"),
-    ("train", ["strategy.virtual_workers=two"], "strategy.virtual_workers=two", "must be a whole number."),
+    ("train", ["strategy.virtual_workers=two"], "strategy.virtual_workers=two", "must be a whole number or"),
+    ("train", ["strategy.virtual_workers=[3,1]"], "strategy.virtual_workers=[3, 1]", "and then the most"),
     ("train", ["strategy.virtual_workers=9999"], "strategy.virtual_workers=9999", "is more than 1000"),
     ("train", ["strategy.timeout=abc"], "strategy.timeout=abc", "must be a timedelta or a number."),
     ("train", ["strategy.compile=nothing"], "strategy.compile=nothing", "is no backend of torch.compile here"),

@@ -77,7 +77,7 @@ def test_what_a_child_keeps_of_a_command_line(arguments: str, kept: str) -> None
 
 @given(st.text(st.sampled_from("ab '\"\\,=[]:{}()"), min_size=1))
 def test_hydra_reads_paths_as_they_are(path: str) -> None:
-    (override,) = OverridesParser.create().parse_overrides([f"hydra.run.dir={command._quoted(path)}"])
+    (override,) = OverridesParser.create().parse_overrides([f"hydra.run.dir={command.quoted(path)}"])
     assert override.value() == path
 
 

@@ -21,7 +21,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.launch import ranks
 from lightning_hetpipe.launch.parent_watch import LaunchedChild, pair
-from lightning_hetpipe.launch.ranks import Rank, Role, announce, devices_of, find_rank
+from lightning_hetpipe.launch.ranks import Rank, Role, WorkerRange, announce, devices_of, find_rank
 
 NAMES = ("NODE_RANK", "GROUP_RANK", "LOCAL_RANK", "RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE")
 
@@ -74,6 +74,35 @@ def test_a_process_that_our_launcher_started(monkeypatch: pytest.MonkeyPatch) ->
         assert find_rank(3, 2, LightningEnvironment()) == Rank(5, 6, 1, 2, 3, 2, Role.CHILD, (3, 3))
         with pytest.raises(SettingError, match="virtual_workers=1, but the processes of this program are 3 virtual"):
             find_rank(1, 2, LightningEnvironment())
+
+
+def test_a_range_has_seats_that_others_may_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first process starts the fewest; on several nodes each starts those of its own."""
+    some = WorkerRange(2, 4)
+    rank = find_rank(some, 1, LightningEnvironment())
+    assert rank == Rank(0, 4, 0, 0, 4, 1, Role.FIRST, (), 2)
+    assert (rank.started, rank.has_room) == (2, True)
+    put(monkeypatch, LOCAL_RANK=3)
+    assert find_rank(some, 1, LightningEnvironment()) == Rank(3, 4, 0, 3, 4, 1, Role.EXTERNAL, (), 2)
+    put(monkeypatch, LOCAL_RANK=4)
+    with pytest.raises(SettingError, match=r"LOCAL_RANK=4 is beyond virtual_workers=\[2, 4\] on this node"):
+        find_rank(some, 1, LightningEnvironment())
+    monkeypatch.delenv("LOCAL_RANK")
+    put(monkeypatch, NODE_RANK=1)
+    rank = find_rank(some, 2, LightningEnvironment())
+    assert rank == Rank(2, 4, 1, 0, 2, 2, Role.FIRST, (2, 2), 2)
+    assert (rank.started, rank.has_room) == (2, False)
+    with pytest.raises(SettingError, match="all 3 nodes, of which each has as many; give a maximum that is a multiple"):
+        find_rank(some, 3, LightningEnvironment())
+
+
+def test_all_of_a_range_that_torchrun_has_started_begin_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    some = WorkerRange(1, 4)
+    expected = Rank(1, 4, 0, 1, 4, 1, Role.EXTERNAL, (), 3)
+    assert find_rank(some, 1, torchrun(monkeypatch, 0, 1, [3])) == expected
+    assert find_rank(some, 1, torchrun(monkeypatch, 1, 0, [2, 2])) == Rank(2, 4, 1, 0, 2, 2, Role.EXTERNAL, (2, 2), 4)
+    with pytest.raises(SettingError, match="5 processes were started, and this one, process 4 of node 0, is beyond"):
+        find_rank(some, 1, torchrun(monkeypatch, 0, 4, [5]))
 
 
 def test_processes_that_a_user_numbered(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -247,3 +247,18 @@ def test_who_has_lost_its_launcher_need_not_wait_for_the_server(monkeypatch: pyt
         assert servers.lost() is None
         child.orphaned = True
         assert isinstance(servers.lost(), PeerFailed)
+
+
+def test_a_launch_with_room_is_found_by_those_that_come_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By address and port, as processes of torchrun find it; the first process is told to have them."""
+    first = Rank(0, 3, 0, 0, 3, 1, Role.FIRST, (), 2)
+    wsp = WSPCallback().settings
+    with pytest.raises(SettingError, match="which it has not started needs MASTER_ADDR and MASTER_PORT"):
+        servers.find(first, LightningEnvironment(), wsp, 1.0)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(os.getpid()))
+    found = servers.find(first, LightningEnvironment(), wsp, 1.0)
+    assert found.hosts, "it stays for them"
+    later = servers.find(Rank(2, 3, 0, 2, 3, 1, Role.EXTERNAL, (), 2), LightningEnvironment(), wsp, 1.0)
+    assert later.coordinator == found.coordinator
+    assert later.security.token == found.security.token

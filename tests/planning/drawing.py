@@ -7,7 +7,7 @@ from itertools import pairwise
 
 from hypothesis import strategies as st
 
-from lightning_hetpipe.planning.model.layer_widths import ROLES, LayerWidths, Width
+from lightning_hetpipe.planning.model.layer_widths import LayerWidths, Width
 from lightning_hetpipe.planning.model.profile import LayerBytes, Profile, Times
 from lightning_hetpipe.planning.plan.device_group import PlannedMember, PlannedSplit
 from lightning_hetpipe.planning.plan.document import Plan, PlannedStage, PlannedWorker
@@ -31,9 +31,11 @@ def profiles(draw: st.DrawFn) -> Profile:
     calls = draw(
         st.sampled_from([[], [(0, len(layers))] * 2, [(0, half), (half, len(layers)), (0, half)]][: 2 + (half > 0)])
     )
-    width = st.builds(Width, st.integers(1, 99), st.builds(Times, SECONDS, SECONDS, SECONDS))
+    part = st.floats(0, 1, exclude_min=True, allow_subnormal=False)
+    width = st.builds(Width, part, st.builds(Times, SECONDS, SECONDS, SECONDS))
     measured = st.dictionaries(NAMES, st.lists(width, min_size=1, max_size=3), max_size=2)
-    own = st.builds(LayerWidths, st.sampled_from(ROLES), st.lists(NAMES, max_size=2), st.integers(0, 999), measured)
+    units = st.dictionaries(NAMES, st.integers(1, 999), max_size=2)
+    own = st.builds(LayerWidths, st.integers(0, len(layers) - 1), units, st.booleans(), measured)
     widths = draw(st.dictionaries(st.integers(0, len(layers) - 1), own, max_size=3))
     return Profile(
         draw(NAMES), draw(st.integers(1, 64)), layers, devices, memory, estimated, calls, speeds=speeds, widths=widths

@@ -54,34 +54,37 @@ def test_members_without_room_for_all_units() -> None:
 
 class TestSeconds:
     def test_equal_parts_where_nothing_was_measured(self) -> None:
-        assert LayerWidths("divides", units=4).seconds("gpu", 8.0, 4) == [0.0, 2.0, 4.0, 6.0, 8.0]
+        assert LayerWidths(0).seconds("gpu", 8.0, 4) == [0.0, 2.0, 4.0, 6.0, 8.0]
 
     def test_a_line_between_measurements(self) -> None:
-        widths = LayerWidths("divides", units=8, measured={"gpu": [Width(4, Times(1.0, 2.0))]})
+        widths = LayerWidths(0, measured={"gpu": [Width(0.5, Times(1.0, 2.0)), Width(1.0, Times(2.0, 2.0))]})
         assert widths.seconds("gpu", 4.0, 8) == [0.0, 0.75, 1.5, 2.25, 3.0, 3.25, 3.5, 3.75, 4.0]
 
     def test_more_never_takes_less(self) -> None:
-        widths = LayerWidths("divides", units=2, measured={"gpu": [Width(1, Times(3.0, 6.0))]})
+        widths = LayerWidths(0, measured={"gpu": [Width(0.5, Times(3.0, 6.0)), Width(1.0, Times(4.0, 4.0))]})
         assert widths.seconds("gpu", 8.0, 2) == [0.0, 9.0, 9.0]
 
-    def test_a_layer_that_follows_has_its_part_of_another_ones_units(self) -> None:
-        widths = LayerWidths("follows", units=100, measured={"gpu": [Width(50, Times(1.0, 2.0))]})
-        assert widths.seconds("gpu", 4.0, 4) == [0.0, 1.5, 3.0, 3.5, 4.0]
+    def test_a_device_that_was_not_measured_is_like_one_that_was(self) -> None:
+        widths = LayerWidths(0, measured={"gpu": [Width(0.5, Times(1.0, 2.0)), Width(1.0, Times(2.0, 2.0))]})
+        assert widths.seconds("other", 8.0, 2) == [0.0, 6.0, 8.0]
 
 
 def profile(*layers: tuple[str, float], output: int = 0, units: int = 4) -> Profile:
-    """Layers of a role and so many seconds of the first device each; backwards take as long."""
+    """Layers that divide, follow, sum or are whole, and so many seconds of the first device each; backwards take as
+    long."""
+    widths, run = {}, 0
+    for number, (role, _) in enumerate(layers):
+        run = number if role == "divides" else run
+        own = {f"layer {number}": units} if role == "divides" else {}
+        if role != "whole":
+            widths[number] = LayerWidths(run, own, role == "sums")
     return Profile(
         "small",
         1,
         [LayerBytes(f"layer {number}", 8, 0, output) for number in range(len(layers))],
         {"a": [Times(each / 2, each / 2, 0.5) for _, each in layers]},
         {},
-        widths={
-            number: LayerWidths(role, [f"layer {number}"] * (role != "follows"), units)  # type: ignore[arg-type]
-            for number, (role, _) in enumerate(layers)
-            if role != "whole"
-        },
+        widths=widths,
     )
 
 
@@ -89,13 +92,22 @@ def cluster(*speeds: float, link: Link | None = None) -> Cluster:
     return Cluster([Node("box", [Device("a", speed=each) for each in speeds], link or Link(float("inf")))])
 
 
-def test_a_run_ends_where_nothing_follows() -> None:
-    found = profile(("divides", 8.0), ("follows", 4.0), ("sums", 8.0), ("follows", 4.0), ("whole", 2.0))
+def test_what_follows_is_divided_alike() -> None:
+    found = profile(("divides", 8.0), ("follows", 4.0), ("sums", 8.0), ("whole", 4.0), ("divides", 2.0))
     box = cluster(1.0, 1.0)
     times = group_times(found, box, box.slots)
-    assert times.counts == {0: (2, 2), 2: (2, 2)}
-    assert [each.forward for each in times.times] == [2.0, 1.0, 2.0, 2.0, 1.0]
+    assert times.counts == {0: (2, 2), 4: (2, 2)}
+    assert [each.forward for each in times.times] == [2.0, 1.0, 2.0, 2.0, 0.5]
     assert [each.update for each in times.times] == [0.5] * 5
+
+
+def test_sums_come_back_whole() -> None:
+    box = cluster(1.0, 1.0, link=Link(16.0))
+    parts = group_times(profile(("divides", 16.0), ("follows", 0.0), output=16), box, box.slots)
+    sums = group_times(profile(("divides", 16.0), ("sums", 0.0), output=16), box, box.slots)
+    assert parts.counts == {0: (2, 2)}  # 8 + 2 * 0.5 seconds
+    assert sums.counts == {0: (2, 2)}
+    assert [sum(each.forward + each.backward for each in one.times) for one in (parts, sums)] == [9.0, 10.0]
 
 
 def test_uneven_devices_get_uneven_counts() -> None:

@@ -15,7 +15,7 @@ from lightning_hetpipe.planning.model.layer_widths import LayerWidths
 from lightning_hetpipe.planning.model.profile import LayerBytes, Profile, Times
 from lightning_hetpipe.planning.plan.document import Plan
 from lightning_hetpipe.planning.search.choice import Choice, best_plan
-from lightning_hetpipe.planning.search.device_groups import MOST_DEVICES, WORTH, plan_with_groups
+from lightning_hetpipe.planning.search.grouped_plans import MOST_DEVICES, WORTH, plan_with_groups
 from lightning_hetpipe.planning.search.plans import ENOUGH
 from tests.planning.instances import divisions
 from tests.planning.test_group_times import every
@@ -30,9 +30,7 @@ def problems(draw: st.DrawFn) -> tuple[Profile, Cluster]:
     layers = [LayerBytes(f"layer {n}", 1, 1, draw(st.integers(0, 3)), draw(st.integers(1, 3))) for n in range(count)]
     times = {name: [Times(*[draw(st.integers(1, 9)) / 2] * 2) for _ in range(count)] for name in ("fast", "slow")}
     # Each run is of one layer: stages that part a run are only estimated.
-    widths = {
-        n: LayerWidths("divides", [f"layer {n}"], draw(st.integers(1, 4))) for n in range(count) if draw(st.booleans())
-    }
+    widths = {n: LayerWidths(n, {f"layer {n}": draw(st.integers(1, 4))}) for n in range(count) if draw(st.booleans())}
     devices = draw(st.lists(st.sampled_from(["fast", "slow"]), min_size=1, max_size=3))
     link = st.sampled_from([math.inf, 8.0, 1.0])
     here = draw(st.integers(1, len(devices)))
@@ -54,17 +52,22 @@ def parts_of(slots: Sequence[DeviceSlot]) -> Iterator[list[list[DeviceSlot]]]:
                 yield [*parts[:number], [slots[0], *part], *parts[number + 1 :]]
 
 
+def units_of(widths: LayerWidths) -> int:
+    (units,) = widths.units.values()
+    return units
+
+
 def seconds(profile: Profile, box: Cluster, part: Sequence[DeviceSlot], layer: int) -> float:
     """The least that the layer takes on the group, whichever device is the first, in whichever counts."""
     times = [sum(profile.times_on(slot.device)[layer][:2]) for slot in part]
     found = [*times] if len(part) == 1 else [min(times)]
     widths = profile.widths.get(layer)
-    for counts in every(widths.units, len(part)) if widths and len(part) > 1 else ():
+    for counts in every(units_of(widths), len(part)) if widths and len(part) > 1 else ():
         assert widths is not None
         for main in part:
             links = [box.link_between(main, slot) for slot in part]
             came, goes = profile.layers[layer].given, profile.layers[layer].output
-            parts = [count / widths.units for count in counts]
+            parts = [count / units_of(widths) for count in counts]
             found.append(
                 max(
                     own * each + (2 * (link.seconds(came) + goes * each / link.bandwidth) if each else 0.0)
@@ -104,10 +107,10 @@ def wide(*speeds: float, memory: Sequence[int | None] = (None,) * 9, output: int
     layers = [LayerBytes(name, 1 << 20, output, output) for name in ("wide", "relu", "wider", "relu2", "head")]
     times = [Times(0.1, 0.2), Times(0.01, 0.01), Times(0.2, 0.4), Times(0.01, 0.01), Times(0.001, 0.001)]
     widths = {
-        0: LayerWidths("divides", ["net.wide"], 64),
-        1: LayerWidths("follows"),
-        2: LayerWidths("divides", ["net.wider"], 64),
-        3: LayerWidths("follows"),
+        0: LayerWidths(0, {"net.wide": 64}),
+        1: LayerWidths(0),
+        2: LayerWidths(2, {"net.wider": 64}),
+        3: LayerWidths(2),
     }
     devices = [Device("gpu", each, speed) for speed, each in zip(speeds, memory, strict=False)]
     return Profile("wide", 1, layers, {"gpu": times}, {}, widths=widths), Cluster(
@@ -129,7 +132,7 @@ def test_devices_are_joined_where_no_cut_balances_them() -> None:
 
 def test_devices_stay_apart_where_stages_are_balanced() -> None:
     layers = [LayerBytes(f"layer {n}", 1, 1, 1) for n in range(6)]
-    widths = {n: LayerWidths("divides", [f"layer {n}"], 8) for n in range(6)}
+    widths = {n: LayerWidths(n, {f"layer {n}": 8}) for n in range(6)}
     profile = Profile("even", 1, layers, {"gpu": [Times(0.1, 0.2)] * 6}, {}, widths=widths)
     box = Cluster([Node("box", ["2xgpu"], Link("12 GB/s"))])
     found = plan_with_groups(profile, box)

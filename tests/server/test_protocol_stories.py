@@ -109,6 +109,56 @@ def test_a_run_begins_when_all_are_there_with_the_weights_of_vw_0() -> None:
         assert all(torch.equal(a, b) for a, b in zip(got, world.w0, strict=True))
 
 
+def least_of(world: World, least: int) -> None:
+    """Have the VWs of ``world`` begin with ``least``."""
+    world.signature = dataclasses.replace(world.signature, least=least)
+    for vw in range(world.n):
+        world.begin(vw, 0)
+    world.w0 = [block.clone() for block in world.vws[0].weights[0]]
+
+
+def test_a_run_may_begin_with_fewer_once_vw_0_is_among_them() -> None:
+    world = World(4)
+    least_of(world, 2)
+    for vw in (1, 3):
+        until(world, vw, MemberState.JOIN)
+        world.step(vw)
+    assert waits_for(world, 3) == "VW 0, 2 to join"
+    for _ in range(20):
+        for vw in (0, 1, 3):
+            world.step(vw)
+    commit_index = world.vws[0].member.commit_index
+    assert commit_index is not None
+    assert [each.vw for each in commit_index.members] == [0, 1, 3], "all that had come by then"
+    wave(world, 0, 1, 3)
+    until(world, 2, MemberState.JOIN)
+    assert waits_for(world, 2) == "a cut at which VWs may join"
+
+
+def test_fewer_than_the_fewest_wait_for_more() -> None:
+    world = World(3)
+    least_of(world, 2)
+    until(world, 0, MemberState.JOIN)
+    assert waits_for(world, 0) == "VW 1, 2 to join"
+
+
+def test_a_newcomers_updates_are_divided_among_all_that_are_there() -> None:
+    world = started(3, aggregate="mean")
+    world.kill(2)
+    world.pass_time(2 * LEASE)
+    wave(world, 0, 1)
+    world.begin(2, 1)
+    until(world, 2, MemberState.JOIN)
+    waits_for(world, 2)
+    for vw in (0, 1):
+        world.vws[vw].member.arrive(1, update=False, admit=True)
+    all_idle(world)
+    for vw in range(3):
+        world.wave(vw)
+        until(world, vw, MemberState.PULL)
+    assert [commit.divisor for commit in granted(world, 0).tail] == [3, 3, 3]
+
+
 def test_a_newer_incarnation_fences_the_older_one() -> None:
     world = started(2)
     older = world.vws[1].member

@@ -11,7 +11,7 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
-from lightning_hetpipe import HetPipeStrategy, WSPCallback
+from lightning_hetpipe import Cluster, Device, HetPipeStrategy, Node, WSPCallback
 from lightning_hetpipe.strategy import settings
 from tests.placement.test_plans import planned
 from tests.support.small import Learner, assert_clean, assert_refused, batches, layers, refused
@@ -183,6 +183,13 @@ def test_a_second_fit_after_a_refusal() -> None:
     ("arguments", "fragments"),
     [
         ({"virtual_workers": 0}, ["virtual_workers=0", "at least 1"]),
+        ({"virtual_workers": (3, 2)}, ["virtual_workers=[3, 2]", "the fewest", "and then the most, not fewer"]),
+        ({"virtual_workers": (0, 2)}, ["virtual_workers=[0, 2]", "at least 1"]),
+        ({"virtual_workers": (1, 2, 3)}, ["virtual_workers=[1, 2, 3]", "as (1, 3)"]),
+        ({"virtual_workers": (1, "2")}, ["virtual_workers=[1, '2']", "as (1, 3)"]),
+        ({"virtual_workers": (1, 1001)}, ["virtual_workers=[1, 1001]", "at most 1000"]),
+        ({"virtual_workers": "1-3"}, ["virtual_workers='1-3'", "as (1, 3)"]),
+        ({"virtual_workers": (1, 2), "cluster": Cluster([Node("a", [Device("d")])])}, ["cluster", "there are 2"]),
         ({"virtual_workers": 1001}, ["virtual_workers=1001 is more than 1000", "set fewer"]),
         ({"virtual_workers": True}, ["virtual_workers=True", "at least 1"]),
         ({"virtual_workers": 2, "stages": [2, 3, 4]}, ["stages=[2, 3, 4] has 3 entries", "virtual_workers=2"]),

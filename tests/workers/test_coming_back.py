@@ -107,6 +107,18 @@ def test_one_that_asks_for_a_seat_too_late_may_be_started_again(
     first.close()
 
 
+def test_the_seat_of_one_that_lives_is_not_taken(exits: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its number was given to two processes."""
+    pair = Pair(exits, monkeypatch)
+    other = Group(1, 2, replace(pair.found[1], hosts=False), WSPCallback(lease=LEASE).settings, SECONDS)
+    with pytest.raises(SettingError, match="virtual worker 1 takes part already, in another process that lives"):
+        other.open()
+    calls = [pair.threads.submit(each.gather, each.index, "a test") for each in pair.groups]
+    assert [call.result(SECONDS) for call in calls] == [[0, 1]] * 2
+    closed = [pair.threads.submit(each.close) for each in pair.groups]
+    assert [call.result(SECONDS) for call in closed] == [None] * 2
+
+
 def test_a_failure_of_one_that_comes_back_is_its_own(exits: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
     """Such as of its program, before it trains: all ended."""
     lost = Lost(exits, monkeypatch)

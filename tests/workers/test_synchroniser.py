@@ -23,6 +23,7 @@ from lightning_hetpipe.server.transport.security import Security
 from lightning_hetpipe.workers import group as group_module
 from lightning_hetpipe.workers.group import Group
 from lightning_hetpipe.workers.seats import Seats
+from lightning_hetpipe.workers.shared_data import Shares
 from lightning_hetpipe.workers.synchroniser import Synchroniser
 from tests.exact.pipelines import even
 from tests.exact.running import fit
@@ -61,6 +62,9 @@ class OnlyOne:
     def check(self) -> None: ...
 
     def begin_epoch(self) -> None: ...
+
+    def newly_lost(self) -> dict[int, int]:
+        return {}
 
     def passed_cut(self) -> None: ...
 
@@ -233,3 +237,15 @@ def test_at_a_cut_all_hold_the_same_frozen_weights(monkeypatch: pytest.MonkeyPat
         one, other = pool.map(trained, range(2))
     rooms.close()
     assert one == other == [[2.0, 2.0], torch.ones(2).add(0.1).tolist(), [float("-inf")]]
+
+
+def test_rates_of_those_that_are_there_decide_on_their_waves() -> None:
+    """Virtual worker 1 is lost, or has not come yet: its waves stay as they are, until it is there."""
+    group: Any = SimpleNamespace(index=0, size=3, settings=WSPCallback(shares="auto").settings)
+    synchroniser = Synchroniser(group, mlp(), Shares(0, 3, adapts=True))
+    synchroniser.lengths, synchroniser._least = (2, 2, 2), 2
+    assert not synchroniser.divide({0: 10.0, 2: None}, 1), "not all have measured theirs"
+    assert synchroniser.divide({0: 10.0, 2: 20.0}, 1)
+    assert synchroniser.lengths == (2, 2, 4)
+    assert synchroniser.divide({0: 10.0, 1: 20.0, 2: 20.0}, 1)
+    assert synchroniser.lengths == (2, 4, 4)

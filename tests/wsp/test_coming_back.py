@@ -209,7 +209,12 @@ def test_data_is_dealt_among_those_that_take_part(tmp_path: Path) -> None:
     job = coming_back(tmp_path, shares=10, awaits={"2": 1}, **later)
     said = ended_well(job)
     assert "epoch 2 and later ones are dealt among 1 of 2 virtual workers, without virtual worker 1" in said
+    missed = "virtual worker 1 was lost after 1 wave of epoch 1: 12 of its 20 samples of that epoch were not trained on"
+    assert said.count(missed) == 1, said
     first, second = job.written()
+    logged = [row["hetpipe/missed_samples"] for row in first["logged"]]
+    assert {*logged[:7]} == {0}
+    assert {*logged[-15:]} == {12}
     assert len(first["outputs"]) == 5 + 5 + 10 + 5
     assert len(second["outputs"]) == 5
     assert_same(first["end"].weights, second["end"].weights)

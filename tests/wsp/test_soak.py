@@ -55,7 +55,8 @@ def soak(folder: Path, seed: int, number: int) -> tuple[Job, str]:
     }
     job = Job(folder, "by epoch", lengths=(5,) * WORKERS, in_flight=2, more=told)
     done = start(job)
-    assert left_behind(job) == []
+    assert done.returncode in (0, 1), (done.returncode, done.stderr)  # 1 where one had not come back in the end
+    assert left_behind(job) == [], done.stderr
     assert (folder / "0.pt").exists(), done.stderr
     return job, done.stderr
 

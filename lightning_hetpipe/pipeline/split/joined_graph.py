@@ -68,11 +68,12 @@ def joined_graph(layers: Sequence[Layer], variant: int) -> JoinedGraph:
                 made.paths[copied[node]] = ".".join(part for part in (layer.piece, own_path(name)) if part)
         values.append(rest[len(own) :])
     given: Any = [_placeholder(graph, node.name, node) for node in values[0]]
-    for each, nodes in zip(graphs, values, strict=True):
+    for number, (each, nodes) in enumerate(zip(graphs, values, strict=True)):
         copied.update(zip(nodes, given, strict=True))
         for node in each.module.graph.nodes:
             if node.op == "call_function":
                 copied[node] = graph.node_copy(node, copied.__getitem__)
+                copied[node].meta["of_layer"] = number
             elif node.op == "output":
                 given = fx.node.map_arg(node.args[0], copied.__getitem__)
     graph.output(tuple(given))

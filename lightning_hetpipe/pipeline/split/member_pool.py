@@ -32,15 +32,17 @@ class DeviceGroup:
         devices: Of each member.
         counts: What is divided.
         home: The member that holds the unsplit weights; the stage's own thread is its thread.
+        names: Of the devices, for people; by default torch's.
     """
 
     devices: Sequence[torch.device]
     counts: ChannelCounts
     home: int = 0
+    names: Sequence[str] = ()
 
     def __str__(self) -> str:
-        total = sum(self.counts.shares)
-        each = [f"{device} {share / total:.0%}" for device, share in zip(self.devices, self.counts.shares, strict=True)]
+        total, names = sum(self.counts.shares), self.names or self.devices
+        each = [f"{name} {share / total:.0%}" for name, share in zip(names, self.counts.shares, strict=True)]
         return f"{', '.join(each)}, and its weights are on the {_ORDINALS.get(self.home, f'{self.home + 1}th')}"
 
 

@@ -31,6 +31,7 @@ from lightning_hetpipe.pipeline.split.unit_choice import (
     note_layouts,
     weight_of,
 )
+from lightning_hetpipe.planning.model.layer_widths import LayerWidths
 from lightning_hetpipe.rules.channel_counts import ChannelCounts
 from lightning_hetpipe.rules.channel_layouts import ChannelLayout
 
@@ -45,6 +46,11 @@ def split_graph(joined: JoinedGraph, counts: ChannelCounts, members: int) -> Spl
         SettingError: for counts that fit no layer.
     """
     return _Rewriting(joined, counts, members).made()
+
+
+def divided_layers(joined: JoinedGraph) -> dict[int, LayerWidths]:
+    """Divisions of the layers of ``joined`` that a group of devices may make, by their numbers; without times."""
+    return _Rewriting(joined, ChannelCounts((1.0, 1.0)), 2).divided_layers()
 
 
 class _Rewriting:
@@ -173,6 +179,40 @@ class _Rewriting:
     def _sources(self, node: fx.Node, found: Divided) -> Sequence[fx.Node]:
         return [_dropped(node)] if node in self._masks else node.all_input_nodes
 
+    def divided_layers(self) -> dict[int, LayerWidths]:
+        self._decide()
+        units, sums = dict[int, dict[str, int]](), set[int]()
+        runs: dict[int, set[int]] = {}  # layers with one run have the same set
+        for node, found in self._divided.items():
+            layer = _layer_of(node)
+            run = runs.setdefault(layer, {layer})
+            for each in self._sources(node, found):
+                if (before := _layer_of(each)) != layer and self._passes(each, node):
+                    run |= runs[before]
+                    for other in run:
+                        runs[other] = run
+            if (name := self._begun(node)) is not None:
+                units.setdefault(layer, {})[name] = self._layers[name][0]
+            if found.adds:
+                sums.add(layer)
+        return {
+            layer: LayerWidths(min(run), units.get(layer, {}), layer in sums) for layer, run in sorted(runs.items())
+        }
+
+    def _begun(self, node: fx.Node) -> str | None:
+        """The path of the layer that begins to be divided at ``node``; None where it goes on as it is given."""
+        found, held = self._divided[node], weight_of(node)
+        if held is None or found.adds or found.operands.get(input_of(node)) is not None:
+            return None
+        return self._joined.paths[held[0]].removesuffix(".weight")
+
+    def _passes(self, node: fx.Node, user: fx.Node) -> bool:
+        """Tell whether members hand their parts of ``node`` on to ``user``."""
+        if user not in self._divided or node not in self._divided or self._divided[node].adds:
+            return False
+        wanted = self._divided[user].operands.get(node)
+        return node in self._several or (wanted is not None and wanted == self._layouts.get(node))
+
     # Regions.
 
     def made(self) -> SplitGraph:
@@ -258,6 +298,13 @@ class _Rewriting:
         state = node.target in _STATISTICS and each in node.args[3:5]
         taken = TakenAs.STATE if state and wanted else TakenAs.WHOLE if wanted is None else TakenAs.PART
         return body.taken(region.input(RegionInput(each, taken, wanted, each in self._own and not state)))
+
+
+def _layer_of(node: fx.Node) -> int:
+    """The number of the layer that ``node`` belongs to; -1 for what comes from before."""
+    if "of_layer" in node.meta or node.op != "call_function":
+        return int(node.meta.get("of_layer", -1))
+    return max((_layer_of(each) for each in node.all_input_nodes), default=-1)
 
 
 class _MemberGraph:

@@ -11,6 +11,7 @@ from lightning_hetpipe.planning.model.profile import Profile
 from lightning_hetpipe.planning.model.simulate import Simulation, StageLoad, StageTimes, Visits, simulate_within
 from lightning_hetpipe.planning.model.spread_memory import SpreadMemory
 from lightning_hetpipe.planning.model.stage_memory import Sizes, StageMemory, stage_memory
+from lightning_hetpipe.rules.channel_layouts import apportioned
 from lightning_hetpipe.rules.schedule import calls, segments
 from lightning_hetpipe.rules.versions import STASH, Versions
 
@@ -78,7 +79,11 @@ class DividedStage:
         total = sum(work) or 1.0
         return cls(
             slots,
-            {name: those for layer, those in counts.items() for name in profile.widths[layer].names},
+            {
+                name: apportioned(units, those)
+                for layer, those in counts.items()
+                for name, units in profile.widths[layer].units.items()
+            },
             tuple(each / total for each in work),
             (memory.total, *taken[1:]),
             (1.0, *room[1:]),

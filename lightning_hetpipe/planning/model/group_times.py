@@ -1,14 +1,14 @@
 """Times of layers that a group of devices divides by their channels, and how many channels each device gets.
 
-A *run* of layers starts with one that divides and goes on with those that follow its division, up to one that sums.
-Its first layer's whole input goes from the group's first device to each other one that has any of it, and their parts
-of its last layer's output go back; gradients go the other way. Counts are those at which the device that takes longest
+Layers of one *run* have the same counts, as devices hand their channels on to each other. The first layer's whole input
+goes from the group's first device to each other one that has any of it, and their parts of the last layer's output go
+back; gradients go the other way. Counts are those at which the device that takes longest
 for the run, transfers included, takes least: a search over all times that there are, as more channels take no less.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from lightning_hetpipe.planning.model.cluster import Cluster, DeviceSlot, Link
@@ -44,14 +44,15 @@ def group_times(
     """
     own = [profile.times_on(slot.device) for slot in slots]
     times, counts = list(own[0]), dict[int, tuple[int, ...]]()
-    for first, after in _runs(profile):
-        run = _DividedRun(profile, cluster, slots, own, first, after)
+    for layers in _runs(profile):
+        run = _DividedRun(profile, cluster, slots, own, layers)
         units = run.units
         caps = [units] * len(slots) if most is None else [int(units * part) for part in most]
         found = balanced([seconds[: cap + 1] for seconds, cap in zip(run.seconds, caps, strict=True)], units)
         if found is not None and found[0] != units:
-            times[first:after] = run.times(found)
-            counts |= dict.fromkeys(run.divided, found)
+            for layer, each in zip(layers, run.times(found), strict=True):
+                times[layer] = each
+            counts |= {layer: found for layer in layers if profile.widths[layer].units}
     return GroupTimes(times, counts)
 
 
@@ -84,24 +85,21 @@ def balanced(seconds: Sequence[Sequence[float]], units: int) -> tuple[int, ...] 
     return tuple(counts)
 
 
-def _runs(profile: Profile) -> Iterator[tuple[int, int]]:
-    """Each run's first layer, and the one behind its last."""
-    ends = {after for _, after in profile.pieces}
-    layer = 0
-    while layer < len(profile.layers):
-        widths = profile.widths.get(layer)
-        after = layer + 1
-        if widths is not None and widths.role == "divides" and widths.units > 1:
-            while after not in ends and after in profile.widths and profile.widths[after].role == "follows":
-                after += 1
-            if after not in ends and after in profile.widths and profile.widths[after].role == "sums":
-                after += 1
-            yield layer, after
-        layer = after
+def _runs(profile: Profile) -> list[list[int]]:
+    """The layers of each run that has several units, in order."""
+    runs: dict[int, list[int]] = {}
+    for layer, widths in sorted(profile.widths.items()):
+        runs.setdefault(widths.run, []).append(layer)
+    return [layers for layers in runs.values() if _units(profile, layers) > 1]
+
+
+def _units(profile: Profile, layers: Sequence[int]) -> int:
+    """Units that all of ``layers`` can be divided in; of several numbers the least."""
+    return min((units for layer in layers for units in profile.widths[layer].units.values()), default=0)
 
 
 class _DividedRun:
-    """The layers from ``first`` to the one before ``after``."""
+    """The ``layers`` of a run."""
 
     def __init__(
         self,
@@ -109,16 +107,15 @@ class _DividedRun:
         cluster: Cluster,
         slots: Sequence[DeviceSlot],
         own: Sequence[Sequence[Times]],
-        first: int,
-        after: int,
+        layers: Sequence[int],
     ) -> None:
-        self.units = profile.widths[first].units
-        self.divided = [layer for layer in range(first, after) if profile.widths[layer].role != "follows"]
-        self._layers = range(first, after)
+        first, last = layers[0], layers[-1]
+        self.units = _units(profile, layers)
+        self._layers = layers
         self._own = own
         calls = profile.called(first)
         came = profile.layers[first].given or (profile.layers[first - 1].output if first else 0)
-        goes, sums = profile.layers[after - 1].output, profile.widths[after - 1].role == "sums"
+        goes, sums = profile.layers[last].output, profile.widths[last].sums
 
         def transfer(link: Link, nbytes: float) -> float:
             return calls * link.seconds(round(nbytes / calls))

@@ -228,4 +228,10 @@ class Profile:
             memory={**self.memory, **other.memory},
             estimated={**kept, **other.estimated},
             speeds={**self.speeds, **other.speeds},
+            widths={
+                layer: replace(own, measured={**self.widths[layer].measured, **own.measured})
+                if layer in self.widths
+                else own
+                for layer, own in {**self.widths, **other.widths}.items()
+            },
         )

@@ -10,7 +10,7 @@ from typing import Any
 
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.planning.model import cluster
-from lightning_hetpipe.planning.model.layer_widths import ROLES, LayerWidths, Width
+from lightning_hetpipe.planning.model.layer_widths import LayerWidths, Width
 from lightning_hetpipe.planning.model.profile import LayerBytes, Profile, Times, UserBytes
 from lightning_hetpipe.planning.plan import sailor_files
 from lightning_hetpipe.planning.plan.json_file import Document, write
@@ -104,11 +104,11 @@ def as_json(profile: Profile) -> dict[str, Any]:
 def _widths_json(layer: int, widths: LayerWidths) -> dict[str, Any]:
     """JSON value of how a layer is divided."""
     measured = {
-        name: [{"units": each.units, **_times_json(each.times)} for each in own]
-        for name, own in widths.measured.items()
+        name: [{"part": each.part, **_times_json(each.times)} for each in own] for name, own in widths.measured.items()
     }
-    found = {"layer": layer, "role": widths.role, "names": list(widths.names), "units": widths.units}
-    return {**found, **({"devices": measured} if measured else {})}
+    found: dict[str, Any] = {"layer": layer, "run": widths.run}
+    found |= {"units": dict(widths.units)} if widths.units else {}
+    return found | ({"sums": True} if widths.sums else {}) | ({"devices": measured} if measured else {})
 
 
 def _times_json(times: Times) -> dict[str, float]:
@@ -155,23 +155,23 @@ def _profile(document: Document, keys: Mapping[str, str], estimated: dict[str, s
 
 
 def _widths(entry: Document, layers: int) -> tuple[int, LayerWidths]:
-    entry.object("layer", "role", "names", "units", "devices")
-    layer, role = entry["layer"].whole(), entry["role"].text()
-    if layer >= layers:
-        entry["layer"].refuse(f"is {layer}, and the profile has {layers} layers")
-    known = next((each for each in ROLES if each == role), None)
-    if known is None:
-        entry["role"].refuse(f"is '{role}', and must be one of {', '.join(ROLES)}")
-    measured = {}
-    for name, device in entry["devices"].items() if "devices" in entry else ():
-        measured[name] = [_width(each) for each in device.entries()]
-    names = [each.text() for each in entry["names"].entries()]
-    return layer, LayerWidths(known, names, entry["units"].whole(), measured)
+    entry.object("layer", "run", "units", "sums", "devices")
+    layer, run = entry["layer"].whole(), entry["run"].whole()
+    for key in ("layer", "run"):
+        if entry[key].whole() >= layers:
+            entry[key].refuse(f"is {entry[key].whole()}, and the profile has {layers} layers")
+    units = {name: each.whole(1) for name, each in entry["units"].items()} if "units" in entry else {}
+    devices = entry["devices"].items() if "devices" in entry else ()
+    measured = {name: [_width(each) for each in own.entries()] for name, own in devices}
+    return layer, LayerWidths(run, units, "sums" in entry and entry["sums"].truth(), measured)
 
 
 def _width(entry: Document) -> Width:
-    entry.object("units", "forward_s", "backward_s", "update_s")
-    return Width(entry["units"].whole(1), _seconds(entry))
+    entry.object("part", "forward_s", "backward_s", "update_s")
+    part = entry["part"].number()
+    if not 0 < part <= 1:
+        entry["part"].refuse(f"is {part:g}, and must be more than 0 and at most 1")
+    return Width(part, _seconds(entry))
 
 
 def _layer(entry: Document, keys: Mapping[str, str]) -> LayerBytes:

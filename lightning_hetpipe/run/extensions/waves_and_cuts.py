@@ -27,8 +27,10 @@ from lightning_hetpipe.redirect import Redirect
 from lightning_hetpipe.run.extensions.intervals import Intervals
 from lightning_hetpipe.run.extensions.pace import Pace
 from lightning_hetpipe.run.lifecycle import Extension
+from lightning_hetpipe.run.missed_data import EpochShare, MissedData
 from lightning_hetpipe.run.preemption import LEAVES, NOTHING, Preemption
 from lightning_hetpipe.run.together import check_batches, check_shares, minibatches_per_step
+from lightning_hetpipe.server.process.notices import say
 from lightning_hetpipe.workers.shared_data import deal_among
 from lightning_hetpipe.workers.synchroniser import Computing, Synchroniser
 
@@ -86,7 +88,9 @@ class WavesAndCuts(Extension):
         self._pausing: Callable[[], AbstractContextManager[None]] = nullcontext if pace is None else pace.pause
         self._loop = 0
         self._dealt = [*synchroniser.group.seats.taken]  # the virtual workers that have the data of the epoch
+        self._known = {*self._dealt}  # those that have ever taken part
         self._coming: dict[int, int] = {}  # ready to come back, each with its incarnation
+        self._missed = MissedData()
         synchroniser.group.waiting = waiting
         self._redirects = [
             Redirect(trainer, "save_checkpoint", self._on_save),
@@ -110,7 +114,9 @@ class WavesAndCuts(Extension):
         if self._number(BEGIN) < self._synchroniser.last_cut:
             self._loop += 1
         with self._synchronising():
-            self._synchroniser.begin(self._number(BEGIN), first - 1, self._computing)
+            share = EpochShare.of(self._trainer).told
+            shares = self._synchroniser.begin(self._number(BEGIN), first - 1, self._computing, share)
+        self._missed.begin(shares)
 
     def _compare(self) -> None:
         """See that virtual workers can train together on the data that each has."""
@@ -129,6 +135,7 @@ class WavesAndCuts(Extension):
         """The loop knows how much of the epoch is done."""
         if self._intervals is not None:
             self._intervals.begin()
+        self._mark(begun_minibatches(self._trainer)[1])
         redirect.original(*args)
 
     def _meet(self) -> bool:
@@ -156,6 +163,7 @@ class WavesAndCuts(Extension):
             with self._synchronising():
                 cuts = self._synchroniser.synchronise(self._computing, self._preemption.wish > NOTHING)
             self._preemption.wave_ends()
+            self._tell_missed()
             if cuts:
                 self._cut(self._place_of(version), version)
                 self._agree_on_end()
@@ -202,10 +210,12 @@ class WavesAndCuts(Extension):
         found = group.gather([stops, wish, rate, group.index, group.seats.ready()], "the end of an epoch")
         if any(stop for stop, *_ in found) and not stops:
             trainer.should_stop = True
+        self._tell_missed()
         seats = [index for _, wants, _, index, _ in found if wants != LEAVES]
         self._coming = {vw: incarnation for *_, coming in found for vw, incarnation in coming.items()}
         every = minibatches_per_step(trainer, trainer.current_epoch + 1)
-        if self._intervals is not None and self._synchroniser.divide([rate for _, _, rate, *_ in found], every):
+        rates = {index: rate for _, _, rate, index, _ in found}
+        if self._intervals is not None and self._synchroniser.divide(rates, every):
             rank_zero_info(f"shares from epoch {trainer.current_epoch + 1} on: {self._synchroniser.told_shares()}")
             recount_batches(trainer)
         self._preemption.agree([wish for _, wish, *_ in found])
@@ -213,6 +223,20 @@ class WavesAndCuts(Extension):
             self._preemption.leave_unless_all_end()
         if not self._coming:
             self._deal(seats)
+
+    def _mark(self, minibatch: int) -> None:
+        """All have come to a cut after ``minibatch`` of the epoch."""
+        self._missed.mark(self._synchroniser.group.weights.member.clock, minibatch)
+
+    def _tell_missed(self) -> None:
+        """Tell, on virtual worker 0, what those that were lost in this epoch have left of their data."""
+        for vw, clock in self._synchroniser.group.newly_lost().items():
+            if self._trainer.is_global_zero and vw in self._dealt:
+                lengths, epoch = self._synchroniser.lengths, self._trainer.current_epoch
+                sentence, samples = self._missed.report(vw, clock, lengths, epoch)
+                self._synchroniser.missed_samples += samples
+                if sentence:
+                    say(sentence)
 
     def _on_next_epoch(self, redirect: Redirect, *args: Any) -> None:
         """The epoch before is over with its evaluations, checkpoints and hooks: lost ones may come back here."""
@@ -253,7 +277,9 @@ class WavesAndCuts(Extension):
                 # Live weights stay as they are: what hooks have changed is shared when the epoch begins.
                 back = group.readmit(coming, checkpoint, self._number(0))
         for vw in back:
-            rank_zero_info(f"virtual worker {vw} has come back, and takes part from epoch {trainer.current_epoch} on")
+            how = "come back" if vw in self._known else "joined"
+            rank_zero_info(f"virtual worker {vw} has {how}, and takes part from epoch {trainer.current_epoch} on")
+        self._known |= {*back}
         self._deal(group.seats.taken)
 
     def _deal(self, seats: Sequence[int]) -> None:
@@ -300,6 +326,9 @@ class WavesAndCuts(Extension):
         with self._synchronising():
             cut = self._synchroniser.cut(number, version, self._computing)
         if cut:
+            if self._intervals is None:  # else waves are whole ones, but for the last
+                begun, in_epoch = begun_minibatches(self._trainer)
+                self._mark(in_epoch - begun + version)
             self._synchroniser.take_averages(averages(self._trainer))
 
     def _place_of(self, version: int) -> int:

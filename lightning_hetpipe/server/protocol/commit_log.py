@@ -236,6 +236,8 @@ class CommitLog:
             self._incarnation[vw] = incarnation
             self.clock[vw], self._passed[vw] = self._cut_clock, self.cut
             self._behind.add(vw)
+        self._sizes.clear()  # no wave is open at a cut, and those that begin there have these members, too
+        self._count()
 
     def _ready(self) -> list[UpdateId]:
         """Updates to commit next, as soon as no read lease is out."""

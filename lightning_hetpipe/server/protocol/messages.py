@@ -35,7 +35,8 @@ class Parameter:
 class TrainingSignature:
     """Everything that must be the same on all VWs, because the servers compute with it.
 
-    ``settings`` are pairs "name=value" that the protocol only compares.
+    ``settings`` are pairs "name=value" that the protocol only compares. ``least`` is that of VW 0, and may differ on
+    others: with so many VWs, itself among them, a session may begin, and others come later; 0 for all.
     """
 
     version: str
@@ -45,6 +46,7 @@ class TrainingSignature:
     servers: int
     settings: tuple[str, ...]
     parameters: tuple[Parameter, ...]
+    least: int = 0
 
 
 @dataclass(frozen=True)

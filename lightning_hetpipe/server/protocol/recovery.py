@@ -1,6 +1,6 @@
 """Beginning of a generation: whose weights are loaded and what each member has to do, from the VWs' reports (law L5).
 
-    nobody has pulled yet      all VWs must have joined; VW 0's weights are w_0
+    nobody has pulled yet      all VWs must have joined, or as many as VW 0 says; VW 0's weights are w_0
     somebody has               the newest surviving pull is the base. Its members are expected, and whoever is alive;
                                who is not heard of within a lease is left out. The lowest VW that holds that pull loads
                                it; each pushes again what it lacks.
@@ -73,7 +73,8 @@ def decide(
     """
     last = newest_pull(joins)
     if last is None:
-        if absent := [vw for vw in range(_number(joins)) if vw not in joins]:
+        absent = [vw for vw in range(_number(joins)) if vw not in joins]
+        if absent and not (0 in joins and 0 < joins[0].signature.least <= len(joins)):
             return absent
         belongs = dict.fromkeys(joins, True)
         holder, count = 0, 0

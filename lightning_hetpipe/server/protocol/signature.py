@@ -14,7 +14,7 @@ def difference(first: TrainingSignature, other: TrainingSignature) -> str | None
             return f"'{theirs}' instead of '{mine}'"
     for field in fields(TrainingSignature):
         a, b = getattr(first, field.name), getattr(other, field.name)
-        if field.name not in ("settings", "parameters") and a != b:
+        if field.name not in ("settings", "parameters", "least") and a != b:
             return f"{field.name.replace('_', ' ')}: {b!r} instead of {a!r}"
     if len(first.settings) != len(other.settings):
         return f"settings: {', '.join(other.settings)} instead of {', '.join(first.settings)}"

@@ -1,0 +1,153 @@
+"""Measures how long one device of a group takes for a part of a layer's channels."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from math import inf
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from lightning_hetpipe.accelerator import accelerates
+from lightning_hetpipe.capture.microbenchmark import Microbenchmark
+from lightning_hetpipe.capture.pieces import Piece
+from lightning_hetpipe.capture.profiling import ProfilingInput
+from lightning_hetpipe.pipeline.graph_layer import GraphLayer, set_here
+from lightning_hetpipe.pipeline.split.joined_graph import JoinedGraph, joined_graph
+from lightning_hetpipe.pipeline.split.parts import part
+from lightning_hetpipe.pipeline.split.regions import Region, RegionInput, TakenAs
+from lightning_hetpipe.pipeline.split.rewriting import divided_layers, split_graph
+from lightning_hetpipe.pipeline.stage import Layer
+from lightning_hetpipe.pipeline.user.user_section import ProcessState, own_state
+from lightning_hetpipe.pipeline.values import gradients
+from lightning_hetpipe.planning.model.layer_widths import LayerWidths, Width
+from lightning_hetpipe.planning.model.profile import Times
+from lightning_hetpipe.rules.channel_counts import ChannelCounts
+
+PARTS = (0.25, 0.5, 0.75, 1.0)
+"""Parts of a layer's channels that are measured, as far as its units allow them."""
+
+ROUNDS = 6
+"""Rounds in which parts take turns; the least times count, as whatever disturbs adds to them."""
+
+
+def layer_widths(pieces: Sequence[Piece]) -> dict[int, LayerWidths]:
+    """Divisions of the layers of ``pieces`` that a group of devices may make, counted through all; without times.
+
+    A piece with a layer that was not captured as a graph cannot be divided.
+    """
+    found: dict[int, LayerWidths] = {}
+    before = 0
+    for piece in pieces:
+        if piece.layers and all(isinstance(layer.module, GraphLayer) for layer in piece.layers):
+            for number, widths in divided_layers(joined_graph(piece.layers, 0)).items():
+                found[before + number] = replace(widths, run=before + widths.run)
+        before += len(piece.layers)
+    return found
+
+
+def measured_widths(
+    profiling: ProfilingInput, device: torch.device, name: str, tick: Callable[[], object] = lambda: None
+) -> dict[int, LayerWidths]:
+    """As :func:`layer_widths`, with times of layers that begin to be divided, on ``device``.
+
+    Args:
+        profiling: The watched step.
+        device: Where they are measured.
+        name: Of the device, in a profile.
+        tick: Called after each layer.
+    """
+    found = layer_widths(profiling.pieces)
+    for number, (layer, values, piece) in enumerate(profiling.layers):
+        widths = found.get(number)
+        if widths is not None and widths.units:
+            with own_state(ProcessState.seeded(0, 0, "widths")):
+                made = (profiling.generators, profiling.default_dtype, device, profiling.finetuned)
+                calls = [(Microbenchmark(layer, value, piece, *made), times) for value, times in values]
+                own = _widths(layer, calls, widths.units)
+            found[number] = replace(widths, measured={name: own} if own else {})
+        tick()
+    return found
+
+
+def _widths(layer: Layer, calls: Sequence[tuple[Microbenchmark, int]], units: Mapping[str, int]) -> list[Width]:
+    """Times of the parts of ``layer`` that its units can be divided in, in all of its calls together."""
+    counts = {share: {name: round(share * number) for name, number in units.items()} for share in PARTS}
+    parts = [share for share in PARTS if all(counts[share].values())]
+    joined = joined_graph([layer], 0)
+    jobs: dict[float, list[Callable[[], Times]]] = {share: [] for share in parts}
+    for share in parts:
+        splits = {name: (count, units[name] - count) for name, count in counts[share].items()}
+        regions = split_graph(joined, ChannelCounts((1.0, 1.0), splits), 2).regions.values()
+        for benchmark, times in calls:
+            known = _values(benchmark, joined)
+            for region in regions:
+                if region.gives[0]:
+                    leaves = _leaves(region, known, benchmark.device)
+                    jobs[share] += [partial(_member_times, benchmark, region.graphs[0], leaves)] * times
+    least = {share: [Times(inf, inf)] * len(jobs[share]) for share in parts}
+    for _ in range(ROUNDS):
+        for share in parts:
+            least[share] = [
+                Times(*map(min, job(), before)) for job, before in zip(jobs[share], least[share], strict=True)
+            ]
+    name, whole = next(iter(units.items()))
+    return [Width(counts[share][name] / whole, Times(*map(sum, zip(*least[share], strict=True)))) for share in parts]
+
+
+def _member_times(benchmark: Microbenchmark, graph: fx.GraphModule, leaves: Sequence[Any]) -> Times:
+    """Seconds of one forward and backward of the member's ``graph``."""
+    with torch.enable_grad(), benchmark.opened():
+        fresh = [
+            each.detach().requires_grad_(each.requires_grad) if isinstance(each, Tensor) else each for each in leaves
+        ]
+        began = time.perf_counter()
+        outputs = graph(*fresh)
+        _wait(benchmark.device)
+        turned = time.perf_counter()
+        ones = [torch.ones_like(each) if each.is_floating_point() else None for each in outputs]
+        wanted = [each for each in fresh if isinstance(each, Tensor) and each.requires_grad]
+        started = time.perf_counter()
+        gradients(outputs, ones, wanted)
+        _wait(benchmark.device)
+        return Times(turned - began, time.perf_counter() - started)
+
+
+def _values(benchmark: Microbenchmark, joined: JoinedGraph) -> dict[fx.Node, Any]:
+    """Value of each node of ``joined`` for the inputs of the watched step."""
+    _, own = benchmark.inputs()
+    set_here(benchmark.device)
+    scratch = benchmark.scratch
+    held = [getattr(scratch, each) if isinstance(each, str) else each.to(benchmark.device) for _, _, each in joined.own]
+    with torch.enable_grad(), benchmark.opened():
+        _, *given = benchmark.value(own)
+        program = fx.GraphModule({}, joined.graph)
+        runner = fx.Interpreter(program, garbage_collect_values=False)
+        runner.run(*joined.regions, benchmark.device, *held, *given)
+    return dict(zip(joined.graph.nodes, map(runner.env.get, program.graph.nodes), strict=True))
+
+
+def _leaves(region: Region, known: dict[fx.Node, Any], device: torch.device) -> list[Any]:
+    """Inputs of the region as the first member takes them."""
+
+    def taken(each: RegionInput) -> Any:
+        if each.taken is TakenAs.DEVICE:
+            return device
+        value = known[each.node]
+        if not isinstance(value, Tensor):
+            return value
+        own = value.detach() if each.layout is None else part(value.detach(), each.layout, 0).contiguous()
+        if each.taken is TakenAs.MASK:
+            return torch.ones_like(own)
+        return own.clone().requires_grad_(value.requires_grad)
+
+    return [taken(region.inputs[number]) for number in region.takes[0]]
+
+
+def _wait(device: torch.device) -> None:
+    if accelerates(device):
+        torch.accelerator.synchronize(device)

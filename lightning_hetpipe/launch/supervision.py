@@ -1,0 +1,141 @@
+"""Supervision of a run: it is started again from its newest checkpoint where virtual worker 0 is lost.
+
+    supervisor        the command that a person has started; it trains nothing, and so outlives what trains
+    first process     the same command once more: virtual worker 0, which starts the others
+
+The first process and all that it starts hold one end of a pipe. Each line in it is the path of a checkpoint that a run
+can go on from, and its end says that all of them have ended: the lowest virtual worker that is left may save the run
+after virtual worker 0 has died.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import FrameType
+
+from lightning_hetpipe.server.process import parent_death
+from lightning_hetpipe.server.process.notices import say
+from lightning_hetpipe.server.process.server_process import how
+
+VARIABLE = "HETPIPE_SUPERVISED"
+"""The environment variable of a supervised process: the descriptor of its end of the pipe."""
+
+LONGEST = 120.0
+"""Seconds that are waited for the others after virtual worker 0, which end within seconds of it."""
+
+ENDS = (0, 1, 2, 130, 143)
+"""Exit codes with which a command ends by itself; any other one, or a signal, is a loss."""
+
+_PASSED_ON = ("SIGTERM", "SIGUSR1", "SIGUSR2")
+
+_pipe: int | None = None
+
+
+def supervised() -> int | None:
+    """The descriptor of this process's end of the pipe; None where nobody supervises it.
+
+    The variable is taken out of the environment, lest a program believes it of itself that this one starts.
+    """
+    global _pipe
+    if (told := os.environ.pop(VARIABLE, None)) is not None:
+        _pipe = int(told)
+        os.set_inheritable(_pipe, False)
+    return _pipe
+
+
+def note_saved(path: str | Path) -> None:
+    """Tell the supervisor, if there is one, of a checkpoint that the run can go on from."""
+    if _pipe is not None:
+        with contextlib.suppress(OSError):  # it is gone
+            os.write(_pipe, f"{os.path.abspath(path)}\n".encode())
+
+
+class RunSupervisor:
+    """Runs a program to its end, and again where its first process is lost.
+
+    Args:
+        command: Starts the program.
+        folder: The folder to start it in.
+        restarts: How often it is started again, at most.
+        going_on: Gives the arguments by which it goes on from a checkpoint.
+    """
+
+    def __init__(
+        self, command: Sequence[str], folder: str, restarts: int, going_on: Callable[[str], Sequence[str]]
+    ) -> None:
+        self._command, self._folder, self._left, self._going_on = [*command], folder, restarts, going_on
+        self._saved: list[str] = []
+        self._process: subprocess.Popen[bytes] | None = None
+        self._told = False
+
+    def run(self) -> int:
+        """Run it; gives the exit code of the last time."""
+        arguments: list[str] = []
+        with self._passing_signals_on():
+            while True:
+                code, pid = self._once(arguments)
+                if code in ENDS or self._told:
+                    return code if code >= 0 else 128 - code
+                lost = f"virtual worker 0 (process {pid}) {how(code)}"
+                if not self._left:
+                    say(f"{lost}, and the run has ended; no restart is left")
+                    return code if code >= 0 else 128 - code
+                self._left -= 1
+                more = f"({self._left or 'no'} more restart{'s' * (self._left != 1)})"
+                path = next((path for path in reversed(self._saved) if os.path.isfile(path)), None)
+                arguments = arguments if path is None else [*self._going_on(path)]
+                say(f"{lost}, and the run is started again {'anew' if path is None else f'from {path}'} {more}")
+
+    def _once(self, arguments: Sequence[str]) -> tuple[int, int]:
+        ours, theirs = os.pipe()
+        try:
+            process = self._process = subprocess.Popen(
+                parent_death.guarded([*self._command, *arguments]),
+                cwd=self._folder,
+                env={**os.environ, VARIABLE: str(theirs)},
+                pass_fds=[theirs],
+            )
+        finally:
+            os.close(theirs)
+        reader = threading.Thread(target=self._read, args=(ours,), name="hetpipe-supervisor", daemon=True)
+        reader.start()
+        code = process.wait()
+        if code not in ENDS:
+            reader.join(LONGEST)
+        return code, process.pid
+
+    def _read(self, ours: int) -> None:
+        with open(ours, encoding="utf-8", errors="surrogateescape") as pipe:
+            for line in pipe:
+                self._saved.append(line.rstrip("\n"))
+
+    @contextlib.contextmanager
+    def _passing_signals_on(self) -> Iterator[None]:
+        """Leave signals to the program. A terminal's Ctrl-C reaches it by itself."""
+
+        def pass_on(signum: int, frame: FrameType | None) -> None:
+            self._told = True
+            if self._process is not None and signum != signal.SIGINT:
+                with contextlib.suppress(ProcessLookupError):
+                    self._process.send_signal(signum)
+
+        known = [getattr(signal, name) for name in ("SIGINT", *_PASSED_ON) if hasattr(signal, name)]
+        before = {each: signal.signal(each, pass_on) for each in known}
+        try:
+            yield
+        finally:
+            for each, handler in before.items():
+                signal.signal(each, handler)
+
+
+def can_supervise() -> bool:
+    """Tell whether this process may start its program in another one: nobody has started or numbered it."""
+    numbered = ("LOCAL_RANK", "RANK", "NODE_RANK", "SLURM_PROCID")
+    return supervised() is None and sys.platform != "win32" and not any(name in os.environ for name in numbered)

@@ -1,0 +1,103 @@
+"""Missed data: what no virtual worker trains on, as the one whose share it was is lost in the middle of an epoch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import lightning as L
+from torch.utils.data import DataLoader
+
+from lightning_hetpipe.lightning_private import train_loaders
+
+Told = tuple[int, int | None, int | None, int | None]
+"""An :class:`EpochShare`, as virtual workers tell each other of it."""
+
+
+@dataclass(frozen=True)
+class EpochShare:
+    """Share of virtual worker ``vw`` of an epoch.
+
+    Attributes:
+        batches: Minibatches; None where nobody knows.
+        batch_size: Samples of each but the last one; None where nobody knows, as with a batch sampler of one's own.
+        samples: All samples of the loader.
+    """
+
+    vw: int
+    batches: int | None = None
+    batch_size: int | None = None
+    samples: int | None = None
+
+    @classmethod
+    def of(cls, trainer: L.Trainer) -> EpochShare:
+        """The share of the epoch that begins, or goes on, of the virtual worker of ``trainer``."""
+        vw, most, loaders = trainer.global_rank, trainer.num_training_batches, train_loaders(trainer)
+        batches = None if most == math.inf else int(most)
+        if batches is None or len(loaders) != 1 or not isinstance(loaders[0], DataLoader):
+            return cls(vw, batches)
+        sampler: Any = loaders[0].sampler
+        try:
+            return cls(vw, batches, loaders[0].batch_size, len(sampler))
+        except TypeError:  # that of an iterable dataset, which may tell its number of batches
+            return cls(vw, batches)
+
+    @property
+    def told(self) -> Told:
+        return self.vw, self.batches, self.batch_size, self.samples
+
+    def samples_of(self, minibatches: int) -> int | None:
+        """Samples of the first ``minibatches``; None where nobody knows."""
+        if self.batch_size is None or self.samples is None:
+            return None
+        return min(minibatches * self.batch_size, self.samples)
+
+
+class MissedData:
+    """Counts what lost virtual workers have not trained on.
+
+    A virtual worker has as many minibatches behind it as its waves hold since the last cut at which all came to the
+    same minibatch, or since the epoch's beginning.
+    """
+
+    def __init__(self) -> None:
+        self._shares: dict[int, EpochShare] = {}
+        self._marks: list[tuple[int, int]] = []
+
+    def begin(self, shares: Sequence[Told]) -> None:
+        """An epoch begins, or goes on, with the ``shares`` of those that are there.
+
+        Whoever has had data dealt, and is gone by now, leaves as much as it had in the epoch before.
+        """
+        self._shares |= {told[0]: EpochShare(*told) for told in shares}
+        self._marks = []
+
+    def mark(self, clock: int, minibatch: int) -> None:
+        """All that are there are at ``clock``, after ``minibatch`` of the epoch on virtual worker 0."""
+        self._marks.append((clock, minibatch))
+
+    def report(self, vw: int, clock: int, lengths: Sequence[int], epoch: int) -> tuple[str, int]:
+        """Sentence on what of ``epoch`` is missed of ``vw``, which was lost at ``clock``, and its samples, if known.
+
+        The sentence is empty where nothing is missed.
+
+        Args:
+            lengths: W_v of each virtual worker.
+        """
+        share, first = self._shares.get(vw, EpochShare(vw)), self._marks[0][0]
+        since, minibatch = next((mark for mark in reversed(self._marks) if mark[0] <= clock), self._marks[0])
+        done = (minibatch * lengths[vw]) // lengths[0] + max(0, clock - since) * lengths[vw]
+        waves = max(0, clock - first)
+        lost = f"virtual worker {vw} was lost after {waves} wave{'s' * (waves != 1)} of epoch {epoch}"
+        if share.batches is None:
+            return f"{lost}: it has trained on {done} minibatches of its data, and nobody knows how many it missed", 0
+        done = min(done, share.batches)
+        if done == share.batches:
+            return "", 0
+        whole, trained = share.samples_of(share.batches), share.samples_of(done)
+        if whole is None or trained is None:
+            missed = share.batches - done
+            return f"{lost}: {missed} of its {share.batches} minibatches of that epoch were not trained on", 0
+        return f"{lost}: {whole - trained} of its {whole} samples of that epoch were not trained on", whole - trained

@@ -1,0 +1,114 @@
+"""A supervisor starts a program again where its first process is lost, from the newest checkpoint that is there."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from lightning_hetpipe.launch import supervision
+from lightning_hetpipe.launch.supervision import VARIABLE, RunSupervisor, can_supervise, note_saved, supervised
+
+PROGRAM = """
+import os, signal, subprocess, sys
+from lightning_hetpipe.launch.supervision import note_saved, supervised
+
+pipe, folder = supervised(), sys.argv[1]
+assert pipe is not None and "HETPIPE_SUPERVISED" not in os.environ
+with open(f"{folder}/runs", "a") as runs:
+    print(*sys.argv[2:], file=runs)
+times = len(open(f"{folder}/runs").readlines())
+"""
+"""Beginning of a program: each of its runs writes down its further arguments."""
+
+ROOT = Path(__file__).parents[2]
+DIES = "os.kill(os.getpid(), signal.SIGKILL)"
+
+
+def supervise(folder: Path, what: str, restarts: int = 1) -> tuple[int, list[str]]:
+    """Run a program that does ``what``; gives its exit code, and the further arguments of each of its runs."""
+    command = [sys.executable, "-c", PROGRAM + what, str(folder)]
+    code = RunSupervisor(command, str(ROOT), restarts, lambda path: ["from", path]).run()
+    return code, (folder / "runs").read_text().splitlines()
+
+
+@pytest.mark.parametrize(
+    ("ends", "code"), [("", 0), ("sys.exit(1)", 1), ("sys.exit(2)", 2), ("sys.exit(143)", 143), ("sys.exit(130)", 130)]
+)
+def test_what_ends_by_itself_is_not_started_again(ends: str, code: int, tmp_path: Path) -> None:
+    assert supervise(tmp_path, ends) == (code, [""])
+
+
+@pytest.mark.parametrize("loss", [DIES, "os._exit(75)", "os._exit(3)"])
+def test_it_goes_on_from_what_was_saved_last_and_is_there(
+    loss: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The one that is saved after the first process has died, by another one, is the newest."""
+    one, two = tmp_path / "one.ckpt", tmp_path / "two.ckpt"
+    later = f"""
+if times == 1:
+    note_saved("{one}")
+    code = "import os, sys; sys.stdin.read(); open({str(two)!r}, 'w').close(); "
+    code += "os.write(int(sys.argv[1]), b'{two}\\\\n'); os.write(int(sys.argv[1]), b'/removed.ckpt\\\\n')"
+    subprocess.Popen([sys.executable, "-c", code, str(pipe)], stdin=subprocess.PIPE, pass_fds=[pipe])
+    {loss}
+"""
+    assert supervise(tmp_path, later) == (0, ["", f"from {two}"])
+    (said,) = capfd.readouterr().err.splitlines()
+    assert said.startswith("hetpipe: virtual worker 0 (process ")
+    assert said.endswith(f"and the run is started again from {two} (no more restarts).")
+
+
+def test_it_is_started_again_so_often_and_ends_as_it_died(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert supervise(tmp_path, DIES, 2) == (128 + signal.SIGKILL, ["", "", ""])
+    lines = capfd.readouterr().err.splitlines()
+    assert [line.partition("SIGKILL")[2] for line in lines] == [
+        ", and the run is started again anew (1 more restart).",
+        ", and the run is started again anew (no more restarts).",
+        ", and the run has ended; no restart is left.",
+    ]
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+def test_one_that_is_told_to_end_is_not_started_again(signum: int, tmp_path: Path) -> None:
+    """A terminal's Ctrl-C reaches both; SIGTERM is passed on, and kills what does not know it."""
+    both = f"os.kill(os.getppid(), {int(signum)}); signal.signal({int(signum)}, signal.SIG_DFL); "
+    ends = f"os.kill(os.getpid(), {int(signum)})" if signum == signal.SIGINT else "signal.pause()"
+    assert supervise(tmp_path, both + ends) == (128 + signum, [""])
+
+
+def test_a_program_ends_with_its_supervisor(tmp_path: Path) -> None:
+    command: Sequence[str] = [sys.executable, "-c", PROGRAM + "print(os.getpid(), flush=True); signal.pause()"]
+    code = "from lightning_hetpipe.launch.supervision import RunSupervisor; "
+    code += f"RunSupervisor({[*command, str(tmp_path)]!r}, {str(ROOT)!r}, 1, list).run()"
+    supervisor = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert supervisor.stdout is not None
+    supervisor.stdout.readline()
+    supervisor.kill()
+    with supervisor.stdout as out:
+        assert out.read() == "", "it has closed its end"
+    supervisor.wait()
+
+
+def test_who_is_supervised_or_numbered_supervises_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervision, "_pipe", None)
+    for name in ("LOCAL_RANK", "RANK", "NODE_RANK", "SLURM_PROCID"):
+        monkeypatch.delenv(name, raising=False)
+    assert can_supervise()
+    monkeypatch.setenv("RANK", "0")
+    assert not can_supervise()
+    monkeypatch.delenv("RANK")
+    ours, theirs = os.pipe()
+    monkeypatch.setenv(VARIABLE, str(theirs))
+    assert not can_supervise()
+    assert supervised() == theirs
+    assert VARIABLE not in os.environ
+    note_saved("a.ckpt")
+    os.close(theirs)
+    with open(ours) as pipe:
+        assert pipe.read() == f"{os.getcwd()}/a.ckpt\n"

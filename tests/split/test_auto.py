@@ -1,0 +1,128 @@
+"""Groups that the search chooses: which layers can be divided, times of their parts, and fits with ``split="auto"``."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_hetpipe import Cluster, Device, HetPipeStrategy, Node
+from lightning_hetpipe.capture.measured_widths import PARTS
+from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.pipeline.split.joined_graph import joined_graph
+from lightning_hetpipe.pipeline.split.rewriting import divided_layers
+from lightning_hetpipe.placement import measuring, planner
+from lightning_hetpipe.planning.model.layer_widths import LayerWidths, Width
+from lightning_hetpipe.planning.model.profile import LayerBytes, Profile, Times
+from tests.exact.running import fit
+from tests.split.dividing import Whole
+from tests.split.nets import NETS
+from tests.split.test_fits import colours, image_task
+
+Run = tuple[int, dict[str, int], bool]
+
+LAYERS: dict[str, dict[str, Run]] = {
+    "vgg": {
+        "net.0": (0, {"net.0": 8}, False),
+        "net.1": (0, {}, False),
+        "net.3": (0, {}, False),
+        "net.4": (3, {"net.4": 12}, False),
+        "net.6": (3, {}, False),
+        "net.7": (3, {}, False),
+        "net.8": (3, {}, True),
+        "net.11": (8, {"net.11": 5}, False),
+    },
+    "bert": {
+        "net.q": (0, {"net.q": 4}, False),
+        "net.k": (0, {"net.k": 4}, False),
+        "net.v": (0, {"net.v": 4}, False),
+        "net.out": (0, {}, True),
+        "net.first": (5, {"net.first": 16}, False),
+        "net.second": (5, {}, True),
+    },
+    "encoder": {
+        "net.self_attn": (0, {"net.self_attn.in_proj_weight": 4}, True),
+        "net.linear1": (2, {"net.linear1": 16}, False),
+        "net.linear2": (2, {}, True),
+    },
+}
+
+
+@pytest.mark.parametrize("net", LAYERS)
+def test_layers_that_have_the_same_counts_are_one_run(net: str) -> None:
+    make, given, _ = NETS[net]
+    layers = Whole(make(), given()).captured.layers
+    found = divided_layers(joined_graph(layers, 0))
+    assert {layers[n].name: (own.run, dict(own.units), own.sums) for n, own in found.items()} == LAYERS[net]
+
+
+BOX = Cluster([Node("box", [Device("gpu", speed=speed) for speed in (1.0, 4.0, 2.0)], "100 GB/s")])
+
+
+@pytest.fixture
+def profiles(monkeypatch: pytest.MonkeyPatch) -> list[Profile]:
+    """The profiles of fits in which the second convolution takes most of the time."""
+    found: list[Profile] = []
+
+    def profiled(*args: Any, **settings: Any) -> Profile:
+        made = measured(*args, **settings)
+        found.append(made)
+        times = [Times(0.004, 0.008) if layer.name == "net.4" else Times(1e-5, 2e-5) for layer in made.layers]
+        widths = {layer: replace(own, measured={}) for layer, own in made.widths.items()}
+        return replace(made, times=dict.fromkeys(made.times, times), widths=widths)
+
+    measured = measuring.profiled
+    monkeypatch.setattr(planner, "profiled", profiled)
+    return found
+
+
+def test_a_fit_divides_the_layer_that_no_cut_balances(profiles: list[Profile], tmp_path: Any) -> None:
+    loader = colours(14, 4)
+    strategy = HetPipeStrategy(cluster=BOX, split="auto", in_flight=1, weights="stash")
+    together = fit(image_task(), loader, strategy=strategy, precision="64-true")
+    alone = fit(image_task(), loader, strategy=HetPipeStrategy(stages=1, in_flight=1), precision="64-true")
+    (stage,) = strategy.last_run.stages
+    assert "+" in str(stage.device)
+    for one, other in zip(together.states, alone.states, strict=True):
+        for key, weight in one.weights.items():
+            torch.testing.assert_close(other.weights[key], weight, rtol=1e-9, atol=1e-9)
+    (profile,) = profiles
+    wide = profile.widths[[layer.name for layer in profile.layers].index("net.4")]
+    assert [width.part for width in wide.measured["cpu"]] == list(PARTS)
+    assert all(width.times.forward > 0 < width.times.backward for width in wide.measured["cpu"])
+
+
+def test_nothing_is_divided_where_that_does_not_pay(monkeypatch: pytest.MonkeyPatch, profiles: list[Profile]) -> None:
+    slow = Cluster([Node("box", BOX.nodes[0].devices, "1 kB/s")])
+    strategy = HetPipeStrategy(cluster=slow, split="auto", in_flight=2)
+    fit(image_task(), colours(8, 4), strategy=strategy)
+    assert all("+" not in str(stage.device) for stage in strategy.last_run.stages)
+
+
+def test_without_split_no_part_is_measured(profiles: list[Profile]) -> None:
+    fit(image_task(), colours(8, 4), strategy=HetPipeStrategy(cluster=BOX, in_flight=2))
+    assert [profile.widths for profile in profiles] == [{}]
+
+
+def test_widths_of_several_devices_are_joined() -> None:
+    own = {name: (Width(1.0, Times(seconds, seconds)),) for name, seconds in (("a", 1.0), ("b", 2.0))}
+    layer = LayerBytes("net.0", 1, 1, 1)
+    one, other = (
+        Profile(
+            "net",
+            1,
+            [layer],
+            {name: [own[name][0].times]},
+            {},
+            widths={0: LayerWidths(0, {"net.0": 4}, False, {name: own[name]})},
+        )
+        for name in own
+    )
+    assert one.joined(other).widths == {0: LayerWidths(0, {"net.0": 4}, measured=own)}
+
+
+def test_several_virtual_workers_join_no_devices() -> None:
+    with pytest.raises(SettingError, match="split='auto' joins devices of one virtual worker, and there are several"):
+        HetPipeStrategy(split="auto", virtual_workers=2)
