@@ -35,7 +35,7 @@ class Task:
 
     net: Net
     folder: str
-    """Of ``profile.json`` and plans."""
+    """Path of the folder with the profiles and the plans."""
     plan: str = ""
     """Name of a plan there; empty: the model is profiled, or, with ``plain``, trained by Lightning alone."""
     plain: bool = False

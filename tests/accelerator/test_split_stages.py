@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -28,8 +29,9 @@ def test_bit_identical_to_plain_loops(accelerator: TestAccelerator, shares: Sequ
 
 def test_two_groups_of_two(accelerator: TestAccelerator) -> None:
     """A run on four devices has the bits of one on a CPU."""
+    places: list[dict[str, Any]] = [{"accelerator": accelerator, "devices": 4}, {}]
     records = [
         fit(words_task(), sentences(14, 4), strategy=Pinned([0, 2], 3, split={0: (1, 1), 1: (1, 3)}), **where)
-        for where in ({"accelerator": accelerator, "devices": 4}, {})
+        for where in places
     ]
     assert_same_run(*records)

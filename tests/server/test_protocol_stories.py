@@ -573,6 +573,30 @@ def test_a_failure_of_one_that_is_no_member_does_not_concern_the_others(restarte
     wave(world, 0, 2)
 
 
+@pytest.mark.parametrize("early", [False, True])
+def test_a_new_server_learns_which_incarnations_there_were(early: bool) -> None:
+    """One with a smaller number, by another machine's clock, became a member, and what it pushed was never added."""
+    world = World(2)
+    world.begin(1, 9)
+    all_idle(world)
+    wave(world, 0, 1)
+    world.kill(1)
+    world.pass_time(LEASE + 1)
+    wave(world, 0)
+    world.restart(0)
+    if early:
+        world.begin(1, 5)
+        until(world, 1, MemberState.JOIN)
+        world.step(1)
+        del world.vws[1]
+    beat_until_idle(world)
+    answer = ask(world, Heartbeat(1, 5, world.server[0].coordinator.generation))
+    assert isinstance(answer, RemoteFault)
+    assert answer.refusal is Refusal.FENCED
+    assert world.server[0].coordinator.status(world.now)["incarnations"]["1"] == 9
+    wave(world, 0)
+
+
 def test_who_has_left_is_not_waited_for_and_may_say_so_twice() -> None:
     world = started(2)
     wave(world, 0, 1)

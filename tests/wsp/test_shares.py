@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -158,7 +159,7 @@ def test_a_server_that_dies_leaves_no_trace(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_others_go_on_without_one_that_is_lost(tmp_path: Path) -> None:
-    """They still validate together, at ends of waves of virtual worker 0."""
+    """They still validate together, at ends of waves of virtual worker 0, and the second epoch is dealt among them."""
     one = job(tmp_path / "lost", 25, [1, 2, 2], fault=(1, 3, "SIGKILL"), wsp={"lease": 9.0}, validate=True)
     one.more["trainer"] = {"val_check_interval": 3}
     done = start(one)
@@ -166,6 +167,9 @@ def test_others_go_on_without_one_that_is_lost(tmp_path: Path) -> None:
     assert "this run went on without virtual worker 1, which died by SIGKILL" in done.stderr
     ends = [torch.load(one.folder / f"{vw}.pt", weights_only=False) for vw in (0, 2)]
     assert_same(ends[0]["end"].weights, ends[1]["end"].weights)
-    assert [len(each["outputs"]) for each in ends] == [10, 20]
+    assert [len(each["outputs"]) for each in ends] == [5 + 8, 10 + 17]
     assert_same(ends[0]["validated"], ends[1]["validated"])
-    assert len(ends[0]["validated"]) == 2
+    assert len(ends[0]["validated"]) == 1 + 2
+    missed = re.search(r"virtual worker 1 was lost after 1 wave of epoch 0: (\d+) of its (\d+) samples", done.stderr)
+    assert missed is not None
+    assert int(missed[2]) - int(missed[1]) == 2 * 4, "a wave of two minibatches was trained on"

@@ -338,7 +338,16 @@ class Coordinator:
                 self._newcomers[vw] = join
         self.generation = f"{self.epoch}.{found.base.term}"
         self.phase = Phase.LOADING
+        self._learn(found)
         return []
+
+    def _learn(self, recovery: Recovery) -> None:
+        """Take the incarnations of VWs that are gone from the reports: shards know them, and refuse older ones."""
+        for each in recovery.base.included:
+            if each.vw not in recovery.members and each.incarnation > self._incarnation.get(each.vw, -1):
+                if each.vw in self._leases.seen:  # an older one that has come before this was known
+                    self._remove(each.vw)
+                self._incarnation[each.vw] = each.incarnation
 
     def _joined(self, vw: int) -> Answer:
         recovery = self._recovery
