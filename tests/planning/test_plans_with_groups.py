@@ -189,7 +189,7 @@ def test_the_plan_names_members_and_counts() -> None:
 
 
 def test_stages_that_part_a_run_have_its_rows_whole() -> None:
-    """What sums up parts of its input has none to sum up in a stage of its own."""
+    """Rows have no parts of their input to sum up in a stage of their own."""
     layers = [LayerBytes(name, 1, 1, 1) for name in ("columns", "rows")]
     widths = {0: LayerWidths(0, {"net.columns": 64}), 1: LayerWidths(0, sums=True)}
     profile = Profile("mlp", 1, layers, {"gpu": [Times(0.1, 0.2), Times(1.0, 2.0)]}, {}, widths=widths)
