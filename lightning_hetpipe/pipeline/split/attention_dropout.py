@@ -25,7 +25,8 @@ def unfuse_dropouts(graph: fx.Graph, device: fx.Node) -> None:
         if node.target is drawn and node.args[2] is _aten.scaled_dot_product_attention.default:
             path, ordinal, _, *given = node.args
             named = {**dict(zip(_ARGUMENTS, given[3:], strict=False)), **node.kwargs}
-            if not named.get("enable_gqa", False) and len(sizes_of(given[0])) == 4:
+            fixed = len(sizes_of(given[0])) == 4 and isinstance(sizes_of(given[0])[-1], int)
+            if fixed and not named.get("enable_gqa", False):
                 with graph.inserting_before(node):
                     made = _written_out(graph, device, (path, ordinal), given[:3], named)
                 made.meta |= node.meta

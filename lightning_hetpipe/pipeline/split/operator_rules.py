@@ -105,12 +105,12 @@ def _prelu(call: OperatorCall) -> Divided | None:
 def _convolution(dims: int) -> Rule:
     def rule(call: OperatorCall) -> Divided | None:
         weight, bias, groups = (call.arg(n) for n in (1, 2, 6))
-        channel, channels = len(sizes_of(call.node)) - dims - 1, sizes_of(weight)[0]
+        channel = len(sizes_of(call.node)) - dims - 1
         groups = call.kwargs.get("groups", groups or 1)
         layout = call.layout(0)
         if groups > 1:
             return _grouped(call, groups, layout, channel)
-        if (found := call.columns(weight, int(channels))) is None:
+        if (found := call.columns(weight)) is None:
             return None
         operands = {weight: found, **({bias: found} if isinstance(bias, fx.Node) else {})}
         return Divided(found.at(channel), operands)
@@ -121,8 +121,11 @@ def _convolution(dims: int) -> Rule:
 def _grouped(call: OperatorCall, groups: int, layout: ChannelLayout | None, channel: int) -> Divided | None:
     """By whole groups: as its input is divided, where that has whole groups on each member, else as is asked for."""
     image, weight, bias = (call.arg(n) for n in range(3))
-    size, channels = int(sizes_of(image)[channel]) // groups, int(sizes_of(weight)[0])
-    asked = call.columns(weight, channels)
+    came, channels = sizes_of(image)[channel], sizes_of(weight)[0]
+    if not isinstance(came, int) or not isinstance(channels, int):
+        return None
+    size = came // groups
+    asked = call.columns(weight)
     if layout is not None and layout.dim == channel and layout.outer == 1:
         entries = [count * layout.inner for count in layout.counts]
         follows = None if any(each % size for each in entries) else tuple(each // size for each in entries)
@@ -142,7 +145,7 @@ def _grouped(call: OperatorCall, groups: int, layout: ChannelLayout | None, chan
 def _transposed_convolution(dims: int) -> Rule:
     def rule(call: OperatorCall) -> Divided | None:
         weight, bias, groups = call.args[1], call.arg(2), call.arg(6, 1)
-        if groups != 1 or (found := call.columns(weight, int(sizes_of(weight)[1]))) is None:
+        if groups != 1 or (found := call.columns(weight)) is None:
             return None
         operands = {weight: found.at(1), **({bias: found} if isinstance(bias, fx.Node) else {})}
         return Divided(found.at(len(sizes_of(call.node)) - dims - 1), operands)
@@ -159,7 +162,7 @@ def _product(given: int, weight: int, bias: int | None, *, out_first: bool) -> R
             return None
         rank, out, into = len(sizes_of(call.node)), 0 if out_first else 1, 1 if out_first else 0
         added = None if bias is None else call.arg(bias)
-        if (found := call.columns(matrix, int(sizes_of(matrix)[out]))) is not None:
+        if (found := call.columns(matrix)) is not None:
             operands = {matrix: found.at(out), **({added: found} if isinstance(added, fx.Node) else {})}
             return Divided(found.at(rank - 1), operands)
         if layout is None or layout.dim != len(call.sizes(given)) - 1:
@@ -221,7 +224,7 @@ def _attention(call: OperatorCall) -> Divided | None:
 
 def _embedding(call: OperatorCall) -> Divided | None:
     weight = call.args[0]
-    if call.arg(4, False) or (found := call.columns(weight, int(sizes_of(weight)[1]))) is None:
+    if call.arg(4, False) or (found := call.columns(weight)) is None:
         return None
     return Divided(found.at(len(sizes_of(call.node)) - 1), {weight: found.at(1)})
 

@@ -121,7 +121,7 @@ class _Rewriting:
         written, _ = writes_and_views(node)
         if any(each not in self._own or node.target not in _STATISTICS for each in written):
             return None
-        return followed(node, self._layouts, self._several, lambda weight, size: self._columns(node, weight))
+        return followed(node, self._layouts, self._several, lambda weight: self._columns(node, weight))
 
     def _columns(self, node: fx.Node, weight: fx.Node) -> ChannelLayout | None:
         """Division of the output channels of ``node``, by what is asked for its ``weight``."""
