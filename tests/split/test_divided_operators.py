@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.split.dividing import Whole, assert_divided, divided
+from tests.split.dividing import Whole, assert_divided
 
 
 def images(*sizes: int) -> Tensor:
@@ -290,27 +290,3 @@ def test_one_channel_for_all_others() -> None:
             return made
 
     assert_divided(Whole(Gate(), SEQUENCE), shares=(1, 1), counts={"net.gate": (0, 1)})
-
-
-class Scaled(nn.Module):
-    """A linear layer, and a buffer that is a factor for each of its outputs."""
-
-    scale: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(8, 12)
-        self.register_buffer("scale", torch.randn(5, 12))
-
-    def forward(self, x: Tensor) -> Tensor:
-        made: Tensor = self.layer(x) * self.scale
-        return made
-
-
-def test_a_buffer_that_changes_while_weights_stay() -> None:
-    module = Scaled()
-    whole = Whole(module, SEQUENCE)
-    with divided(whole) as both:
-        for _ in range(2):
-            module.scale.add_(1)
-            torch.testing.assert_close(both.results(both.apart), both.results(both.whole))
