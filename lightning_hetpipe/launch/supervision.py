@@ -73,7 +73,7 @@ class RunSupervisor:
         self._command, self._folder, self._left, self._going_on = [*command], folder, restarts, going_on
         self._saved: list[str] = []
         self._process: subprocess.Popen[bytes] | None = None
-        self._told = False
+        self._told: int | None = None  # the signal by which all are to end
 
     def run(self) -> int:
         """Run it; gives the exit code of the last time."""
@@ -81,7 +81,7 @@ class RunSupervisor:
         with self._passing_signals_on():
             while True:
                 code, pid = self._once(arguments)
-                if code in ENDS or self._told:
+                if code in ENDS or self._told is not None:
                     return code if code >= 0 else 128 - code
                 lost = f"virtual worker 0 (process {pid}) {how(code)}"
                 if not self._left:
@@ -104,6 +104,8 @@ class RunSupervisor:
             )
         finally:
             os.close(theirs)
+        if self._told is not None:  # while there was no process, or not this one
+            process.send_signal(self._told)
         reader = threading.Thread(target=self._read, args=(ours,), name="hetpipe-supervisor", daemon=True)
         reader.start()
         code = process.wait()
@@ -121,7 +123,7 @@ class RunSupervisor:
         """Leave signals to the program. A terminal's Ctrl-C reaches it by itself."""
 
         def pass_on(signum: int, frame: FrameType | None) -> None:
-            self._told = True
+            self._told = signum
             if self._process is not None and signum != signal.SIGINT:
                 with contextlib.suppress(ProcessLookupError):
                     self._process.send_signal(signum)

@@ -82,6 +82,19 @@ def test_one_that_is_told_to_end_is_not_started_again(signum: int, tmp_path: Pat
     assert supervise(tmp_path, both + ends) == (128 + signum, [""])
 
 
+def test_a_signal_between_two_processes_ends_the_second_one(tmp_path: Path) -> None:
+    saved = tmp_path / "one.ckpt"
+    saved.touch()
+    what = f"note_saved({str(saved)!r}); " + DIES.join(("times == 1 and ", "; signal.alarm(60); signal.pause()"))
+    command = [sys.executable, "-c", PROGRAM + what, str(tmp_path)]
+
+    def going_on(path: str) -> Sequence[str]:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return ["from", path]
+
+    assert RunSupervisor(command, str(ROOT), 1, going_on).run() == 128 + signal.SIGTERM
+
+
 def test_a_program_ends_with_its_supervisor(tmp_path: Path) -> None:
     command: Sequence[str] = [sys.executable, "-c", PROGRAM + "print(os.getpid(), flush=True); signal.pause()"]
     code = "from lightning_hetpipe.launch.supervision import RunSupervisor; "
