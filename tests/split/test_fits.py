@@ -256,3 +256,61 @@ def test_inputs_of_other_sizes() -> None:
         loader: Any = DataLoader(batches, batch_size=None)  # type: ignore[arg-type]  # a list is a dataset
         records.append(fit(_doubled(Task(net)), loader, strategy=strategy, precision="64-true"))
     assert_close(records[0].end, records[1].end)
+
+
+class Dtypes(Learner):
+    """Looks at the dtype of what the net gives."""
+
+    def __init__(self) -> None:
+        super().__init__(SGD)
+        self.net = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.2))
+        self.seen: list[torch.dtype] = []
+
+    def compute(self, batch: Batch) -> Outputs:
+        made = self.net(batch[0])
+        self.seen.append(made.dtype)
+        return {"loss": made.square().mean()}
+
+
+def test_dropout_under_autocast_is_of_the_dtype_that_it_is_given() -> None:
+    task = Dtypes()
+    fit(task, vectors(14, 4), strategy=Pinned([0], 2, split={0: (2, 1)}), precision="bf16-mixed", max_epochs=1)
+    assert set(task.seen) == {torch.bfloat16}
+
+
+class Scales(nn.Module):
+    """Multiplies by a buffer, which no forward changes."""
+
+    scale: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 8)
+        self.register_buffer("scale", torch.arange(8.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = self.linear(x) * self.scale
+        return made
+
+
+class Doubles(L.Callback):
+    """Doubles the buffer after each minibatch."""
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        assert isinstance(pl_module, Task)
+        scales: Any = pl_module.net[0]
+        scales.scale.mul_(2)
+
+
+def test_a_buffer_that_changes_while_weights_do_not() -> None:
+    """Members take their parts of it anew in each forward; those of weights they keep for a version."""
+    records = []
+    for split in ({}, {"split": {0: (2, 1)}}):
+        torch.manual_seed(8)
+        task = _doubled(Task(nn.Sequential(Scales(), nn.Tanh(), nn.Linear(8, 5))))
+        task.net[0].requires_grad_(False)
+        strategy = Pinned([0, 2], 1, **split)
+        records.append(fit(task, _double(vectors(14, 4)), [Doubles()], strategy=strategy, precision="64-true"))
+    assert_close(records[0].outputs, records[1].outputs)

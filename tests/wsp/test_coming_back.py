@@ -258,6 +258,13 @@ def test_who_comes_back_knows_who_has_come_back_before(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_callbacks_decide_alike_by_a_validation_before_the_return(tmp_path: Path) -> None:
+    """One saves within an epoch, if it knows the metric of the epoch before."""
+    job = coming_back(tmp_path, validate=True, saves={"monitor": "count", "every_n_train_steps": 4})
+    ended_well(job)
+
+
+@pytest.mark.slow
 def test_without_room_for_the_state_the_others_train_on(tmp_path: Path) -> None:
     small = tmp_path / "small"
     small.mkdir()

@@ -11,6 +11,7 @@ from torch import Tensor, fx
 from lightning_hetpipe.pipeline.random.generators import drawn
 from lightning_hetpipe.pipeline.split.masks import size_in, source_of
 from lightning_hetpipe.pipeline.split.operator_call import sizes_of
+from lightning_hetpipe.torch_private.graphs import SAFE_SOFTMAX
 
 _aten = torch.ops.aten
 _ARGUMENTS = ("attn_mask", "dropout_p", "is_causal")
@@ -25,7 +26,8 @@ def unfuse_dropouts(graph: fx.Graph, device: fx.Node) -> None:
         if node.target is drawn and node.args[2] is _aten.scaled_dot_product_attention.default:
             path, ordinal, _, *given = node.args
             named = {**dict(zip(_ARGUMENTS, given[3:], strict=False)), **node.kwargs}
-            if not named.get("enable_gqa", False) and len(sizes_of(given[0])) == 4:
+            fixed = len(sizes_of(given[0])) == 4 and isinstance(sizes_of(given[0])[-1], int)
+            if fixed and not named.get("enable_gqa", False):
                 with graph.inserting_before(node):
                     made = _written_out(graph, device, (path, ordinal), given[:3], named)
                 made.meta |= node.meta
@@ -60,7 +62,7 @@ def _written_out(graph: fx.Graph, device: fx.Node, name: Any, operands: Any, nam
         scores = call(_aten.masked_fill.Scalar, (scores, hidden, -math.inf), query, tuple(sizes_of(scores)))
     elif mask is not None:
         scores = call(_aten.add.Tensor, (scores, mask), query, tuple(sizes_of(scores)))
-    shares = call(_aten.softmax.int, (scores, -1), query, tuple(sizes_of(scores)))
+    shares = call(SAFE_SOFTMAX, (scores, -1), query, tuple(sizes_of(scores)))
     dropped = call(
         drawn, (*name, _aten.dropout.default, shares, named["dropout_p"], True), query, tuple(sizes_of(scores))
     )

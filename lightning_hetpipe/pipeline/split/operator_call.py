@@ -42,7 +42,7 @@ class OperatorCall:
         target: The operator.
         args, kwargs: What it is given.
         layouts: Of those of its operands that are divided.
-        columns: Gives, for a weight and the number of output channels, the layout to begin with; None to leave it
+        columns: Gives, for a weight, the layout of output channels to begin with; None to leave it
             whole. Its ``dim`` is 0.
     """
 
@@ -51,7 +51,7 @@ class OperatorCall:
     args: Sequence[Any]
     kwargs: Mapping[str, Any]
     layouts: Mapping[fx.Node, ChannelLayout]
-    columns: Callable[[Any, int], ChannelLayout | None]
+    columns: Callable[[Any], ChannelLayout | None]
 
     def arg(self, position: int, default: Any = None) -> Any:
         return self.args[position] if position < len(self.args) else default

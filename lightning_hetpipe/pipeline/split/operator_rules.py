@@ -34,6 +34,8 @@ def _elementwise(call: OperatorCall) -> Divided | None:
     if len(found) != 1:
         return None
     (layout,) = found
+    if any(sizes_of(node)[own.dim] != out[layout.dim] for node, own in call.layouts.items()):
+        return None  # its one channel is for all
     operands = dict(call.layouts)
     for node in call.node.all_input_nodes:
         sizes = sizes_of(node)
@@ -105,12 +107,12 @@ def _prelu(call: OperatorCall) -> Divided | None:
 def _convolution(dims: int) -> Rule:
     def rule(call: OperatorCall) -> Divided | None:
         weight, bias, groups = (call.arg(n) for n in (1, 2, 6))
-        channel, channels = len(sizes_of(call.node)) - dims - 1, sizes_of(weight)[0]
+        channel = len(sizes_of(call.node)) - dims - 1
         groups = call.kwargs.get("groups", groups or 1)
         layout = call.layout(0)
         if groups > 1:
             return _grouped(call, groups, layout, channel)
-        if (found := call.columns(weight, int(channels))) is None:
+        if (found := call.columns(weight)) is None:
             return None
         operands = {weight: found, **({bias: found} if isinstance(bias, fx.Node) else {})}
         return Divided(found.at(channel), operands)
@@ -121,8 +123,11 @@ def _convolution(dims: int) -> Rule:
 def _grouped(call: OperatorCall, groups: int, layout: ChannelLayout | None, channel: int) -> Divided | None:
     """By whole groups: as its input is divided, where that has whole groups on each member, else as is asked for."""
     image, weight, bias = (call.arg(n) for n in range(3))
-    size, channels = int(sizes_of(image)[channel]) // groups, int(sizes_of(weight)[0])
-    asked = call.columns(weight, channels)
+    came, channels = sizes_of(image)[channel], sizes_of(weight)[0]
+    if not isinstance(came, int) or not isinstance(channels, int):
+        return None
+    size = came // groups
+    asked = call.columns(weight)
     if layout is not None and layout.dim == channel and layout.outer == 1:
         entries = [count * layout.inner for count in layout.counts]
         follows = None if any(each % size for each in entries) else tuple(each // size for each in entries)
@@ -142,7 +147,7 @@ def _grouped(call: OperatorCall, groups: int, layout: ChannelLayout | None, chan
 def _transposed_convolution(dims: int) -> Rule:
     def rule(call: OperatorCall) -> Divided | None:
         weight, bias, groups = call.args[1], call.arg(2), call.arg(6, 1)
-        if groups != 1 or (found := call.columns(weight, int(sizes_of(weight)[1]))) is None:
+        if groups != 1 or (found := call.columns(weight)) is None:
             return None
         operands = {weight: found.at(1), **({bias: found} if isinstance(bias, fx.Node) else {})}
         return Divided(found.at(len(sizes_of(call.node)) - dims - 1), operands)
@@ -159,8 +164,10 @@ def _product(given: int, weight: int, bias: int | None, *, out_first: bool) -> R
             return None
         rank, out, into = len(sizes_of(call.node)), 0 if out_first else 1, 1 if out_first else 0
         added = None if bias is None else call.arg(bias)
-        if (found := call.columns(matrix, int(sizes_of(matrix)[out]))) is not None:
-            operands = {matrix: found.at(out), **({added: found} if isinstance(added, fx.Node) else {})}
+        if (found := call.columns(matrix)) is not None:
+            sizes, operands = sizes_of(added), {matrix: found.at(out)}
+            if isinstance(added, fx.Node) and sizes and sizes[-1] == sizes_of(matrix)[out]:  # else one for all channels
+                operands[added] = found.at(len(sizes) - 1)
             return Divided(found.at(rank - 1), operands)
         if layout is None or layout.dim != len(call.sizes(given)) - 1:
             return None
@@ -221,7 +228,7 @@ def _attention(call: OperatorCall) -> Divided | None:
 
 def _embedding(call: OperatorCall) -> Divided | None:
     weight = call.args[0]
-    if call.arg(4, False) or (found := call.columns(weight, int(sizes_of(weight)[1]))) is None:
+    if call.arg(4, False) or (found := call.columns(weight)) is None:
         return None
     return Divided(found.at(len(sizes_of(call.node)) - 1), {weight: found.at(1)})
 
@@ -250,7 +257,7 @@ _BY_RULE: list[tuple[Rule, str]] = [
     (_over_last(3), "max_pool3d max_pool3d_with_indices avg_pool3d adaptive_avg_pool3d adaptive_max_pool3d"),
     (_over_last(3), "upsample_nearest3d upsample_trilinear3d"),
     (_pad, "pad constant_pad_nd"),
-    (shape_rules.over_given(1), "softmax log_softmax cumsum"),
+    (shape_rules.over_given(1), "softmax _safe_softmax log_softmax cumsum"),
     (shape_rules.over_given(1, default=None, keep=2), "mean sum amax amin logsumexp"),
     (shape_rules.over_given(1, default=None), "flip"),
     (_batch_norm, "batch_norm instance_norm"),

@@ -157,7 +157,7 @@ class _RegionRun:
         if not isinstance(given, Tensor):
             return given
         with torch.no_grad():
-            if each.is_weight:
+            if each.is_weight and isinstance(given, nn.Parameter):  # a buffer may change without a version
                 taken = self._weights.of(given, each.layout, member, device)
             elif each.layout is None or each.taken is TakenAs.HELD:
                 taken = move(given, device)

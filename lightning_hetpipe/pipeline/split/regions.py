@@ -42,7 +42,7 @@ class RegionInput:
         node: In the graph of the segment.
         taken: How.
         layout: Of what each member takes; None for what is whole.
-        is_weight: Whether it is a parameter of a layer, of which parts are kept for each version.
+        is_weight: Whether it is a tensor of a layer: of parameters, parts are kept for each version.
     """
 
     node: fx.Node

@@ -177,7 +177,7 @@ def _arrives(feeder: fx.Node, layout: ChannelLayout, order: Sequence[fx.Node], t
     return False
 
 
-def _given(columns: ChannelLayout | None, weight: fx.Node, channels: int) -> ChannelLayout | None:
+def _given(columns: ChannelLayout | None, weight: fx.Node) -> ChannelLayout | None:
     return columns
 
 
@@ -185,7 +185,7 @@ def followed(
     node: fx.Node,
     layouts: Mapping[fx.Node, ChannelLayout],
     several: Mapping[fx.Node, Sequence[ChannelLayout | None]],
-    columns: Callable[[fx.Node, int], ChannelLayout | None],
+    columns: Callable[[fx.Node], ChannelLayout | None],
 ) -> Divided | None:
     """Find how members compute ``node``, where operands have ``layouts``, or are one of ``several`` outputs."""
     source = node.args[0] if node.args else None

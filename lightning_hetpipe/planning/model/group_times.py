@@ -14,6 +14,9 @@ from dataclasses import dataclass
 from lightning_hetpipe.planning.model.cluster import Cluster, DeviceSlot, Link
 from lightning_hetpipe.planning.model.profile import Profile, Times
 
+MOST_UNITS = 256
+"""Finest division of a layer that is looked at: one of more units is divided in these proportions."""
+
 
 @dataclass(frozen=True)
 class GroupTimes:
@@ -21,7 +24,7 @@ class GroupTimes:
 
     Attributes:
         times: Of each layer; what is not divided runs on the first device.
-        counts: By layer, how many units each device computes, of those that are divided.
+        counts: By layer, how many units of its run each device computes, of those that are divided.
     """
 
     times: Sequence[Times]
@@ -44,7 +47,7 @@ def group_times(
     """
     own = [profile.times_on(slot.device) for slot in slots]
     times, counts = list(own[0]), dict[int, tuple[int, ...]]()
-    for layers in _runs(profile):
+    for layers in _runs(profile) if len(slots) > 1 else ():
         run = _DividedRun(profile, cluster, slots, own, layers)
         units = run.units
         caps = [units] * len(slots) if most is None else [int(units * part) for part in most]
@@ -52,7 +55,7 @@ def group_times(
         if found is not None and found[0] != units:
             for layer, each in zip(layers, run.times(found), strict=True):
                 times[layer] = each
-            counts |= {layer: found for layer in layers if profile.widths[layer].units}
+            counts |= dict.fromkeys(layers, found)
     return GroupTimes(times, counts)
 
 
@@ -90,12 +93,13 @@ def _runs(profile: Profile) -> list[list[int]]:
     runs: dict[int, list[int]] = {}
     for layer, widths in sorted(profile.widths.items()):
         runs.setdefault(widths.run, []).append(layer)
-    return [layers for layers in runs.values() if _units(profile, layers) > 1]
+    begun = [layers for layers in runs.values() if any(profile.widths[layer].units for layer in layers)]
+    return [layers for layers in begun if _units(profile, layers) > 1]
 
 
 def _units(profile: Profile, layers: Sequence[int]) -> int:
-    """Units that all of ``layers`` can be divided in; of several numbers the least."""
-    return min((units for layer in layers for units in profile.widths[layer].units.values()), default=0)
+    """Units that all of ``layers`` can be divided in; of several numbers the least, and no more than are of use."""
+    return min((MOST_UNITS, *(units for layer in layers for units in profile.widths[layer].units.values())))
 
 
 class _DividedRun:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
+import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_hetpipe.errors import SettingError
@@ -40,8 +41,8 @@ LOOP, EPOCH = 1 << 56, 1 << 32
 and the place in it, so that virtual workers with different numbers of batches agree."""
 BEGIN = 1
 """The place of an epoch's beginning, or of where a loop goes on in one; and the next one is."""
-LOADERS = "the epochs in which loaders were made"
-"""Name of what those that come back are told with what all have agreed on."""
+LOADERS, METRICS = "the epochs in which loaders were made", "metrics that callbacks see"
+"""Names of what those that come back are told with what all have agreed on."""
 LAST_SAVE, LAST_VALIDATION, END = EPOCH - 3, EPOCH - 2, EPOCH - 1
 """Places in an epoch that all virtual workers have, however many batches there are."""
 
@@ -257,6 +258,9 @@ class WavesAndCuts(Extension):
         self._compare()
         self._compared, self._loop = True, group.weights.member.cut // LOOP
         make_loaders_as(trainer, group.seats.agreed[LOADERS])
+        # Callbacks decide by them, such as one that saves within an epoch by the last validation; all have to alike.
+        device = trainer.strategy.root_device
+        trainer.callback_metrics.update({name: value.to(device) for name, value in group.seats.agreed[METRICS]})
         group.take_part()
 
     def _on_validation_loaders(self, redirect: Redirect, *args: Any) -> None:
@@ -276,6 +280,8 @@ class WavesAndCuts(Extension):
         with self._pausing(), tempfile.TemporaryDirectory(prefix="hetpipe-") as folder:
             checkpoint = Path(folder, "state.ckpt")
             group.seats.agreed[LOADERS] = loaders_made(trainer)
+            metrics = trainer.callback_metrics.items()
+            group.seats.agreed[METRICS] = [(name, torch.as_tensor(value).cpu()) for name, value in metrics]
             self._synchroniser.save_for_returning(checkpoint)
             with self._synchronising():
                 # Live weights stay as they are: what hooks have changed is shared when the epoch begins.
