@@ -261,9 +261,9 @@ def test_inputs_of_other_sizes() -> None:
 class Dtypes(Learner):
     """Looks at the dtype of what the net gives."""
 
-    def __init__(self) -> None:
+    def __init__(self, net: nn.Module) -> None:
         super().__init__(SGD)
-        self.net = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.2))
+        self.net = net
         self.seen: list[torch.dtype] = []
 
     def compute(self, batch: Batch) -> Outputs:
@@ -272,8 +272,22 @@ class Dtypes(Learner):
         return {"loss": made.square().mean()}
 
 
-def test_dropout_under_autocast_is_of_the_dtype_that_it_is_given() -> None:
-    task = Dtypes()
+class WritesInto(nn.Module):
+    """Adds its input in place to what a linear layer makes of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.linear(x)
+        y += x
+        return y.relu_()
+
+
+@pytest.mark.parametrize("make", [lambda: nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.2)), WritesInto])
+def test_dtypes_under_autocast_are_those_of_the_unsplit_layers(make: Callable[[], nn.Module]) -> None:
+    task = Dtypes(make())
     fit(task, vectors(14, 4), strategy=Pinned([0], 2, split={0: (2, 1)}), precision="bf16-mixed", max_epochs=1)
     assert set(task.seen) == {torch.bfloat16}
 

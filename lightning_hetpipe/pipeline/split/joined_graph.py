@@ -131,8 +131,14 @@ def _without_writes(graph: fx.Graph) -> None:
             node.update_arg(2, plain)
         else:
             node.target = plain
-        for user in _after(node, list(value.users)):
-            user.replace_input_with(value, node)
+        users, left = [*_after(node, list(value.users))], node
+        if len(node.all_input_nodes) > 1:  # in place it has the dtype of what it is written into
+            with graph.inserting_after(node):
+                left = graph.call_function(torch.ops.aten.type_as.default, (node, value))
+            left.meta |= node.meta
+            node.replace_all_uses_with(left, lambda user, own=left: user is not own)
+        for user in users:
+            user.replace_input_with(value, left)
 
 
 def _after(node: fx.Node, users: Sequence[fx.Node]) -> Iterator[fx.Node]:

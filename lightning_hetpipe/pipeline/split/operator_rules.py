@@ -54,6 +54,11 @@ def _unary(call: OperatorCall) -> Divided | None:
     return None if layout is None or len(call.layouts) > 1 else Divided(layout, call.layouts)
 
 
+def _type_as(call: OperatorCall) -> Divided | None:
+    """The second operand is, of the same sizes, what the first one was written into."""
+    return (_elementwise if call.sizes(0) == call.sizes(1) else _unary)(call)
+
+
 def _over_last(dims: int) -> Rule:
     """Something is done to the last ``dims`` dimensions, which are not divided."""
 
@@ -247,7 +252,8 @@ def _operators(names: str) -> list[Any]:
 
 _BY_RULE: list[tuple[Rule, str]] = [
     (_elementwise, "hardswish floor_divide log_sigmoid logsigmoid where dropout"),
-    (_unary, "to _to_copy contiguous alias detach lift_fresh_copy zeros_like ones_like full_like type_as"),
+    (_unary, "to _to_copy contiguous alias detach lift_fresh_copy zeros_like ones_like full_like"),
+    (_type_as, "type_as"),
     (
         _over_last(1),
         "max_pool1d avg_pool1d adaptive_avg_pool1d adaptive_max_pool1d upsample_nearest1d upsample_linear1d",
