@@ -42,11 +42,11 @@ class ChannelCounts:
         for layer, counts in self.splits.items():
             if layer not in divisible:
                 raise SettingError(
-                    f"the split names '{layer}', which is no layer of its stage that can be divided"
+                    f"the plan's splits name '{layer}', which is no layer of its stage that can be divided"
                     f"{nearest(layer, divisible) or '; those are ' + (', '.join(divisible) or 'none')}"
                 )
             if sum(counts) not in divisible[layer]:
                 raise SettingError(
-                    f"the split of '{layer}' gives its members {sum(counts)} units ({', '.join(map(str, counts))}), and"
+                    f"the plan's split of '{layer}' gives its members {sum(counts)} units ({', '.join(map(str, counts))}), and"
                     f" it is divided in {' or '.join(map(str, divisible[layer]))}; give counts that add up to that"
                 )

@@ -48,11 +48,14 @@ def test_a_plan_with_a_group_is_followed() -> None:
     [
         (
             {"net.5": (5, 7)},
-            "the split names 'net.5', which is no layer of its stage that can be divided; did you mean",
+            "the plan's splits name 'net.5', which is no layer of its stage that can be divided; did you mean",
         ),
-        ({"head": (5, 7)}, "the split names 'head', which is no layer of its stage .*; those are net.0, net.4"),
-        ({"net.8": (8, 8)}, "the split names 'net.8', which is no layer of its stage"),
-        ({"net.4": (5, 6)}, r"the split of 'net.4' gives its members 11 units \(5, 6\), and it is divided in 12"),
+        ({"head": (5, 7)}, "the plan's splits name 'head', which is no layer of its stage .*; those are net.0, net.4"),
+        ({"net.8": (8, 8)}, "the plan's splits name 'net.8', which is no layer of its stage"),
+        (
+            {"net.4": (5, 6)},
+            r"the plan's split of 'net.4' gives its members 11 units \(5, 6\), and it is divided in 12",
+        ),
     ],
 )
 def test_counts_that_fit_no_layer(splits: dict[str, tuple[int, ...]], says: str) -> None:
