@@ -306,12 +306,20 @@ def recount_batches(trainer: L.Trainer) -> None:
     loop.max_batches = min(limits) if loader._mode == "min_size" else max(limits)
     if isinstance(trainer.val_check_interval, float):
         trainer.val_check_batch = max(1, int(loop.max_batches * trainer.val_check_interval))
+    validate_in_epoch(trainer)
     if validation._combined_loader is not None:
         most = trainer.limit_val_batches
         validation._max_batches = [
             _limited(before, each, most)
             for before, each in zip(validation._max_batches, validation._combined_loader.flattened, strict=True)
         ]
+
+
+def validate_in_epoch(trainer: L.Trainer) -> None:
+    """Have a fit validate at the end of an epoch that has become shorter than ``val_check_interval``."""
+    interval, most = trainer.val_check_interval, trainer.fit_loop.max_batches
+    if isinstance(interval, int) and trainer.check_val_every_n_epoch is not None:
+        trainer.val_check_batch = max(1, int(min(int(interval), most)))
 
 
 def _limited(before: int | float, loader: Any, most: int | float) -> int | float:

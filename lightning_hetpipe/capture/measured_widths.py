@@ -89,6 +89,8 @@ def _widths(layer: Layer, calls: Sequence[tuple[Microbenchmark, int]], units: Ma
                 if region.gives[0]:
                     leaves = _leaves(region, known, benchmark.device)
                     jobs[share] += [partial(_member_times, benchmark, region.graphs[0], leaves)] * times
+    if not all(jobs.values()):  # by itself it has nothing to divide
+        return []
     least = {share: [Times(inf, inf)] * len(jobs[share]) for share in parts}
     for _ in range(ROUNDS):
         for share in parts:

@@ -33,7 +33,17 @@ LONGEST = 120.0
 ENDS = (0, 1, 2, 130, 143)
 """Exit codes with which a command ends by itself; any other one, or a signal, is a loss."""
 
-_PASSED_ON = ("SIGTERM", "SIGUSR1", "SIGUSR2")
+_PASSED_ON = ("SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2")
+_NUMBERED = (
+    "LOCAL_RANK",
+    "RANK",
+    "NODE_RANK",
+    "SLURM_PROCID",
+    "OMPI_COMM_WORLD_RANK",
+    "PMI_RANK",
+    "JSM_NAMESPACE_RANK",
+)
+_SOON = 1.0  # seconds after which SIGINT is passed on: by then Lightning ignores a second one
 
 _pipe: int | None = None
 
@@ -73,7 +83,7 @@ class RunSupervisor:
         self._command, self._folder, self._left, self._going_on = [*command], folder, restarts, going_on
         self._saved: list[str] = []
         self._process: subprocess.Popen[bytes] | None = None
-        self._told = False
+        self._told: int | None = None  # the signal by which all are to end
 
     def run(self) -> int:
         """Run it; gives the exit code of the last time."""
@@ -81,7 +91,7 @@ class RunSupervisor:
         with self._passing_signals_on():
             while True:
                 code, pid = self._once(arguments)
-                if code in ENDS or self._told:
+                if code in ENDS or self._told is not None:
                     return code if code >= 0 else 128 - code
                 lost = f"virtual worker 0 (process {pid}) {how(code)}"
                 if not self._left:
@@ -104,6 +114,8 @@ class RunSupervisor:
             )
         finally:
             os.close(theirs)
+        if self._told is not None:  # while there was no process, or not this one
+            process.send_signal(self._told)
         reader = threading.Thread(target=self._read, args=(ours,), name="hetpipe-supervisor", daemon=True)
         reader.start()
         code = process.wait()
@@ -118,24 +130,43 @@ class RunSupervisor:
 
     @contextlib.contextmanager
     def _passing_signals_on(self) -> Iterator[None]:
-        """Leave signals to the program. A terminal's Ctrl-C reaches it by itself."""
+        """Leave signals to the program. A terminal's Ctrl-C reaches it by itself, one sent to all after all."""
 
         def pass_on(signum: int, frame: FrameType | None) -> None:
-            self._told = True
-            if self._process is not None and signum != signal.SIGINT:
-                with contextlib.suppress(ProcessLookupError):
-                    self._process.send_signal(signum)
+            self._told = signum
+            if signum != signal.SIGINT:
+                self._send(self._process, signum)
+            elif not _is_in_foreground():
+                later = threading.Timer(_SOON, self._send, (self._process, signum))
+                later.daemon = True
+                later.start()
 
-        known = [getattr(signal, name) for name in ("SIGINT", *_PASSED_ON) if hasattr(signal, name)]
-        before = {each: signal.signal(each, pass_on) for each in known}
+        known = [getattr(signal, name) for name in _PASSED_ON if hasattr(signal, name)]
+        # One that is ignored here, as SIGINT in the background of a script, stays so in the program.
+        heard = [each for each in known if signal.getsignal(each) is not signal.SIG_IGN]
+        before = {each: signal.signal(each, pass_on) for each in heard}
         try:
             yield
         finally:
             for each, handler in before.items():
                 signal.signal(each, handler)
 
+    @staticmethod
+    def _send(process: subprocess.Popen[bytes] | None, signum: int) -> None:
+        if process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                process.send_signal(signum)
+
+
+def _is_in_foreground() -> bool:
+    """Tell whether Ctrl-C at a terminal reaches this process, and so all of its group."""
+    try:
+        with open("/dev/tty") as terminal:
+            return os.tcgetpgrp(terminal.fileno()) == os.getpgrp()
+    except OSError:  # there is none
+        return False
+
 
 def can_supervise() -> bool:
     """Tell whether this process may start its program in another one: nobody has started or numbered it."""
-    numbered = ("LOCAL_RANK", "RANK", "NODE_RANK", "SLURM_PROCID")
-    return supervised() is None and sys.platform != "win32" and not any(name in os.environ for name in numbered)
+    return supervised() is None and sys.platform != "win32" and not any(name in os.environ for name in _NUMBERED)

@@ -40,7 +40,7 @@ from lightning_hetpipe.strategy.saved_states import add_states, note_shares, tak
 from lightning_hetpipe.strategy.weights import HostWeights
 from lightning_hetpipe.strategy.wsp_callback import WSPCallback
 from lightning_hetpipe.workers import collectives
-from lightning_hetpipe.workers.shared_data import InjectedRank, IntervalOfFirst, Shares, deal_among
+from lightning_hetpipe.workers.shared_data import InjectedRank, Shares, deal_among, let_be_long
 from lightning_hetpipe.workers.shared_metrics import share
 from lightning_hetpipe.workers.synchroniser import NoSynchroniser, Synchroniser
 
@@ -174,8 +174,8 @@ class VirtualWorkers(HostWeights):
         if any(isinstance(callback, LearningRateFinder) for callback in callbacks):
             rank_zero_info("shares stay equal: a search for a learning rate waits for all after every step")
             return
-        if self.global_rank and type(trainer.val_check_interval) is int:
-            trainer.val_check_interval = IntervalOfFirst(trainer.val_check_interval)
+        if self.global_rank:
+            let_be_long(trainer)
         recorded = None if recorded is None else whole_steps(recorded, trainer.accumulate_grad_batches)
         lengths = given if isinstance(given, tuple) else recorded
         self._shares = Shares(self.global_rank, self.world_size, lengths, given == "auto")
@@ -402,10 +402,12 @@ class VirtualWorkers(HostWeights):
         agreed.append(f"checksum of plan={None if self.plan is None else self.plan.fingerprint}")
         agreed.append(f"shares={self._shares or 'equal'}")
         synchroniser.enter(agreed)
-        if self._group.seats.returning is not None and train_loaders(trainer):  # made before it had a seat
-            for loader in train_loaders(trainer):
+        if self._group.seats.returning is not None:
+            let_be_long(trainer)
+            for loader in train_loaders(trainer):  # made before it had a seat
                 deal_among(self._group.seats.taken, self.global_rank, loader)
-            recount_batches(trainer)
+            if train_loaders(trainer):
+                recount_batches(trainer)
         self._shared = synchroniser
         return synchroniser
 

@@ -16,6 +16,9 @@ from torch.overrides import (
 GRAPH_GUARDS = "_guards_fn"
 """The submodule of an exported graph that checks whether inputs are of the kind that it was made for."""
 
+SAFE_SOFTMAX = torch.ops.aten._safe_softmax.default
+"""Softmax as attention has it: zeros where all is hidden."""
+
 
 def split_outputs(graph: fx.GraphModule) -> list[fx.Node]:
     """Leave an exported graph that gives a pair only the first of it; return the nodes of the second."""

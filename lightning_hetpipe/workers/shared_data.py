@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
+import lightning as L
 from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSampler
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, Sampler
 
@@ -17,15 +18,21 @@ class InjectedRank(int):
     """Rank of a virtual worker, in samplers that Lightning has made: one of the user's has a plain number."""
 
 
-class IntervalOfFirst(int):
-    """``val_check_interval`` in minibatches of virtual worker 0's, on another one, which may have fewer: Lightning
-    refuses intervals that are larger than the number of minibatches, and this one never is."""
+class LongInterval(int):
+    """``val_check_interval`` that may be longer than an epoch, as where it is virtual worker 0's, on another one with
+    fewer minibatches: Lightning refuses intervals that are larger than their number, and this one never is."""
 
     def __gt__(self, other: object) -> bool:
         return False
 
     def __reduce__(self) -> tuple[Any, ...]:
         return int, (int(self),)
+
+
+def let_be_long(trainer: L.Trainer) -> None:
+    """Have Lightning take a ``val_check_interval`` of ``trainer`` that is longer than an epoch here."""
+    if type(trainer.val_check_interval) is int:
+        trainer.val_check_interval = LongInterval(trainer.val_check_interval)
 
 
 class Shares:
@@ -105,7 +112,7 @@ class SharedSampler(Sampler[int]):
     def _dealt(self) -> Iterator[range]:
         shares, samples = self.shares, len(self._whole)
         lengths = [shares.lengths[vw] for vw in shares.seats]
-        return dealt_samples(samples, self._batch_size, lengths, shares.seats.index(shares.vw), self._drop_last)
+        return dealt_samples(samples, self._batch_size, lengths, _place(shares.seats, shares.vw), self._drop_last)
 
 
 def deal_among(seats: Sequence[int], vw: int, loader: Any) -> None:
@@ -117,13 +124,19 @@ def deal_among(seats: Sequence[int], vw: int, loader: Any) -> None:
     if isinstance(sampler, SharedSampler):
         sampler.shares.seats = seats
     elif isinstance(sampler, DistributedSampler) and isinstance(sampler.rank, InjectedRank):
-        epoch, rank = sampler.epoch, InjectedRank(seats.index(vw))
+        epoch, rank = sampler.epoch, InjectedRank(_place(seats, vw))
         last = {"drop_last": sampler.drop_last}
         # Of the base class: Lightning's wrapper of a user's sampler has that as its dataset by now.
         unrepeated = isinstance(sampler, UnrepeatedDistributedSampler)  # of predictions
         base: Any = UnrepeatedDistributedSampler if unrepeated else DistributedSampler
         base.__init__(sampler, sampler.dataset, len(seats), rank, sampler.shuffle, sampler.seed, **last)
         sampler.set_epoch(epoch)
+
+
+def _place(seats: Sequence[int], vw: int) -> int:
+    """Place of ``vw`` among ``seats``; the first for one that is still to get a seat, and counts what the others have
+    counted when they began, as for a schedule of learning rates."""
+    return seats.index(vw) if vw in seats else 0
 
 
 def _is_injected(loader: DataLoader[Any]) -> bool:

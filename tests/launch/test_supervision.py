@@ -82,6 +82,43 @@ def test_one_that_is_told_to_end_is_not_started_again(signum: int, tmp_path: Pat
     assert supervise(tmp_path, both + ends) == (128 + signum, [""])
 
 
+def test_a_signal_between_two_processes_ends_the_second_one(tmp_path: Path) -> None:
+    saved = tmp_path / "one.ckpt"
+    saved.touch()
+    what = f"note_saved({str(saved)!r}); " + DIES.join(("times == 1 and ", "; signal.alarm(60); signal.pause()"))
+    command = [sys.executable, "-c", PROGRAM + what, str(tmp_path)]
+
+    def going_on(path: str) -> Sequence[str]:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return ["from", path]
+
+    assert RunSupervisor(command, str(ROOT), 1, going_on).run() == 128 + signal.SIGTERM
+
+
+def test_an_interrupt_of_the_supervisor_alone_ends_the_program(tmp_path: Path) -> None:
+    """There is no terminal, which would interrupt both."""
+    command = [sys.executable, "-c", PROGRAM + "print(flush=True); signal.alarm(60); signal.pause()", str(tmp_path)]
+    code = "import sys; from lightning_hetpipe.launch.supervision import RunSupervisor; "
+    code += f"sys.exit(RunSupervisor({command!r}, {str(ROOT)!r}, 1, list).run())"
+    supervisor = subprocess.Popen(
+        [sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, start_new_session=True
+    )
+    assert supervisor.stdout is not None
+    with supervisor.stdout as out:
+        out.readline()
+        supervisor.send_signal(signal.SIGINT)
+        assert supervisor.wait() == 128 + signal.SIGINT
+
+
+def test_an_ignored_interrupt_is_ignored_by_the_program(tmp_path: Path) -> None:
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        code = supervise(tmp_path, "os.kill(os.getppid(), 2); os.kill(os.getpid(), 2); sys.exit(3)", 0)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert code == (3, [""])
+
+
 def test_a_program_ends_with_its_supervisor(tmp_path: Path) -> None:
     command: Sequence[str] = [sys.executable, "-c", PROGRAM + "print(os.getpid(), flush=True); signal.pause()"]
     code = "from lightning_hetpipe.launch.supervision import RunSupervisor; "
@@ -97,7 +134,7 @@ def test_a_program_ends_with_its_supervisor(tmp_path: Path) -> None:
 
 def test_who_is_supervised_or_numbered_supervises_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervision, "_pipe", None)
-    for name in ("LOCAL_RANK", "RANK", "NODE_RANK", "SLURM_PROCID"):
+    for name in supervision._NUMBERED:
         monkeypatch.delenv(name, raising=False)
     assert can_supervise()
     monkeypatch.setenv("RANK", "0")

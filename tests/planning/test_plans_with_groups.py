@@ -70,7 +70,7 @@ def seconds(profile: Profile, box: Cluster, part: Sequence[DeviceSlot], layer: i
             parts = [count / units_of(widths) for count in counts]
             found.append(
                 max(
-                    own * each + (2 * (link.seconds(came) + goes * each / link.bandwidth) if each else 0.0)
+                    own * each + (2 * (link.seconds(came) + (goes + 1) * each / link.bandwidth) if each else 0.0)
                     for own, each, link in zip(times, parts, links, strict=True)
                 )
             )
@@ -186,3 +186,28 @@ def test_the_plan_names_members_and_counts() -> None:
     assert [member.device for member in stage.group] == ["gpu:0 (estimated)", "gpu:1 (estimated)"]
     assert [member.share for member in stage.group] == pytest.approx([0.25, 0.75], abs=0.01)
     assert [(split.layer, split.counts) for split in stage.splits] == [("net.wide", (16, 48)), ("net.wider", (16, 48))]
+
+
+def test_stages_that_part_a_run_have_its_rows_whole() -> None:
+    """Rows have no parts of their input to sum up in a stage of their own."""
+    layers = [LayerBytes(name, 1, 1, 1) for name in ("columns", "rows")]
+    widths = {0: LayerWidths(0, {"net.columns": 64}), 1: LayerWidths(0, sums=True)}
+    profile = Profile("mlp", 1, layers, {"gpu": [Times(0.1, 0.2), Times(1.0, 2.0)]}, {}, widths=widths)
+    box = Cluster([Node("box", ["3xgpu"], Link("1 TB/s"))])
+    together = plan_with_groups(profile, box, in_flight=4)
+    assert divided(together)
+    assert together.rate == pytest.approx(3 / 3.3, rel=0.1)
+    assert plan_with_groups(profile, box, in_flight=4, stages=2) == best_plan(profile, box, in_flight=4, stages=2)
+
+
+def test_members_have_room_for_rows_and_gradients() -> None:
+    """A part of both layers, of both one version and the live weights, and of their gradients."""
+    layers = [LayerBytes(name, 1 << 20, 1 << 10, 1 << 10) for name in ("columns", "rows")]
+    widths = {0: LayerWidths(0, {"net.columns": 64}), 1: LayerWidths(0, sums=True)}
+    profile = Profile("mlp", 1, layers, {"gpu": [Times(0.1, 0.2)] * 2}, {}, widths=widths)
+    (stage,) = plan_with_groups(profile, Cluster([Node("box", ["2xgpu"], Link("1 TB/s"))]), in_flight=1).stages
+    assert stage.divided is not None
+    copies = 1 + stage.memory.versions / stage.memory.weights
+    kept = stage.memory.activations + stage.memory.workspace
+    assert stage.divided.taken[1] == (1 << 20) * (copies + 1) + kept
+    assert stage.divided.taken[0] == stage.memory.total + (1 << 19) * copies + stage.memory.activations / 2

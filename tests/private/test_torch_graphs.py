@@ -22,6 +22,7 @@ from lightning_hetpipe.torch_private.graphs import (
     ASSERTS_METADATA,
     GRAPH_GUARDS,
     READ_VALUE,
+    SAFE_SOFTMAX,
     HigherOrderOperator,
     OperatorOverload,
     arguments_of,
@@ -223,3 +224,9 @@ def test_the_operator_that_asserts_what_a_tensor_is() -> None:
     found = [node for node in graph.nodes if node.target is ASSERTS_METADATA]
     assert found, "layers would refuse tensors that lie on another device"
     assert all("device" in node.kwargs for node in found)
+
+
+@guards("_safe_softmax")
+def test_softmax_of_what_is_hidden_is_zero() -> None:
+    scores = torch.tensor([[1.0, 1.0, -torch.inf], [-torch.inf] * 3])
+    assert SAFE_SOFTMAX(scores, -1).tolist() == [[0.5, 0.5, 0.0], [0.0, 0.0, 0.0]]

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_hetpipe import Cluster, Device, HetPipeStrategy, Node
 from lightning_hetpipe.capture.measured_widths import PARTS
@@ -17,9 +18,11 @@ from lightning_hetpipe.placement import measuring, planner
 from lightning_hetpipe.planning.model.layer_widths import LayerWidths, Width
 from lightning_hetpipe.planning.model.profile import LayerBytes, Profile, Times
 from tests.exact.running import fit
+from tests.oracle import Batch, Outputs
 from tests.split.dividing import Whole
-from tests.split.nets import NETS
-from tests.split.test_fits import colours, image_task
+from tests.split.nets import NETS, Bert, pixels
+from tests.split.test_fits import colours, image_task, words_task
+from tests.support.models import SGD, Learner, sentences
 
 Run = tuple[int, dict[str, int], bool]
 
@@ -42,6 +45,13 @@ LAYERS: dict[str, dict[str, Run]] = {
         "net.first": (5, {"net.first": 16}, False),
         "net.second": (5, {}, True),
     },
+    "gpt": {
+        "net.words": (0, {"net.head": 8}, False),  # of both ends of it
+        "net.places": (0, {"net.places": 8}, False),
+        "net.blocks.0": (2, {"net.blocks.0.qkv": 4, "net.blocks.0.mlp.0": 32}, True),
+        "net.blocks.1": (3, {"net.blocks.1.qkv": 4, "net.blocks.1.mlp.0": 32}, True),
+        "net.head": (5, {"net.head": 13}, False),
+    },
     "encoder": {
         "net.self_attn": (0, {"net.self_attn.in_proj_weight": 4}, True),
         "net.linear1": (2, {"net.linear1": 16}, False),
@@ -61,15 +71,19 @@ def test_layers_that_have_the_same_counts_are_one_run(net: str) -> None:
 BOX = Cluster([Node("box", [Device("gpu", speed=speed) for speed in (1.0, 4.0, 2.0)], "100 GB/s")])
 
 
+LONG = ("net.4", "net.q", "net.head")
+"""The second convolution, what attention follows, and the layer that has its weight from the first one."""
+
+
 @pytest.fixture
 def profiles(monkeypatch: pytest.MonkeyPatch) -> list[Profile]:
-    """The profiles of fits in which the second convolution takes most of the time."""
+    """The profiles of fits in which one layer takes most of the time."""
     found: list[Profile] = []
 
     def profiled(*args: Any, **settings: Any) -> Profile:
         made = measured(*args, **settings)
         found.append(made)
-        times = [Times(0.004, 0.008) if layer.name == "net.4" else Times(1e-5, 2e-5) for layer in made.layers]
+        times = [Times(0.004, 0.008) if layer.name in LONG else Times(1e-5, 2e-5) for layer in made.layers]
         widths = {layer: replace(own, measured={}) for layer, own in made.widths.items()}
         return replace(made, times=dict.fromkeys(made.times, times), widths=widths)
 
@@ -92,6 +106,36 @@ def test_a_fit_divides_the_layer_that_no_cut_balances(profiles: list[Profile], t
     wide = profile.widths[[layer.name for layer in profile.layers].index("net.4")]
     assert [width.part for width in wide.measured["cpu"]] == list(PARTS)
     assert all(width.times.forward > 0 < width.times.backward for width in wide.measured["cpu"])
+
+
+class Copies(Learner):
+    """Is to give what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__(SGD)
+        self.net = Bert()
+
+    def compute(self, batch: Batch) -> Outputs:
+        return {"loss": (self.net(batch[0]) - batch[0]).square().mean()}
+
+
+def copied() -> DataLoader[Any]:
+    return DataLoader(TensorDataset(pixels(10, 5, 8), torch.zeros(10)), 4)
+
+
+@pytest.mark.parametrize(
+    ("make", "load", "layers"),
+    [
+        (Copies, copied, ["net.q"]),  # without the attention, whose heads it is divided by
+        (words_task, lambda: sentences(10, 4), ["net.head"]),
+    ],
+)
+def test_a_divided_layer_in_a_stage_of_its_own(
+    profiles: list[Profile], make: Any, load: Any, layers: list[str]
+) -> None:
+    strategy = HetPipeStrategy(cluster=BOX, split="auto", in_flight=3, stages=2)
+    fit(make(), load(), strategy=strategy)
+    assert {str(stage.device): stage.layers for stage in strategy.last_run.stages}["cpu + cpu"] == layers
 
 
 def test_nothing_is_divided_where_that_does_not_pay(monkeypatch: pytest.MonkeyPatch, profiles: list[Profile]) -> None:

@@ -8,9 +8,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
 from tests.split.dividing import Whole, assert_divided, divided
-from tests.split.nets import NETS
+from tests.split.nets import NETS, pixels
 from tests.support.marks import explores
 
 
@@ -64,3 +65,11 @@ def test_rows_may_be_named_with_the_counts_of_their_input() -> None:
     assert assert_divided(whole("llama"), shares=(1, 1), counts=both) == ["linear silu linear mul linear"]
     columns = {**both, "net.down": (15, 1)}
     assert assert_divided(whole("llama"), shares=(1, 1), counts=columns) == ["linear silu linear mul", "linear add"]
+
+
+def test_units_of_what_follows_in_another_stage() -> None:
+    """A plan counts heads, and the stage may end before the attention."""
+    alone = Whole(nn.Linear(8, 8), pixels(2, 5, 8))
+    assert assert_divided(alone, shares=(1, 1), counts={"net": (1, 3)}) == ["linear"]
+    with divided(alone, shares=(1, 1), counts={"net": (1, 3)}) as both:
+        assert both.segment.divisible == {"net": (8, 4)}

@@ -94,8 +94,8 @@ STAYS: dict[str, tuple[nn.Module, Tensor, str]] = {
     ),
     "means": (Then(conv(), lambda s, y: y.mean((2, 3)) + y.amax((-1, -2)) + y.sum(3).sum(-1)), X, "conv2d mean"),
     "softmax over pixels": (Then(conv(), lambda s, y: y.flatten(2).softmax(-1)), X, "conv2d flatten softmax"),
-    "dropout": (Then(conv(), lambda s, y: s.drop(y), drop=nn.Dropout(0.4)), X, "conv2d mul"),
-    "dropout of channels": (Then(conv(), lambda s, y: s.drop(y), drop=nn.Dropout2d(0.4)), X, "conv2d mul"),
+    "dropout": (Then(conv(), lambda s, y: s.drop(y), drop=nn.Dropout(0.4)), X, "conv2d type_as mul"),
+    "dropout of channels": (Then(conv(), lambda s, y: s.drop(y), drop=nn.Dropout2d(0.4)), X, "conv2d type_as mul"),
     "a part of the pixels": (Then(conv(), lambda s, y: y[:, :, 1:3].transpose(2, 3).contiguous()), X, "conv2d slice"),
     "cat of likes": (Then(conv(), lambda s, y: torch.cat([y, y.relu()], 3)), X, "conv2d relu cat"),
     "stack of likes": (Then(conv(), lambda s, y: torch.stack([y, y.tanh()]).sum(0)), X, "conv2d tanh stack sum"),
@@ -241,3 +241,52 @@ def test_little_work_is_not_shared_out() -> None:
 
     regions = assert_divided(Whole(Residual(), torch.randint(7, (2, 5))))
     assert regions == ["embedding", "linear relu linear"]
+
+
+class Added(nn.Module):
+    """A product with a weight, added to what each row has of its own."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.weight, self.rows = nn.Parameter(torch.randn(8, 12)), nn.Linear(8, channels)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.addmm(self.rows(x).tanh(), x, self.weight)
+
+
+@pytest.mark.parametrize("channels", [12, 1])
+def test_what_a_product_is_added_to_may_have_rows(channels: int) -> None:
+    assert_divided(Whole(Added(channels), images(5, 8)), shares=(1, 2))
+
+
+class HiddenRows(nn.Module):
+    """Attention with dropout in which the first words, of padding, may look at nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(8, 24)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (each.unflatten(-1, (4, 2)).transpose(1, 2) for each in self.qkv(x).split(8, 2))
+        mask = torch.ones(5, 5, dtype=torch.bool).tril() & (torch.arange(5) >= 2)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=0.3)
+
+
+def test_attention_with_dropout_of_rows_that_see_nothing() -> None:
+    (region,) = assert_divided(Whole(HiddenRows(), SEQUENCE))
+    assert "_safe_softmax type_as mul matmul" in region
+
+
+def test_one_channel_for_all_others() -> None:
+    """A plan may give it to another member than the home."""
+
+    class Gate(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate = nn.Linear(8, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            made: Tensor = x * self.gate(x).sigmoid()
+            return made
+
+    assert_divided(Whole(Gate(), SEQUENCE), shares=(1, 1), counts={"net.gate": (0, 1)})

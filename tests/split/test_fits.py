@@ -258,6 +258,26 @@ def test_inputs_of_other_sizes() -> None:
     assert_close(records[0].end, records[1].end)
 
 
+class Dtypes(Learner):
+    """Looks at the dtype of what the net gives."""
+
+    def __init__(self) -> None:
+        super().__init__(SGD)
+        self.net = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.2))
+        self.seen: list[torch.dtype] = []
+
+    def compute(self, batch: Batch) -> Outputs:
+        made = self.net(batch[0])
+        self.seen.append(made.dtype)
+        return {"loss": made.square().mean()}
+
+
+def test_dropout_under_autocast_is_of_the_dtype_that_it_is_given() -> None:
+    task = Dtypes()
+    fit(task, vectors(14, 4), strategy=Pinned([0], 2, split={0: (2, 1)}), precision="bf16-mixed", max_epochs=1)
+    assert set(task.seen) == {torch.bfloat16}
+
+
 class Scales(nn.Module):
     """Multiplies by a buffer, which no forward changes."""
 

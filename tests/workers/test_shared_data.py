@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -110,6 +110,18 @@ def test_shares_are_dealt_among_those_that_take_part() -> None:
         Shares(vw, 2, LENGTHS).deal(loader)
     deal_among([1], 1, loaders[1])
     assert [sample for batch in batches_of(loaders[1]) for sample in batch] == list(range(22))
+
+
+@pytest.mark.parametrize("lengths", [None, LENGTHS])
+def test_one_that_has_no_seat_yet_counts_batches_as_the_first_one_that_has(lengths: Sequence[int] | None) -> None:
+    loaders = [loader_of(vw, shuffle=False, rank=InjectedRank) for vw in range(2)]
+    for vw, loader in enumerate(loaders):
+        if lengths is not None:
+            Shares(vw, 2, lengths).deal(loader)
+        deal_among([0], vw, loader)
+    assert batches_of(loaders[1]) == batches_of(loaders[0])
+    deal_among([0, 1], 1, loaders[1])
+    assert batches_of(loaders[1]) != batches_of(loaders[0])
 
 
 def test_a_sampler_of_ones_own_goes_on_as_it_is() -> None:

@@ -231,6 +231,15 @@ def test_one_that_comes_when_training_is_over_says_so(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_what_comes_after_the_training_is_divided_without_one_that_comes_in_its_last_epoch(tmp_path: Path) -> None:
+    job = coming_back(tmp_path, shares=10, trainer={"max_epochs": 2}, validates_after=6)
+    done = start(job)
+    assert done.returncode == 1, done.stderr
+    assert "virtual worker 1 comes back to a run whose training is over" in done.stderr
+    assert job.written_so_far()[0]["metrics"]["count"] == 6  # type: ignore[index]
+
+
+@pytest.mark.slow
 def test_who_comes_back_knows_who_has_come_back_before(tmp_path: Path) -> None:
     """It was told of all departures, and in the program's next fit waited for nobody, as that one was lost for it."""
     (tmp_path / "later").mkdir()

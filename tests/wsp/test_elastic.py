@@ -132,11 +132,16 @@ def test_a_seat_is_taken_again(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_data_is_dealt_among_those_that_are_there(tmp_path: Path) -> None:
-    job = elastic(tmp_path, 1, 3, shares=12, awaits={"0": 1})
+    """One that comes estimates as many steps as the first one did, and epochs that have become shorter than the
+    interval between validations have one at their ends."""
+    trainer = {"max_epochs": 3, "val_check_interval": 7, "num_sanity_val_steps": 0}
+    job = elastic(tmp_path, 1, 3, shares=12, awaits={"0": 1}, estimates=True, validate=True, trainer=trainer)
     first, second = one_later(job, LOCAL_RANK=2)
     assert (first[0], second[0]) == (0, 0), first[2] + second[2]
     found = job.written_so_far()
     assert [None if each is None else len(each["outputs"]) for each in found] == [12 + 6 + 6, None, 6 + 6]
+    assert [each["estimated"] for each in found if each is not None] == [3 * 12, 3 * 12]
+    assert [len(each["validated"]) for each in found if each is not None] == [1 + 1 + 1, 1 + 1]
 
 
 @pytest.mark.slow

@@ -209,6 +209,22 @@ class WantsMemory:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
 
 
+class Estimating(L.Callback):
+    """Has loaders made before virtual workers meet for a fit, as a schedule of learning rates over all steps has."""
+
+    def __init__(self) -> None:
+        self.steps: float = 0
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        original = pl_module.configure_optimizers
+
+        def estimating() -> Any:
+            self.steps = trainer.estimated_stepping_batches
+            return original()
+
+        pl_module.configure_optimizers = estimating  # type: ignore[method-assign]
+
+
 class Evaluated(Learner):
     """Validates, if there is something to validate with; fails where it is told to.
 
@@ -307,6 +323,9 @@ def main(job: dict[str, Any]) -> None:
     callbacks: list[L.Callback] = [validates, recorder, Acts(job.get("acts", ()), job["folder"])]
     if "awaits" in job:
         callbacks.append(Waits(job["awaits"], lambda: strategy._group, job["folder"]))
+    estimating = Estimating()
+    if "estimates" in job:
+        callbacks.append(estimating)
     if "clocks" in job:
         callbacks.append(Clock(job["clocks"]))
     if "averages" in job:
@@ -364,6 +383,8 @@ def main(job: dict[str, Any]) -> None:
         if not job.get("is_preempted"):
             raise
         ended = error
+    if "validates_after" in job:
+        trainer.validate(module, shared_data(job["task"], job["validates_after"]), verbose=False)
     record = recorder.record
     torch.save(
         {
@@ -373,6 +394,7 @@ def main(job: dict[str, Any]) -> None:
             "end": State.of(module, trainer.optimizers[0]),
             "metrics": dict(trainer.callback_metrics),
             "logged": notes.logged,
+            "estimated": estimating.steps,
             "pushed": pushed,
             "stages": [stage.layers for stage in strategy.last_run.stages],
         },

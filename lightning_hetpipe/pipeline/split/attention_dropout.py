@@ -11,6 +11,7 @@ from torch import Tensor, fx
 from lightning_hetpipe.pipeline.random.generators import drawn
 from lightning_hetpipe.pipeline.split.masks import size_in, source_of
 from lightning_hetpipe.pipeline.split.operator_call import sizes_of
+from lightning_hetpipe.torch_private.graphs import SAFE_SOFTMAX
 
 _aten = torch.ops.aten
 _ARGUMENTS = ("attn_mask", "dropout_p", "is_causal")
@@ -61,7 +62,7 @@ def _written_out(graph: fx.Graph, device: fx.Node, name: Any, operands: Any, nam
         scores = call(_aten.masked_fill.Scalar, (scores, hidden, -math.inf), query, tuple(sizes_of(scores)))
     elif mask is not None:
         scores = call(_aten.add.Tensor, (scores, mask), query, tuple(sizes_of(scores)))
-    shares = call(_aten.softmax.int, (scores, -1), query, tuple(sizes_of(scores)))
+    shares = call(SAFE_SOFTMAX, (scores, -1), query, tuple(sizes_of(scores)))
     dropped = call(
         drawn, (*name, _aten.dropout.default, shares, named["dropout_p"], True), query, tuple(sizes_of(scores))
     )

@@ -31,7 +31,10 @@ def described(value: Any) -> dict[str, Any]:
 
 
 def _size(size: Any) -> Size:
-    return size if isinstance(size, int) else str(size.node.expr)
+    if isinstance(size, int):
+        return size
+    expression = size.node.expr  # a guard may have left one number of it
+    return int(expression) if expression.is_Integer else str(expression)
 
 
 def _order(strides: tuple[Any, ...]) -> list[int]:

@@ -34,6 +34,8 @@ def _elementwise(call: OperatorCall) -> Divided | None:
     if len(found) != 1:
         return None
     (layout,) = found
+    if any(sizes_of(node)[own.dim] != out[layout.dim] for node, own in call.layouts.items()):
+        return None  # its one channel is for all
     operands = dict(call.layouts)
     for node in call.node.all_input_nodes:
         sizes = sizes_of(node)
@@ -163,7 +165,9 @@ def _product(given: int, weight: int, bias: int | None, *, out_first: bool) -> R
         rank, out, into = len(sizes_of(call.node)), 0 if out_first else 1, 1 if out_first else 0
         added = None if bias is None else call.arg(bias)
         if (found := call.columns(matrix)) is not None:
-            operands = {matrix: found.at(out), **({added: found} if isinstance(added, fx.Node) else {})}
+            sizes, operands = sizes_of(added), {matrix: found.at(out)}
+            if isinstance(added, fx.Node) and sizes and sizes[-1] == sizes_of(matrix)[out]:  # else one for all channels
+                operands[added] = found.at(len(sizes) - 1)
             return Divided(found.at(rank - 1), operands)
         if layout is None or layout.dim != len(call.sizes(given)) - 1:
             return None
@@ -253,7 +257,7 @@ _BY_RULE: list[tuple[Rule, str]] = [
     (_over_last(3), "max_pool3d max_pool3d_with_indices avg_pool3d adaptive_avg_pool3d adaptive_max_pool3d"),
     (_over_last(3), "upsample_nearest3d upsample_trilinear3d"),
     (_pad, "pad constant_pad_nd"),
-    (shape_rules.over_given(1), "softmax log_softmax cumsum"),
+    (shape_rules.over_given(1), "softmax _safe_softmax log_softmax cumsum"),
     (shape_rules.over_given(1, default=None, keep=2), "mean sum amax amin logsumexp"),
     (shape_rules.over_given(1, default=None), "flip"),
     (_batch_norm, "batch_norm instance_norm"),

@@ -132,6 +132,9 @@ class _Rewriting:
         options = {units: (outer, inner)}
         if groups_of(node) == 1:
             options.setdefault(held[1], (1, 1))
+            asked = sum(self._counts.splits.get(name, ()))  # of a stage that has more behind this layer, perhaps
+            if asked and held[1] % asked == 0:
+                options.setdefault(asked, (1, held[1] // asked))
         before = self._layouts[input_of(node)] if self._goes_on(node) else None
         also = [] if before is None else [before.units]
         self._layers[name] = tuple(dict.fromkeys([*self._layers.get(name, ()), *options, *also]))
@@ -192,7 +195,7 @@ class _Rewriting:
                     for other in run:
                         runs[other] = run
             if (name := self._begun(node)) is not None:
-                units.setdefault(layer, {})[name] = self._layers[name][0]
+                units.setdefault(layer, {})[name] = self._units[node][1]
             if found.adds:
                 sums.add(layer)
         return {
@@ -268,10 +271,10 @@ class _Rewriting:
             return self._operand(each, found.operands.get(each), node, member, body, level)
 
         if node in self._masks:
-            mask = RegionInput(node, TakenAs.MASK, self._masks[node].layout)
-            body.made[node] = body.graph.call_function(
-                torch.ops.aten.mul.Tensor, (operand(_dropped(node)), body.taken(self._regions[level].input(mask)))
-            )
+            mask = body.taken(self._regions[level].input(RegionInput(node, TakenAs.MASK, self._masks[node].layout)))
+            given = operand(_dropped(node))
+            mask = body.graph.call_function(torch.ops.aten.type_as.default, (mask, given))  # autocast may have cast it
+            body.made[node] = body.graph.call_function(torch.ops.aten.mul.Tensor, (given, mask))
             return
         args: list[Any] = list(node.args)
         for position, values in found.arguments.items():

@@ -45,9 +45,9 @@ class DividedStage:
 
     @property
     def overflow(self) -> int:
-        """Bytes that devices lack other than the first one."""
+        """Bytes that devices lack."""
         pairs = [(slot.device.memory, taken) for slot, taken in zip(self.slots, self.taken, strict=True)]
-        return sum(max(0, taken - limit) for limit, taken in pairs[1:] if limit is not None)
+        return sum(max(0, taken - limit) for limit, taken in pairs if limit is not None)
 
     @classmethod
     def of(
@@ -57,36 +57,44 @@ class DividedStage:
         profile: Profile,
         counts: Mapping[int, tuple[int, ...]],
     ) -> DividedStage:
-        """Estimate of ``stage`` on ``slots``: a device beside the first one has its part of each version of the divided
-        weights, and all activations at the most, as layers take their whole input."""
+        """Estimate of ``stage`` on ``slots``.
+
+        A device beside the first one has its part of each version of the divided weights, their gradients, and all
+        activations at the most, as layers take their whole input. The first one has, beside all that is whole, its part
+        of activations, and copies of its part of weights that are divided by rows.
+        """
         times = profile.times[stage.slot.device.name]
         work = [0.0] * len(slots)
-        own = [0.0] * len(slots)
-        divided = 0
+        runs: dict[int, int] = {}  # bytes of weights whose gradients are made at once
+        rows = 0
         for layer, those in counts.items():
-            divided += profile.layers[layer].parameters
+            widths, parameters = profile.widths[layer], profile.layers[layer].parameters
+            runs[widths.run] = runs.get(widths.run, 0) + parameters
+            rows += parameters * widths.sums
             for member, count in enumerate(those):
                 work[member] += (times[layer].forward + times[layer].backward) * count / sum(those)
-                own[member] += profile.layers[layer].parameters * count / sum(those)
+        total = sum(work) or 1.0
         memory = stage.memory
         copies = 1 + memory.versions / memory.weights if memory.weights else 1.0
-        kept = memory.activations + memory.workspace
-        taken = [round(each * copies) + kept for each in own]
+        whole = [memory.total, *[memory.activations + memory.workspace] * (len(slots) - 1)]
+        apart = [memory.activations + rows * copies, *[sum(runs.values()) * copies + max(runs.values())] * len(slots)]
+        parts = [max(those[member] / sum(those) for those in counts.values()) for member in range(len(slots))]
+        taken = [have + round(more * part) for have, more, part in zip(whole, apart, parts, strict=False)]
         limits = [slot.device.memory for slot in slots]
         room = [
-            1.0 if limit is None else min(1.0, max(0.0, limit - kept) / max(1.0, divided * copies)) for limit in limits
+            1.0 if limit is None else min(1.0, max(0.0, limit - have) / max(1.0, more))
+            for limit, have, more in zip(limits, whole, apart, strict=False)
         ]
-        total = sum(work) or 1.0
         return cls(
             slots,
             {
                 name: apportioned(units, those)
-                for layer, those in counts.items()
+                for layer, those in sorted(counts.items(), key=lambda each: times[each[0]].forward)  # tied: the longer
                 for name, units in profile.widths[layer].units.items()
             },
             tuple(each / total for each in work),
-            (memory.total, *taken[1:]),
-            (1.0, *room[1:]),
+            tuple(taken),
+            tuple(room),
         )
 
 

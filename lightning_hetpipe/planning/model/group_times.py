@@ -2,8 +2,9 @@
 
 Layers of one *run* have the same counts, as devices hand their channels on to each other. The first layer's whole input
 goes from the group's first device to each other one that has any of it, and their parts of the last layer's output go
-back; gradients go the other way. Counts are those at which the device that takes longest
-for the run, transfers included, takes least: a search over all times that there are, as more channels take no less.
+back; gradients go the other way. Each device also gets its part of the weights, new ones for each minibatch, and gives
+back their gradients. Counts are those at which the device that takes longest for the run, transfers included, takes
+least: a search over all times that there are, as more channels take no less.
 """
 
 from __future__ import annotations
@@ -14,6 +15,9 @@ from dataclasses import dataclass
 from lightning_hetpipe.planning.model.cluster import Cluster, DeviceSlot, Link
 from lightning_hetpipe.planning.model.profile import Profile, Times
 
+MOST_UNITS = 256
+"""Finest division of a layer that is looked at: one of more units is divided in these proportions."""
+
 
 @dataclass(frozen=True)
 class GroupTimes:
@@ -21,7 +25,7 @@ class GroupTimes:
 
     Attributes:
         times: Of each layer; what is not divided runs on the first device.
-        counts: By layer, how many units each device computes, of those that are divided.
+        counts: By layer, how many units of its run each device computes, of those that are divided.
     """
 
     times: Sequence[Times]
@@ -44,7 +48,7 @@ def group_times(
     """
     own = [profile.times_on(slot.device) for slot in slots]
     times, counts = list(own[0]), dict[int, tuple[int, ...]]()
-    for layers in _runs(profile):
+    for layers in _runs(profile) if len(slots) > 1 else ():
         run = _DividedRun(profile, cluster, slots, own, layers)
         units = run.units
         caps = [units] * len(slots) if most is None else [int(units * part) for part in most]
@@ -52,7 +56,7 @@ def group_times(
         if found is not None and found[0] != units:
             for layer, each in zip(layers, run.times(found), strict=True):
                 times[layer] = each
-            counts |= {layer: found for layer in layers if profile.widths[layer].units}
+            counts |= dict.fromkeys(layers, found)
     return GroupTimes(times, counts)
 
 
@@ -90,12 +94,13 @@ def _runs(profile: Profile) -> list[list[int]]:
     runs: dict[int, list[int]] = {}
     for layer, widths in sorted(profile.widths.items()):
         runs.setdefault(widths.run, []).append(layer)
-    return [layers for layers in runs.values() if _units(profile, layers) > 1]
+    begun = [layers for layers in runs.values() if any(profile.widths[layer].units for layer in layers)]
+    return [layers for layers in begun if _units(profile, layers) > 1]
 
 
 def _units(profile: Profile, layers: Sequence[int]) -> int:
-    """Units that all of ``layers`` can be divided in; of several numbers the least."""
-    return min((units for layer in layers for units in profile.widths[layer].units.values()), default=0)
+    """Units that all of ``layers`` can be divided in; of several numbers the least, and no more than are of use."""
+    return min((MOST_UNITS, *(units for layer in layers for units in profile.widths[layer].units.values())))
 
 
 class _DividedRun:
@@ -116,6 +121,9 @@ class _DividedRun:
         calls = profile.called(first)
         came = profile.layers[first].given or (profile.layers[first - 1].output if first else 0)
         goes, sums = profile.layers[last].output, profile.widths[last].sums
+        weights = [profile.layers[layer].parameters for layer in layers]
+        gradients = [profile.layers[layer].parameters - profile.layers[layer].frozen for layer in layers]
+        both = (sum(weights) + calls * sum(gradients)) / 2  # the former on a forward's way, the latter on a backward's
 
         def transfer(link: Link, nbytes: float) -> float:
             return calls * link.seconds(round(nbytes / calls))
@@ -124,7 +132,10 @@ class _DividedRun:
         names = [profile.name_of(slot.device) for slot in slots]
         self._moved = [
             [
-                (transfer(link, came), transfer(link, goes if sums else goes * count / self.units))
+                (
+                    transfer(link, came) + link.seconds(round(both * count / self.units)),
+                    transfer(link, goes if sums else goes * count / self.units),
+                )
                 if count
                 else (0.0, 0.0)
                 for count in range(self.units + 1)

@@ -11,13 +11,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import combinations
+from itertools import combinations, pairwise
 from typing import Any
 
 from lightning_hetpipe.planning.model.cluster import Cluster, Device, DeviceSlot, Node
-from lightning_hetpipe.planning.model.estimate import DividedStage, StageEstimate
+from lightning_hetpipe.planning.model.estimate import DividedStage, StageEstimate, estimate
 from lightning_hetpipe.planning.model.group_times import group_times
+from lightning_hetpipe.planning.model.layer_widths import LayerWidths
 from lightning_hetpipe.planning.model.profile import Profile
+from lightning_hetpipe.planning.model.stage_memory import optimizer_state
 from lightning_hetpipe.planning.search.choice import Choice, best_plan
 
 WORTH = 1.03
@@ -83,9 +85,9 @@ class _GroupSearch:
     def ways(self) -> Iterator[Parts]:
         """Each way to join devices that is not the same as another one with devices that are alike, at most one more
         than are looked at."""
-        seen = set[tuple[object, ...]]()
+        seen = set[object]()
         for parts in _partitions(self._slots):
-            alike = tuple(sorted(tuple(sorted((each.node, repr(each.device)) for each in part)) for part in parts))
+            alike = _kinds(parts)
             if len(parts) < len(self._slots) and alike not in seen:
                 seen.add(alike)
                 yield tuple(map(self._with_main_first, parts))
@@ -97,11 +99,14 @@ class _GroupSearch:
         at: Parts = tuple((slot,) for slot in self._slots)
         improves = True
         while improves:
-            improves = False
+            improves, seen = False, set[object]()
             for one, other in combinations(range(len(at)), 2):
                 if at[one][0].node == at[other][0].node:
                     joined = self._with_main_first((*at[one], *at[other]))
                     parts = (*(part for number, part in enumerate(at) if number not in (one, other)), joined)
+                    if (alike := _kinds((at[one], at[other]))) in seen:
+                        continue
+                    seen.add(alike)
                     if self.look(parts):
                         best, improves = parts, True
             at = best if improves else at
@@ -116,8 +121,7 @@ class _GroupSearch:
             return False
         most: dict[tuple[DeviceSlot, ...], Sequence[float]] = {part: [1.0] * len(part) for part in parts}
         for _ in range(RETRIES):
-            joined = _Joined(self._profile, self._cluster, parts, most)
-            found = joined.apart(best_plan(joined.profile, joined.cluster, joined.slots, **self._asked))
+            found = self._best(parts, most)
             if not found.fits or found.rate <= self._least:
                 return False
             lacking = [stage for stage in found.stages if stage.divided and stage.divided.overflow]
@@ -128,6 +132,28 @@ class _GroupSearch:
                 assert stage.divided is not None
                 most[stage.divided.slots] = stage.divided.room
         return False
+
+    def _best(self, parts: Parts, most: Mapping[tuple[DeviceSlot, ...], Sequence[float]]) -> Choice:
+        """The best plan of these groups, with the times of runs that its stages leave whole."""
+        joined = _Joined(self._profile, self._cluster, parts, most)
+        found = best_plan(joined.profile, joined.cluster, joined.slots, **self._asked)
+        first = [stage.first for stage in found.stages]
+        cut = _cut(self._profile, first)
+        if cut.widths != self._profile.widths:
+            joined = _Joined(cut, self._cluster, parts, most)
+            again = estimate(
+                joined.profile,
+                joined.cluster,
+                [stage.slot for stage in found.stages],
+                first,
+                found.in_flight,
+                state=optimizer_state(self._asked.get("optimizer", "adam")),
+                recompute=found.recompute,
+                synchronise=self._asked.get("synchronise", 0.0),
+                versions=found.versions,
+            )
+            found = Choice.of(again, found.idle, found.tried, found.reasons, found.advise)
+        return joined.apart(found)
 
     def _seconds(self, part: tuple[DeviceSlot, ...]) -> float:
         if part not in self._bounds:
@@ -194,6 +220,24 @@ class _Joined:
         counts = {n: own for n, own in self._times[part].counts.items() if stage.first <= n <= stage.last}
         divided = DividedStage.of(stage, part, self.profile, counts) if counts else None
         return replace(stage, slot=part[0], divided=divided)
+
+
+def _kinds(parts: Parts) -> tuple[tuple[tuple[int, str], ...], ...]:
+    """Kinds of devices in each of ``parts``, whatever their order."""
+    return tuple(sorted(tuple(sorted((each.node, repr(each.device)) for each in part)) for part in parts))
+
+
+def _cut(profile: Profile, splits: Sequence[int]) -> Profile:
+    """``profile`` whose runs end where stages do: what follows there is divided only from the next layer on that can
+    begin to be."""
+    widths = dict[int, LayerWidths]()
+    for first, after in pairwise([*splits, len(profile.layers)]):
+        begun = dict[int, int]()
+        for layer in range(first, after):
+            own = profile.widths.get(layer)
+            if own is not None and (own.units or own.run in begun):
+                widths[layer] = replace(own, run=begun.setdefault(own.run, layer))
+    return replace(profile, widths=widths)
 
 
 def _partitions(slots: Sequence[DeviceSlot]) -> Iterator[Parts]:

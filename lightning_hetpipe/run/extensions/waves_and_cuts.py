@@ -21,6 +21,7 @@ from lightning_hetpipe.lightning_private import (
     make_loaders_as,
     recount_batches,
     train_loaders,
+    validate_in_epoch,
     validates_at_the_end,
     validation_loaders,
 )
@@ -32,7 +33,7 @@ from lightning_hetpipe.run.missed_data import EpochShare, MissedData
 from lightning_hetpipe.run.preemption import LEAVES, NOTHING, Preemption
 from lightning_hetpipe.run.together import check_batches, check_shares, minibatches_per_step
 from lightning_hetpipe.server.process.notices import say
-from lightning_hetpipe.workers.shared_data import deal_among
+from lightning_hetpipe.workers.shared_data import deal_among, let_be_long
 from lightning_hetpipe.workers.synchroniser import Computing, Synchroniser
 
 LOOP, EPOCH = 1 << 56, 1 << 32
@@ -222,7 +223,9 @@ class WavesAndCuts(Extension):
         self._preemption.agree([wish for _, wish, *_ in found])
         if wish == LEAVES:
             self._preemption.leave_unless_all_end()
-        if not self._coming:
+        if self._coming:  # they are dealt when the next epoch begins; if there is none, a test is divided among these
+            group.seats.taken = seats
+        else:
             self._deal(seats)
 
     def _mark(self, minibatch: int) -> None:
@@ -247,6 +250,7 @@ class WavesAndCuts(Extension):
         if coming:
             self._readmit(coming)
         redirect.original(*args)
+        validate_in_epoch(self._trainer)
 
     def _take_part(self) -> None:
         """Go on as the others, in a process that has come back: all that they do from here on, they do together."""
@@ -294,6 +298,7 @@ class WavesAndCuts(Extension):
         if [*seats] == self._dealt:
             return
         self._dealt, group.seats.taken = [*seats], seats
+        let_be_long(trainer)
         for loader in (*train_loaders(trainer), *validation_loaders(trainer)):
             deal_among(seats, group.index, loader)
         recount_batches(trainer)
