@@ -69,7 +69,7 @@ class TestSeconds:
         assert widths.seconds("other", 8.0, 2) == [0.0, 6.0, 8.0]
 
 
-def profile(*layers: tuple[str, float], output: int = 0, units: int = 4) -> Profile:
+def profile(*layers: tuple[str, float], output: int = 0, units: int = 4, weights: int = 0) -> Profile:
     """Layers that divide, follow, sum or are whole, and so many seconds of the first device each; backwards take as
     long."""
     widths, run = {}, 0
@@ -81,7 +81,7 @@ def profile(*layers: tuple[str, float], output: int = 0, units: int = 4) -> Prof
     return Profile(
         "small",
         1,
-        [LayerBytes(f"layer {number}", 8, 0, output) for number in range(len(layers))],
+        [LayerBytes(f"layer {number}", weights, 0, output) for number in range(len(layers))],
         {"a": [Times(each / 2, each / 2, 0.5) for _, each in layers]},
         {},
         widths=widths,
@@ -126,6 +126,14 @@ def test_transfers_count() -> None:
     assert times.times[1].forward + times.times[1].backward == 12.0
     slow = cluster(1.0, 1.0, link=Link(1.0))
     assert group_times(two, slow, slow.slots).counts == {}
+
+
+def test_weights_go_to_each_device_and_their_gradients_back() -> None:
+    """The second device's half takes 12 seconds, and 2 * 2; of heavier weights a quarter takes 6, and 2 * 4."""
+    box, layers = cluster(1.0, 1.0, link=Link(4.0)), [("divides", 16.0), ("sums", 8.0)]
+    found = [group_times(profile(*layers, weights=weights), box, box.slots) for weights in (8, 32, 128)]
+    assert [times.counts.get(0) for times in found] == [(2, 2), (3, 1), None]
+    assert sum(each.forward + each.backward for each in found[0].times) == 16.0
 
 
 def test_a_member_gets_no_more_than_it_has_room_for() -> None:

@@ -70,7 +70,7 @@ def seconds(profile: Profile, box: Cluster, part: Sequence[DeviceSlot], layer: i
             parts = [count / units_of(widths) for count in counts]
             found.append(
                 max(
-                    own * each + (2 * (link.seconds(came) + goes * each / link.bandwidth) if each else 0.0)
+                    own * each + (2 * (link.seconds(came) + (goes + 1) * each / link.bandwidth) if each else 0.0)
                     for own, each, link in zip(times, parts, links, strict=True)
                 )
             )

@@ -2,8 +2,9 @@
 
 Layers of one *run* have the same counts, as devices hand their channels on to each other. The first layer's whole input
 goes from the group's first device to each other one that has any of it, and their parts of the last layer's output go
-back; gradients go the other way. Counts are those at which the device that takes longest
-for the run, transfers included, takes least: a search over all times that there are, as more channels take no less.
+back; gradients go the other way. Each device also gets its part of the weights, new ones for each minibatch, and gives
+back their gradients. Counts are those at which the device that takes longest for the run, transfers included, takes
+least: a search over all times that there are, as more channels take no less.
 """
 
 from __future__ import annotations
@@ -120,6 +121,9 @@ class _DividedRun:
         calls = profile.called(first)
         came = profile.layers[first].given or (profile.layers[first - 1].output if first else 0)
         goes, sums = profile.layers[last].output, profile.widths[last].sums
+        weights = [profile.layers[layer].parameters for layer in layers]
+        gradients = [profile.layers[layer].parameters - profile.layers[layer].frozen for layer in layers]
+        both = (sum(weights) + calls * sum(gradients)) / 2  # the former on a forward's way, the latter on a backward's
 
         def transfer(link: Link, nbytes: float) -> float:
             return calls * link.seconds(round(nbytes / calls))
@@ -128,7 +132,10 @@ class _DividedRun:
         names = [profile.name_of(slot.device) for slot in slots]
         self._moved = [
             [
-                (transfer(link, came), transfer(link, goes if sums else goes * count / self.units))
+                (
+                    transfer(link, came) + link.seconds(round(both * count / self.units)),
+                    transfer(link, goes if sums else goes * count / self.units),
+                )
                 if count
                 else (0.0, 0.0)
                 for count in range(self.units + 1)
