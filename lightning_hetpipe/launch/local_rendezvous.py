@@ -19,6 +19,7 @@ import time
 from collections.abc import Mapping
 
 from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.server.process.notices import say
 
 _CREDENTIALS = struct.Struct("3i")  # process, user, group
 _LONGEST = 1 << 16
@@ -58,13 +59,19 @@ class LocalRendezvous:
                     asking.sendall(self._content)
 
 
+SILENT = 10.0
+"""Seconds of waiting of which nothing is said."""
+
+
 def ask(launch: str, timeout: float) -> dict[str, str]:
     """The variables that the first process of ``launch`` on this machine gives.
 
     Raises:
         SettingError: if there is none within ``timeout`` seconds.
     """
-    name, deadline, gone = _name(launch), time.monotonic() + timeout, threading.Event()
+    name, began, gone = _name(launch), time.monotonic(), threading.Event()
+    deadline, told = began + timeout, False
+    where = f"LOCAL_RANK=0, with MASTER_ADDR and MASTER_PORT as here: {launch.rstrip('/')}"
     while True:
         with socket.socket(socket.AF_UNIX) as asking, contextlib.suppress(OSError):
             asking.settimeout(max(_AGAIN, deadline - time.monotonic()))
@@ -78,10 +85,12 @@ def ask(launch: str, timeout: float) -> dict[str, str]:
                     return variables
         if time.monotonic() > deadline:
             raise SettingError(
-                f"this virtual worker has waited {timeout:g} s for the first one on this machine (LOCAL_RANK=0, with"
-                f" MASTER_ADDR and MASTER_PORT as here: {launch.rstrip('/')}) to start a server; start it as well, or"
-                " set a longer timeout"
+                f"this virtual worker has waited {timeout:g} s for the first one on this machine ({where}) to start a"
+                " server; start it as well, with these in its environment, or set a longer timeout"
             )
+        if not told and time.monotonic() > began + SILENT:
+            told = True
+            say(f"this virtual worker waits for the first one on this machine ({where}), for up to {timeout:g} s")
         gone.wait(_AGAIN)
 
 

@@ -17,6 +17,7 @@ import atexit
 import os
 import secrets
 import socket
+import sys
 from bisect import bisect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -126,7 +127,7 @@ def find(
         return FoundServers(wsp.servers[0], known, given, hosts, launch, rank.of_nodes)
     if rank.local == 0:
         variables: Mapping[str, str] = start(rank, environment, wsp, everywhere=further is not None)
-        if rank.nodes == 1 and (rank.role is Role.EXTERNAL or rank.has_room):
+        if rank.nodes == 1 and _may_be_met(rank):
             _meet(rank, environment, variables)
     elif rank.nodes > 1:
         coordinator, _ = over_nodes(rank, environment, given)
@@ -215,6 +216,13 @@ def _launch_at_servers(rank: Rank, environment: ClusterEnvironment) -> str:
     if isinstance(environment, LightningEnvironment) and not {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
         return ""  # nobody needs these where all servers are named
     return f"{environment.main_address}:{environment.main_port}/{os.environ.get('TORCHELASTIC_RUN_ID', '')}"
+
+
+def _may_be_met(rank: Rank) -> bool:
+    """Tell whether processes may come to this node's first one that it has not started."""
+    # One that was lost may be started again by hand, if the launch has a name that others can know.
+    is_named = sys.platform == "linux" and {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
+    return rank.role is Role.EXTERNAL or rank.has_room or (rank.per_node > 1 and is_named)
 
 
 def _meet(rank: Rank, environment: ClusterEnvironment, variables: Mapping[str, str]) -> None:

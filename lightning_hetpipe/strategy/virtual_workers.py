@@ -417,9 +417,9 @@ class VirtualWorkers(HostWeights):
         """Writes one file, of virtual worker 0, which each one's state of training is in; called on all."""
         if "optimizer_states" in checkpoint and (group := self._together("trainer.save_checkpoint")) is not None:
             if not self._saves_for_returning:
-                folder = local_folder(filepath) if self.is_global_zero else None
                 plugin = type(self.precision_plugin).__qualname__
                 with explaining(filepath):
+                    folder = local_folder(filepath) if self.is_global_zero else None
                     add_states(checkpoint, group, plugin, self._shared.rounded, folder)
             assert self.lightning_module is not None, "a run saves"
             trainer = self.lightning_module.trainer

@@ -208,6 +208,18 @@ def test_processes_that_torchrun_started_on_one_machine(monkeypatch: pytest.Monk
         found(second, others)
 
 
+def test_one_that_was_lost_is_started_by_hand_beside_a_named_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """MASTER_ADDR and MASTER_PORT name the launch, whose first process has started the others."""
+    environment = torchrun(monkeypatch, "by-hand")
+    with monkeypatch.context() as patch:
+        for name in ("MASTER_ADDR", "MASTER_PORT"):
+            patch.delenv(name)
+        found(rank(0, 1, 2, Role.FIRST), environment)
+        assert servers._rendezvous is None
+    first = found(rank(0, 1, 2, Role.FIRST), environment)
+    assert found(rank(1, 1, 2, Role.EXTERNAL), environment).coordinator == first.coordinator
+
+
 def test_other_users_are_told_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     launch = f"ours-{os.getpid()}"
     rendezvous = local_rendezvous.LocalRendezvous(launch, {"secret": "open-sesame"})

@@ -138,6 +138,7 @@ def test_data_is_dealt_among_those_that_are_there(tmp_path: Path) -> None:
     job = elastic(tmp_path, 1, 3, shares=12, awaits={"0": 1}, estimates=True, validate=True, trainer=trainer)
     first, second = one_later(job, LOCAL_RANK=2)
     assert (first[0], second[0]) == (0, 0), first[2] + second[2]
+    assert "epoch 1 and later ones are dealt among 2 of 3 virtual workers, without virtual worker 1" in first[2]
     found = job.written_so_far()
     assert [None if each is None else len(each["outputs"]) for each in found] == [12 + 6 + 6, None, 6 + 6]
     assert [each["estimated"] for each in found if each is not None] == [3 * 12, 3 * 12]

@@ -226,7 +226,7 @@ class WavesAndCuts(Extension):
         if self._coming:  # they are dealt when the next epoch begins; if there is none, a test is divided among these
             group.seats.taken = seats
         else:
-            self._deal(seats)
+            self._deal(seats, trainer.current_epoch + 1)
 
     def _mark(self, minibatch: int) -> None:
         """All have come to a cut after ``minibatch`` of the epoch."""
@@ -290,10 +290,10 @@ class WavesAndCuts(Extension):
             how = "come back" if vw in self._known else "joined"
             rank_zero_info(f"virtual worker {vw} has {how}, and takes part from epoch {trainer.current_epoch} on")
         self._known |= {*back}
-        self._deal(group.seats.taken)
+        self._deal(group.seats.taken, trainer.current_epoch)
 
-    def _deal(self, seats: Sequence[int]) -> None:
-        """Deal the data of the next epoch among ``seats``, where these are others than those that have it."""
+    def _deal(self, seats: Sequence[int], epoch: int) -> None:
+        """Deal the data of ``epoch``, the next one, among ``seats``, where these are others than those that have it."""
         group, trainer = self._synchroniser.group, self._trainer
         if [*seats] == self._dealt:
             return
@@ -305,8 +305,8 @@ class WavesAndCuts(Extension):
         if gone := [vw for vw in range(group.size) if vw not in seats]:
             names = " and ".join(map(str, gone))
             rank_zero_info(
-                f"epoch {trainer.current_epoch + 1} and later ones are dealt among {len(seats)} of {group.size} virtual"
-                f" workers, without virtual worker {names}"
+                f"epoch {epoch} and later ones are dealt among {len(seats)} of {group.size} virtual workers, without"
+                f" virtual worker {names}"
             )
 
     def _on_save(self, redirect: Redirect, *args: Any, **kwargs: Any) -> None:
