@@ -47,6 +47,7 @@ class ChannelCounts:
                 )
             if sum(counts) not in divisible[layer]:
                 raise SettingError(
-                    f"the plan's split of '{layer}' gives its members {sum(counts)} units ({', '.join(map(str, counts))}),"
-                    f" and it is divided in {' or '.join(map(str, divisible[layer]))}; give counts that add up to that"
+                    f"the plan's split of '{layer}' gives its members {sum(counts)} units"
+                    f" ({', '.join(map(str, counts))}), and it is divided in"
+                    f" {' or '.join(map(str, divisible[layer]))}; give counts that add up to that"
                 )
