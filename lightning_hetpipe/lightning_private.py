@@ -322,6 +322,15 @@ def validate_in_epoch(trainer: L.Trainer) -> None:
         trainer.val_check_batch = max(1, int(min(int(interval), most)))
 
 
+def begin_next_epoch(trainer: L.Trainer) -> None:
+    """Have a fit whose state was restored between two epochs begin the next one, with all of its batches.
+
+    With ``max_steps`` Lightning takes it to be in the epoch before, of which no batch is left.
+    """
+    loop = trainer.fit_loop
+    loop._restarting = loop.epoch_loop.restarting = False  # its own setter would look at `max_steps` again
+
+
 def _limited(before: int | float, loader: Any, most: int | float) -> int | float:
     if before == float("inf"):  # a loader without a length has no other one now
         return before

@@ -255,6 +255,32 @@ def test_loaders_are_made_in_the_epochs_of_another_fit() -> None:
     assert made == [("train", 0), ("validate", 0), ("validate", 0), ("train", 3), ("validate", 3)]
 
 
+class ReadiesEpoch(L.Callback):
+    """Does what a virtual worker does that comes back, where an epoch begins; counts batches by epoch."""
+
+    def __init__(self) -> None:
+        self.batches: Counter[int] = Counter()
+
+    def on_train_epoch_start(self, trainer: L.Trainer, *_: Any) -> None:
+        of_lightning.begin_next_epoch(trainer)
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        self.batches[trainer.current_epoch] += 1
+
+
+@guards("_restarting")
+@pytest.mark.parametrize("max_steps", [-1, 6])
+def test_a_state_from_between_two_epochs_has_all_batches_of_the_next_one(max_steps: int, tmp_path: Path) -> None:
+    """With ``max_steps`` a virtual worker that came back trained on nothing in its first epoch."""
+    path, first, then = tmp_path / "state.ckpt", quiet_trainer("auto", max_epochs=1), ReadiesEpoch()
+    first.fit(Validated(), batches(4), batches(1))
+    first.save_checkpoint(path)
+    trainer = quiet_trainer("auto", max_epochs=2, max_steps=max_steps, callbacks=[then])
+    trainer.fit(Validated(), batches(4), batches(1), ckpt_path=path)
+    assert then.batches == {1: 4 if max_steps < 0 else 2}
+    assert trainer.current_epoch == 2
+
+
 @guards("_build_kwargs", "batch_progress")
 def test_progress_and_arguments_of_a_step() -> None:
     looks = Looks()

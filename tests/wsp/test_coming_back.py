@@ -107,6 +107,20 @@ def test_the_bits_are_those_of_the_oracle_with_that_membership(name: str, tmp_pa
 
 
 @pytest.mark.slow
+def test_one_comes_back_to_a_run_of_so_many_steps(tmp_path: Path) -> None:
+    """It trained on nothing in its first epoch, as the one before was not over for Lightning."""
+    job = coming_back(tmp_path, task="mlp", trainer={"max_epochs": 4, "max_steps": 18})
+    ended_well(job)
+    whole = all_batches(job)
+    before = expected(job, 1)[0]
+    done, state = len(before[0].outputs), before[0].states[-1]
+    after = together(job, 2, [[each, each[:3]] for each in whole], resumed=[(done, state)] * 2)
+    found = job.written()
+    check_first(found[0], before, after)
+    check_second(found[1], after)
+
+
+@pytest.mark.slow
 def test_one_that_was_stopped_for_longer_than_its_lease_comes_back(tmp_path: Path) -> None:
     """It is told so when it goes on, which is when virtual worker 0 takes weights without it."""
     goes_on = {"vw": 0, "room": "fit-1", "message": "Read", "nth": 5, "when": "before", "what": "continue"}

@@ -15,6 +15,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.lightning_private import (
     averages,
+    begin_next_epoch,
     begun_minibatches,
     in_a_step,
     loaders_made,
@@ -257,6 +258,7 @@ class WavesAndCuts(Extension):
         trainer, group = self._trainer, self._synchroniser.group
         self._compare()
         self._compared, self._loop = True, group.weights.member.cut // LOOP
+        begin_next_epoch(trainer)
         make_loaders_as(trainer, group.seats.agreed[LOADERS])
         # Callbacks decide by them, such as one that saves within an epoch by the last validation; all have to alike.
         device = trainer.strategy.root_device
