@@ -191,7 +191,7 @@ def _read_graph(written: Mapping[str, Any]) -> fx.GraphModule:
             raise NotPlain(f"a graph has a name {unfit[0]!r}")
         arguments = tuple(_read(args, nodes)), _read(kwargs, nodes)
         nodes[name] = graph.create_node(op, called, *arguments, name=name)
-        nodes[name].meta |= described
+        nodes[name].meta |= {key: described[key] for key in described.keys() & KEYS}
     graph.lint()
     return fx.GraphModule(held, graph)
 

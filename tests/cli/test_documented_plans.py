@@ -41,7 +41,7 @@ def prepared(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_there_are_these() -> None:
-    assert len(COMMANDS) == 14
+    assert len(COMMANDS) == 15
 
 
 @pytest.mark.parametrize(

@@ -166,12 +166,12 @@ def test_structures_import_nothing() -> None:
 @pytest.mark.parametrize(
     ("node", "message"),
     [
-        (["call_function", "x", "os::system", [], {}], "os::system is no operator of torch's own"),
-        (["call_function", "x", "aten::save", [], {}], "aten::save is no operator of torch's own"),
-        (["call_function", "x", "aten::neg", [1], {"alpha=breakpoint(), z": 1}], "a graph has a name 'alpha=break"),
-        (["call_function", "x", "aten::neg", [Reading(1)], {}], "a graph gives a Reading to what it calls"),
-        (["get_attr", "x", "__class__.forward", [], {}], "a graph has a name '__class__'"),
-        (["placeholder", "x", "x=breakpoint()", [], {}], "a graph has a name 'x=breakpoint"),
+        (["call_function", "x", "os::system", [], {}, {}], "os::system is no operator of torch's own"),
+        (["call_function", "x", "aten::save", [], {}, {}], "aten::save is no operator of torch's own"),
+        (["call_function", "x", "aten::neg", [1], {"alpha=breakpoint(), z": 1}, {}], "a graph has a name 'alpha=break"),
+        (["call_function", "x", "aten::neg", [Reading(1)], {}, {}], "a graph gives a Reading to what it calls"),
+        (["get_attr", "x", "__class__.forward", [], {}, {}], "a graph has a name '__class__'"),
+        (["placeholder", "x", "x=breakpoint()", [], {}, {}], "a graph has a name 'x=breakpoint"),
     ],
 )
 def test_graphs_are_no_code(node: list[Any], message: str) -> None:

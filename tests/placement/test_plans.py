@@ -62,7 +62,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> Says:
             speeds = {"cpu": 1e10} if name == "cpu" else {}
             return Profile("m", 1, layers, {name: [Times(ms / 3000, ms / 1500)] * len(layers)}, {}, speeds=speeds)
 
-        def profiled(study: ProfilingInput, devices: Mapping[str, torch.device], *_: Any) -> Profile:
+        def profiled(study: ProfilingInput, devices: Mapping[str, torch.device], *_: Any, **__: Any) -> Profile:
             first, *rest = [profile(study, name, here[name]) for name in devices]
             for other in rest:
                 first = first.joined(other)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from contextlib import nullcontext
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any, cast
 
 import lightning as L
@@ -28,6 +29,8 @@ class Others:
     def __init__(self, told: Any) -> None:
         self.told = told
         self.group = self
+        self.weights = SimpleNamespace(member=SimpleNamespace(clock=0, cut=0))
+        self.lengths = (1, 1)
         self.index, self.size, self.seats = 0, 2, Seats(0, 2)
         self.shares = None
         self.most_waves_to_cut = 1
@@ -39,8 +42,12 @@ class Others:
     def gather(self, value: Any, what: str) -> list[Any]:
         return [value, self.told if isinstance(value, tuple) else value]
 
-    def begin(self, first: int, version: int, computing: Any) -> None:
+    def begin(self, first: int, version: int, computing: Any, told: Any = None) -> list[Any]:
         self.begins.append(first)
+        return [told, told]
+
+    def newly_lost(self) -> dict[int, int]:
+        return {}
 
     def take_averages(self, averages: list[Any]) -> None: ...
 
