@@ -27,7 +27,7 @@ from lightning_hetpipe.planning.model.profile import Profile
 from lightning_hetpipe.planning.plan import profile_file
 from lightning_hetpipe.planning.plan.device_group import PlannedMember
 from lightning_hetpipe.planning.plan.document import Plan
-from lightning_hetpipe.planning.search.choice import best_plan
+from lightning_hetpipe.planning.search.choice import Choice, best_plan
 from lightning_hetpipe.planning.search.grouped_plans import plan_with_groups
 
 NAME = "split_layers"
@@ -69,8 +69,8 @@ def plans_of(net: Net, profile: Profile) -> Planned:
     names = [layer.name for layer in profile.layers]
     fastest = max(box.slots, key=lambda slot: slot.device.speed)
 
-    def plan(found: object) -> Plan:
-        return Plan.of(found, profile.model, names, box)  # type: ignore[arg-type]
+    def plan(found: Choice) -> Plan:
+        return Plan.of(found, profile.model, names, box)
 
     alone = plan(best_plan(profile, box, [fastest], optimizer="sgd"))
     stages = plan(best_plan(profile, box, optimizer="sgd"))

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from lightning_hetpipe.accelerator import accelerates
 from lightning_hetpipe.capture.microbenchmark import Microbenchmark
 from lightning_hetpipe.capture.pieces import Piece
 from lightning_hetpipe.capture.profiling import ProfilingInput
@@ -79,15 +78,15 @@ def _widths(layer: Layer, calls: Sequence[tuple[Microbenchmark, int]], units: Ma
     counts = {share: {name: round(share * number) for name, number in units.items()} for share in PARTS}
     parts = [share for share in PARTS if all(counts[share].values())]
     joined = joined_graph([layer], 0)
+    known = [_values(benchmark, joined) for benchmark, _ in calls]
     jobs: dict[float, list[Callable[[], Times]]] = {share: [] for share in parts}
     for share in parts:
         splits = {name: (count, units[name] - count) for name, count in counts[share].items()}
         regions = split_graph(joined, ChannelCounts((1.0, 1.0), splits), 2).regions.values()
-        for benchmark, times in calls:
-            known = _values(benchmark, joined)
+        for (benchmark, times), values in zip(calls, known, strict=True):
             for region in regions:
                 if region.gives[0]:
-                    leaves = _leaves(region, known, benchmark.device)
+                    leaves = _leaves(region, values, benchmark.device)
                     jobs[share] += [partial(_member_times, benchmark, region.graphs[0], leaves)] * times
     if not all(jobs.values()):  # by itself it has nothing to divide
         return []
@@ -109,13 +108,13 @@ def _member_times(benchmark: Microbenchmark, graph: fx.GraphModule, leaves: Sequ
         ]
         began = time.perf_counter()
         outputs = graph(*fresh)
-        _wait(benchmark.device)
+        benchmark.wait()
         turned = time.perf_counter()
         ones = [torch.ones_like(each) if each.is_floating_point() else None for each in outputs]
         wanted = [each for each in fresh if isinstance(each, Tensor) and each.requires_grad]
         started = time.perf_counter()
         gradients(outputs, ones, wanted)
-        _wait(benchmark.device)
+        benchmark.wait()
         return Times(turned - began, time.perf_counter() - started)
 
 
@@ -148,8 +147,3 @@ def _leaves(region: Region, known: dict[fx.Node, Any], device: torch.device) -> 
         return own.clone().requires_grad_(value.requires_grad)
 
     return [taken(region.inputs[number]) for number in region.takes[0]]
-
-
-def _wait(device: torch.device) -> None:
-    if accelerates(device):
-        torch.accelerator.synchronize(device)

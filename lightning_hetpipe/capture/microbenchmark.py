@@ -129,7 +129,7 @@ class Microbenchmark:
     def infer(self) -> None:
         """A forward, in the mode of gradients that holds here."""
         self._forward([move(tensor, self.device).clone() for tensor in self._value.tensors])
-        self._wait()
+        self.wait()
 
     def run(self) -> None:
         """Forward and backward."""
@@ -149,7 +149,7 @@ class Microbenchmark:
         """The outputs of a forward in training."""
         with torch.enable_grad():
             outputs = tensors_of(self._forward(own))
-        self._wait()
+        self.wait()
         return outputs
 
     def backward(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> list[Tensor | None]:
@@ -157,7 +157,7 @@ class Microbenchmark:
         with torch.enable_grad():
             ones = [torch.ones_like(o) if o.is_floating_point() else None for o in outputs]
             found = gradients(outputs, ones, [*inputs, *self._parameters])
-        self._wait()
+        self.wait()
         return found
 
     @contextmanager
@@ -174,7 +174,8 @@ class Microbenchmark:
         with self.opened():
             return self._call(self.value(tensors))
 
-    def _wait(self) -> None:
+    def wait(self) -> None:
+        """Wait until the device is done."""
         if accelerates(self.device):
             torch.accelerator.synchronize(self.device)
 

@@ -13,7 +13,6 @@ from statistics import median
 import torch
 from torch import Tensor, nn
 
-from lightning_hetpipe.accelerator import accelerates
 from lightning_hetpipe.capture.microbenchmark import Microbenchmark
 from lightning_hetpipe.capture.pieces import Piece
 from lightning_hetpipe.pipeline.buffers import may_change, places
@@ -161,8 +160,7 @@ def _update(optimizer: torch.optim.Optimizer | None, benchmark: Microbenchmark) 
 
     def step() -> None:
         like.step()
-        if accelerates(benchmark.device):
-            torch.accelerator.synchronize(benchmark.device)
+        benchmark.wait()
 
     return step
 

@@ -194,7 +194,6 @@ class _Joined:
         most: Mapping[tuple[DeviceSlot, ...], Sequence[float]],
     ) -> None:
         self._times = {part: group_times(profile, cluster, part, most[part]) for part in parts}
-        self._layers = profile.layers
         prefix = [f"{node.name} " if len(cluster.nodes) > 1 else "" for node in cluster.nodes]
         names = {part: prefix[part[0].node] + " + ".join(map(str, part)) for part in parts}
         guessed = [part for part in parts if any(profile.name_of(slot.device) in profile.estimated for slot in part)]
