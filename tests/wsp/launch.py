@@ -50,14 +50,14 @@ class Job:
         return [torch.load(path, weights_only=False) if path.exists() else None for path in paths]
 
 
-def start(*jobs: Job, **variables: str) -> subprocess.CompletedProcess[str]:
+def start(*jobs: Job, each: float = SECONDS, **variables: str) -> subprocess.CompletedProcess[str]:
     """Runs ``jobs``, of as many virtual workers each, in one launch to its end, whatever that is.
 
-    ``variables`` are of its environment, beside those of the test.
+    ``each`` may take as many seconds. ``variables`` are of its environment, beside those of the test.
     """
     command = [*jobs[0].command(), *(job.text() for job in jobs[1:])]
     environment = {**os.environ, **variables, MARK: str(jobs[0].folder)}
-    seconds = SECONDS * len(jobs)
+    seconds = each * len(jobs)
     try:
         return subprocess.run(
             command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=seconds, check=False

@@ -21,6 +21,8 @@ from tests.wsp.membership import check_recorded, epochs_of
 FAULTS = 10
 WORKERS = 3
 EPOCHS = 10
+SECONDS = 1200.0
+"""After which a run hangs: several times what it takes on two busy cores."""
 SEEDS = range(50)
 IN_CI = {0: 3}
 """Seeds of the runs that are made each time, with fewer faults."""
@@ -32,8 +34,8 @@ WITH_BODY = ("StageUpdate", "Read")
 def drawn(seed: int, number: int, folder: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Faults by address, each of which befalls the first process that comes there; and joins of virtual workers.
 
-    Those of one virtual worker come one after the other. Those that join are the last ones: the others are enough for the
-    run to begin.
+    Those of one virtual worker come one after the other. Those that join are the last ones: the others are enough for
+    the run to begin.
     """
     draw = random.Random(seed)
     last: dict[int, str] = {}
@@ -41,7 +43,7 @@ def drawn(seed: int, number: int, folder: Path) -> tuple[list[dict[str, Any]], l
     def fault(name: str, what: str, vws: Sequence[int]) -> dict[str, Any]:
         vw, message = draw.choice(vws), draw.choice(BEFALL)
         when = draw.choice(["before", "after", "middle"] if message in WITH_BODY else ["before", "after"])
-        told = {"vw": vw, "room": "fit-1", "message": message, "nth": draw.randrange(1, 8), "when": when, "what": what}
+        told = {"vw": vw, "room": "fit-1", "message": message, "nth": draw.randrange(1, 5), "when": when, "what": what}
         told |= {"mark": str(folder / name), **({"follows": last[vw]} if vw in last else {})}
         last[vw] = told["mark"]
         return told
@@ -68,7 +70,7 @@ def soak(folder: Path, seed: int, number: int) -> tuple[Job, str]:
     if joins:
         told["virtual_workers"] = [WORKERS - len(joins), WORKERS]
     job = Job(folder, "by epoch", lengths=(5,) * WORKERS, in_flight=2, more=told)
-    done = start(job, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
+    done = start(job, each=SECONDS, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
     assert done.returncode in (0, 1), (done.returncode, done.stderr)  # 1 where one had not come back in the end
     assert left_behind(job) == [], done.stderr
     assert (folder / "0.pt").exists(), done.stderr
