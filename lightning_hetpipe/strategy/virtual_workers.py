@@ -34,7 +34,7 @@ from lightning_hetpipe.run.together import check_returning, minibatches_per_step
 from lightning_hetpipe.server.process.notices import say
 from lightning_hetpipe.server.process.server_process import how
 from lightning_hetpipe.strategy import checks, settings
-from lightning_hetpipe.strategy.checkpoints import ReplacingCheckpointIO, explaining, local_folder
+from lightning_hetpipe.strategy.checkpoints import ReplacingCheckpointIO, explaining, local_folder, write
 from lightning_hetpipe.strategy.rescue import rescue
 from lightning_hetpipe.strategy.saved_states import add_states, note_shares, take_shares, take_state
 from lightning_hetpipe.strategy.weights import HostWeights
@@ -493,10 +493,11 @@ class VirtualWorkers(HostWeights):
 
 
 def _write_for_returning(checkpoint: dict[str, Any], path: str | Path) -> None:
-    """Write ``checkpoint``; where there is no room for it, say so, as all others train on."""
+    """Write ``checkpoint``; where there is no room for it, leave nothing, and say so, as all others train on."""
     try:
-        ReplacingCheckpointIO().save_checkpoint(checkpoint, path)
+        write(checkpoint, path)
     except OSError as error:
+        os.truncate(path, 0)
         say(
             f"those that are ready to come back have to wait for another epoch: no file of the state that they need can"
             f" be written in {tempfile.gettempdir()} ({os.strerror(error.errno or 0)}); make room there, or set TMPDIR"
