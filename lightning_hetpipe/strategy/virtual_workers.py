@@ -36,7 +36,7 @@ from lightning_hetpipe.server.process.server_process import how
 from lightning_hetpipe.strategy import checks, settings
 from lightning_hetpipe.strategy.checkpoints import ReplacingCheckpointIO, explaining, local_folder, write
 from lightning_hetpipe.strategy.rescue import rescue
-from lightning_hetpipe.strategy.saved_states import add_states, note_shares, take_shares, take_state
+from lightning_hetpipe.strategy.saved_states import add_states, note_shares, note_wave, take_shares, take_state
 from lightning_hetpipe.strategy.weights import HostWeights
 from lightning_hetpipe.strategy.wsp_callback import WSPCallback
 from lightning_hetpipe.workers import collectives
@@ -304,7 +304,7 @@ class VirtualWorkers(HostWeights):
         self._open_group()
         returning = None if self._group is None else self._group.seats.returning
         if returning is None:
-            return None
+            return servers.resumed_from()
         check_returning(getattr(self._launcher, "trainer", None), self.global_rank)
         return returning.checkpoint
 
@@ -425,6 +425,7 @@ class VirtualWorkers(HostWeights):
             trainer = self.lightning_module.trainer
             goes_on_in = trainer.current_epoch + is_last_batch(trainer)
             note_shares(checkpoint, self._shared.shares, minibatches_per_step(trainer, goes_on_in))
+            note_wave(checkpoint, self._shared.wave)
         if not self._saves_for_returning:
             super().save_checkpoint(checkpoint, filepath, storage_options)
             if self.is_global_zero and "optimizer_states" in checkpoint:
