@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 
 class Progress(NamedTuple):
-    """How far a checkpoint's run had come; greater ones are further.
+    """Progress of a run when a checkpoint of it was saved; greater ones are further.
 
     Attributes:
         epoch: Its epoch; -1 of a file that cannot be read.
@@ -55,13 +55,13 @@ class _PlainReader(pickle.Unpickler):
     """Unpickles numbers, strings, and lists and dicts of them; others have stand-ins, and no code of theirs runs."""
 
     def find_class(self, module: str, name: str) -> Any:
-        return OrderedDict if (module, name) == ("collections", "OrderedDict") else _StandIn
+        return OrderedDict if (module, name) == ("collections", "OrderedDict") else _Placeholder
 
     def persistent_load(self, pid: Any) -> Any:
-        return _StandIn()
+        return _Placeholder()
 
 
-class _StandIn:
+class _Placeholder:
     """Takes the place of any object, and takes anything that unpickling does with one."""
 
     def __init__(self, *_: Any, **__: Any) -> None:

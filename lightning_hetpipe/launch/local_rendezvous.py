@@ -87,7 +87,7 @@ class OtherEnd:
 
     @property
     def has_ended(self) -> bool:
-        """Whether it has, or has closed the connection."""
+        """True once it has, or has closed the connection."""
         try:
             return not self._connection.recv(1)
         except BlockingIOError:

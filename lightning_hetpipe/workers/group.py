@@ -476,7 +476,7 @@ class Group:
         if self.index == 0 or self._fit is None or (members := self._fit.member.commit_index) is None:
             return False
         child, silent = parent_watch.this_child(), isinstance(exception, ServersUnheard)
-        orphaned = isinstance(exception, FirstLost) or (child is not None and child.orphaned)
+        orphaned = isinstance(exception.__cause__, FirstLost) or (child is not None and child.orphaned)
         lost = 0 in self._departures.lost or orphaned or (silent and self.settings.servers is None)
         left = [each.vw for each in members.members if each.vw and each.vw not in self._departures.lost]
         return lost and self.index == min(left, default=self.index)

@@ -133,9 +133,9 @@ def do(what: str) -> None:
             for pid in others():
                 os.kill(pid, signal.SIGCONT)
         case "garbage":
-            told = parent_watch.launcher_variables() or ask(
-                servers_of_launch._launch_of(LightningEnvironment()), PATIENCE
-            )
+            told = parent_watch.launcher_variables()
+            if not told:
+                told = ask(servers_of_launch._launch_of(LightningEnvironment()), PATIENCE).variables
             assert annoy(told[COORDINATOR], Security(token=told[TOKEN]), "fit-1") > 100
         case _ if what.startswith("join "):
             joined.append(Joined(int(what.removeprefix("join "))))
@@ -172,7 +172,7 @@ class Joined:
 
     @property
     def lives(self) -> bool:
-        """Whether it may take part, now or later."""
+        """True while it may take part, now or later."""
         return self._thread.is_alive()
 
     def end(self) -> int:

@@ -24,7 +24,7 @@ MARK = "HETPIPE_TEST_FOLDER"
 
 @dataclass
 class Job:
-    """Arguments of ``tests.wsp.worker``."""
+    """Arguments of ``tests.wsp.worker``, and the seconds after which it hangs."""
 
     folder: Path
     task: str = "mlp"
@@ -32,9 +32,10 @@ class Job:
     stages: Any = 2
     in_flight: Any = 3
     more: dict[str, Any] = field(default_factory=dict)
+    seconds: float = SECONDS
 
     def text(self) -> str:
-        told = {name: value for name, value in vars(self).items() if name != "more"}
+        told = {name: value for name, value in vars(self).items() if name not in ("more", "seconds")}
         return json.dumps({**told, "folder": str(self.folder), "lengths": list(self.lengths), **self.more})
 
     def command(self) -> list[str]:
@@ -50,14 +51,14 @@ class Job:
         return [torch.load(path, weights_only=False) if path.exists() else None for path in paths]
 
 
-def start(*jobs: Job, each: float = SECONDS, **variables: str) -> subprocess.CompletedProcess[str]:
+def start(*jobs: Job, **variables: str) -> subprocess.CompletedProcess[str]:
     """Runs ``jobs``, of as many virtual workers each, in one launch to its end, whatever that is.
 
-    ``each`` may take as many seconds. ``variables`` are of its environment, beside those of the test.
+    ``variables`` are of its environment, beside those of the test.
     """
     command = [*jobs[0].command(), *(job.text() for job in jobs[1:])]
     environment = {**os.environ, **variables, MARK: str(jobs[0].folder)}
-    seconds = each * len(jobs)
+    seconds = sum(job.seconds for job in jobs)
     try:
         return subprocess.run(
             command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=seconds, check=False

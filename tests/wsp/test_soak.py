@@ -43,7 +43,14 @@ def drawn(seed: int, number: int, folder: Path) -> tuple[list[dict[str, Any]], l
     def fault(name: str, what: str, vws: Sequence[int]) -> dict[str, Any]:
         vw, message = draw.choice(vws), draw.choice(BEFALL)
         when = draw.choice(["before", "after", "middle"] if message in WITH_BODY else ["before", "after"])
-        told = {"vw": vw, "room": "fit-1", "message": message, "nth": draw.randrange(1, 5), "when": when, "what": what}
+        told: dict[str, Any] = {
+            "vw": vw,
+            "room": "fit-1",
+            "message": message,
+            "nth": draw.randrange(1, 5),
+            "when": when,
+            "what": what,
+        }
         told |= {"mark": str(folder / name), **({"follows": last[vw]} if vw in last else {})}
         last[vw] = told["mark"]
         return told
@@ -69,8 +76,8 @@ def soak(folder: Path, seed: int, number: int) -> tuple[Job, str]:
     }
     if joins:
         told["virtual_workers"] = [WORKERS - len(joins), WORKERS]
-    job = Job(folder, "by epoch", lengths=(5,) * WORKERS, in_flight=2, more=told)
-    done = start(job, each=SECONDS, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
+    job = Job(folder, "by epoch", lengths=(5,) * WORKERS, in_flight=2, more=told, seconds=SECONDS)
+    done = start(job, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
     assert done.returncode in (0, 1), (done.returncode, done.stderr)  # 1 where one had not come back in the end
     assert left_behind(job) == [], done.stderr
     assert (folder / "0.pt").exists(), done.stderr

@@ -147,10 +147,12 @@ class Waits(L.Callback):
         faults.do("continue")
         began = time.time()
         members = {member.vw for member in group.weights.member.commit_index.members}
-        launched = set(range(trainer.strategy._rank.started))
+        strategy = trainer.strategy
+        assert isinstance(strategy, HetPipeStrategy)
+        launched = set(range(strategy._rank.started))
 
         def there() -> bool:
-            here = members | group.seats.ready().keys()
+            here: set[int] = members | group.seats.ready().keys()
             return here >= launched | {each.vw for each in faults.joined if each.lives}
 
         with suppress(AssertionError):  # some may not come any more
