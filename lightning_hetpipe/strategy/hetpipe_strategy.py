@@ -100,8 +100,8 @@ class HetPipeStrategy(PlannedDevices):
         split: Layers of a stage on several devices, each of which computes some of their output channels: by the
             number of the stage a share for each device, such as ``{0: [2, 1]}``, which take devices in order. The first
             one holds the unsplit weights, so that checkpoints are as without. A ``plan`` may have such groups, too.
-            ``stages`` is then by default as many as are named (docs/split-layers.md). "auto" joins devices where the
-            plan that is made at the start of a fit is faster so.
+            ``stages`` is then by default as many as are named (docs/split-layers.md). "auto", or True, joins devices
+            where the plan that is made at the start of a fit is faster so.
         timeline: Whether to record what each stage did when: True for the last hundred minibatches, or the first and
             the last one to keep, such as ``(100, 120)``, counted over the run from 1. It is in
             ``last_run.timeline``, in the run's folder as a Chrome trace, and on TensorBoard as a picture.
@@ -165,7 +165,7 @@ class HetPipeStrategy(PlannedDevices):
         allocation: str = "auto",
         compile: bool | str | Mapping[str, Any] = False,
         recompute: bool = False,
-        split: Literal[False, "auto"] | split_setting.Shares = False,
+        split: bool | Literal["auto"] | split_setting.Shares = False,
         timeline: bool | Sequence[int] = False,
         stage_hosts: settings.StageHosts = "threads",
         lr_correction: int | Literal["auto"] | None = "auto",
