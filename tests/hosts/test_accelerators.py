@@ -215,9 +215,9 @@ class Limits(L.Callback):
 
 def test_a_group_of_devices_of_another_machine(accelerator: TestAccelerator, near: None) -> None:
     """Up to rounding as one of CPUs of this machine, whose members see gradients with other strides."""
-    plans = [{"plan": grouped("cpu", ("desk", "desk", "desk"))}, {"plan": grouped(), "stage_hosts": {}}]
-    plans[1]["stage_hosts"] = dict.fromkeys(("attic", "cellar"), "127.0.0.1:1")
-    here, there = [fit(Task(task().net, SGD), vectors(40, 4), strategy=stashing(**each)) for each in plans]
+    elsewhere = dict.fromkeys(("attic", "cellar"), "127.0.0.1:1")
+    strategies = stashing(plan=grouped("cpu", ("desk",) * 3)), stashing(plan=grouped(), stage_hosts=elsewhere)
+    here, there = [fit(Task(task().net, SGD), vectors(40, 4), strategy=each) for each in strategies]
     assert torch.accelerator.max_memory_allocated(3) > 0
     for one, other in zip(here.states, there.states, strict=True):
         for key, weight in one.weights.items():
