@@ -29,6 +29,7 @@ from lightning_hetpipe.strategy import checks, settings
 from lightning_hetpipe.strategy.weights import HostWeights
 from lightning_hetpipe.strategy.wsp_callback import WSPCallback
 from lightning_hetpipe.workers import collectives, program_group
+from lightning_hetpipe.workers.session_names import sessions_so_far
 from lightning_hetpipe.workers.shared_data import InjectedRank, Shares, deal_among, let_be_long
 from lightning_hetpipe.workers.shared_metrics import share
 from lightning_hetpipe.workers.synchroniser import NoSynchroniser, Synchroniser
@@ -265,8 +266,6 @@ class VirtualWorkers(HostWeights):
 
     def _told_to_children(self) -> dict[str, str]:
         """Starts the server of this launch, unless others were named; gives what children need to find it."""
-        from lightning_hetpipe.workers.group import sessions_so_far
-
         assert self.cluster_environment is not None
         self._check_shares()
         wsp, nodes = self._wsp_settings(), self._serving_nodes()

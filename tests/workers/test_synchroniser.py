@@ -208,7 +208,7 @@ def test_frozen_parameters_are_shared_only_when_an_epoch_begins(update_dtype: st
 def test_at_a_cut_all_hold_the_same_frozen_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     """A teacher that each virtual worker's callback moves within an epoch was another one on each of them: what they
     validated, and what was saved, was not what the others held (law L6)."""
-    monkeypatch.setattr(group_module, "_next_session", "{}-1".format)
+    monkeypatch.setattr(group_module, "next_session", "{}-1".format)
     rooms = Sessions(5.0)
     with ThreadPoolExecutor(2) as pool, GrpcServer(rooms) as server:
 
