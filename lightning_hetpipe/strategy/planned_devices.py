@@ -28,7 +28,7 @@ from lightning_hetpipe.planning.search.spread_plan import FROZEN
 from lightning_hetpipe.run.finetuning import trains_frozen_later
 from lightning_hetpipe.strategy import checks, compile_setting, settings, split_setting
 from lightning_hetpipe.strategy.shared_checkpoints import SharedCheckpoints
-from lightning_hetpipe.workers.synchroniser import copies_kept
+from lightning_hetpipe.workers.weight_copies import copies_kept
 
 
 class PlannedDevices(SharedCheckpoints):
