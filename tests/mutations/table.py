@@ -253,7 +253,7 @@ MUTATIONS = (
     Mutation(
         "L5",
         "an older incarnation is not fenced",
-        "server/protocol/coordinator.py",
+        "server/protocol/roster.py",
         "if incarnation < known:",
         "if incarnation < known - 1000:",
         (_STORIES, "-k", "incarnation"),
