@@ -139,7 +139,7 @@ def test_one_that_a_person_has_started_comes_to_the_run_that_is_started_again(tm
     assert "virtual worker 1 ends, as virtual worker 0 is lost; start both again" in told
     assert "ended with exit code 75, and is started again (1 more restart)" in told
     assert epochs(tmp_path, 0) == ["0", "1", "2", "3"]
-    assert (epochs(tmp_path, 1)[0], epochs(tmp_path, 1)[-1]) == ("1", "3")
+    assert epochs(tmp_path, 1)[-1] == "3"
 
 
 @pytest.mark.slow
