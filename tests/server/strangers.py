@@ -35,7 +35,7 @@ from lightning_hetpipe.server.transport.frames import CHUNK, Opening
 from lightning_hetpipe.server.transport.grpc_channel import GrpcChannel
 from lightning_hetpipe.server.transport.grpc_import import grpc
 from lightning_hetpipe.server.transport.grpc_server import BEARER, MANY, ONE, SERVICE, TOKEN
-from lightning_hetpipe.server.transport.interface import CallRefused
+from lightning_hetpipe.server.transport.interface import CallRefused, Unreachable
 from lightning_hetpipe.server.transport.security import Security
 from tests.server.transports import PATIENCE, eventually
 
@@ -99,7 +99,7 @@ def annoy(address: str, security: Security, session: str) -> int:
                 (f"{session}/nothing", header),
                 ("nothing", header),
             ):
-                with suppress(CallRefused):
+                with suppress(CallRefused, Unreachable):  # somebody may kill the server meanwhile
                     channel.call(where, told, [memoryview(body)], timeout=PATIENCE)
                 answered += 1
     with closing(GrpcChannel(address, replace(security, token="wrong"))) as stranger, suppress(CallRefused):
@@ -120,8 +120,8 @@ def raw(address: str, security: Security, session: str, generation: str, clock: 
                     list(call)
     host, port = address.split(":")
     for garbage in GARBAGE:
-        with socket.create_connection((host, int(port)), PATIENCE) as connection:
-            connection.sendall(garbage)
+        with suppress(ConnectionError), socket.create_connection((host, int(port)), PATIENCE) as connection:
+            connection.sendall(garbage)  # to a server that lives, unless somebody has killed it just now
 
 
 def bodies(session: str, generation: str, clock: int, incarnation: int = 0) -> list[list[bytes]]:

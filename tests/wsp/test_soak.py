@@ -79,6 +79,7 @@ def soak(folder: Path, seed: int, number: int) -> tuple[Job, str]:
         told["virtual_workers"] = [WORKERS - len(joins), WORKERS]
     job = Job(folder, "by epoch", lengths=(5,) * WORKERS, in_flight=2, more=told, seconds=SECONDS)
     done = start(job, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
+    (folder / "said").write_text(done.stderr)
     assert done.returncode in (0, 1), (done.returncode, done.stderr)  # 1 where one had not come back in the end
     assert left_behind(job) == [], done.stderr
     assert (folder / "0.pt").exists(), done.stderr
