@@ -7,7 +7,7 @@ hold parts of it. Buffers, inputs and values with views are still written in pla
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,9 @@ from lightning_hetpipe.torch_private.graphs import HigherOrderOperator, Operator
 
 if TYPE_CHECKING:
     from lightning_hetpipe.pipeline.stage import Layer
+
+_CHECK = torch.ops.aten._assert_tensor_metadata.default
+"""Check that an export puts before a change of dtype; it would need the whole of a value."""
 
 
 @dataclass
@@ -54,6 +57,7 @@ def joined_graph(layers: Sequence[Layer], variant: int) -> JoinedGraph:
     for each, nodes in zip(graphs, inputs, strict=True):
         for node, region in zip(nodes, each.regions, strict=False):
             copied[node] = _placeholder(graph, f"region_{len(regions)}", node)
+            copied[node].meta["region"] = region
             regions.append(region)
     made = JoinedGraph(graph, graph.placeholder("layer_device"), regions, outputs=graphs[-1].outputs)
     values: list[list[fx.Node]] = []
@@ -71,7 +75,7 @@ def joined_graph(layers: Sequence[Layer], variant: int) -> JoinedGraph:
     for number, (each, nodes) in enumerate(zip(graphs, values, strict=True)):
         copied.update(zip(nodes, given, strict=True))
         for node in each.module.graph.nodes:
-            if node.op == "call_function":
+            if node.op == "call_function" and node.target is not _CHECK:
                 copied[node] = graph.node_copy(node, copied.__getitem__)
                 copied[node].meta["of_layer"] = number
             elif node.op == "output":
@@ -99,8 +103,9 @@ def operator_of_node(node: fx.Node) -> tuple[Any, tuple[Any, ...]]:
 def writes_and_views(node: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
     """The values that ``node`` changes in place, and those whose memory its output may share."""
     target, args = operator_of_node(node)
-    if isinstance(target, HigherOrderOperator):  # nobody knows what its regions do with what they are given
-        return list(node.all_input_nodes), list(node.all_input_nodes)
+    if isinstance(target, HigherOrderOperator):
+        given = list(node.all_input_nodes)
+        return given if _is_written_in_regions(given) else [], given
     if not isinstance(target, OperatorOverload):  # arithmetic with sizes, but for this one
         return [], list(node.all_input_nodes) if target is operator.getitem else []
     written: list[fx.Node] = []
@@ -113,19 +118,26 @@ def writes_and_views(node: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
     return written, viewed
 
 
+def _is_written_in_regions(given: Sequence[fx.Node]) -> bool:
+    """Tell whether a region among what an operator is ``given`` may change something in place."""
+    regions: list[fx.GraphModule] = [each.meta["region"] for each in given if "region" in each.meta]
+    inner = [node for region in regions for node in region.graph.nodes if node.op == "call_function"]
+    return not regions or any(writes_and_views(node)[0] for node in inner)
+
+
 def _without_writes(graph: fx.Graph) -> None:
-    """Replaces what writes into a value of which there is no view by what gives a new one."""
-    viewed: set[fx.Node] = set()
+    """Replaces what writes into a value that nobody sees afterwards, also by a view, by what gives a new one."""
+    shares: dict[fx.Node, set[fx.Node]] = {}
     for node in list(graph.nodes):
         if node.op != "call_function":
             continue
         target, args = operator_of_node(node)
-        written, shared = writes_and_views(node)
+        written, viewed = writes_and_views(node)
         plain = _without_write(target)
         value: Any = args[0] if args else None
-        is_written = plain is not None and isinstance(value, fx.Node) and written == [value]
-        if not is_written or value in viewed or value.op != "call_function" or writes_and_views(value)[1]:
-            viewed.update(shared, written)
+        if plain is None or not isinstance(value, fx.Node) or written != [value] or _is_seen(value, node, shares):
+            together = {node}.union(*(shares.get(each, {each}) for each in viewed))
+            shares.update(dict.fromkeys(together, together))
             continue
         if node.target is drawn:
             node.update_arg(2, plain)
@@ -139,6 +151,14 @@ def _without_writes(graph: fx.Graph) -> None:
             node.replace_all_uses_with(left, lambda user, own=left: user is not own)
         for user in users:
             user.replace_input_with(value, left)
+
+
+def _is_seen(value: fx.Node, node: fx.Node, shares: Mapping[fx.Node, set[fx.Node]]) -> bool:
+    """Tell whether somebody sees what ``node`` writes into ``value``, without being given that or what it returns."""
+    family = shares.get(value, {value})
+    return any(each.op != "call_function" for each in family) or any(
+        any(_after(node, list(each.users))) for each in family - {value}
+    )
 
 
 def _after(node: fx.Node, users: Sequence[fx.Node]) -> Iterator[fx.Node]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import fx
@@ -17,8 +18,22 @@ from lightning_hetpipe.pipeline.split.operator_call import Divided, OperatorCall
 from lightning_hetpipe.pipeline.split.operator_rules import rule_of
 from lightning_hetpipe.rules.channel_layouts import ChannelLayout
 
-Channels = tuple[int, int, int]
-"""Blocks, units in each, and entries of a unit."""
+
+class Channels(NamedTuple):
+    """Units in which the output channels of a layer are divided.
+
+    Attributes:
+        outer: Blocks.
+        units: Of each block.
+        inner: Entries of each unit.
+        arrives: Whether what follows, such as an attention, is divided only if these are.
+    """
+
+    outer: int
+    units: int
+    inner: int
+    arrives: bool = False
+
 
 MOST_FEEDERS = 8
 MOST_UNITS = 1024
@@ -84,7 +99,7 @@ def chosen_units(graph: fx.Graph) -> dict[fx.Node, Channels]:
     for node in graph.nodes:
         if node.op == "call_function" and (held := weight_of(node)) is not None and node not in found:
             groups = groups_of(node)
-            found[node] = (1, held[1], 1) if groups == 1 else (1, groups, held[1] // groups)
+            found[node] = Channels(1, held[1], 1) if groups == 1 else Channels(1, groups, held[1] // groups)
     return found
 
 
@@ -134,7 +149,7 @@ def _align(
     found: dict[fx.Node, Channels],
 ) -> None:
     """Find the most units in which all ``feeders`` can be divided up to ``target``, and note it for each."""
-    known = {found[feeder][1] for feeder in feeders if feeder in found}
+    known = {found[feeder].units for feeder in feeders if feeder in found}
     sizes = [size for node in between for size in sizes_of(node) if isinstance(size, int) and 1 < size <= MOST_UNITS]
     order = [node for node in target.graph.nodes if node in between]
     for number in sorted(known or set(units or sizes), reverse=True):
@@ -157,7 +172,7 @@ def _fitting(feeder: fx.Node, units: int, order: Sequence[fx.Node], target: fx.N
         if rest % outer == 0 and _arrives(
             feeder, ChannelLayout(0, outer, rest // outer, (1, units - 1)), order, target
         ):
-            return outer, units, rest // outer
+            return Channels(outer, units, rest // outer, arrives=True)
     return None
 
 
