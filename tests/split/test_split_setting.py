@@ -76,6 +76,8 @@ def test_counts_that_fit_no_layer(splits: dict[str, tuple[int, ...]], says: str)
         ({0: [0, 0]}, r"split\[0\]=\[0, 0\] must be"),
         ({0: [1, -1]}, r"split\[0\]=\[1, -1\] must be"),
         ({0: [1, float("inf")]}, "must be a share"),
+        ({0: [1, 10**400]}, "must be a share"),
+        ({0: [1e308, 1e308]}, "must be a share"),
     ],
 )
 def test_values_that_are_no_shares(value: Any, says: str) -> None:

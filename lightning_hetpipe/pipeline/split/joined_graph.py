@@ -17,13 +17,10 @@ from torch import Tensor, fx
 from lightning_hetpipe.pipeline.graph_layer import GraphLayer, own_path
 from lightning_hetpipe.pipeline.random.generators import drawn
 from lightning_hetpipe.pipeline.split.attention_dropout import unfuse_dropouts
-from lightning_hetpipe.torch_private.graphs import HigherOrderOperator, OperatorOverload, arguments_of
+from lightning_hetpipe.torch_private.graphs import ASSERTS_METADATA, HigherOrderOperator, OperatorOverload, arguments_of
 
 if TYPE_CHECKING:
     from lightning_hetpipe.pipeline.stage import Layer
-
-_CHECK = torch.ops.aten._assert_tensor_metadata.default
-"""Check that an export puts before a change of dtype; it would need the whole of a value."""
 
 
 @dataclass
@@ -75,7 +72,7 @@ def joined_graph(layers: Sequence[Layer], variant: int) -> JoinedGraph:
     for number, (each, nodes) in enumerate(zip(graphs, values, strict=True)):
         copied.update(zip(nodes, given, strict=True))
         for node in each.module.graph.nodes:
-            if node.op == "call_function" and node.target is not _CHECK:
+            if node.op == "call_function" and node.target is not ASSERTS_METADATA:
                 copied[node] = graph.node_copy(node, copied.__getitem__)
                 copied[node].meta["of_layer"] = number
             elif node.op == "output":
