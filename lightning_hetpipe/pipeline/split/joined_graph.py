@@ -9,6 +9,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,6 +23,9 @@ from lightning_hetpipe.torch_private.graphs import ASSERTS_METADATA, HigherOrder
 if TYPE_CHECKING:
     from lightning_hetpipe.pipeline.stage import Layer
 
+PATHS = "paths"
+"""Key in the ``meta`` of layers' own tensors, and of what is made of them alone: their paths in the LightningModule."""
+
 
 @dataclass
 class JoinedGraph:
@@ -32,7 +36,6 @@ class JoinedGraph:
         device: The node of the device.
         regions: Of all layers.
         own: For each tensor of the layers' own its node, the number of its layer, and its name there, or itself.
-        paths: The path in the LightningModule of each of these that has one.
         outputs: How the last layer's outputs are nested; None where the next segment takes them as they are.
     """
 
@@ -40,7 +43,6 @@ class JoinedGraph:
     device: fx.Node
     regions: list[fx.GraphModule] = field(default_factory=list)
     own: list[tuple[fx.Node, int, str | Tensor]] = field(default_factory=list)
-    paths: dict[fx.Node, str] = field(default_factory=dict)
     outputs: Any = None
 
 
@@ -66,7 +68,7 @@ def joined_graph(layers: Sequence[Layer], variant: int) -> JoinedGraph:
             copied[node] = _placeholder(graph, f"own_{len(made.own)}", node)
             made.own.append((copied[node], number, name))
             if isinstance(name, str):
-                made.paths[copied[node]] = ".".join(part for part in (layer.piece, own_path(name)) if part)
+                copied[node].meta[PATHS] = {".".join(part for part in (layer.piece, own_path(name)) if part)}
         values.append(rest[len(own) :])
     given: Any = [_placeholder(graph, node.name, node) for node in values[0]]
     for number, (each, nodes) in enumerate(zip(graphs, values, strict=True)):
@@ -80,8 +82,30 @@ def joined_graph(layers: Sequence[Layer], variant: int) -> JoinedGraph:
     graph.output(tuple(given))
     _without_writes(graph)
     unfuse_dropouts(graph, made.device)
+    _note_paths(graph, {made.device, *(node for node, _, _ in made.own)})
     graph.lint()
     return made
+
+
+def _note_paths(graph: fx.Graph, own: set[fx.Node]) -> None:
+    """Note for what is made of layers' ``own`` tensors alone, such as a normed weight, the paths of these."""
+    for node in graph.nodes:
+        given = node.all_input_nodes
+        is_made = node.op == "call_function" and given and node.target is not drawn
+        if is_made and all(each in own or "region" in each.meta for each in given):
+            own.add(node)
+            if paths := set().union(*(each.meta.get(PATHS, ()) for each in given)):
+                node.meta[PATHS] = paths
+
+
+def layer_path(weight: fx.Node) -> str | None:
+    """Path of the layer whose ``weight`` it is; None where it is made of other than the layer's own tensors."""
+    paths: set[str] = weight.meta.get(PATHS, set())
+    if len(paths) < 2:
+        return next((each.removesuffix(".weight") for each in paths), None)
+    together = [set(level) for level in zip(*(each.split(".") for each in paths), strict=False)]
+    common = [*takewhile(lambda level: len(level) == 1, together)]
+    return ".".join(part for (part,) in common).partition(".parametrizations")[0] or min(paths)
 
 
 def _placeholder(graph: fx.Graph, name: str, like: fx.Node) -> fx.Node:

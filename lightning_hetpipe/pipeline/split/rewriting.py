@@ -17,7 +17,7 @@ from torch import fx
 from torch.fx.node import map_arg
 
 from lightning_hetpipe.pipeline.random.generators import drawn
-from lightning_hetpipe.pipeline.split.joined_graph import JoinedGraph, writes_and_views
+from lightning_hetpipe.pipeline.split.joined_graph import JoinedGraph, layer_path, writes_and_views
 from lightning_hetpipe.pipeline.split.masks import Mask, mask_of
 from lightning_hetpipe.pipeline.split.operator_call import Divided, sizes_of
 from lightning_hetpipe.pipeline.split.region_graphs import MemberGraph, OuterGraph
@@ -142,9 +142,8 @@ class _Rewriting:
 
     def _columns(self, node: fx.Node, weight: fx.Node) -> ChannelLayout | None:
         """Division of the output channels of ``node``, by what is asked for its ``weight``."""
-        if (held := weight_of(node)) is None or weight not in self._joined.paths or node not in self._units:
+        if (held := weight_of(node)) is None or (name := layer_path(weight)) is None or node not in self._units:
             return None
-        name = self._joined.paths[weight].removesuffix(".weight")
         outer, units, inner, _ = self._units[node]
         options = {units: (outer, inner)}
         if groups_of(node) == 1:
@@ -229,7 +228,7 @@ class _Rewriting:
         found, held = self._divided[node], weight_of(node)
         if held is None or found.adds or found.operands.get(input_of(node)) is not None:
             return None
-        return self._joined.paths[held[0]].removesuffix(".weight")
+        return layer_path(held[0])
 
     def _passes(self, node: fx.Node, user: fx.Node) -> bool:
         """Tell whether members hand their parts of ``node`` on to ``user``."""
@@ -301,7 +300,7 @@ class _Rewriting:
         args: list[Any] = list(node.args)
         for position, values in found.arguments.items():
             args[position] = values[member]
-        target: Any = found.target or (torch.ops.aten.reshape.default if "view" in str(node.target) else node.target)
+        target: Any = found.target or node.target
         made = body.graph.call_function(target, map_arg(tuple(args), operand), map_arg(dict(node.kwargs), operand))
         body.made[node] = made
 
