@@ -17,6 +17,7 @@ from omegaconf import DictConfig
 from lightning_hetpipe.cli import measured_links
 from lightning_hetpipe.cli.cluster_plans import cluster_plans, remarks, unused
 from lightning_hetpipe.cli.comparison import compared
+from lightning_hetpipe.cli.config_sections import written
 from lightning_hetpipe.cli.console_script import FAILED
 from lightning_hetpipe.cli.entry import enter, job
 from lightning_hetpipe.cli.plan_inputs import (
@@ -117,7 +118,7 @@ def run(config: DictConfig) -> float | None:
     if (settings := cluster_settings(config, cluster)) is not None:
         if joins(config):
             raise SettingError(
-                "strategy.split=auto joins devices of one virtual worker, and this plan is for several; set"
+                f"split={written(config.split)} joins devices of one virtual worker, and this plan is for several; set"
                 " strategy.virtual_workers=1, or leave split out"
             )
         found = cluster_plans(settings, profile, cluster, optimizer, policies, {**asked, "spread": False})
@@ -152,6 +153,10 @@ def run(config: DictConfig) -> float | None:
         several = compared_policies([*policies, *planned_policies(optimizer)])
         return ["", *side_by_side(several, plan_for, asked["in_flight"], asked["every"])]
 
+    if joins(config) and not profile.widths:
+        lines.append(
+            "- no devices are joined, as the profile has no times of parts of layers; measure it with split=true"
+        )
     folder = _show(config, plan, ["", *lines, *_estimates(profile)], measured, others)
     if not choice.fits:
         _advise(choice)

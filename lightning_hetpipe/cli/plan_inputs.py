@@ -30,11 +30,12 @@ from lightning_hetpipe.planning.plan import profile_file
 from lightning_hetpipe.planning.plan.profile_cache import ProfileCache
 from lightning_hetpipe.rules.versions import WeightPolicy
 from lightning_hetpipe.run.automatic import planned_policies
+from lightning_hetpipe.strategy import split_setting
 from lightning_hetpipe.strategy.checks import switch
 from lightning_hetpipe.strategy.profiling_strategy import Profiled, ProfilingStrategy
 from lightning_hetpipe.strategy.profiling_strategy import profile as profile_model
 from lightning_hetpipe.strategy.settings import count, weight_policy
-from lightning_hetpipe.workers.synchroniser import copies_kept
+from lightning_hetpipe.workers.weight_copies import copies_kept
 
 PROGRAM = ConsoleScript(
     "hetpipe-plan",
@@ -48,6 +49,7 @@ PROGRAM = ConsoleScript(
         "devices": Any,
         "link": Any,
         "optimizer": str | float,
+        "split": Any,
         "ordered": bool,
         "synchronise": Any,
         "precision": Any,
@@ -107,6 +109,7 @@ def check(config: DictConfig) -> None:
     if of_strategy(config, "_target_", None) == "lightning_hetpipe.HetPipeStrategy":
         # which refuses what makes no sense
         built(config, "strategy", HetPipeStrategy, cluster=None, plan=None, allocation="auto")
+    joins(config)
     if _is_given("strategy.plan") and config.strategy.plan is not None:
         raise SettingError(
             f"strategy.plan={config.strategy.plan} is for hetpipe-train; leave it out, as hetpipe-plan makes a plan of"
@@ -277,11 +280,17 @@ def joins(config: DictConfig) -> bool:
     Raises:
         SettingError: for a value of ``split`` that a plan cannot follow.
     """
-    value = of_strategy(config, "split", False)
-    if value not in (False, True, "auto"):
+    name = "strategy.split" if OmegaConf.is_interpolation(config, "split") else "split"
+    value = config.split
+    if value is not False and not split_setting.chooses(value):
         raise SettingError(
-            f"strategy.split={value} gives shares, and hetpipe-plan chooses them itself; set strategy.split=auto, or"
-            " leave it out"
+            f"{name}={written(value)} must be true, auto or false: hetpipe-plan chooses the devices and shares of each"
+            " stage itself; set split=auto, or leave it out."
+        )
+    if value and config.ordered:
+        raise SettingError(
+            f"ordered=true gives each stage one device, and {name}={written(value)} joins devices; leave one of both"
+            " out."
         )
     return bool(value)
 

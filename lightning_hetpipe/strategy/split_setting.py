@@ -17,27 +17,32 @@ _LIMIT = 1e300
 
 
 def shares(value: Any, plan: Plan | None) -> dict[int, tuple[float, ...]] | Literal["auto"]:
-    """Shares of each stage that is to lie on a group; none for ``split=False``, and "auto" where the plan chooses.
+    """Shares of each stage that is to lie on a group; none for ``split=False``, and "auto" where the planner chooses.
 
     Raises:
         SettingError: for another value, and beside a plan, which says itself what is divided.
     """
     if value is False:
         return {}
-    if value == "auto":
+    if chooses(value):
         if plan is not None:
-            raise SettingError("split='auto', but the plan says which stages have several devices; leave split out")
+            raise SettingError(f"split={value!r}, but the plan says which stages have several devices; leave split out")
         return "auto"
     if not isinstance(value, Mapping) or not value:
         raise SettingError(
-            f"split={value!r} must be False, 'auto', or give for each stage on several devices their shares, such as"
-            " {0: [2, 1]}"
+            f"split={value!r} must be False, True or 'auto', or give for each stage on several devices their shares,"
+            " such as {0: [2, 1]}"
         )
     if plan is not None:
         raise SettingError(
             f"split={dict(value)!r}, but the plan says which stages have several devices; leave split out, or plan"
         )
     return {_stage(stage): _of_stage(stage, own) for stage, own in value.items()}
+
+
+def chooses(value: Any) -> bool:
+    """Return True for a ``value`` of the setting that leaves it to the planner which devices are joined."""
+    return value is True or value == "auto"
 
 
 def _stage(stage: Any) -> int:

@@ -8,55 +8,32 @@ is open, gathers go through it, as it knows which virtual worker waits at which 
 from __future__ import annotations
 
 import atexit
-import functools
-import io
 import itertools
-import json
-import pickle
 import threading
 import time
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import IO, Any
 
-import torch
 from torch import Tensor
 
-from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.launch import parent_watch
 from lightning_hetpipe.launch.lost_workers import Uncaught
 from lightning_hetpipe.launch.servers import FoundServers
 from lightning_hetpipe.launch.wsp_settings import WSPSettings
-from lightning_hetpipe.server.process.client import Client, ServersSilent, ServersUnheard
+from lightning_hetpipe.server.process.client import Client
 from lightning_hetpipe.server.process.notices import NOTICE_AFTER, say
-from lightning_hetpipe.server.protocol.identifiers import COORDINATOR, PeerFailed
+from lightning_hetpipe.server.process.server_requests import ServersSilent, ServersUnheard
+from lightning_hetpipe.server.protocol.identifiers import COORDINATOR, FirstLost, PeerFailed
 from lightning_hetpipe.server.protocol.messages import Departed
 from lightning_hetpipe.workers.coming_back import CameTooLate, Returning, SeatMissed, status_of, too_late
 from lightning_hetpipe.workers.departures import Departures
 from lightning_hetpipe.workers.join_handshake import JoinHandshake
 from lightning_hetpipe.workers.large_gathers import gather_in_chunks
 from lightning_hetpipe.workers.seats import Seats
-
-SESSIONS = "HETPIPE_SESSIONS"
-"""A variable for children of our launcher: the number of sessions before they were started."""
-
-
-@functools.cache
-def _sessions() -> dict[str, int]:
-    """Sessions so far, by kind. All processes of a launch run the same program, and so count alike."""
-    return {"talk": 0, "fit": 0, **json.loads(parent_watch.launcher_variables().get(SESSIONS, "{}"))}
-
-
-def sessions_so_far() -> dict[str, str]:
-    """Variables for processes that take part from now on."""
-    return {SESSIONS: json.dumps(_sessions())}
-
-
-def _next_session(kind: str) -> str:
-    _sessions()[kind] += 1
-    return f"{kind}-{_sessions()[kind]}"
+from lightning_hetpipe.workers.session_names import FIT, LAUNCH, go_on_from, next_session
+from lightning_hetpipe.workers.value_gathers import collect_contents, gather_values
 
 
 class Group:
@@ -73,7 +50,7 @@ class Group:
         stays: If ``on_loss`` was called here, this process stays until the others have left: its starter ends all of
             them, as torchrun does, when one exits with 1.
         on_return: Called for each virtual worker that was lost, once it takes part again.
-        least: With how many of them, this one's virtual worker 0 among them, a run begins; 0 for all.
+        least: How many of them, virtual worker 0 among these, are enough for a run to begin; 0 for all.
     """
 
     def __init__(
@@ -97,23 +74,23 @@ class Group:
             index, size, found, settings, timeout, self._is_lost, self._lose, self._departures.tell_of_updates, least
         )
         self._servers_lost = lost
-        self._has_taken_part = False
+        self._has_taken_part = False  # in an epoch
         self._found = found
         self.interrupted: Callable[[], bool] = lambda: False
         """True while this virtual worker ends on an exception: it answers its gathers alone then."""
         self.waiting: Callable[[], AbstractContextManager[None]] = nullcontext
         """Opened around waits for a gather."""
         self._exits = ExitStack()
-        self._launch: Client | None = None
-        self._fit: Client | None = None
+        self._launch: Client | None = None  # in the session of the launch, while that is open
+        self._gathers = 0  # in that session
+        self._fit: Client | None = None  # in the session of a fit, while one runs
         self._fit_settings: Sequence[str] = ()
-        self._fit_ordinal = itertools.count(1)
+        self._fit_ordinal = itertools.count(1)  # of the next gather since the last cut
         self._failed = False
         self._stays = stays
         self._uncaught = Uncaught()
         self._on_return = on_return
         self.seats = Seats(index, size)
-        self._gathers = 0  # in the session of the launch
         self._heard: list[tuple[Departed, bool]] = []  # departures, while this process comes back
 
     @property
@@ -133,23 +110,11 @@ class Group:
     def open(self) -> None:
         """Join the session of the launch, and wait until all virtual workers have. It is left at exit at the latest."""
         atexit.register(self.part)
-        session = _next_session("talk")
+        session = next_session(LAUNCH)
         self._handshake.connect([self.coordinator])
         self._exits.callback(self._handshake.close)
         self._exits.callback(self._wait_until_all_have_left, session)
-        try:
-            with self._handshake.explaining_waits():
-                launch = self._handshake.come_to(session)
-        except ServersUnheard as silent:
-            if self.settings.servers is not None:
-                raise SettingError(
-                    f"servers={list(self.settings.servers)!r} does not answer ({silent}); start it, with hetpipe-server"
-                    " address=..., or give the address of one that runs and that this machine may reach"
-                ) from None
-            raise ServersUnheard(
-                f"{silent}; is the program running that starts the server at {self.coordinator}, and may this machine"
-                " reach it?"
-            ) from None
+        launch = self._handshake.come_to(session)
         self._exits.push(launch)
         self._launch = launch
         self._handshake.check_lease()
@@ -183,6 +148,8 @@ class Group:
         self._handshake.connect([self.coordinator, *known[1:]])
         return [index for index, *_ in told]
 
+    # Fits.
+
     def enter_fit(self, named: Sequence[tuple[str, Tensor]], settings: Sequence[str]) -> list[Tensor]:
         """Join the session of a fit; returns w_0, the weights of VW 0.
 
@@ -200,20 +167,50 @@ class Group:
     def _join_fit(
         self, named: Sequence[tuple[str, Tensor]], settings: Sequence[str], homes: Sequence[int] = ()
     ) -> tuple[Client, list[Tensor]]:
-        session = _next_session("fit")
+        session = next_session(FIT)
         self._fit_ordinal = itertools.count(1)
         self.seats.note_fit(session, settings, homes)
         if self._handshake.least:  # all that train, whom no other takes the place of before the first epoch
             self._handshake.least = len(self.seats.taken)
         return self._handshake.join(session, named, settings, homes=homes)
 
+    def place_on(self, machines: Sequence[str], named: Sequence[tuple[str, Tensor]]) -> None:
+        """Have each parameter on the server of its machine from now on, in another session; all call it together.
+
+        Args:
+            machines: The host of the machine's address, for each parameter; empty for that of virtual worker 0.
+            named: The parameters as all hold them, by name.
+        """
+        homes = [self._handshake.server_on(machine) if machine else COORDINATOR for machine in machines]
+        if self.seats.returning is not None:  # it has come to that session at once
+            return
+        self.leave_fit()
+        self._fit, _ = self._join_fit(named, self._fit_settings, homes)
+
+    @property
+    def weights(self) -> Client:
+        """The client in the session of the fit that runs."""
+        assert self._fit is not None
+        return self._fit
+
+    def begin_epoch(self) -> None:
+        """An epoch begins: others may come back from now on."""
+        self._has_taken_part = True
+        self.seats.begin_epoch(self._gathers)
+
+    def passed_cut(self) -> None:
+        """Count gathers from one again, as all have come to a cut."""
+        self._fit_ordinal = itertools.count(1)
+
+    # Virtual workers that come back.
+
     def _enter_again(
         self, returning: Returning, named: Sequence[tuple[str, Tensor]], settings: Sequence[str]
     ) -> list[Tensor]:
         """Take a seat in the fit that goes on, at the next cut that gives seats."""
         record = returning.record
-        returning.check(_next_session("fit"), settings)
-        _sessions()["fit"] = int(record.session.rpartition("-")[2])
+        returning.check(next_session(FIT), settings)
+        go_on_from(record.session)
         returning.await_state()
         try:
             self._fit, weights = self._handshake.join(record.session, named, record.settings, homes=record.homes)
@@ -230,11 +227,6 @@ class Group:
         before = {each.vw: each.incarnation for each in self._launch.member.commit_index.members}
         self._welcome({**before, **returning.asked})
         return weights
-
-    def begin_epoch(self) -> None:
-        """An epoch begins: others may come back from now on."""
-        self._has_taken_part = True
-        self.seats.begin_epoch(self._gathers)
 
     def take_part(self) -> None:
         """Gather with the others from now on, in a process that has come back."""
@@ -273,18 +265,7 @@ class Group:
             self._on_return(vw)
         return back
 
-    def place_on(self, machines: Sequence[str], named: Sequence[tuple[str, Tensor]]) -> None:
-        """Have each parameter on the server of its machine from now on, in another session; all call it together.
-
-        Args:
-            machines: The host of the machine's address, for each parameter; empty for that of virtual worker 0.
-            named: The parameters as all hold them, by name.
-        """
-        homes = [self._handshake.server_on(machine) if machine else COORDINATOR for machine in machines]
-        if self.seats.returning is not None:  # it has come to that session at once
-            return
-        self.leave_fit()
-        self._fit, _ = self._join_fit(named, self._fit_settings, homes)
+    # Virtual workers that are lost.
 
     def lose(self, gone: Mapping[int, str]) -> None:
         """Note, from any thread, how virtual workers have ended; joining a session, which takes all, fails then."""
@@ -314,17 +295,33 @@ class Group:
         """Virtual workers that the fit that runs has lost since last asked, each with its clock then."""
         return self._departures.newly()
 
-    def _end_fit(self, fit: Client) -> None:
-        fit.__exit__(None, None, None)
-        self.newly_lost()
-        for each in self._departures.of_ended_fit():
-            self._lose(each, of_fit=False)
+    def _is_lost(self) -> Exception | None:
+        """The error to end on, where servers do not come back, or there is no run any more to come back to."""
+        child = parent_watch.this_child()
+        if child is not None and child.outlasts and not self._has_taken_part and parent_watch.AGAIN in child.variables:
+            return too_late(self.index)
+        return self._servers_lost()
 
-    @property
-    def weights(self) -> Client:
-        """The client in the session of the fit that runs."""
-        assert self._fit is not None
-        return self._fit
+    def ends_without_first(self, exception: BaseException) -> bool:
+        """Tell whether ``exception`` ends a fit as virtual worker 0 is lost, and this is the lowest one that is left.
+
+        Its machine is lost with it where the coordinator ran there and is silent, or our launcher has ended.
+        """
+        if self.index == 0 or self._fit is None or (members := self._fit.member.commit_index) is None:
+            return False
+        child, silent = parent_watch.this_child(), isinstance(exception, ServersUnheard)
+        orphaned = isinstance(exception.__cause__, FirstLost) or (child is not None and child.orphaned)
+        lost = 0 in self._departures.lost or orphaned or (silent and self.settings.servers is None)
+        left = [each.vw for each in members.members if each.vw and each.vw not in self._departures.lost]
+        return lost and self.index == min(left, default=self.index)
+
+    def check(self) -> None:
+        """Raise the failure of another one, if one is known."""
+        for client in (self._fit, self._launch):
+            if client is not None:
+                client.check()
+
+    # Gathers.
 
     def gather(self, value: Any, what: str) -> list[Any]:
         """The values of all virtual workers that take part, in their order; at least this one's own.
@@ -341,20 +338,7 @@ class Group:
             return [value]
         if self.seats.returning is not None:
             return self.seats.returning.answer(what)
-        buffer = io.BytesIO()
-        torch.save((what, value), buffer)
-        found: dict[int, bytearray] = defaultdict(bytearray)
-        whole = self._gathered(buffer.getbuffer(), lambda index, part: found[index].extend(part))
-        parts = {index: _loaded(found[index], index) for index in sorted(whole)}
-        if others := [index for index, (theirs, _) in parts.items() if theirs != what]:
-            unequal = self.settings.shares != "equal"
-            raise RuntimeError(
-                f"virtual worker {self.index} called {what}, while virtual worker {others[0]} called"
-                f" {parts[others[0]][0]}: such a call has to be made by all of them, in the same order; look for one"
-                " that only some make, such as below `if trainer.is_global_zero:`"
-                + (", or in a step of a validation or test, where shares give them other numbers of batches" * unequal)
-            )
-        values = [theirs for _, theirs in parts.values()]
+        values = gather_values(self._gathered, self.index, value, what, self.settings.shares != "equal")
         self.seats.note_gather(what, values)
         return values
 
@@ -379,18 +363,7 @@ class Group:
         self.gather(None, what)
         if self._launch is None or self.interrupted() or self.seats.returning is not None:
             return {}
-        files = {due: self._collected(due, content, opened) for due in range(1, self.size)}
-        return {due: file for due, file in files.items() if file is not None}
-
-    def _collected(
-        self, due: int, content: Callable[[], bytes | memoryview], opened: Callable[[], IO[bytes]]
-    ) -> IO[bytes] | None:
-        """On virtual worker 0 the content of ``due``, if it takes part."""
-        file = opened() if self.index == 0 else None
-        whole = self._gathered(
-            content() if self.index == due else b"", lambda _, part: None if file is None else file.write(part)
-        )
-        return file if due in whole else None
+        return collect_contents(self._gathered, self.index, self.size, content, opened)
 
     def _gathered(self, content: bytes | memoryview, take: Callable[[int, bytes], object]) -> list[int]:
         assert self._launch is not None
@@ -404,9 +377,7 @@ class Group:
         self._gathers += 1
         return self._launch.gather(self._gathers, chunk)
 
-    def passed_cut(self) -> None:
-        """Count gathers from one again, as all have come to a cut."""
-        self._fit_ordinal = itertools.count(1)
+    # The end.
 
     def leave_fit(self) -> None:
         """End a run. If it was a fit, gathers go on in the session of the launch.
@@ -419,6 +390,12 @@ class Group:
         if fit is not None:
             self.seats.end_fit()
             self._end_fit(fit)
+
+    def _end_fit(self, fit: Client) -> None:
+        fit.__exit__(None, None, None)
+        self.newly_lost()
+        for each in self._departures.of_ended_fit():
+            self._lose(each, of_fit=False)
 
     def close(self, failure: str = "") -> None:
         """Leave, once all are about to; with a ``failure`` the others are told, and end."""
@@ -460,32 +437,6 @@ class Group:
             self._end_fit(fit)
         self._exits.close()
 
-    def _is_lost(self) -> Exception | None:
-        """The error to end on, where servers do not come back, or there is no run any more to come back to."""
-        child = parent_watch.this_child()
-        if child is not None and child.outlasts and not self._has_taken_part and parent_watch.AGAIN in child.variables:
-            return too_late(self.index)
-        return self._servers_lost()
-
-    def ends_without_first(self, exception: BaseException) -> bool:
-        """Tell whether ``exception`` ends a fit as virtual worker 0 is lost, and this is the lowest one that is left.
-
-        Its machine is lost with it where the coordinator ran there and is silent, or our launcher has ended.
-        """
-        if self.index == 0 or self._fit is None or (members := self._fit.member.commit_index) is None:
-            return False
-        child, silent = parent_watch.this_child(), isinstance(exception, ServersUnheard)
-        orphaned = child is not None and child.orphaned
-        lost = 0 in self._departures.lost or orphaned or (silent and self.settings.servers is None)
-        left = [each.vw for each in members.members if each.vw and each.vw not in self._departures.lost]
-        return lost and self.index == min(left, default=self.index)
-
-    def check(self) -> None:
-        """Raise the failure of another one, if one is known."""
-        for client in (self._fit, self._launch):
-            if client is not None:
-                client.check()
-
     def _wait_until_all_have_left(self, session: str) -> None:
         """Keep a server that ends with this process for the others' last calls, and to tell them of a failure."""
         if not self._found.hosts and not (self._stays and self._departures.has_told):
@@ -503,14 +454,3 @@ class Group:
                 told = True
                 say(f"virtual worker {self.index} has ended, and waits for virtual worker {', '.join(left)} to end")
             again.wait(0.1)
-
-
-def _loaded(part: bytearray, index: int) -> tuple[str, Any]:
-    try:
-        loaded: tuple[str, Any] = torch.load(io.BytesIO(part), weights_only=True)
-    except pickle.UnpicklingError:
-        raise SettingError(
-            f"virtual worker {index} gave the others a value that cannot be sent between processes, as only tensors,"
-            " numbers, strings, None, and lists, tuples and dicts of them can; convert it to one of these"
-        ) from None
-    return loaded

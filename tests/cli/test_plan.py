@@ -20,6 +20,7 @@ from lightning_hetpipe import Cluster, Node, Plan
 from lightning_hetpipe.cli import hetpipe_plan, plan_inputs
 from lightning_hetpipe.cli.hetpipe_plan import main
 from lightning_hetpipe.planning.model.catalogue import fragmented
+from lightning_hetpipe.planning.model.layer_widths import LayerWidths
 from lightning_hetpipe.planning.model.profile import LayerBytes, Profile, Times
 from lightning_hetpipe.planning.plan.profile_file import load, save
 from lightning_hetpipe.reporting.plots import draw
@@ -207,6 +208,44 @@ def test_links_are_not_free_beside_times_of_a_cpu(plan: Run, folder: Path) -> No
         said, _ = plan("profile=cpu.json", *asked)
         assert says in said
         assert len(Plan.load(folder / "run" / "plan.json").virtual_workers[0].stages) == stages
+
+
+WIDE = replace(
+    PROFILE,
+    layers=[replace(each, parameters=MIB // 8, kept=MIB // 4, output=MIB // 4) for each in LAYERS],
+    times={"RTX-3090": [Times(0.01, 0.02), Times(0.1, 0.2), *[Times(0.01, 0.02)] * 10]},
+    widths={1: LayerWidths(1, {"layer_1": 64})},
+)
+"""One layer takes most of the time."""
+
+
+@pytest.mark.parametrize("asked", ["split=true", "split=auto", "strategy.split=auto", "strategy.split=true"])
+def test_a_plan_joins_devices_where_that_pays(plan: Run, folder: Path, asked: str) -> None:
+    save(WIDE, folder / "wide.json")
+    plan("profile=wide.json", "devices=[3xRTX-3090]", asked, "hydra.run.dir=run")
+    stages = Plan.load(folder / "run" / "plan.json").virtual_workers[0].stages
+    (split,) = (split for stage in stages for split in stage.splits)
+    assert split.layer == "layer_1"
+    plan("profile=wide.json", "devices=[3xRTX-3090]", "split=false", "strategy.split=auto", "hydra.run.dir=whole")
+    assert not any(stage.group for stage in Plan.load(folder / "whole" / "plan.json").virtual_workers[0].stages)
+
+
+def test_what_split_may_be(plan: Run) -> None:
+    devices = ["profile=p.json", "devices=[2xRTX-3090]"]
+    for asked, says in [
+        (["split=yes"], "split=yes must be true, auto or false: hetpipe-plan chooses the devices and shares"),
+        (["strategy.split={0:[2,1]}"], "strategy.split={0: [2, 1]} must be true, auto or false: hetpipe-plan chooses"),
+        (["strategy.split=maybe"], "strategy.split=maybe must be true or false or 'auto' or a mapping."),
+        (["split=true", "ordered=true"], "ordered=true gives each stage one device, and split=true joins devices"),
+        (["split=auto", "strategy.allocation=np"], "split=auto joins devices of one virtual worker, and this plan is"),
+    ]:
+        _, error = plan(*devices, *asked, code=2)
+        assert error.startswith(f"hetpipe-plan: {says}"), error
+
+
+def test_a_profile_that_has_no_parts_of_layers(plan: Run) -> None:
+    said, _ = plan("profile=p.json", "devices=[2xRTX-3090]", "split=true", "hydra.run.dir=run")
+    assert "- no devices are joined, as the profile has no times of parts of layers; measure it with split=true" in said
 
 
 def test_as_many_stages_as_are_asked_for(plan: Run, folder: Path) -> None:

@@ -14,7 +14,7 @@ from torch import nn
 from lightning_hetpipe import Cluster, Device, HetPipeStrategy, Node, Plan
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.planning.plan.device_group import PlannedMember, PlannedSplit
-from lightning_hetpipe.planning.plan.document import PlannedStage, PlannedWorker
+from lightning_hetpipe.planning.plan.planned_worker import PlannedStage, PlannedWorker
 from tests.exact.pipelines import Pinned
 from tests.exact.running import fit
 from tests.split.test_fits import colours, image_task
@@ -66,8 +66,8 @@ def test_counts_that_fit_no_layer(splits: dict[str, tuple[int, ...]], says: str)
 @pytest.mark.parametrize(
     ("value", "says"),
     [
-        ("even", "split='even' must be False, 'auto', or give for each stage"),
-        (True, "split=True must be False, 'auto', or give for each stage"),
+        ("even", "split='even' must be False, True or 'auto', or give for each stage"),
+        (1, "split=1 must be False, True or 'auto', or give for each stage"),
         ({}, "split={} must be False"),
         ({-1: [1, 1]}, "split has -1 for a stage, and must have its number"),
         ({"first": [1, 1]}, "split has 'first' for a stage"),
@@ -104,9 +104,11 @@ def test_what_cannot_be_had_together(settings: Any, says: str) -> None:
         HetPipeStrategy(split={0: [1, 1]}, stages=2, **settings)
 
 
-def test_a_plan_that_chooses_needs_no_plan() -> None:
-    with pytest.raises(SettingError, match="split='auto', but the plan says which stages have several devices"):
-        HetPipeStrategy(split="auto", plan=plan({}))
+@pytest.mark.parametrize("value", ["auto", True])
+def test_a_planner_that_chooses_needs_no_plan(value: Any) -> None:
+    assert HetPipeStrategy(split=value).split == "auto"
+    with pytest.raises(SettingError, match=f"split={value!r}, but the plan says which stages have several devices"):
+        HetPipeStrategy(split=value, plan=plan({}))
 
 
 def test_a_stage_that_there_is_not() -> None:

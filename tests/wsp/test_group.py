@@ -18,7 +18,7 @@ import torch
 from lightning_hetpipe import WSPCallback
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.launch.servers import FoundServers
-from lightning_hetpipe.server.process.client import ServersSilent
+from lightning_hetpipe.server.process.server_requests import ServersSilent
 from lightning_hetpipe.server.process.service import Service
 from lightning_hetpipe.server.process.sessions import Sessions
 from lightning_hetpipe.server.process.supervisor import ServerLost
@@ -40,7 +40,7 @@ LEASE = 1.5
 @pytest.fixture(autouse=True)
 def one_room(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each process counts its rooms; here one is several virtual workers."""
-    monkeypatch.setattr(group, "_next_session", "{}-1".format)
+    monkeypatch.setattr(group, "next_session", "{}-1".format)
 
 
 def group_of(
