@@ -65,6 +65,8 @@ class Decision:
         planned: Memory of each stage; none where nothing was planned, or devices are emulated.
         weights: The weight policy.
         groups: The devices of each stage that has several.
+        at: Decides anew for an Nm and a weight policy, as that Nm was searched for; None where any other Nm leaves
+            stages as they are.
     """
 
     split_points: tuple[int, ...]
@@ -77,6 +79,7 @@ class Decision:
     planned: Sequence[PlannedMemory] = ()
     weights: WeightPolicy = STASH
     groups: Mapping[int, DeviceGroup] = field(default_factory=dict)
+    at: Callable[[int, WeightPolicy], Decision] | None = field(default=None, repr=False, compare=False)
 
 
 Decide = Callable[[ProfilingInput, Sequence[WeightPolicy]], Decision]
@@ -159,6 +162,15 @@ class Planner:
         if self.even:
             return self._divide_equally(profiling)
         profile, factor = self._profile(profiling)
+        decision = self._searched(profile, factor, profiling)
+
+        def at(in_flight: int, weights: WeightPolicy) -> Decision:
+            found = replace(self, in_flight=in_flight, weights=weights)._searched(profile, factor, profiling)
+            return replace(found, explanation=[*found.explanation, "another virtual worker asked for so many in flight"])
+
+        return replace(decision, at=at) if self.in_flight == "auto" else decision
+
+    def _searched(self, profile: Profile, factor: float, profiling: ProfilingInput) -> Decision:
         found = self._search(profile, profiling)
         return self._estimated(found, profile, factor, self._reasons(found, profiling))
 
