@@ -187,8 +187,8 @@ class Returning:
         again = threading.Event()
         while True:
             # Again and again, as a coordinator that was started again has forgotten it.
-            self._launch.keep(self._ready, b"1")
-            content = self._launch.recall(STATE, _ANNOUNCED)
+            self._launch.kept.leave(self._ready, b"1")
+            content = self._launch.kept.recall(STATE, _ANNOUNCED)
             found = {} if content is None else _loaded(content)
             if found.get("over"):
                 raise too_late(self._index)
@@ -202,7 +202,7 @@ class Returning:
         """Write the checkpoint; False if the others have gone on, and taken away what is left of it."""
         with self.checkpoint.open("wb") as file:
             for part in parts:
-                if (content := self._launch.recall(part, _ANNOUNCED)) is None:
+                if (content := self._launch.kept.recall(part, _ANNOUNCED)) is None:
                     return False
                 file.write(content)
         return True
@@ -216,7 +216,7 @@ class Returning:
         if cut == self.cut:
             seats = _loaded(recalled(self._launch, SEATS))
             if seats["cut"] == cut and self._index in seats["vws"]:
-                self._launch.keep(self._ready, None)
+                self._launch.kept.leave(self._ready, None)
                 return list(seats["vws"])
         raise SeatMissed(self._lease)
 
@@ -251,7 +251,7 @@ class Reception:
         if self._open:
             self._open, self.record = False, FitRecord()
             leave_parts(self._launch, RECORD, _written(vars(self.record)))
-            self._launch.keep(STATE, _written({"over": True}))
+            self._launch.kept.leave(STATE, _written({"over": True}))
 
     def ready(self) -> dict[int, int]:
         """The virtual workers that are ready to come back, each with its incarnation in the session of the launch."""
@@ -268,8 +268,8 @@ class Reception:
         # By names of their own, as one that is slow may still fetch those of an earlier cut.
         parts = [f"{STATE}-{cut}-{part}" for part in range(-(-checkpoint.stat().st_size // CHUNK))]
         for part, name in enumerate(parts):
-            self._launch.keep(name, partial(_chunk, checkpoint, part))
-        self._launch.keep(STATE, _written({"vws": dict(vws), "cut": cut, "parts": parts, "agreed": dict(agreed)}))
+            self._launch.kept.leave(name, partial(_chunk, checkpoint, part))
+        self._launch.kept.leave(STATE, _written({"vws": dict(vws), "cut": cut, "parts": parts, "agreed": dict(agreed)}))
         self._handed = parts
 
     def await_askers(self, vws: Sequence[int], check: Callable[[], None]) -> list[int]:
@@ -285,21 +285,21 @@ class Reception:
 
     def seat(self, vws: Sequence[int], cut: int) -> None:
         """Tell who takes part from ``cut`` on."""
-        self._launch.keep(SEATS, _written({"vws": list(vws), "cut": cut}))
+        self._launch.kept.leave(SEATS, _written({"vws": list(vws), "cut": cut}))
 
     def clear(self, vws: Mapping[int, int]) -> None:
         """Take away what was left for ``vws``, as :meth:`ready` gave them."""
         ready = [f"{READY}{vw}-{incarnation}" for vw, incarnation in vws.items()]
         for name in (STATE, *self._handed, *ready):
-            self._launch.keep(name, None)
+            self._launch.kept.leave(name, None)
 
 
 def leave_parts(client: Client, name: str, content: bytes) -> None:
     """Leave ``content`` of any size under ``name``, for :func:`recall_parts`."""
     starts = range(0, max(1, len(content)), CHUNK)
     for part, start in enumerate(starts):
-        client.keep(f"{name}-{part}", content[start : start + CHUNK])
-    client.keep(name, _written({"parts": len(starts)}))
+        client.kept.leave(f"{name}-{part}", content[start : start + CHUNK])
+    client.kept.leave(name, _written({"parts": len(starts)}))
 
 
 def recall_parts(client: Client, name: str) -> bytes:
@@ -310,7 +310,7 @@ def recall_parts(client: Client, name: str) -> bytes:
 
 def recalled(client: Client, name: str) -> bytes:
     """Return what is kept under ``name``, once something is."""
-    content = client.recall(name)
+    content = client.kept.recall(name)
     assert content is not None
     return content
 

@@ -29,8 +29,9 @@ from lightning_hetpipe.launch import parent_watch
 from lightning_hetpipe.launch.lost_workers import Uncaught
 from lightning_hetpipe.launch.servers import FoundServers
 from lightning_hetpipe.launch.wsp_settings import WSPSettings
-from lightning_hetpipe.server.process.client import Client, ServersSilent, ServersUnheard
+from lightning_hetpipe.server.process.client import Client
 from lightning_hetpipe.server.process.notices import NOTICE_AFTER, say
+from lightning_hetpipe.server.process.server_requests import ServersSilent, ServersUnheard
 from lightning_hetpipe.server.protocol.identifiers import COORDINATOR, PeerFailed
 from lightning_hetpipe.server.protocol.messages import Departed
 from lightning_hetpipe.workers.coming_back import CameTooLate, Returning, SeatMissed, status_of, too_late

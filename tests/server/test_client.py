@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from lightning_hetpipe.rules.waves import waves
-from lightning_hetpipe.server.process.client import Cancelled, Client
+from lightning_hetpipe.server.process.client import Client
+from lightning_hetpipe.server.process.server_requests import Cancelled
 from lightning_hetpipe.server.process.service import COORDINATOR_METHOD, SHARD_METHOD, Service
 from lightning_hetpipe.server.protocol.identifiers import LocalFault, PeerFailed, Refusal, RemoteFault
 from lightning_hetpipe.server.protocol.messages import (
@@ -366,16 +367,16 @@ def test_what_was_left_with_a_coordinator_is_left_again_with_the_next_one(by: st
     cluster = Cluster(1, lease=0.3)
     with cluster.client(0, signature_of(model, 1, 1)) as client:
         client.join(list(model.parameters()))
-        client.keep("one", b"first")
-        client.keep("two", lambda: b"second")
-        client.keep("three", b"third")
-        client.keep("three", None)
+        client.kept.leave("one", b"first")
+        client.kept.leave("two", lambda: b"second")
+        client.kept.leave("three", b"third")
+        client.kept.leave("three", None)
         cluster.hosts[0].restart()
         if by == "a call":
             client.synchronise([torch.ones_like(weight) for weight in model.parameters()])
-        assert client.recall("one") == b"first"
-        assert client.recall("two") == b"second"
-        assert client.recall("three", 0.0) is None
+        assert client.kept.recall("one") == b"first"
+        assert client.kept.recall("two") == b"second"
+        assert client.kept.recall("three", 0.0) is None
 
 
 def test_a_silent_vw_is_left_out_and_the_others_go_on() -> None:

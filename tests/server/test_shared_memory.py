@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import logging
 import os
 import socket
@@ -77,6 +78,26 @@ def test_only_one_piece_of_one_block_has_a_place() -> None:
     assert place_of([small]) is None
     assert place_of([memoryview(bytearray(LEAST))]) is None
     assert place_of([]) is None
+
+
+def test_the_garbage_collector_may_free_blocks_while_one_is_looked_for() -> None:
+    """A call failed, as the dictionary of blocks changed its size while it was read."""
+    held = [(number, number) for number in range(5000)]  # else tuples are used again, and nothing is collected
+    mine = [shared(1) for _ in range(40)]
+    before = gc.get_threshold()
+    gc.collect()
+    circle: list[object] = [shared(1)]
+    circle.append(circle)
+    del circle
+    gc.set_threshold(gc.get_count()[0] + len(mine) // 2)
+    try:
+        assert place_of(mine[-1:]) is not None
+    finally:
+        gc.set_threshold(*before)
+    assert held
+    gc.collect()
+    del mine
+    assert blocks() == 0
 
 
 def test_a_block_cannot_be_cut_off_under_its_reader() -> None:

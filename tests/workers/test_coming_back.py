@@ -75,7 +75,7 @@ def test_it_is_answered_from_the_record_until_it_has_a_seat(
     assert returning.checkpoint.read_bytes() == saved.read_bytes()
     assert lost.back == [1]
     assert again._launch is not None
-    again._launch._keep_again()  # as when the coordinator is started again
+    again._launch.kept.leave_again()  # as when the coordinator is started again
     assert first.seats.ready() == {}, "it is not ready to come back once more"
     lost.groups[1] = again
     again.take_part()
@@ -139,7 +139,7 @@ def test_others_do_not_wait_for_one_that_does_not_ask(
     assert again.seats.returning is not None
     launch = again._launch
     assert launch is not None
-    launch.keep(f"ready-1-{launch.member.incarnation}", b"1")
+    launch.kept.leave(f"ready-1-{launch.member.incarnation}", b"1")
     saved = tmp_path / "state.ckpt"
     saved.write_bytes(b"state")
     assert first.readmit(first.seats.ready(), saved, CUT) == []
@@ -193,20 +193,20 @@ def test_what_a_coordinator_has_lost_is_asked_for_again(exits: ExitStack, monkey
     lost = Lost(exits, monkeypatch)
     launch = lost.groups[0]._launch
     assert launch is not None
-    launch.keep("one", b"first")
+    launch.kept.leave("one", b"first")
     asked: list[str] = []
-    until_answered = launch._until_answered
+    until_answered = launch.kept._until_answered
 
     def forgets(message: Any, *arguments: Any, **named: Any) -> Any:
         answer = until_answered(message, *arguments, **named)
         asked.append(type(message).__name__)
         if len(asked) == 1:
             until_answered(KeepBytes(0, launch.member.incarnation, "one"), ())
-            lost.threads.submit(launch.keep, "one", b"second")
+            lost.threads.submit(launch.kept.leave, "one", b"second")
         return answer
 
-    monkeypatch.setattr(launch, "_until_answered", forgets)
-    assert launch.recall("one") in (b"first", b"second")
+    monkeypatch.setattr(launch.kept, "_until_answered", forgets)
+    assert launch.kept.recall("one") in (b"first", b"second")
     with pytest.raises(RemoteFault, match="is not kept any more"):
         until_answered(FetchKept(0, launch.member.incarnation, "two", 5), into=[memoryview(bytearray(5))])
     lost.groups[0].close()

@@ -18,7 +18,7 @@ import torch
 from lightning_hetpipe import WSPCallback
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.launch.servers import FoundServers
-from lightning_hetpipe.server.process.client import ServersSilent
+from lightning_hetpipe.server.process.server_requests import ServersSilent
 from lightning_hetpipe.server.process.service import Service
 from lightning_hetpipe.server.process.sessions import Sessions
 from lightning_hetpipe.server.process.supervisor import ServerLost

@@ -12,60 +12,27 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
-from typing import Self, TypeVar
+from typing import Self
 
 from torch import Tensor
 
-from lightning_hetpipe.server.process.held_weights import HeldWeights, ShardCall, WeightHolder, decisive
-from lightning_hetpipe.server.process.service import COORDINATOR_METHOD, SHARD_METHOD
+from lightning_hetpipe.server.process.held_weights import HeldWeights, WeightHolder, decisive
+from lightning_hetpipe.server.process.kept_content import KeptContent
+from lightning_hetpipe.server.process.server_requests import (
+    LONGEST_WAIT,
+    Cancelled,
+    ServerRequests,
+    ServersSilent,
+    Wait,
+)
 from lightning_hetpipe.server.protocol.actions import Ask, AskShards, Body, Goal, MemberState
 from lightning_hetpipe.server.protocol.identifiers import COORDINATOR, LocalFault, PeerFailed, Refusal, RemoteFault
 from lightning_hetpipe.server.protocol.member import Member
-from lightning_hetpipe.server.protocol.messages import (
-    AboutKept,
-    Answer,
-    AskForKept,
-    Departed,
-    Done,
-    FetchKept,
-    Joined,
-    KeepBytes,
-    KeptSize,
-    Lost,
-    NotYet,
-    Parameter,
-    Request,
-    ShardRequest,
-    TrainingSignature,
-    decode,
-    encode,
-)
-from lightning_hetpipe.server.transport.interface import CallRefused, Channel, Unreachable
-
-LONGEST_WAIT = 3600.0
-"""Default timeout of a wait for live VWs, in seconds; long, as they may be in user code."""
+from lightning_hetpipe.server.protocol.messages import Answer, Departed, Lost, NotYet, Parameter, TrainingSignature
+from lightning_hetpipe.server.transport.interface import Channel
 
 TIME_TO_LEAVE = 10.0
 """Seconds for which a VW repeats that it leaves, as the coordinator may be starting again; then its lease runs out."""
-
-
-News = TypeVar("News", Departed, Lost)
-
-
-Content = bytes | Callable[[], bytes]
-"""Bytes to leave with a coordinator, or what gives them."""
-
-
-class Cancelled(Exception):
-    """A call was ended by ``Client.cancel``."""
-
-
-class ServersSilent(RuntimeError):
-    """A wait for servers, or through them for other VWs, timed out; the message says who waited for whom."""
-
-
-class ServersUnheard(ServersSilent):
-    """No server has answered for ``timeout``."""
 
 
 class NotJoined(ServersSilent):
@@ -76,7 +43,7 @@ class NotJoined(ServersSilent):
         self.missing = tuple(missing)
 
 
-class Client:
+class Client(ServerRequests):
     """Membership of one VW in a session. Its calls are made by one thread at a time; ``cancel`` by any.
 
     Args:
@@ -85,18 +52,15 @@ class Client:
         placement: for each server, the indices of its parameters.
         vw: i.
         incarnation: larger than that of any earlier process of this VW.
-        lease: seconds, equal to the servers'; a heartbeat goes out three times in it.
-        timeout: seconds for which servers may be unreachable, and which one request may take; may be changed.
-        longest_wait: seconds to wait for other VWs, as long as they live; may be changed.
+        lease: as for ``ServerRequests``; a heartbeat goes out three times in it.
+        timeout, longest_wait: likewise.
         join_timeout: seconds to wait in ``join`` for VWs that have not joined; by default ``longest_wait``.
         name: prefix of the threads' names.
-        lost: returns the error by which the servers are known not to come back, once there is one; the call under way
-            and all later ones raise it.
+        lost: as for ``ServerRequests``; the call under way and all later ones raise the error.
         heart: channel to the coordinator for heartbeats alone, which would wait behind weights on a slow link for
             longer than the lease; by default the first of ``channels``.
-        departed: called once for each other VW that was left out or has left, from any thread.
+        departed, updates_lost: as for ``ServerRequests``.
         returns: as in ``Join``.
-        updates_lost: likewise, for updates of another VW that nobody holds any more, as it died together with servers.
     """
 
     def __init__(
@@ -112,7 +76,6 @@ class Client:
         longest_wait: float = LONGEST_WAIT,
         join_timeout: float | None = None,
         name: str = "hetpipe-client",
-        now: Callable[[], float] = time.monotonic,
         lost: Callable[[], Exception | None] = lambda: None,
         heart: Channel | None = None,
         departed: Callable[[Departed], None] = lambda each: None,
@@ -122,36 +85,24 @@ class Client:
         owned: list[tuple[Parameter, ...]] = [
             tuple(signature.parameters[index] for index in indices) for indices in placement
         ]
+        super().__init__(channels, vw, lease, timeout, longest_wait, lost, departed, updates_lost)
         self.member = Member(vw, incarnation, signature, owned, returns)
-        self.failure: Exception | None = None
-        """Fatal error that the heartbeat has received. The next call raises it."""
+        self.kept = KeptContent(self, incarnation)
+        """Content that is left with the coordinator for VWs that come back."""
         self.waits_for = ""
         """Reason for which the call under way waits, in the coordinator's words."""
         self.bytes_pushed = 0
         self.bytes_pulled = 0
-        self._channels = channels
         self._heart_channel = channels[COORDINATOR] if heart is None else heart
         self._held = HeldWeights(signature.parameters, placement)
-        self._silence = ""
-        """The transport's error of the last call without an answer; it names the server."""
         self._part = b""
-        self._kept = b""
-        self._left_there: dict[str, Content] = {}
-        """Bytes that the coordinator keeps for this VW, by name."""
+        self._gathered = b""
         self._result = bytearray()
-        self._lease, self.timeout, self.longest_wait = lease, timeout, longest_wait
         self._join_timeout = longest_wait if join_timeout is None else join_timeout
-        self._now = now
-        self._lost = lost
-        self._on_departed = departed
-        self._on_updates_lost = updates_lost
-        self._told: set[Departed | Lost] = set()
-        self._hears = threading.Lock()
         self._name = name
         self._pool = self._new_pool()
         self._busy = threading.Lock()
         """Held while the member makes requests."""
-        self._stopped = threading.Event()
         self._left = False
         self._heart = threading.Thread(target=self._beat, name=f"{name}-heartbeat", daemon=True)
 
@@ -242,88 +193,12 @@ class Client:
         self._do(begin)
         gathered = self.member.gathered
         assert gathered is not None
-        self._kept = bytes(self._result)
+        self._gathered = bytes(self._result)
         found, start = {}, 0
         for each in gathered.parts:
-            found[each.vw] = self._kept[start : start + each.size]
+            found[each.vw] = self._gathered[start : start + each.size]
             start += each.size
         return found
-
-    def keep(self, name: str, content: Content | None) -> None:
-        """Leave ``content`` with the coordinator under ``name``, for VWs that come back; None takes it away.
-
-        It is left again with a coordinator that was started again.
-
-        Args:
-            name: Its name.
-            content: The bytes, or where they are large and kept elsewhere, what gives them.
-        """
-        if content is None:
-            self._left_there.pop(name, None)
-        else:
-            self._left_there[name] = content
-        self._until_answered(self._keep_bytes(name), _bytes_of(content))
-
-    def _keep_bytes(self, name: str) -> KeepBytes:
-        return KeepBytes(self.member.vw, self.member.incarnation, name)
-
-    def _keep_again(self) -> None:
-        """Leave all again; another thread may leave other content, or take it away, meanwhile."""
-        for name in list(self._left_there):
-            sent: Content | None = None
-            while (content := self._left_there.get(name)) is not sent:
-                self._call(self._keep_bytes(name), _bytes_of(content))
-                sent = content
-
-    def recall(self, name: str, seconds: float | None = None) -> bytes | None:
-        """Return what is kept under ``name``; waits until something is, for so many ``seconds``: then None.
-
-        Raises:
-            ServersSilent: after ``timeout`` or ``longest_wait``.
-            PeerFailed: another VW has failed.
-            RemoteFault: this VW was left out.
-        """
-        me = self.member.vw, self.member.incarnation
-        while (answer := self._until_answered(AskForKept(*me, name), seconds=seconds)) is not None:
-            assert isinstance(answer, KeptSize)
-            found = bytearray(answer.size)
-            try:
-                self._until_answered(FetchKept(*me, name, answer.size), into=[memoryview(found)])
-            except RemoteFault as fault:
-                if fault.refusal is not Refusal.STALE:
-                    raise
-            else:
-                return bytes(found)
-        return None
-
-    def _until_answered(
-        self,
-        message: AboutKept,
-        body: Sequence[memoryview] = (),
-        into: Sequence[memoryview] = (),
-        seconds: float | None = None,
-    ) -> Answer | None:
-        """The coordinator's answer to ``message``, asked again until it has one; None after so many ``seconds``."""
-        began = heard = self._now()
-        while True:
-            if self._stopped.is_set():
-                raise Cancelled("the call was cancelled")
-            self.check()
-            answer, now = self._call(message, body, into), self._now()
-            heard = heard if answer is None else now
-            if isinstance(answer, RemoteFault):
-                if answer.refusal is Refusal.FAILED:
-                    raise PeerFailed(str(answer))
-                if answer.refusal not in (Refusal.GENERATION, Refusal.BUSY):
-                    raise answer
-                self._stopped.wait(min(0.1, self._lease / 10))  # the heartbeat joins again
-            elif answer is not None and not isinstance(answer, NotYet):
-                return answer
-            if seconds is not None and now - began > seconds:
-                return None
-            self._check_wait(f"VW {self.member.vw} has waited", heard, began, f"'{message.name}'")
-            if answer is None:
-                self._stopped.wait(min(0.1, self._lease / 10))
 
     def leave(self, why: str = "") -> None:
         """End the membership; the others are told ``why``, if they go on without this one."""
@@ -332,15 +207,6 @@ class Client:
     def fail(self, reason: str) -> None:
         """End the membership because of a failure, with which the others end too."""
         self._leave(reason)
-
-    def cancel(self) -> None:
-        """End the call that is under way, and all later ones, as ``Cancelled``."""
-        self._stopped.set()
-
-    def check(self) -> None:
-        """Raise the error that the heartbeat has received, if any; to be called where nothing else is for long."""
-        if (failure := self.failure or self._lost()) is not None:
-            raise failure
 
     # Requests.
 
@@ -363,12 +229,10 @@ class Client:
 
     def _drive(self) -> None:
         """Make the member's requests until it has nothing more to do."""
-        began = heard = self._now()
+        wait = Wait(self)
         generation = self.member.generation
         while (action := self.member.next()) is not None:
-            if self._stopped.is_set():
-                raise Cancelled("the call was cancelled")
-            self.check()
+            self.check_goes_on()
             state, why = self.member.state, ""
             missing: tuple[int, ...] = ()
             if isinstance(action, Ask):
@@ -386,30 +250,20 @@ class Client:
                         why, missing = answer.waits_for, answer.missing
                     self.waits_for = why
                     self.member.heard(answer)
-            now = self._now()
             if answers:
-                heard = now
+                wait.hear()
             if self.member.generation != generation:
                 generation = self.member.generation
-                self._keep_again()
+                self.kept.leave_again()
             if self.member.state is not state:
-                began = now
+                wait = Wait(self)
                 continue
-            who = f"VW {self.member.vw}, in state '{state.value}', has waited"
-            if missing and self.member.goal is Goal.START and now - began > self._join_timeout:
+            who = f"VW {self.vw}, in state '{state.value}', has waited"
+            if missing and self.member.goal is Goal.START and wait.seconds > self._join_timeout:
                 raise NotJoined(f"{who} for {self._join_timeout:g} s for {why}", missing)
-            self._check_wait(who, heard, began, why or "a server")
+            wait.check(who, why or "a server")
             if not why:
-                self._stopped.wait(min(0.1, self._lease / 10))  # nothing waits at the other end
-
-    def _check_wait(self, who: str, heard: float, began: float, awaited: str) -> None:
-        """End a wait for ``awaited``, in which an answer was ``heard`` last, once it has taken too long."""
-        now = self._now()
-        if now - heard > self.timeout:
-            silence = f"{self._silence}; if it may be silent for longer, raise HetPipeStrategy(timeout=...)"
-            raise ServersUnheard(f"{who} for {self.timeout:g} s for an answer: {silence}")
-        if now - began > self.longest_wait:
-            raise ServersSilent(f"{who} for {self.longest_wait:g} s for {awaited}; set a longer timeout if it may")
+                self.pause()
 
     def _ask(self, action: Ask) -> Answer | RemoteFault | None:
         body: Sequence[memoryview] = ()
@@ -417,12 +271,12 @@ class Client:
         if action.body is Body.PART:
             body = [memoryview(self._part)]
         elif action.body is Body.KEPT:
-            body = [memoryview(self._kept)]
+            body = [memoryview(self._gathered)]
         elif action.body is Body.RESULT:
             assert self.member.gathered is not None
             self._result = bytearray(self.member.gathered.size)
             into = [memoryview(self._result)]
-        return self._call(action.message, body, into)
+        return self.ask(action.message, body, into)
 
     def _ask_shards(self, action: AskShards) -> dict[int, Answer | RemoteFault]:
         newest = self.member.newest
@@ -431,56 +285,14 @@ class Client:
             self.bytes_pushed += sum(call.body.numel() for call in calls if call.body is not None)
         self.bytes_pulled += sum(call.into.numel() for call in calls if call.into is not None)
         # A single one is made by this thread: on busy cores, each thread that has to wake up delays all VWs.
-        answers = (self._pool.map if len(calls) > 1 else map)(self._call_shard, calls)
+        answers = (self._pool.map if len(calls) > 1 else map)(self.ask_shard, calls)
         found: dict[int, list[Answer | RemoteFault | None]] = {}
         for call, answer in zip(calls, answers, strict=True):
             found.setdefault(call.server, []).append(answer)
         known = {server: decisive(given) for server, given in found.items()}
         return {server: answer for server, answer in known.items() if answer is not None}
 
-    def _call_shard(self, call: ShardCall) -> Answer | RemoteFault | None:
-        channel, by = self._channels[call.server], call.by
-        return self._answered(
-            call.message, lambda header: by.call(channel, SHARD_METHOD, header, call.body, call.into, self.timeout)
-        )
-
-    def _call(
-        self,
-        message: Request,
-        body: Sequence[memoryview] = (),
-        into: Sequence[memoryview] = (),
-        timeout: float | None = None,
-        channel: Channel | None = None,
-    ) -> Answer | RemoteFault | None:
-        """Return the coordinator's answer; ``None`` if none came."""
-        channel, timeout = channel or self._channels[COORDINATOR], timeout or self.timeout
-        return self._answered(message, lambda header: channel.call(COORDINATOR_METHOD, header, body, into, timeout))
-
-    def _answered(self, message: Request | ShardRequest, call: Callable[[bytes], bytes]) -> Answer | RemoteFault | None:
-        try:
-            header = call(encode(message))
-        except Unreachable as silence:
-            self._silence = str(silence)
-            return None
-        except CallRefused as refused:
-            return RemoteFault.parse(str(refused))
-        answer = decode(header)
-        if not isinstance(answer, Answer):
-            raise RemoteFault(Refusal.MALFORMED, f"a server answered with a {type(answer).__name__}")
-        if isinstance(answer, Done):
-            for departed in self._news(answer.departed):
-                self._on_departed(departed)
-        elif isinstance(answer, Joined):
-            for lost in self._news(answer.lost):
-                self._on_updates_lost(lost)
-        return answer
-
-    def _news(self, told: Sequence[News]) -> list[News]:
-        with self._hears:
-            # Its own departure is an error of its calls.
-            news = [each for each in told if each not in self._told and each.vw != self.member.vw]
-            self._told.update(news)
-        return news
+    # The end of the membership, and the heartbeat.
 
     def _leave(self, failure: str, why: str = "") -> None:
         self._left = True
@@ -489,7 +301,7 @@ class Client:
             joined = self.member.state is not MemberState.OUTSIDE
             message = self.member.leave(failure, why)
         deadline, pause = time.monotonic() + min(TIME_TO_LEAVE, self._lease), threading.Event()
-        while joined and self._call(message, timeout=min(2.0, self.timeout)) is None:
+        while joined and self.ask(message, timeout=min(2.0, self.timeout)) is None:
             if time.monotonic() > deadline:
                 break
             pause.wait(0.1)
@@ -504,7 +316,7 @@ class Client:
 
     def _say_alive(self) -> None:
         heartbeat = self.member.heartbeat()
-        answer = self._call(heartbeat, timeout=self._lease / 3, channel=self._heart_channel)
+        answer = self.ask(heartbeat, timeout=self._lease / 3, channel=self._heart_channel)
         if not isinstance(answer, RemoteFault):
             return
         if answer.refusal is Refusal.FAILED:
@@ -528,9 +340,3 @@ class Client:
             self.failure = error
         finally:
             self._busy.release()
-
-
-def _bytes_of(content: Content | None) -> Sequence[memoryview]:
-    """The body of a message that leaves ``content``; none takes away what was left before."""
-    found = content() if callable(content) else content
-    return [memoryview(found)] if found else ()

@@ -1,6 +1,6 @@
 """Bytes that VWs leave with the coordinator by name, for those that come back, until somebody takes them away.
 
-A restarted coordinator has none of it; whoever has left something leaves it again (``Client.keep``).
+A restarted coordinator has none of it; whoever has left something leaves it again (``KeptContent``).
 
 Bound: each has at most ``limit`` bytes; VW 0, which is the only one to leave large ones, leaves one model's state.
 """

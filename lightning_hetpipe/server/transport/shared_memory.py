@@ -142,7 +142,7 @@ def place_of(buffers: Sequence[memoryview]) -> Place | None:
         if _address(buffer) != end:
             return None
         end += len(buffer)
-    for first, own in tuple(_own.items()):
+    for first, own in _own.copy().items():
         if first <= start and end <= first + own.size:
             return Place(_network(), os.getpid(), own.descriptor, own.inode, own.secret, start - first, end - start)
     return None
