@@ -81,7 +81,6 @@ class PlannedDevices(VirtualWorkers):
             )
         elif self.cluster is not None:
             settings.check_cluster(settings.most_workers(self.virtual_workers))
-        split_setting.check(bool(self.split) and self.split != "auto", cluster=self.cluster is not None)
         self._emulation = Emulation(())
 
     @property
@@ -189,7 +188,7 @@ class PlannedDevices(VirtualWorkers):
         """Planner of a fit that begins; what it decides to emulate is told to ``_emulation``, which is new then."""
         placement = self._placement()
         even = self.plan is None and self.cluster is None and (placement.is_even or self._group is not None)
-        even = (even or bool(self.split)) and self.split != "auto"
+        even = (even or (bool(self.split) and self.cluster is None)) and self.split != "auto"
         assert self.lightning_module is not None
         self._emulation = Emulation(())
         trainer = self.lightning_module.trainer

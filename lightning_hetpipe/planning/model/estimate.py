@@ -122,6 +122,13 @@ class StageEstimate:
     divided: DividedStage | None = None
 
     @property
+    def taken(self) -> Mapping[DeviceSlot, int]:
+        """Bytes that it takes of each of its devices."""
+        if self.divided is None:
+            return {self.slot: self.memory.total}
+        return dict(zip(self.divided.slots, self.divided.taken, strict=True))
+
+    @property
     def limit(self) -> int | None:
         """Bytes of its device; None where that is no limit."""
         return self.slot.device.memory

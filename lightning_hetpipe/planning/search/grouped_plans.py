@@ -64,6 +64,29 @@ def plan_with_groups(
     return search.found
 
 
+def plan_with_shares(
+    profile: Profile,
+    cluster: Cluster,
+    parts: Parts,
+    shares: Mapping[tuple[DeviceSlot, ...], Sequence[float]],
+    **asked: Any,
+) -> Choice:
+    """The best plan with a stage on each of ``parts``, in their order; it may lack memory on any of their devices.
+
+    Args:
+        profile: The model's; its ``widths`` say what can be divided.
+        cluster: Whose links connect the devices.
+        parts: Devices of each stage, of one node; the first one has the unsplit weights.
+        shares: Of each device, for those parts that have several.
+        asked: As :func:`~lightning_hetpipe.planning.search.choice.best_plan` takes it.
+
+    Raises:
+        SettingError: as ``best_plan`` does.
+    """
+    asked |= {"spread": False, "ordered": True, "stages": len(parts)}
+    return _best(profile, cluster, parts, asked, shares=shares)
+
+
 class _GroupSearch:
     def __init__(
         self,
@@ -121,7 +144,7 @@ class _GroupSearch:
             return False
         most: dict[tuple[DeviceSlot, ...], Sequence[float]] = {part: [1.0] * len(part) for part in parts}
         for _ in range(RETRIES):
-            found = self._best(parts, most)
+            found = _best(self._profile, self._cluster, parts, self._asked, most)
             if not found.fits or found.rate <= self._least:
                 return False
             lacking = [stage for stage in found.stages if stage.divided and stage.divided.overflow]
@@ -132,28 +155,6 @@ class _GroupSearch:
                 assert stage.divided is not None
                 most[stage.divided.slots] = stage.divided.room
         return False
-
-    def _best(self, parts: Parts, most: Mapping[tuple[DeviceSlot, ...], Sequence[float]]) -> Choice:
-        """The best plan of these groups, with the times of runs that its stages leave whole."""
-        joined = _Joined(self._profile, self._cluster, parts, most)
-        found = best_plan(joined.profile, joined.cluster, joined.slots, **self._asked)
-        first = [stage.first for stage in found.stages]
-        cut = _cut(self._profile, first)
-        if cut.widths != self._profile.widths:
-            joined = _Joined(cut, self._cluster, parts, most)
-            again = estimate(
-                joined.profile,
-                joined.cluster,
-                [stage.slot for stage in found.stages],
-                first,
-                found.in_flight,
-                state=optimizer_state(self._asked.get("optimizer", "adam")),
-                recompute=found.recompute,
-                synchronise=self._asked.get("synchronise", 0.0),
-                versions=found.versions,
-            )
-            found = Choice.of(again, found.idle, found.tried, found.reasons, found.advise)
-        return joined.apart(found)
 
     def _seconds(self, part: tuple[DeviceSlot, ...]) -> float:
         if part not in self._bounds:
@@ -171,6 +172,36 @@ class _GroupSearch:
         return tuple(sorted(part, key=order))
 
 
+def _best(
+    profile: Profile,
+    cluster: Cluster,
+    parts: Parts,
+    asked: Mapping[str, Any],
+    most: Mapping[tuple[DeviceSlot, ...], Sequence[float]] = {},
+    shares: Mapping[tuple[DeviceSlot, ...], Sequence[float]] = {},
+) -> Choice:
+    """The best plan of these groups, with the times of runs that its stages leave whole."""
+    joined = _Joined(profile, cluster, parts, most, shares)
+    found = best_plan(joined.profile, joined.cluster, joined.slots, **asked)
+    first = [stage.first for stage in found.stages]
+    cut = _cut(profile, first)
+    if cut.widths != profile.widths:
+        joined = _Joined(cut, cluster, parts, most, shares)
+        again = estimate(
+            joined.profile,
+            joined.cluster,
+            [stage.slot for stage in found.stages],
+            first,
+            found.in_flight,
+            state=optimizer_state(asked.get("optimizer", "adam")),
+            recompute=found.recompute,
+            synchronise=asked.get("synchronise", 0.0),
+            versions=found.versions,
+        )
+        found = Choice.of(again, found.idle, found.tried, found.reasons, found.advise)
+    return joined.apart(found)
+
+
 class _Joined:
     """The devices of each of ``parts`` as one.
 
@@ -178,7 +209,8 @@ class _Joined:
         profile: The model's.
         cluster: Whose links connect the devices.
         parts: The groups, and the devices that are alone.
-        most: Of each, the part of layers' units that its devices have room for.
+        most: Of each, the part of layers' units that its devices have room for; by default all.
+        shares: Of each whose devices do not get what is fastest.
 
     Attributes:
         profile: With the times of each group, by a name that stands for it.
@@ -192,8 +224,9 @@ class _Joined:
         cluster: Cluster,
         parts: Parts,
         most: Mapping[tuple[DeviceSlot, ...], Sequence[float]],
+        shares: Mapping[tuple[DeviceSlot, ...], Sequence[float]],
     ) -> None:
-        self._times = {part: group_times(profile, cluster, part, most[part]) for part in parts}
+        self._times = {part: group_times(profile, cluster, part, most.get(part), shares.get(part)) for part in parts}
         prefix = [f"{node.name} " if len(cluster.nodes) > 1 else "" for node in cluster.nodes]
         names = {part: prefix[part[0].node] + " + ".join(map(str, part)) for part in parts}
         guessed = [part for part in parts if any(profile.name_of(slot.device) in profile.estimated for slot in part)]
