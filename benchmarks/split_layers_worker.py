@@ -41,7 +41,7 @@ class Task:
     plain: bool = False
     factors: Mapping[str, float] = field(default_factory=dict)
     """By a device's name, how many times longer everything takes there; empty for as long as it does."""
-    batch: int = 16
+    batch: int = 32
     warmup: int = 6
     steps: int = 24
     tail: int = 6
@@ -52,18 +52,18 @@ class Task:
 
 
 def vgg() -> nn.Sequential:
-    """Two convolutions take most of the time."""
+    """One convolution takes most of the time; its channels are seven blocks of those that a CPU computes at once."""
     return nn.Sequential(
-        nn.Conv2d(3, 56, 3, padding=1),
+        nn.Conv2d(3, 112, 3, padding=1),
         nn.ReLU(),
-        nn.Conv2d(56, 112, 3, padding=1),
+        nn.Conv2d(112, 112, 3, padding=1),
         nn.ReLU(),
         nn.MaxPool2d(4),
-        nn.Conv2d(112, 56, 3, padding=1),
+        nn.Conv2d(112, 224, 3, padding=1),
         nn.ReLU(),
         nn.MaxPool2d(4),
         nn.Flatten(),
-        nn.Linear(224, 112),
+        nn.Linear(896, 112),
         nn.ReLU(),
         nn.Linear(112, 10),
     )

@@ -27,10 +27,10 @@ from lightning_hetpipe.planning.model.layer_widths import LayerWidths, Width
 from lightning_hetpipe.planning.model.profile import Times
 from lightning_hetpipe.rules.channel_counts import ChannelCounts
 
-PARTS = (0.25, 0.5, 0.75, 1.0)
-"""Parts of a layer's channels that are measured, as far as its units allow them."""
+MOST_WIDTHS = 16
+"""Most parts of a layer's channels that are measured."""
 
-ROUNDS = 6
+ROUNDS = 4
 """Rounds in which parts take turns; the least times count, as whatever disturbs adds to them."""
 
 
@@ -73,10 +73,19 @@ def measured_widths(
     return found
 
 
+def measured_parts(units: int) -> list[float]:
+    """Parts of so many ``units`` that are measured, ascending: multiples of the least power of two by which there are
+    at most 16, so that those at which kernels have whole blocks of channels are among them."""
+    step = 1
+    while units > MOST_WIDTHS * step:
+        step *= 2
+    return [count / units for count in range(step, units, step)] + [1.0]
+
+
 def _widths(layer: Layer, calls: Sequence[tuple[Microbenchmark, int]], units: Mapping[str, int]) -> list[Width]:
     """Times of the parts of ``layer`` that its units can be divided in, in all of its calls together."""
-    counts = {share: {name: round(share * number) for name, number in units.items()} for share in PARTS}
-    parts = [share for share in PARTS if all(counts[share].values())]
+    parts = measured_parts(min(units.values()))
+    counts = {share: {name: round(share * number) for name, number in units.items()} for share in parts}
     joined = joined_graph([layer], 0)
     known = [_values(benchmark, joined) for benchmark, _ in calls]
     jobs: dict[float, list[Callable[[], Times]]] = {share: [] for share in parts}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -35,29 +36,25 @@ class HostDevice:
 
     Attributes:
         device: As torch has it.
+        members: Those of the group that the stage lies on; none where the stage has no other device.
         place: For people, with the host's name.
     """
 
     def __init__(self) -> None:
         self.device = CPU
+        self.members: Sequence[torch.device] = ()
         self.place = str(CPU)
         self._looks = CPU
         self._stream: Stream | None = None
 
     def use(self, order: orders.UseDevice) -> None:
-        """Have the device that ``order`` names.
+        """Have the devices that ``order`` names.
 
         Raises:
             SettingError: if this machine has no such device.
         """
-        there = all_devices()
-        wanted = f"{order.name or 'accelerator'}:{order.number}"
-        if not 0 <= order.number < len(there):
-            has = told_devices() or "no accelerator, only its CPU"
-            raise SettingError(f"{order.host} has no {wanted}: it has {has}; plan for what is there")
-        device = there[order.number]
-        if order.name is not None and canonical(order.name) != canonical(name_of(device)):
-            raise SettingError(f"{order.host} has no {wanted}: it has {told_devices()}; plan for what is there")
+        self.members = [_accelerator(number, name, order.host) for number, name in order.members]
+        device = _accelerator(order.number, order.name, order.host)
         torch.accelerator.set_device_index(device.index)
         self.device, self.place, self._looks = device, f"{device} of {order.host}", order.looks
 
@@ -99,6 +96,15 @@ class HostDevice:
     def state(self, state: StageState) -> StageState:
         """``state`` on the CPU."""
         return StageState([[move(tensor, CPU) for tensor in own] for own in state.buffers])
+
+
+def _accelerator(number: int, name: str | None, host: str) -> torch.device:
+    """The accelerator of this machine that has this ``number``, and this ``name`` unless that is None."""
+    there = all_devices()
+    if 0 <= number < len(there) and (name is None or canonical(name) == canonical(name_of(there[number]))):
+        return there[number]
+    has = told_devices() or "no accelerator, only its CPU"
+    raise SettingError(f"{host} has no {name or 'accelerator'}:{number}: it has {has}; plan for what is there")
 
 
 def name_of(device: torch.device) -> str:

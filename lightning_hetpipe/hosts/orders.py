@@ -52,12 +52,14 @@ class UseDevice(NamedTuple):
         name: Its name as a plan has it; None where only the number is known.
         looks: The device that its tensors have for the process of Lightning's loop.
         host: The host's name, for errors.
+        members: Number and name of the accelerator of each member of the stage's group; none where it has none.
     """
 
     number: int
     name: str | None
     looks: torch.device
     host: str
+    members: Sequence[Sequence[Any]]
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ When the stage ends, values come home, and parameters are what they were.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -72,15 +72,15 @@ class OwnedStage(RemoteStage):
 
     Args:
         connect: As of ``RemoteStage``.
-        accelerator: On which the host computes; None for its CPU.
+        accelerators: On which the host computes: the stage's, then that of each member of its group; none for a CPU.
         args: Those of ``RemoteStage``. The device is that which weights have for this process.
     """
 
     shows_gradients = False  # they stay at the host
 
-    def __init__(self, connect: Callable[[], HostLink] | None, accelerator: Accelerator | None, *args: Any) -> None:
+    def __init__(self, connect: Callable[[], HostLink] | None, accelerators: Sequence[Accelerator], *args: Any) -> None:
         self._moved: list[nn.Parameter] = []
-        self._accelerator = accelerator
+        self._accelerators = accelerators
         try:
             super().__init__(connect, *args)
         except BaseException:
@@ -89,9 +89,9 @@ class OwnedStage(RemoteStage):
 
     @property
     def place(self) -> str:
-        if self._accelerator is None or self._host is None:
+        if not self._accelerators or self._host is None:
             return super().place
-        number, name = self._accelerator
+        number, name = self._accelerators[0]
         return f"{self.device if name is None else f'{name}:{number}'} of {self._host.name}"
 
     def await_weights(self) -> None:
@@ -101,7 +101,7 @@ class OwnedStage(RemoteStage):
             SettingError: if the host has no such device.
             torch.OutOfMemoryError: if that has no room for them.
         """
-        if self._accelerator is not None:
+        if self._accelerators:
             self._memory.bring(())
 
     def adopt(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
@@ -164,12 +164,13 @@ class OwnedStage(RemoteStage):
             self._asking,
             self._await_answer,
             self.device,
-            accelerates=self._accelerator is not None,
+            accelerates=bool(self._accelerators),
         )
         take_in_foreach(RemoteTensor)
-        if self._accelerator is not None:
-            super()._send(orders.UseDevice(*self._accelerator, self.device, self._host.name))
-            if self._accelerator.name is not None:  # else the device is of this machine, and there
+        if self._accelerators:
+            own, *members = self._accelerators
+            super()._send(orders.UseDevice(*own, self.device, self._host.name, [[*each] for each in members]))
+            if own.name is not None:  # else the device is of this machine, and there
                 self._memory.bring(())  # before any weight leaves this process for a host that has no such device
         self.holder = HostHolder(self._memory, self._send, self._end_silent)
 

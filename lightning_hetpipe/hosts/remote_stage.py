@@ -68,7 +68,7 @@ def reason_to_stay(layers: list[Layer]) -> str | None:
 
 
 def _written_group(group: DeviceGroup) -> list[Any]:
-    """``group`` as data; its devices are those of the host, a CPU."""
+    """``group`` as data; the host knows its devices, of which a CPU stands for any number."""
     counts = group.counts
     return [len(group.devices), [*counts.shares], {layer: [*own] for layer, own in counts.splits.items()}, group.home]
 

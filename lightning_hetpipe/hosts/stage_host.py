@@ -290,7 +290,8 @@ class Host:
         self, members: int, shares: Sequence[float], counts: Mapping[str, Sequence[int]], home: int
     ) -> DeviceGroup:
         splits = {layer: tuple(own) for layer, own in counts.items()}
-        return DeviceGroup([self._device.device] * members, ChannelCounts(shares, splits), home)
+        devices = self._device.members or [self._device.device] * members
+        return DeviceGroup(devices, ChannelCounts(shares, splits), home)
 
     def _serve(self, stage: HostedStage, message: Any) -> None:
         if isinstance(message, orders.Begin):

@@ -28,7 +28,7 @@ from lightning_hetpipe.server.process.sessions import SessionChannel
 from lightning_hetpipe.server.transport.interface import Channel
 from lightning_hetpipe.server.transport.security import Security, is_loopback, joined, split
 
-NO_ACCELERATORS: Mapping[int, tuple[int, str]] = {}
+NO_ACCELERATORS: Mapping[int, Sequence[tuple[int, str]]] = {}
 NO_NODES: Mapping[int, str] = {}
 
 
@@ -37,9 +37,8 @@ def owns(device: torch.device) -> bool:
     return device.type != "cpu"
 
 
-def _has_group_of_accelerators(args: Sequence[Any], device: torch.device, elsewhere: bool) -> bool:
-    has_group = any(isinstance(each, DeviceGroup) for each in args)
-    return has_group and (elsewhere or accelerates(device))
+def _devices_of_group(args: Sequence[Any]) -> Sequence[torch.device]:
+    return next((each.devices for each in args if isinstance(each, DeviceGroup)), ())
 
 
 class StagesApart:
@@ -50,7 +49,8 @@ class StagesApart:
         addresses: Of the hosts of stages that are on other machines, by their numbers.
         security: Certificates and token for these.
         emulation: Of the stages, where their devices are not here.
-        accelerators: Number and name, on their machines, of the accelerators that stages of ``addresses`` are on.
+        accelerators: Number and name, on their machines, of the accelerators that stages of ``addresses`` are on, and
+            then of each member of their groups.
         nodes: Names of their machines in the plan.
         worker: Number of the virtual worker; None where there is but one.
     """
@@ -61,7 +61,7 @@ class StagesApart:
         addresses: Mapping[int, str],
         security: Security,
         emulation: Emulation | None = None,
-        accelerators: Mapping[int, tuple[int, str]] = NO_ACCELERATORS,
+        accelerators: Mapping[int, Sequence[tuple[int, str]]] = NO_ACCELERATORS,
         nodes: Mapping[int, str] = NO_NODES,
         worker: int | None = None,
     ) -> None:
@@ -118,11 +118,6 @@ class StagesApart:
             return Stage(index, device, segments, layers, *args)
         own = [layers[number] for segment in segments for number in segment.layers]
         reason = reason_to_stay(own)
-        if reason is None and _has_group_of_accelerators(args, device, index in self._accelerators):
-            raise SettingError(
-                f"stage {index} is divided among several accelerators, which the process of a stage cannot have yet;"
-                " leave stage_hosts out, or give the stage one device"
-            )
         if reason is not None and address is not None:
             raise SettingError(
                 f"stage {index} is planned for another machine, and has to stay in this process, as {reason}; plan its"
@@ -135,12 +130,11 @@ class StagesApart:
         stage: RemoteStage
         if address is not None:
             connect = partial(HostConnection, address, self._security, self._nodes.get(index, ""))
-            found = self._accelerators.get(index)
-            own_device = None if found is None else Accelerator(*found)
-            stage = OwnedStage(connect, own_device, index, device, segments, layers, *args)
+            there = [Accelerator(*each) for each in self._accelerators.get(index, ())]
+            stage = OwnedStage(connect, there, index, device, segments, layers, *args)
         elif owns(device):
-            own_device = Accelerator(device.index) if accelerates(device) else None
-            stage = OwnedStage(None, own_device, index, device, segments, layers, *args)
+            here = [Accelerator(each.index) for each in (device, *_devices_of_group(args)) if accelerates(each)]
+            stage = OwnedStage(None, here, index, device, segments, layers, *args)
         else:
             stage = RemoteStage(None, index, device, segments, layers, *args)
         stage.emulation, stage.whose = self._emulation, self._whose

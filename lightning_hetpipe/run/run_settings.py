@@ -67,8 +67,9 @@ class RunSettings:
     """True if each stage is to have a process of its own where that is possible."""
     hosts: Mapping[int, str] = field(default_factory=dict)
     """Addresses of the hosts of stages on other machines."""
-    accelerators: Mapping[int, tuple[int, str]] = field(default_factory=dict)
-    """Number and name, on their machines, of the accelerators that those of these stages are on which are on one."""
+    accelerators: Mapping[int, Sequence[tuple[int, str]]] = field(default_factory=dict)
+    """Number and name, on their machines, of the accelerators that those of these stages are on which are on one, and
+    then of each member of their groups."""
     nodes: Mapping[int, str] = field(default_factory=dict)
     """Names of these machines."""
     security: Security = field(default_factory=Security)

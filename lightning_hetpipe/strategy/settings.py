@@ -333,14 +333,14 @@ def nodes_elsewhere(plan: Plan | None) -> dict[int, str]:
     return {number: stage.node for number, stage in enumerate(worker.stages) if stage.node != worker.leader}
 
 
-def accelerators_elsewhere(plan: Plan | None, emulated: bool) -> dict[int, tuple[int, str]]:
-    """Number and name of the accelerator of each stage that is on one of another node than the last stage's, of a plan
-    of one virtual worker; where devices are ``emulated``, hosts compute on CPUs."""
+def accelerators_elsewhere(plan: Plan | None, emulated: bool) -> dict[int, list[tuple[int, str]]]:
+    """Number and name of the accelerator of each stage that is on one of another node than the last stage's, and then
+    of each member of its group, of a plan of one virtual worker; where devices are ``emulated``, hosts have CPUs."""
     if plan is None or emulated:
         return {}
     (worker,) = plan.virtual_workers
     return {
-        number: (stage.device_number, stage.device_name)
+        number: [(each.device_number or 0, each.device_name) for each in (stage, *stage.group)]
         for number, stage in enumerate(worker.stages)
         if stage.node != worker.leader and stage.device_name != "cpu" and stage.device_number is not None
     }

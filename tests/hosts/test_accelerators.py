@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,8 @@ from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.hosts.owned_stage import Accelerator
 from lightning_hetpipe.hosts.remote_tensor import RemoteTensor
 from lightning_hetpipe.pipeline.segment_runner import SegmentRunner
+from lightning_hetpipe.planning.plan.device_group import PlannedMember
+from lightning_hetpipe.planning.plan.document import Plan
 from tests.exact.pipelines import even
 from tests.exact.running import assert_equal, assert_same_run, expect, fit
 from tests.exact.test_captured import CASES, made
@@ -31,7 +33,7 @@ from tests.hosts.test_other_machines import Hosts, check_two, plan, refused, ser
 from tests.support.accelerator import NAME, TestAccelerator, missing, set_limit
 from tests.support.equality import assert_same
 from tests.support.marks import slow_except
-from tests.support.models import ADAMW, CLASSES, Task, vectors
+from tests.support.models import ADAMW, CLASSES, SGD, Task, vectors
 from tests.support.strategies import stashing
 from tests.support.trainers import quiet_trainer
 from tests.wsp.launch import ROOT
@@ -83,10 +85,30 @@ def test_two_virtual_workers_with_devices_of_another_machine(hosts: Hosts, tmp_p
     check_two(hosts, "test accelerator", tmp_path)
 
 
+def grouped(device: str = "test accelerator", nodes: Sequence[str] = ("attic", "cellar", "desk")) -> Plan:
+    """The first stage on two devices of its node."""
+    whole = plan(*nodes, device=device)
+    (worker,) = whole.virtual_workers
+    first, *others = worker.stages
+    number = f"{first.device.partition(':')[0]}:3"
+    group = (PlannedMember(first.node, first.device, 2.0), PlannedMember(first.node, number, 1.0))
+    return replace(whole, virtual_workers=(replace(worker, stages=(replace(first, group=group), *others)),))
+
+
 def test_a_device_that_a_host_lacks(hosts: Hosts) -> None:
     other = plan("attic", "desk", "desk", device="RTX-3090")
     text = refused(stashing(plan=other, stage_hosts={"attic": hosts.address}))
     assert f"host {hosts.address} has no RTX-3090:0: it has testacc:0 (test accelerator, 1.0 GiB), testacc:1" in text
+
+
+def test_a_member_that_a_host_lacks(hosts: Hosts) -> None:
+    lacking = grouped()
+    (worker,) = lacking.virtual_workers
+    first, *others = worker.stages
+    group = (first.group[0], replace(first.group[1], device="test accelerator:7"))
+    lacking = replace(lacking, virtual_workers=(replace(worker, stages=(replace(first, group=group), *others)),))
+    text = refused(stashing(plan=lacking, stage_hosts=dict.fromkeys(("attic", "cellar"), hosts.address)))
+    assert f"host {hosts.address} has no test accelerator:7: it has testacc:0 (test accelerator, 1.0 GiB)" in text
 
 
 # What they are given is a part of something larger, whose strides, and so last bits, a copy on any device has not got.
@@ -189,6 +211,17 @@ class Limits(L.Callback):
     def on_before_optimizer_step(self, trainer: L.Trainer, *_: Any) -> None:
         if trainer.global_step == 2:
             set_limit(0, 0)
+
+
+def test_a_group_of_devices_of_another_machine(accelerator: TestAccelerator, near: None) -> None:
+    """Up to rounding as one of CPUs of this machine, whose members see gradients with other strides."""
+    elsewhere = dict.fromkeys(("attic", "cellar"), "127.0.0.1:1")
+    strategies = stashing(plan=grouped("cpu", ("desk",) * 3)), stashing(plan=grouped(), stage_hosts=elsewhere)
+    here, there = [fit(Task(task().net, SGD), vectors(40, 4), strategy=each) for each in strategies]
+    assert torch.accelerator.max_memory_allocated(3) > 0
+    for one, other in zip(here.states, there.states, strict=True):
+        for key, weight in one.weights.items():
+            torch.testing.assert_close(other.weights[key], weight)
 
 
 def out_of_memory(loader: Any, *callbacks: L.Callback) -> tuple[str, str]:

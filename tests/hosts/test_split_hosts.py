@@ -9,7 +9,9 @@ import pytest
 from tests.exact.pipelines import Pinned
 from tests.exact.running import assert_same_run, fit
 from tests.hosts.host_threads import HostThread
-from tests.split.test_fits import TASKS, colours, image_task
+from tests.split.test_fits import TASKS, colours, image_task, words_task
+from tests.support.accelerator import TestAccelerator
+from tests.support.models import sentences
 
 SPLIT = {0: (2, 1), 1: (1, 1, 2)}
 
@@ -34,4 +36,20 @@ def test_in_a_process() -> None:
         fit(image_task(), colours(14, 4), strategy=Pinned([0, 2], 3, **settings, **where))
         for where in ({}, {"stage_hosts": "processes"})
     ]
+    assert_same_run(*records)
+
+
+def test_on_accelerators(accelerator: TestAccelerator, host_threads: list[HostThread]) -> None:
+    """The members of a host's group are on devices of their own."""
+    records = [
+        fit(
+            words_task(),
+            sentences(14, 4),
+            strategy=Pinned([0, 2], 3, split={0: (1, 1), 1: (1, 3)}, **where),
+            accelerator=accelerator,
+            devices=4,
+        )
+        for where in ({}, {"stage_hosts": "processes"})
+    ]
+    assert len(host_threads) == 1
     assert_same_run(*records)

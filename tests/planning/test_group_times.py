@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lightning_hetpipe.planning.model import group_times as module
 from lightning_hetpipe.planning.model.cluster import Cluster, Device, Link, Node
 from lightning_hetpipe.planning.model.group_times import balanced, group_times
 from lightning_hetpipe.planning.model.layer_widths import LayerWidths, Width
@@ -56,13 +57,18 @@ class TestSeconds:
     def test_equal_parts_where_nothing_was_measured(self) -> None:
         assert LayerWidths(0).seconds("gpu", 8.0, 4) == [0.0, 2.0, 4.0, 6.0, 8.0]
 
-    def test_a_line_between_measurements(self) -> None:
+    def test_a_part_between_two_that_were_measured_takes_as_long_as_the_larger_one(self) -> None:
         widths = LayerWidths(0, measured={"gpu": [Width(0.5, Times(1.0, 2.0)), Width(1.0, Times(2.0, 2.0))]})
-        assert widths.seconds("gpu", 4.0, 8) == [0.0, 0.75, 1.5, 2.25, 3.0, 3.25, 3.5, 3.75, 4.0]
+        assert widths.seconds("gpu", 4.0, 8) == [0.0, *[3.0] * 4, *[4.0] * 4]
 
-    def test_more_never_takes_less(self) -> None:
+    def test_a_part_that_was_measured_is_found_whatever_its_last_digits(self) -> None:
+        measured = [Width(count / 49, Times(count, 0.0)) for count in range(1, 50)]
+        found = LayerWidths(0, measured={"gpu": measured}).seconds("gpu", 49.0, 49)
+        assert found == pytest.approx([*range(50)])
+
+    def test_a_disturbed_measurement_does_not_make_more_take_less(self) -> None:
         widths = LayerWidths(0, measured={"gpu": [Width(0.5, Times(3.0, 6.0)), Width(1.0, Times(4.0, 4.0))]})
-        assert widths.seconds("gpu", 8.0, 2) == [0.0, 9.0, 9.0]
+        assert widths.seconds("gpu", 8.0, 2) == [0.0, 8.0, 8.0]
 
     def test_a_device_that_was_not_measured_is_like_one_that_was(self) -> None:
         widths = LayerWidths(0, measured={"gpu": [Width(0.5, Times(1.0, 2.0)), Width(1.0, Times(2.0, 2.0))]})
@@ -92,6 +98,13 @@ def cluster(*speeds: float, link: Link | None = None) -> Cluster:
     return Cluster([Node("box", [Device("a", speed=each) for each in speeds], link or Link(float("inf")))])
 
 
+@pytest.fixture
+def free_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Members' calls take no time of their own."""
+    monkeypatch.setattr(module, "MEMBER_CALL", 0.0)
+
+
+@pytest.mark.usefixtures("free_calls")
 def test_what_follows_is_divided_alike() -> None:
     found = profile(("divides", 8.0), ("follows", 4.0), ("sums", 8.0), ("whole", 4.0), ("divides", 2.0))
     box = cluster(1.0, 1.0)
@@ -101,6 +114,7 @@ def test_what_follows_is_divided_alike() -> None:
     assert [each.update for each in times.times] == [0.5] * 5
 
 
+@pytest.mark.usefixtures("free_calls")
 def test_sums_come_back_whole() -> None:
     box = cluster(1.0, 1.0, link=Link(16.0))
     parts = group_times(profile(("divides", 16.0), ("follows", 0.0), output=16), box, box.slots)
@@ -110,6 +124,7 @@ def test_sums_come_back_whole() -> None:
     assert [sum(each.forward + each.backward for each in one.times) for one in (parts, sums)] == [9.0, 10.0]
 
 
+@pytest.mark.usefixtures("free_calls")
 def test_uneven_devices_get_uneven_counts() -> None:
     box = cluster(3.0, 1.0)
     times = group_times(profile(("divides", 8.0)), box, box.slots)
@@ -117,6 +132,7 @@ def test_uneven_devices_get_uneven_counts() -> None:
     assert times.times[0] == pytest.approx((1.0, 1.0, 0.5 / 3.0))
 
 
+@pytest.mark.usefixtures("free_calls")
 def test_transfers_count() -> None:
     """The input goes to the second device whole, and its part of the output comes back; gradients as well."""
     box = cluster(1.0, 1.0, link=Link(4.0))
@@ -128,6 +144,7 @@ def test_transfers_count() -> None:
     assert group_times(two, slow, slow.slots).counts == {}
 
 
+@pytest.mark.usefixtures("free_calls")
 def test_weights_go_to_each_device_and_their_gradients_back() -> None:
     """The second device's half takes 12 seconds, and 2 * 2; of heavier weights a quarter takes 6, and 2 * 4."""
     box, layers = cluster(1.0, 1.0, link=Link(4.0)), [("divides", 16.0), ("sums", 8.0)]
@@ -141,3 +158,12 @@ def test_a_member_gets_no_more_than_it_has_room_for() -> None:
     assert group_times(profile(("divides", 8.0)), box, box.slots, [1.0, 0.25]).counts == {0: (3, 1)}
     assert group_times(profile(("divides", 8.0)), box, box.slots, [1.0, 0.2]).counts == {}
     assert group_times(profile(("divides", 8.0)), box, box.slots, [0.5, 0.25]).counts == {}
+
+
+def test_members_calls_count() -> None:
+    """Calls of two members take 2 * 2 * 0.25 ms: less than dividing 3 ms gains, and more than dividing 1 ms."""
+    box = cluster(1.0, 1.0)
+    times = group_times(profile(("divides", 0.003), ("divides", 0.001)), box, box.slots)
+    assert times.counts == {0: (2, 2)}
+    assert times.times[0][:2] == pytest.approx((0.00125, 0.00125))
+    assert times.times[1][:2] == (0.0005, 0.0005)

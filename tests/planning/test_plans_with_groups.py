@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_hetpipe.planning.model.cluster import Cluster, Device, DeviceSlot, Link, Node
+from lightning_hetpipe.planning.model.group_times import MEMBER_CALL
 from lightning_hetpipe.planning.model.layer_widths import LayerWidths
 from lightning_hetpipe.planning.model.profile import LayerBytes, Profile, Times
 from lightning_hetpipe.planning.plan.document import Plan
@@ -64,12 +65,14 @@ def seconds(profile: Profile, box: Cluster, part: Sequence[DeviceSlot], layer: i
     widths = profile.widths.get(layer)
     for counts in every(units_of(widths), len(part)) if widths and len(part) > 1 else ():
         assert widths is not None
+        calls = 2 * len(part) * MEMBER_CALL
         for main in part:
             links = [box.link_between(main, slot) for slot in part]
             came, goes = profile.layers[layer].given, profile.layers[layer].output
             parts = [count / units_of(widths) for count in counts]
             found.append(
-                max(
+                calls
+                + max(
                     own * each + (2 * (link.seconds(came) + (goes + 1) * each / link.bandwidth) if each else 0.0)
                     for own, each, link in zip(times, parts, links, strict=True)
                 )

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_hetpipe.planning.model.cluster import Cluster, DeviceSlot, Link, Node
+from lightning_hetpipe.planning.model.group_times import MEMBER_CALL
 from lightning_hetpipe.planning.model.layer_widths import LayerWidths
 from lightning_hetpipe.planning.model.profile import LayerBytes, Profile, Times
 from lightning_hetpipe.planning.search.grouped_plans import plan_with_shares
@@ -53,7 +54,7 @@ def seconds(profile: Profile, box: Cluster, part: Sequence[DeviceSlot], shares: 
     for slot, own, count in zip(part, times, apportioned(UNITS, shares), strict=True):
         link, each = box.link_between(part[0], slot), count / UNITS
         moved = link.seconds(profile.layers[layer].given) + profile.layers[layer].output * each / link.bandwidth
-        found.append(own * each + (2 * moved if each else 0.0))
+        found.append(own * each + (2 * (moved + len(part) * MEMBER_CALL) if each else 0.0))
     return max(found)
 
 

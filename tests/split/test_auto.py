@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_hetpipe import Cluster, Device, HetPipeStrategy, Node
-from lightning_hetpipe.capture.measured_widths import PARTS
+from lightning_hetpipe.capture.measured_widths import measured_parts
 from lightning_hetpipe.pipeline.split.joined_graph import joined_graph
 from lightning_hetpipe.pipeline.split.rewriting import divided_layers
 from lightning_hetpipe.placement import measuring, planner
@@ -70,6 +70,16 @@ def test_layers_that_have_the_same_counts_are_one_run(net: str) -> None:
 BOX = Cluster([Node("box", [Device("gpu", speed=speed) for speed in (1.0, 4.0, 2.0)], "100 GB/s")])
 
 
+@pytest.mark.parametrize(
+    ("units", "step", "parts"), [(1, 1, 1), (12, 1, 12), (16, 1, 16), (17, 2, 9), (112, 8, 14), (256, 16, 16)]
+)
+def test_measured_parts_are_multiples_of_a_power_of_two(units: int, step: int, parts: int) -> None:
+    found = measured_parts(units)
+    assert len(found) == parts
+    assert found[-1] == 1.0
+    assert [part * units for part in found[:-1]] == pytest.approx([step * number for number in range(1, parts)])
+
+
 LONG = ("net.4", "net.q", "net.head")
 """The second convolution, what attention follows, and the layer that has its weight from the first one."""
 
@@ -94,7 +104,7 @@ def test_a_fit_divides_the_layer_that_no_cut_balances(profiles: list[Profile], t
             torch.testing.assert_close(other.weights[key], weight, rtol=1e-9, atol=1e-9)
     (profile,) = profiles
     wide = profile.widths[[layer.name for layer in profile.layers].index("net.4")]
-    assert [width.part for width in wide.measured["cpu"]] == list(PARTS)
+    assert [width.part for width in wide.measured["cpu"]] == measured_parts(12)
     assert all(width.times.forward > 0 < width.times.backward for width in wide.measured["cpu"])
 
 

@@ -3,14 +3,16 @@
 Layers of one *run* have the same counts, as devices hand their channels on to each other. The first layer's whole input
 goes from the group's first device to each other one that has any of it, and their parts of the last layer's output go
 back; gradients go the other way. Each device also gets its part of the weights, new ones for each minibatch, and gives
-back their gradients. Counts are those at which the device that takes longest for the run, transfers included, takes
-least: a search over all times that there are, as more channels take no less.
+back their gradients. Each pass through a run costs some time of the interpreter, which devices do not share. Counts are
+those at which the device that takes longest for the run, transfers included, takes least: a search over all times that
+there are, as more channels take no less.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from lightning_hetpipe.planning.model.cluster import Cluster, DeviceSlot, Link
 from lightning_hetpipe.planning.model.profile import Profile, Times
@@ -18,6 +20,10 @@ from lightning_hetpipe.rules.channel_layouts import apportioned
 
 MOST_UNITS = 256
 """Finest division of a layer that is looked at: one of more units is divided in these proportions."""
+
+MEMBER_CALL = 250e-6
+"""Seconds that a device's part of a run costs in one pass beside its computation, in which the threads of the others
+cannot run Python (``benchmarks/split_layers.py``, small layers)."""
 
 
 @dataclass(frozen=True)
@@ -59,9 +65,10 @@ def group_times(
         units = run.units
         caps = [units] * len(slots) if most is None else [int(units * part) for part in most]
         found = balanced([seconds[: cap + 1] for seconds, cap in zip(run.seconds, caps, strict=True)], units)
+        pays = found is not None and found[0] != units and run.longest(found) < run.whole
         if shares is not None:
-            found = apportioned(units, shares)
-        if found is not None and (shares is not None or found[0] != units):
+            found, pays = apportioned(units, shares), True
+        if found is not None and pays:
             for layer, each in zip(layers, run.times(found), strict=True):
                 times[layer] = each
             counts |= dict.fromkeys(layers, found)
@@ -157,12 +164,20 @@ class _DividedRun:
             ]
             for name, times in zip(names, own, strict=True)
         ]
+        self._called = calls * len(slots) * MEMBER_CALL
         self.seconds: list[list[float]] = []
         for moved, computed in zip(self._moved, self._computed, strict=True):
-            takes = [2 * sum(moved[count]) + sum(each[count] for each in computed) for count in range(self.units + 1)]
-            for count in range(1, len(takes)):
-                takes[count] = max(takes[count], takes[count - 1])
-            self.seconds.append(takes)
+            takes = [
+                2 * (sum(moved[count]) + self._called * (count > 0)) + sum(each[count] for each in computed)
+                for count in range(self.units + 1)
+            ]
+            self.seconds.append([*accumulate(takes, max)])
+
+        self.whole = sum(own[0][layer].forward + own[0][layer].backward for layer in layers)
+
+    def longest(self, counts: Sequence[int]) -> float:
+        """Seconds of the device that takes longest."""
+        return max(own[count] for own, count in zip(self.seconds, counts, strict=True))
 
     def times(self, counts: Sequence[int]) -> list[Times]:
         """Times of each layer, with the transfers before the first one and behind the last one: those of the device
@@ -175,6 +190,6 @@ class _DividedRun:
             whole = self._own[longest][layer]
             total = whole.forward + whole.backward
             part = self._computed[longest][number][count] / total if total else 0.0
-            extra = before * (number == 0) + behind * (layer == self._layers[-1])
+            extra = (before + self._called) * (number == 0) + behind * (layer == self._layers[-1])
             found.append(Times(whole.forward * part + extra, whole.backward * part + extra, self._own[0][layer].update))
         return found

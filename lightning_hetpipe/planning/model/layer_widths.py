@@ -44,9 +44,9 @@ class LayerWidths:
         """Seconds of 0, 1, ... of ``units`` equal parts of a layer that takes ``whole`` seconds; none takes longer than
         more of them.
 
-        What lies between two parts that were measured lies on a line between them; below the least it is its part of
-        that. Where ``device`` was not measured another one stands for it. Times are in the ratio of those of the whole
-        layer; where nothing was measured, equal parts take equal times.
+        What lies between two parts that were measured takes as long as the larger one, since kernels compute channels
+        in blocks. Where ``device`` was not measured another one stands for it. Times are in the ratio of those of the
+        whole layer; where nothing was measured, equal parts take equal times.
 
         Args:
             device: Name of the device in the profile.
@@ -54,15 +54,9 @@ class LayerWidths:
             units: Number of parts.
         """
         own = self.measured.get(device or "") or next(iter(self.measured.values()), ())
-        known = [(each.part, each.times.forward + each.times.backward) for each in own]
-        if not known or not known[-1][1]:
-            known = [(1.0, 1.0)]
-        points = [(0.0, 0.0), *known]
-        places = [part for part, _ in points]
-        found = [0.0]
-        for count in range(1, units + 1):
-            part = count / units
-            right = min(bisect_left(places, part), len(points) - 1)
-            (low, before), (high, after) = points[right - 1], points[right]
-            found.append((before + (after - before) * (part - low) / (high - low)) / known[-1][1] * whole)
-        return [*accumulate(found, max)]
+        known = [each.times.forward + each.times.backward for each in own]
+        if not known or not known[-1]:
+            return [whole * count / units for count in range(units + 1)]
+        least = [*accumulate(reversed(known), min)][::-1]  # what disturbed a measurement has added to it
+        places = [round(each.part * units, 6) for each in own]  # a float's last digits put no part behind its own
+        return [0.0] + [least[bisect_left(places, count)] / known[-1] * whole for count in range(1, units + 1)]
