@@ -21,7 +21,7 @@ MANY = 12
 """Minibatches in flight at which few devices are as fast as the slowest stage."""
 
 UNITS = 12
-"""Of each layer; bytes are multiples of it, as a plan rounds them."""
+"""Units of each layer; bytes are multiples of it, as a plan rounds them."""
 
 Problem = tuple[Profile, Cluster, tuple[tuple[DeviceSlot, ...], ...], dict[tuple[DeviceSlot, ...], tuple[int, ...]]]
 

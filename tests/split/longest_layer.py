@@ -8,9 +8,14 @@ from typing import Any
 
 from lightning_hetpipe.planning.model.profile import Profile, Times
 
+LONGEST = Times(0.004, 0.008)
+
 
 def with_longest(
-    profiled: Callable[..., Profile], layers: Collection[str], told: Callable[[Profile], object] = lambda _: None
+    profiled: Callable[..., Profile],
+    layers: Collection[str],
+    told: Callable[[Profile], object] = lambda _: None,
+    longest: Times = LONGEST,
 ) -> Callable[..., Profile]:
     """Measure as ``profiled`` does, and say that ``layers`` take most of the time, and a part of one its part of it.
 
@@ -18,12 +23,13 @@ def with_longest(
         profiled: Measures.
         layers: Their names; others may be, too.
         told: Is given what was measured.
+        longest: Times of each of these layers.
     """
 
     def found(*args: Any, **settings: Any) -> Profile:
         made = profiled(*args, **settings)
         told(made)
-        times = [Times(0.004, 0.008) if layer.name in layers else Times(1e-5, 2e-5) for layer in made.layers]
+        times = [longest if layer.name in layers else Times(1e-5, 2e-5) for layer in made.layers]
         widths = {layer: replace(own, measured={}) for layer, own in made.widths.items()}
         return replace(made, times=dict.fromkeys(made.times, times), widths=widths)
 

@@ -18,7 +18,7 @@ LONGEST = ["task.net.2", "task.net.4"]
 """Layers that take most of the time, so that two devices take one each, and three join."""
 
 FIVE = {"devices": 5}
-"""Of which the first virtual worker has three, and the second two."""
+"""Devices, of which the first virtual worker has three, and the second two."""
 
 
 def check_close(found: list[dict[str, Any]], runs: list[Run]) -> None:

@@ -36,6 +36,7 @@ from torchmetrics import CatMetric, MeanMetric
 
 from lightning_hetpipe import Cluster, HetPipeStrategy, Node, WSPCallback
 from lightning_hetpipe.placement import measuring, planner
+from lightning_hetpipe.planning.model.profile import Times
 from lightning_hetpipe.run import preemption
 from lightning_hetpipe.run.extensions.pace import Pace
 from tests.exact.pipelines import Delays
@@ -323,7 +324,7 @@ def main(job: dict[str, Any]) -> None:
         split=job.get("split", False),
     )
     if "longest" in job:
-        vars(planner)["profiled"] = with_longest(measuring.profiled, job["longest"])
+        vars(planner)["profiled"] = with_longest(measuring.profiled, job["longest"], longest=Times(0.04, 0.08))
     recorder, validates, notes = Recorder(), Validates(), Notes()
     callbacks: list[L.Callback] = [validates, recorder, Acts(job.get("acts", ()), job["folder"])]
     if "awaits" in job:

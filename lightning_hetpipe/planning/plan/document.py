@@ -14,7 +14,8 @@ from typing import Any
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.planning.allocation.allocator import Allocation, most_stale
 from lightning_hetpipe.planning.model.cluster import Cluster, DeviceSlot
-from lightning_hetpipe.planning.model.estimate import DividedStage, Estimate
+from lightning_hetpipe.planning.model.divided_stage import DividedStage
+from lightning_hetpipe.planning.model.estimate import Estimate
 from lightning_hetpipe.planning.plan.device_group import (
     ESTIMATED,
     NOMINAL,

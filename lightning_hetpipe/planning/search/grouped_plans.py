@@ -15,7 +15,8 @@ from itertools import combinations, pairwise
 from typing import Any
 
 from lightning_hetpipe.planning.model.cluster import Cluster, Device, DeviceSlot, Node
-from lightning_hetpipe.planning.model.estimate import DividedStage, StageEstimate, estimate
+from lightning_hetpipe.planning.model.divided_stage import DividedStage
+from lightning_hetpipe.planning.model.estimate import StageEstimate, estimate
 from lightning_hetpipe.planning.model.group_times import group_times
 from lightning_hetpipe.planning.model.layer_widths import LayerWidths
 from lightning_hetpipe.planning.model.profile import Profile
@@ -245,12 +246,13 @@ class _Joined:
     def apart(self, found: Choice) -> Choice:
         """``found``, a plan for the groups, as one of their devices."""
         idle = tuple(slot for each in found.idle for slot in self._parts[each])
-        return replace(found, stages=tuple(map(self._apart, found.stages)), idle=idle)
+        stages = tuple(self._apart(stage, found.recompute) for stage in found.stages)
+        return replace(found, stages=stages, idle=idle)
 
-    def _apart(self, stage: StageEstimate) -> StageEstimate:
+    def _apart(self, stage: StageEstimate, recompute: bool) -> StageEstimate:
         part = self._parts[stage.slot]
         counts = {n: own for n, own in self._times[part].counts.items() if stage.first <= n <= stage.last}
-        divided = DividedStage.of(stage, part, self.profile, counts) if counts else None
+        divided = DividedStage.of(stage, part, self.profile, counts, recompute) if counts else None
         return replace(stage, slot=part[0], divided=divided)
 
 
