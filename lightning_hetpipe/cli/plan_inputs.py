@@ -35,7 +35,7 @@ from lightning_hetpipe.strategy.checks import switch
 from lightning_hetpipe.strategy.profiling_strategy import Profiled, ProfilingStrategy
 from lightning_hetpipe.strategy.profiling_strategy import profile as profile_model
 from lightning_hetpipe.strategy.settings import count, weight_policy
-from lightning_hetpipe.workers.synchroniser import copies_kept
+from lightning_hetpipe.workers.weight_copies import copies_kept
 
 PROGRAM = ConsoleScript(
     "hetpipe-plan",

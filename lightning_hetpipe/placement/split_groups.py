@@ -11,7 +11,8 @@ from lightning_hetpipe.placement.device_placement import DevicePlacement
 from lightning_hetpipe.planning.model.cluster import DeviceSlot
 from lightning_hetpipe.planning.model.estimate import Estimate, StageEstimate
 from lightning_hetpipe.planning.model.simulate import StageTimes
-from lightning_hetpipe.planning.plan.document import Plan, PlannedWorker
+from lightning_hetpipe.planning.plan.document import Plan
+from lightning_hetpipe.planning.plan.planned_worker import PlannedWorker
 from lightning_hetpipe.planning.search.grouped_plans import Parts
 from lightning_hetpipe.rules.channel_counts import ChannelCounts
 

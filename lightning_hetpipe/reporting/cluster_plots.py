@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 from lightning_hetpipe.planning.model.cluster import Cluster
 from lightning_hetpipe.planning.model.units import digits
-from lightning_hetpipe.planning.plan.document import Plan, PlannedStage
+from lightning_hetpipe.planning.plan.document import Plan
+from lightning_hetpipe.planning.plan.planned_worker import PlannedStage
 from lightning_hetpipe.reporting.plots import LINES, figure_class
 
 if TYPE_CHECKING:

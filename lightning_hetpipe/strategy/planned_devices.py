@@ -27,11 +27,11 @@ from lightning_hetpipe.planning.search.split_points import partition
 from lightning_hetpipe.planning.search.spread_plan import FROZEN
 from lightning_hetpipe.run.finetuning import trains_frozen_later
 from lightning_hetpipe.strategy import checks, compile_setting, settings, split_setting
-from lightning_hetpipe.strategy.virtual_workers import VirtualWorkers
-from lightning_hetpipe.workers.synchroniser import copies_kept
+from lightning_hetpipe.strategy.shared_checkpoints import SharedCheckpoints
+from lightning_hetpipe.workers.weight_copies import copies_kept
 
 
-class PlannedDevices(VirtualWorkers):
+class PlannedDevices(SharedCheckpoints):
     """Finds the devices of this virtual worker's stages: the Trainer's, those of a cluster, or those of a plan.
 
     Args:

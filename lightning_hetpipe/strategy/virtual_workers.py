@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import pickle
-import platform
-import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -17,29 +13,23 @@ from lightning.pytorch.callbacks import LearningRateFinder
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
-from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from lightning_hetpipe.errors import SettingError, VirtualWorkerLost
-from lightning_hetpipe.launch import node_hosts, servers, supervision
+from lightning_hetpipe.launch import node_hosts, servers
 from lightning_hetpipe.launch.launcher import Launcher, ServingLauncher, WasLeftOut, check_processes
-from lightning_hetpipe.launch.lost_workers import lost_workers
 from lightning_hetpipe.launch.node_hosts import ServingNodes
 from lightning_hetpipe.launch.ranks import Rank, Role, announce, find_rank
 from lightning_hetpipe.launch.told_to_end import REASON, TERMINATED, ToldToEnd
 from lightning_hetpipe.launch.wsp_settings import WSPSettings
-from lightning_hetpipe.lightning_private import is_fitting, is_last_batch, recount_batches, train_loaders
+from lightning_hetpipe.lightning_private import recount_batches, train_loaders
 from lightning_hetpipe.planning.plan.document import Plan
 from lightning_hetpipe.rules.shares import whole_steps
-from lightning_hetpipe.run.together import check_returning, minibatches_per_step
-from lightning_hetpipe.server.process.notices import say
-from lightning_hetpipe.server.process.server_process import how
+from lightning_hetpipe.run.together import check_returning
 from lightning_hetpipe.strategy import checks, settings
-from lightning_hetpipe.strategy.checkpoints import ReplacingCheckpointIO, explaining, local_folder
-from lightning_hetpipe.strategy.rescue import rescue
-from lightning_hetpipe.strategy.saved_states import add_states, note_shares, take_shares, take_state
 from lightning_hetpipe.strategy.weights import HostWeights
 from lightning_hetpipe.strategy.wsp_callback import WSPCallback
-from lightning_hetpipe.workers import collectives
+from lightning_hetpipe.workers import collectives, program_group
+from lightning_hetpipe.workers.session_names import sessions_so_far
 from lightning_hetpipe.workers.shared_data import InjectedRank, Shares, deal_among, let_be_long
 from lightning_hetpipe.workers.shared_metrics import share
 from lightning_hetpipe.workers.synchroniser import NoSynchroniser, Synchroniser
@@ -48,11 +38,6 @@ if TYPE_CHECKING:
     from lightning_hetpipe.workers.group import Group
 
 T = TypeVar("T")
-
-_group: Group | None = None
-"""Membership of this process in the virtual workers of its launch, which all its Trainers share."""
-_ended: dict[int, str] = {}
-"""Exits of other virtual workers of this node, those that have ended."""
 
 
 class VirtualWorkers(HostWeights):
@@ -80,14 +65,11 @@ class VirtualWorkers(HostWeights):
         self._num_nodes = 1
         self._group: Group | None = None
         self._shared: Synchroniser | NoSynchroniser = NoSynchroniser()
-        self._rounded: list[Tensor] = []  # of the checkpoint that is loaded
         self._shares: Shares | None = None
         self._recorded: tuple[int, ...] | None = None  # of the checkpoint that is loaded
         self._failure: BaseException | None = None
         self._found_rank: Rank | None = None
         self._waiting_call: str | None = None
-        self._saves_for_first = False
-        self._saves_for_returning = False
 
     @property
     def _rank(self) -> Rank:
@@ -136,10 +118,6 @@ class VirtualWorkers(HostWeights):
     @property
     def node_rank(self) -> int:
         return self._rank.node
-
-    @property
-    def is_global_zero(self) -> bool:
-        return self.global_rank == 0 or self._saves_for_first
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
@@ -242,39 +220,13 @@ class VirtualWorkers(HostWeights):
         hosts = self._found_hosts()
         if self.world_size == 1:
             return
-        from lightning_hetpipe.workers.group import Group  # and gRPC with it, which one virtual worker does not need
-
-        global _group
         assert self.cluster_environment is not None
         wsp = self._wsp_settings()
         if self.plan is not None and (said := settings.other_than_planned(wsp, self.plan)):
             rank_zero_info(said)
-        if _group is not None:
-            _group.settings.check_later(wsp)
         further = None if hosts is None else hosts.servers
-        found = servers.find(self._rank, self.cluster_environment, wsp, self.timeout, further)
-        if _group is None or not _group.is_open or _group.coordinator != found.coordinator:
-            _part()
-            rank = self._rank
-            _group = Group(
-                rank.index,
-                rank.size,
-                found,
-                wsp,
-                self.timeout,
-                servers.lost,
-                place=f"node {rank.node}, {platform.node()}" if rank.nodes > 1 else "",
-                on_loss=lost_workers.note,
-                stays=rank.role is Role.EXTERNAL,
-                on_return=_come_back,
-                least=rank.least,
-            )
-            _group.lose(_ended)
-            _group.open()
-        else:
-            _group.renew(found, wsp, self.timeout)
-        self._group = _group
-        _group.interrupted = self._is_interrupted
+        self._group = program_group.meet(self._rank, self.cluster_environment, wsp, self.timeout, further)
+        self._group.interrupted = self._is_interrupted
         share(self._share)
 
     def _configure_launcher(self) -> None:
@@ -290,7 +242,7 @@ class VirtualWorkers(HostWeights):
                 rank,
                 self._told_to_children,
                 on_end=self._on_end,
-                closed=_end,
+                closed=program_group.end,
                 end_timeout=lambda: self._wsp_settings().end_timeout,
                 resumed_from=self._resumed_from,
                 restarts=lambda: self._wsp_settings().restarts,
@@ -310,14 +262,10 @@ class VirtualWorkers(HostWeights):
 
     def _on_end(self, local: int, code: int) -> None:
         """The process of another virtual worker of this node has ended."""
-        _ended[self._rank.index - self._rank.local + local] = how(code)
-        if _group is not None:
-            _group.lose(_ended)
+        program_group.note_end(self._rank.index - self._rank.local + local, code)
 
     def _told_to_children(self) -> dict[str, str]:
         """Starts the server of this launch, unless others were named; gives what children need to find it."""
-        from lightning_hetpipe.workers.group import sessions_so_far
-
         assert self.cluster_environment is not None
         self._check_shares()
         wsp, nodes = self._wsp_settings(), self._serving_nodes()
@@ -389,7 +337,6 @@ class VirtualWorkers(HostWeights):
         if self._group is None:
             return NoSynchroniser()
         synchroniser = Synchroniser(self._group, trainer.lightning_module, self._shares)
-        synchroniser.save_for_returning = self._save_for_returning
         wsp = self._group.settings
         if wsp.aggregate == "sum":
             number = f"up to {self._group.size}" if self._rank.least else str(self._group.size)
@@ -411,65 +358,6 @@ class VirtualWorkers(HostWeights):
         self._shared = synchroniser
         return synchroniser
 
-    # Checkpoints.
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
-        """Writes one file, of virtual worker 0, which each one's state of training is in; called on all."""
-        if "optimizer_states" in checkpoint and (group := self._together("trainer.save_checkpoint")) is not None:
-            if not self._saves_for_returning:
-                plugin = type(self.precision_plugin).__qualname__
-                with explaining(filepath):
-                    folder = local_folder(filepath) if self.is_global_zero else None
-                    add_states(checkpoint, group, plugin, self._shared.rounded, folder)
-            assert self.lightning_module is not None, "a run saves"
-            trainer = self.lightning_module.trainer
-            goes_on_in = trainer.current_epoch + is_last_batch(trainer)
-            note_shares(checkpoint, self._shared.shares, minibatches_per_step(trainer, goes_on_in))
-        if not self._saves_for_returning:
-            super().save_checkpoint(checkpoint, filepath, storage_options)
-            if self.is_global_zero and "optimizer_states" in checkpoint:
-                supervision.note_saved(filepath)
-        elif self.is_global_zero:
-            _write_for_returning(checkpoint, filepath)
-
-    def _save_for_returning(self, path: Path) -> None:
-        """Save virtual worker 0's state alone, from which those that come back resume. Called on all.
-
-        The file goes to them at once: no plugin writes it later, or as something else.
-        """
-        assert self.lightning_module is not None
-        self._saves_for_returning = True
-        try:
-            self.lightning_module.trainer.save_checkpoint(path, weights_only=False)
-        finally:
-            self._saves_for_returning = False
-
-    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        """Load what this virtual worker would have saved, if it has taken part in saving."""
-        returning = None if self._group is None else self._group.seats.returning
-        if returning is not None and Path(checkpoint_path) == returning.checkpoint:
-            returning.await_state()
-            try:  # it comes from another process, of which nothing is unpickled
-                checkpoint = ReplacingCheckpointIO().load_checkpoint(checkpoint_path, weights_only=True)
-            except pickle.UnpicklingError:
-                classes = ", ".join(sorted(get_unsafe_globals_in_checkpoint(checkpoint_path)))
-                raise SettingError(
-                    f"virtual worker {self.global_rank} cannot come back, as nothing of the others' state is unpickled,"
-                    f" and it holds {classes}; let that in, by torch.serialization.add_safe_globals([{classes}]), or"
-                    " leave it out of hyperparameters and of callbacks' states"
-                ) from None
-        else:
-            checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
-        resuming = is_fitting(self.lightning_module)
-        recorded = take_shares(checkpoint, self.world_size)
-        self._recorded = recorded if resuming else None
-        self._rounded = take_state(checkpoint, checkpoint_path, self.global_rank, self.world_size, resuming)
-        return checkpoint
-
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        super().load_optimizer_state_dict(checkpoint)
-        self._shared.rounded, self._rounded = self._rounded, []
-
     def _is_interrupted(self) -> bool:
         trainer = getattr(self._launcher, "trainer", None)
         return trainer is not None and bool(trainer.interrupted)
@@ -479,48 +367,3 @@ class VirtualWorkers(HostWeights):
         self._failure = exception
         if isinstance(exception, SIGTERMException) and exception.code is None:  # a script would end as if all were well
             exception.code = TERMINATED
-        if self._group is not None and self.lightning_module is not None:
-            rescue(self.lightning_module.trainer, self._group, self._shared, exception, self._save_for_first)
-
-    def _save_for_first(self, path: str) -> None:
-        """Save a checkpoint in the place of virtual worker 0."""
-        assert self.lightning_module is not None
-        self._saves_for_first = True
-        try:
-            self.lightning_module.trainer.save_checkpoint(path, weights_only=False)
-        finally:
-            self._saves_for_first = False
-
-
-def _write_for_returning(checkpoint: dict[str, Any], path: str | Path) -> None:
-    """Write ``checkpoint``; where there is no room for it, say so, as all others train on."""
-    try:
-        ReplacingCheckpointIO().save_checkpoint(checkpoint, path)
-    except OSError as error:
-        say(
-            f"those that are ready to come back have to wait for another epoch: no file of the state that they need can"
-            f" be written in {tempfile.gettempdir()} ({os.strerror(error.errno or 0)}); make room there, or set TMPDIR"
-        )
-
-
-def _come_back(vw: int) -> None:
-    """A virtual worker that was lost takes part again."""
-    _ended.pop(vw, None)
-    lost_workers.find(vw)
-
-
-def _part() -> None:
-    """Leaves the virtual workers of an earlier launch."""
-    global _group
-    group, _group = _group, None
-    share(None)
-    if group is not None:
-        group.part()
-
-
-def _end() -> None:
-    """The launch ends."""
-    _part()
-    _ended.clear()
-    servers.stop()
-    node_hosts.stop()

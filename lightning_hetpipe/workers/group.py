@@ -8,23 +8,16 @@ is open, gathers go through it, as it knows which virtual worker waits at which 
 from __future__ import annotations
 
 import atexit
-import functools
-import io
 import itertools
-import json
-import pickle
 import threading
 import time
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import IO, Any
 
-import torch
 from torch import Tensor
 
-from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.launch import parent_watch
 from lightning_hetpipe.launch.lost_workers import Uncaught
 from lightning_hetpipe.launch.servers import FoundServers
@@ -39,25 +32,8 @@ from lightning_hetpipe.workers.departures import Departures
 from lightning_hetpipe.workers.join_handshake import JoinHandshake
 from lightning_hetpipe.workers.large_gathers import gather_in_chunks
 from lightning_hetpipe.workers.seats import Seats
-
-SESSIONS = "HETPIPE_SESSIONS"
-"""A variable for children of our launcher: the number of sessions before they were started."""
-
-
-@functools.cache
-def _sessions() -> dict[str, int]:
-    """Sessions so far, by kind. All processes of a launch run the same program, and so count alike."""
-    return {"talk": 0, "fit": 0, **json.loads(parent_watch.launcher_variables().get(SESSIONS, "{}"))}
-
-
-def sessions_so_far() -> dict[str, str]:
-    """Variables for processes that take part from now on."""
-    return {SESSIONS: json.dumps(_sessions())}
-
-
-def _next_session(kind: str) -> str:
-    _sessions()[kind] += 1
-    return f"{kind}-{_sessions()[kind]}"
+from lightning_hetpipe.workers.session_names import FIT, LAUNCH, go_on_from, next_session
+from lightning_hetpipe.workers.value_gathers import collect_contents, gather_values
 
 
 class Group:
@@ -134,23 +110,11 @@ class Group:
     def open(self) -> None:
         """Join the session of the launch, and wait until all virtual workers have. It is left at exit at the latest."""
         atexit.register(self.part)
-        session = _next_session("talk")
+        session = next_session(LAUNCH)
         self._handshake.connect([self.coordinator])
         self._exits.callback(self._handshake.close)
         self._exits.callback(self._wait_until_all_have_left, session)
-        try:
-            with self._handshake.explaining_waits():
-                launch = self._handshake.come_to(session)
-        except ServersUnheard as silent:
-            if self.settings.servers is not None:
-                raise SettingError(
-                    f"servers={list(self.settings.servers)!r} does not answer ({silent}); start it, with hetpipe-server"
-                    " address=..., or give the address of one that runs and that this machine may reach"
-                ) from None
-            raise ServersUnheard(
-                f"{silent}; is the program running that starts the server at {self.coordinator}, and may this machine"
-                " reach it?"
-            ) from None
+        launch = self._handshake.come_to(session)
         self._exits.push(launch)
         self._launch = launch
         self._handshake.check_lease()
@@ -201,7 +165,7 @@ class Group:
     def _join_fit(
         self, named: Sequence[tuple[str, Tensor]], settings: Sequence[str], homes: Sequence[int] = ()
     ) -> tuple[Client, list[Tensor]]:
-        session = _next_session("fit")
+        session = next_session(FIT)
         self._fit_ordinal = itertools.count(1)
         self.seats.note_fit(session, settings, homes)
         if self._handshake.least:  # all that train, whom no other takes the place of before the first epoch
@@ -213,8 +177,8 @@ class Group:
     ) -> list[Tensor]:
         """Take a seat in the fit that goes on, at the next cut that gives seats."""
         record = returning.record
-        returning.check(_next_session("fit"), settings)
-        _sessions()["fit"] = int(record.session.rpartition("-")[2])
+        returning.check(next_session(FIT), settings)
+        go_on_from(record.session)
         returning.await_state()
         try:
             self._fit, weights = self._handshake.join(record.session, named, record.settings, homes=record.homes)
@@ -342,20 +306,7 @@ class Group:
             return [value]
         if self.seats.returning is not None:
             return self.seats.returning.answer(what)
-        buffer = io.BytesIO()
-        torch.save((what, value), buffer)
-        found: dict[int, bytearray] = defaultdict(bytearray)
-        whole = self._gathered(buffer.getbuffer(), lambda index, part: found[index].extend(part))
-        parts = {index: _loaded(found[index], index) for index in sorted(whole)}
-        if others := [index for index, (theirs, _) in parts.items() if theirs != what]:
-            unequal = self.settings.shares != "equal"
-            raise RuntimeError(
-                f"virtual worker {self.index} called {what}, while virtual worker {others[0]} called"
-                f" {parts[others[0]][0]}: such a call has to be made by all of them, in the same order; look for one"
-                " that only some make, such as below `if trainer.is_global_zero:`"
-                + (", or in a step of a validation or test, where shares give them other numbers of batches" * unequal)
-            )
-        values = [theirs for _, theirs in parts.values()]
+        values = gather_values(self._gathered, self.index, value, what, self.settings.shares != "equal")
         self.seats.note_gather(what, values)
         return values
 
@@ -380,18 +331,7 @@ class Group:
         self.gather(None, what)
         if self._launch is None or self.interrupted() or self.seats.returning is not None:
             return {}
-        files = {due: self._collected(due, content, opened) for due in range(1, self.size)}
-        return {due: file for due, file in files.items() if file is not None}
-
-    def _collected(
-        self, due: int, content: Callable[[], bytes | memoryview], opened: Callable[[], IO[bytes]]
-    ) -> IO[bytes] | None:
-        """On virtual worker 0 the content of ``due``, if it takes part."""
-        file = opened() if self.index == 0 else None
-        whole = self._gathered(
-            content() if self.index == due else b"", lambda _, part: None if file is None else file.write(part)
-        )
-        return file if due in whole else None
+        return collect_contents(self._gathered, self.index, self.size, content, opened)
 
     def _gathered(self, content: bytes | memoryview, take: Callable[[int, bytes], object]) -> list[int]:
         assert self._launch is not None
@@ -504,14 +444,3 @@ class Group:
                 told = True
                 say(f"virtual worker {self.index} has ended, and waits for virtual worker {', '.join(left)} to end")
             again.wait(0.1)
-
-
-def _loaded(part: bytearray, index: int) -> tuple[str, Any]:
-    try:
-        loaded: tuple[str, Any] = torch.load(io.BytesIO(part), weights_only=True)
-    except pickle.UnpicklingError:
-        raise SettingError(
-            f"virtual worker {index} gave the others a value that cannot be sent between processes, as only tensors,"
-            " numbers, strings, None, and lists, tuples and dicts of them can; convert it to one of these"
-        ) from None
-    return loaded

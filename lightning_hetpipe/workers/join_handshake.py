@@ -24,7 +24,7 @@ from lightning_hetpipe.launch.servers import FoundServers
 from lightning_hetpipe.launch.wsp_settings import WSPSettings
 from lightning_hetpipe.server.process.client import Client, NotJoined
 from lightning_hetpipe.server.process.notices import NOTICE_AFTER, say
-from lightning_hetpipe.server.process.server_requests import LONGEST_WAIT, Cancelled
+from lightning_hetpipe.server.process.server_requests import LONGEST_WAIT, Cancelled, ServersUnheard
 from lightning_hetpipe.server.process.sessions import SessionChannel
 from lightning_hetpipe.server.protocol.identifiers import COORDINATOR, PeerFailed, Refusal, RemoteFault
 from lightning_hetpipe.server.protocol.messages import Departed, Lost, Parameter, TrainingSignature
@@ -203,25 +203,26 @@ class JoinHandshake:
         Attribute ``returns`` tells which of these it was. Who comes later waits for the first epoch, before which the
         others would wait for its part of what they gather.
         """
-        known = str(self.index) in status_of(self.coordinator, session, _SOON).get("incarnations", {})
-        setting = f"{_LAUNCH}={self.found.launch}"
-        # Our launcher knows of its children that they have ended.
-        if this_child() is None and is_taken(self.coordinator, session, setting, self.index, self.settings.lease):
-            raise SettingError(
-                f"virtual worker {self.index} takes part already, in another process that lives; give this one the"
-                " number of another (LOCAL_RANK, NODE_RANK, RANK), or end that one first"
-            )
-        while True:
-            try:
-                return self.join(session)[0]
-            except SessionRuns:
-                self.is_new = not known
-                if not goes_on(self.coordinator, session, self.settings.lease):
-                    self.returns = False
-                    continue
-                end_former(self.coordinator, self.index, self.settings.lease)
-                self._awaited = "for the first epoch of the run"
-                self.returns = await_record(self.coordinator, session, self.settings.lease, self._lost)
+        with self._explaining_waits():
+            known = str(self.index) in status_of(self.coordinator, session, _SOON).get("incarnations", {})
+            setting = f"{_LAUNCH}={self.found.launch}"
+            # Our launcher knows of its children that they have ended.
+            if this_child() is None and is_taken(self.coordinator, session, setting, self.index, self.settings.lease):
+                raise SettingError(
+                    f"virtual worker {self.index} takes part already, in another process that lives; give this one the"
+                    " number of another (LOCAL_RANK, NODE_RANK, RANK), or end that one first"
+                )
+            while True:
+                try:
+                    return self.join(session)[0]
+                except SessionRuns:
+                    self.is_new = not known
+                    if not goes_on(self.coordinator, session, self.settings.lease):
+                        self.returns = False
+                        continue
+                    end_former(self.coordinator, self.index, self.settings.lease)
+                    self._awaited = "for the first epoch of the run"
+                    self.returns = await_record(self.coordinator, session, self.settings.lease, self._lost)
 
     @property
     def _is_incomplete(self) -> bool:
@@ -253,8 +254,13 @@ class JoinHandshake:
             channel.close()
 
     @contextmanager
-    def explaining_waits(self) -> Iterator[None]:
-        """Within it a person at the terminal is told, after a while, of the missing virtual workers."""
+    def _explaining_waits(self) -> Iterator[None]:
+        """Within it a person at the terminal is told, after a while, of the missing virtual workers.
+
+        Raises:
+            SettingError: if a server that people started does not answer.
+            ServersUnheard: if one of the launch's own does not.
+        """
 
         def tell() -> None:
             joining = self._joining
@@ -267,6 +273,16 @@ class JoinHandshake:
         timer.start()
         try:
             yield
+        except ServersUnheard as silent:
+            if self.settings.servers is not None:
+                raise SettingError(
+                    f"servers={list(self.settings.servers)!r} does not answer ({silent}); start it, with hetpipe-server"
+                    " address=..., or give the address of one that runs and that this machine may reach"
+                ) from None
+            raise ServersUnheard(
+                f"{silent}; is the program running that starts the server at {self.found.coordinator}, and may this"
+                " machine reach it?"
+            ) from None
         finally:
             timer.cancel()
 

@@ -16,29 +16,16 @@ from lightning_hetpipe.rules.shares import next_lengths, staleness_bound
 from lightning_hetpipe.rules.versions import STASH, WeightPolicy
 from lightning_hetpipe.server.process.held_weights import HERE, WeightHolder
 from lightning_hetpipe.server.transport.interface import Channel
-from lightning_hetpipe.torch_private.subclasses import address_of
-from lightning_hetpipe.torch_private.tensors import foreach_copy_
 from lightning_hetpipe.workers.collectives import tensors_of_first
 from lightning_hetpipe.workers.seats import EXCHANGE
 from lightning_hetpipe.workers.shared_data import Shares
+from lightning_hetpipe.workers.weight_copies import WeightCopies
 
 if TYPE_CHECKING:
     from lightning_hetpipe.workers.group import Group
 
 Computing = Callable[[], AbstractContextManager[None]]
 """Opened around computing, as ``RunnerPool.computing`` is."""
-
-
-def copies_kept(update_dtype: str | None) -> float:
-    """Number of copies of trained weights that a virtual worker keeps on their devices, for its synchronisation.
-
-    One is of the last synchronisation. With ``update_dtype`` there are the roundings so far, and the rounded update.
-    Copies of frozen weights lie on the host.
-    """
-    if update_dtype is None:
-        return 1.0
-    sent: torch.dtype = getattr(torch, update_dtype)
-    return 2.0 + sent.itemsize / torch.get_default_dtype().itemsize
 
 
 class NoSynchroniser:
@@ -70,8 +57,7 @@ class NoSynchroniser:
 class Synchroniser:
     """Shares the weights of ``module`` with the other virtual workers.
 
-    Bounds: :func:`copies_kept` of the trained weights on their devices, and of the frozen ones on the host, besides the
-    client's.
+    Bounds: those of ``WeightCopies``, besides the client's.
 
     Args:
         group: The virtual workers.
@@ -93,7 +79,7 @@ class Synchroniser:
         self._waited = 0.0
         self._reported: tuple[float, int, int] = (0.0, 0, 0)
         self._module = module
-        self._named = list(module.named_parameters())
+        self._copies = WeightCopies(list(module.named_parameters()), group.settings.update_dtype)
         self._counted = 0  # the newest version that is part of a wave
         self._open = 0  # minibatches in the wave that is open
         self._holds = False  # weights are at others than this process
@@ -118,20 +104,12 @@ class Synchroniser:
         Args:
             settings: Settings that must be the same on all virtual workers, as "name=value".
         """
-        self._take(self.group.enter_fit(self._named, settings), everything=True)
+        self._copies.begin(self.group.enter_fit(self._copies.named, settings))
         self.take_buffers()
-        self._last = [parameter.detach().to(_home(parameter), copy=True) for _, parameter in self._named]
-        rounded = self.group.settings.update_dtype
-        self._dtype: torch.dtype | None = None if rounded is None else getattr(torch, rounded)
-        self._roundings = [torch.zeros_like(last) for last in self._last] if self._dtype is not None else []
 
     def follow(self) -> None:
-        """Move the copies of trained weights after them, to the devices of their stages, and the others to the host."""
-        for copies in (self._last, self._roundings):
-            for target in (_HOST, None):  # what leaves a device has left it before anything comes
-                for index, (copy, (_, parameter)) in enumerate(zip(copies, self._named, strict=False)):
-                    if copy.device != (home := _home(parameter)):
-                        copies[index] = copy.to(target or home)
+        """Have copies of weights where the weights are, once these have come to their stages."""
+        self._copies.follow()
 
     def hold(self, holder: Callable[[Channel, Tensor], WeightHolder], machine: Callable[[Tensor], str]) -> None:
         """Have updates and weights at holders of the parameters, which send them to servers themselves.
@@ -142,35 +120,29 @@ class Synchroniser:
             holder: Gives the holder of a parameter, for calls of the server that a channel leads to.
             machine: Gives the machine of a parameter, as the host of its address; empty for this one.
         """
+        named = self._copies.named
         if self.group.settings.placement == "local":
-            machines, *_ = self.group.agree([machine(parameter) for _, parameter in self._named], "where weights are")
+            machines, *_ = self.group.agree([machine(parameter) for _, parameter in named], "where weights are")
             if any(machines):  # no wave has ended yet, so that these are the weights of all
-                self.group.place_on(machines, [(n, last) for (n, _), last in zip(self._named, self._last, strict=True)])
-        self._holds = any(address_of(parameter) is None for _, parameter in self._named)
+                last = zip(named, self._copies.last, strict=True)
+                self.group.place_on(machines, [(name, weight) for (name, _), weight in last])
+        self._holds = self._copies.are_elsewhere
         if self._holds:
-            self.group.weights.hold(lambda channel, index: holder(channel, self._named[index][1]))
-        for copies in (self._last, self._roundings):
-            for index, (copy, (_, parameter)) in enumerate(zip(copies, self._named, strict=False)):
-                if parameter.requires_grad and address_of(copy) != address_of(parameter) is None:
-                    copies[index] = torch.empty_like(parameter.detach()).copy_(copy)
+            self.group.weights.hold(lambda channel, index: holder(channel, named[index][1]))
+        self._copies.go_to_holders()
 
     @property
     def rounded(self) -> list[Tensor]:
         """The roundings to ``update_dtype`` of each parameter so far, to go into its next update; else empty."""
-        return self._roundings
+        return self._copies.roundings
 
     @rounded.setter
     def rounded(self, saved: list[Tensor]) -> None:
-        """Set them as a checkpoint has them; it has none of a run without ``update_dtype``."""
-        with torch.no_grad():
-            for rounding, before in zip(
-                self._roundings, saved or [torch.zeros(())] * len(self._roundings), strict=False
-            ):
-                rounding.copy_(before)
+        self._copies.restore_roundings(saved)
 
     def let_go(self) -> None:
         """Give the memory of the copies back, before holders end; nothing is synchronised any more."""
-        self._last, self._roundings = [], []
+        self._copies.forget()
         if self._holds and self.group.weights.is_idle:  # a call that has failed needs them no more
             self._holds = False
             self.group.weights.hold(lambda channel, index: HERE)
@@ -328,11 +300,11 @@ class Synchroniser:
         self.group.begin_epoch()
         everyones: list[Any] = []
         for number in (first, first + 1):  # the first sum is off by a rounding, the second is exact
-            found = self.group.gather((self._has_changed(), told), "the start of an epoch")
+            found = self.group.gather((self._copies.has_changed(), told), "the start of an epoch")
             everyones = [each for _, each in found]
             if not any(changed for changed, _ in found):
                 break
-            update = self._update(computing, everything=True) if self.group.index == 0 else self._nothing()
+            update = self._update(computing, everything=True) if self.group.index == 0 else self._copies.no_update()
             if self.group.settings.aggregate == "mean":
                 members = self.group.weights.member.commit_index
                 assert members is not None
@@ -342,9 +314,9 @@ class Synchroniser:
 
     def go_back(self) -> bool:
         """Make the weights that this one took last the live ones; False if they are at others than this process."""
-        if self._holds or not self._last:
+        if self._holds or not self._copies.last:
             return False
-        self._take([last.detach() for last in self._last], everything=False)
+        self._copies.go_back()
         return True
 
     def _pass_cut(
@@ -366,18 +338,10 @@ class Synchroniser:
 
         Servers get them when the next epoch begins, as all changes that callbacks make between epochs.
         """
-        mine = [
-            index
-            for index, ((_, p), last) in enumerate(zip(self._named, self._last, strict=True))
-            if not p.requires_grad and not _equal(p, last)
-        ]
-        changed = {index for each in self.group.gather(mine, "a cut") for index in each}
+        changed = {index for each in self.group.gather(self._copies.changed_frozen(), "a cut") for index in each}
         if changed:
-            frozen = [self._named[index][1] for index in sorted(changed)]
+            frozen = [self._copies.named[index][1] for index in sorted(changed)]
             self._take_first(frozen, f"{EXCHANGE} frozen weights")
-
-    def _has_changed(self) -> bool:
-        return not all(_equal(p, last) for (_, p), last in zip(self._named, self._last, strict=True))
 
     def take_buffers(self) -> None:
         """Take the buffers of virtual worker 0, at the end of an epoch, as in DDP."""
@@ -419,61 +383,10 @@ class Synchroniser:
             self._counted = version
 
     def _update(self, computing: Computing, everything: bool = False) -> list[Tensor]:
-        """The update: w_local - w at the last synchronisation, in the dtype in which it is sent.
-
-        Frozen parameters are not learnt: changes by callbacks are virtual worker 0's from the next cut on, and go to
-        the servers when an epoch begins (``everything``). An infinity in one, as masks have, is no difference.
-        """
         with computing():
-            same = [
-                not p.requires_grad and (not everything or _equal(p, last))
-                for (_, p), last in zip(self._named, self._last, strict=True)
-            ]
-            if self._dtype is None:
-                buffers = self.group.weights.update_buffers()
-                for (_, parameter), last, place, zero in zip(self._named, self._last, buffers, same, strict=True):
-                    if zero:
-                        place.zero_()
-                    elif parameter.device == last.device == place.device and address_of(parameter) is not None:
-                        torch.sub(parameter.detach(), last, out=place)
-                    else:
-                        place.copy_(parameter.detach().to(last.device) - last)
-                return buffers
-            sent = []
-            for index, ((_, parameter), last, zero) in enumerate(zip(self._named, self._last, same, strict=True)):
-                update = torch.zeros_like(last) if zero else parameter.detach().to(last.device) - last
-                update += self._roundings[index]
-                sent.append(update.to(self._dtype))
-                self._roundings[index] = update - sent[-1].to(update.dtype)
-            return sent
-
-    def _nothing(self) -> list[Tensor]:
-        """An update by zero."""
-        return [torch.zeros_like(last, dtype=self._dtype, device="cpu") for last in self._last]
+            return self._copies.update(self.group.weights.update_buffers, everything)
 
     def _settle(self, weights: list[Tensor], computing: Computing, everything: bool = False) -> None:
         self._open = 0
-        with computing(), torch.no_grad():
-            self._take(weights, everything)
-            taken = [
-                (last, p) for (_, p), last in zip(self._named, self._last, strict=True) if everything or p.requires_grad
-            ]
-            foreach_copy_([last for last, _ in taken], [parameter.detach() for _, parameter in taken])
-
-    def _take(self, weights: list[Tensor], everything: bool) -> None:
-        """Make ``weights`` the live weights; frozen ones are the same everywhere, from the start."""
-        pairs = [(p, w) for (_, p), w in zip(self._named, weights, strict=True) if everything or p.requires_grad]
-        with torch.no_grad():
-            foreach_copy_([parameter for parameter, _ in pairs], [weight for _, weight in pairs])
-
-
-_HOST = torch.device("cpu")
-
-
-def _home(parameter: Tensor) -> torch.device:
-    """The device for copies of ``parameter``: the host where it is frozen, as these are read at cuts only."""
-    return parameter.device if parameter.requires_grad else _HOST
-
-
-def _equal(parameter: Tensor, copy: Tensor) -> bool:
-    return torch.equal(parameter.to(copy.device), copy)
+        with computing():
+            self._copies.settle(weights, everything)

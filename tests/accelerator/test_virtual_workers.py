@@ -18,7 +18,8 @@ from torch import nn
 
 from lightning_hetpipe import WSPCallback
 from lightning_hetpipe.run.trainer_run import TrainerRun
-from lightning_hetpipe.workers.synchroniser import Synchroniser, copies_kept
+from lightning_hetpipe.workers.synchroniser import Synchroniser
+from lightning_hetpipe.workers.weight_copies import copies_kept
 from tests.accelerator.four_devices import MARGIN
 from tests.support.accelerator import TestAccelerator
 from tests.support.equality import assert_same

@@ -190,7 +190,7 @@ def test_servers_at_a_wrong_address_are_one_line(ends: Ends, monkeypatch: pytest
     for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "NODE_RANK": "1"}.items():
         monkeypatch.setenv(name, value)
     # All Trainers of a program meet at the same servers; later tests of this process have others.
-    monkeypatch.setattr("lightning_hetpipe.strategy.virtual_workers._group", None)
+    monkeypatch.setattr("lightning_hetpipe.workers.program_group._group", None)
     nobody = [
         "trainer.num_nodes=2",
         "strategy.wsp.servers=['127.0.0.1:1']",

@@ -23,7 +23,8 @@ from lightning_hetpipe import HetPipeStrategy
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.hosts.remote_stage import HostLost
 from lightning_hetpipe.hosts.remote_tensor import RemoteTensor
-from lightning_hetpipe.planning.plan.document import Plan, PlannedStage, PlannedWorker
+from lightning_hetpipe.planning.plan.document import Plan
+from lightning_hetpipe.planning.plan.planned_worker import PlannedStage, PlannedWorker
 from tests.exact.running import assert_equal, assert_same_run, expect, fit
 from tests.server.transports import certificates, eventually
 from tests.support.models import ADAMW, CLASSES, Task, vectors

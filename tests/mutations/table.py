@@ -171,7 +171,7 @@ MUTATIONS = (
     Mutation(
         "L3",
         "an update holds what was pushed before",
-        "workers/synchroniser.py",
+        "workers/weight_copies.py",
         "foreach_copy_([last for last, _ in taken], [parameter.detach() for _, parameter in taken])",
         "pass",
         ("tests/workers/test_synchroniser.py", "tests/wsp/test_checkpoints.py"),
@@ -253,7 +253,7 @@ MUTATIONS = (
     Mutation(
         "L5",
         "an older incarnation is not fenced",
-        "server/protocol/coordinator.py",
+        "server/protocol/roster.py",
         "if incarnation < known:",
         "if incarnation < known - 1000:",
         (_STORIES, "-k", "incarnation"),

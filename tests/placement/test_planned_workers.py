@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from lightning_hetpipe import Cluster, HetPipeStrategy, Node, Plan
-from lightning_hetpipe.planning.plan.document import PlannedWorker
+from lightning_hetpipe.planning.plan.planned_worker import PlannedWorker
 from tests.placement.test_plans import planned
 from tests.support.small import refused
 from tests.support.trainers import quiet_trainer

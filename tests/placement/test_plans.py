@@ -19,7 +19,7 @@ from lightning_hetpipe.capture.profiling import ProfilingInput
 from lightning_hetpipe.placement import device_placement, planner
 from lightning_hetpipe.planning.model.catalogue import relative_speed
 from lightning_hetpipe.planning.model.profile import LayerBytes, Profile, Times
-from lightning_hetpipe.planning.plan.document import PlannedStage, PlannedWorker
+from lightning_hetpipe.planning.plan.planned_worker import PlannedStage, PlannedWorker
 from lightning_hetpipe.run.first_minibatch import check_memory
 from lightning_hetpipe.workers.synchroniser import NoSynchroniser
 from tests.exact.running import assert_equal, expect, fit

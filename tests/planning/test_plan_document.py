@@ -14,7 +14,7 @@ from hypothesis import given
 from lightning_hetpipe import Cluster, Device, Node, Plan
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.planning.model.profile import LayerBytes, Profile, Times
-from lightning_hetpipe.planning.plan.document import PlannedStage, PlannedWorker
+from lightning_hetpipe.planning.plan.planned_worker import PlannedStage, PlannedWorker
 from lightning_hetpipe.planning.search.choice import best_plan
 from lightning_hetpipe.rules.versions import POLICIES
 from tests.planning.drawing import plans

@@ -11,7 +11,7 @@ import pytest
 from lightning_hetpipe import HetPipeStrategy, Plan, WSPCallback
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.launch.wsp_settings import WSPSettings
-from lightning_hetpipe.planning.plan.document import PlannedStage, PlannedWorker
+from lightning_hetpipe.planning.plan.planned_worker import PlannedStage, PlannedWorker
 from lightning_hetpipe.strategy import settings
 
 

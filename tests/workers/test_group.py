@@ -37,7 +37,7 @@ class Pair:
         self, exits: ExitStack, monkeypatch: pytest.MonkeyPatch, placement: str = "size", known: int = 2
     ) -> None:
         # Each process counts rooms for itself; here both are in one.
-        monkeypatch.setattr(module, "_next_session", lambda kind: f"{kind}-1")
+        monkeypatch.setattr(module, "next_session", lambda kind: f"{kind}-1")
         self.rooms = [Sessions(LEASE), Sessions(LEASE)]
         for rooms in self.rooms:
             exits.callback(rooms.close)
@@ -99,7 +99,7 @@ def test_a_later_trainer_may_place_parameters_on_servers_that_the_first_did_not_
     pair.enter_fit(1.0, 2.0)
     for left in [pair.threads.submit(group.leave_fit) for group in pair.groups]:
         left.result(SECONDS)
-    monkeypatch.setattr(module, "_next_session", lambda kind: f"{kind}-2")
+    monkeypatch.setattr(module, "next_session", lambda kind: f"{kind}-2")
     pair.found = [replace(found, known=(address,)) for found, address in zip(pair.found, pair.addresses, strict=True)]
     pair.renew([WSPCallback(lease=LEASE, placement="round_robin")] * 2)
     pair.enter_fit(1.0, 2.0)
@@ -254,7 +254,7 @@ def test_launches_share_no_server_that_holds_weights(exits: ExitStack, monkeypat
     named = [(name, torch.ones(3)) for name in "ab"]
 
     def opened(launch: str, room: int, *servers: str) -> Group:
-        monkeypatch.setattr(module, "_next_session", lambda kind: f"{kind}-{room}")
+        monkeypatch.setattr(module, "next_session", lambda kind: f"{kind}-{room}")
         group = Group(0, 1, FoundServers(servers[0], servers, Security(), launch=launch), settings, SECONDS)
         exits.callback(group.part)
         group.open()
@@ -316,7 +316,7 @@ def test_nobody_at_the_coordinators_address(
 
 def test_who_does_not_come_is_named_and_ends_the_wait_of_all(exits: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
     """They waited for an hour. The first whose time is up ends it for those, too, that came later."""
-    monkeypatch.setattr(module, "_next_session", lambda kind: f"{kind}-1")
+    monkeypatch.setattr(module, "next_session", lambda kind: f"{kind}-1")
     rooms = Sessions(LEASE)
     exits.callback(rooms.close)
     server = exits.enter_context(GrpcServer(rooms))

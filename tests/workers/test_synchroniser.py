@@ -158,10 +158,11 @@ def test_what_was_synchronised_last_is_where_the_weights_are(update_dtype: str |
     group.settings = WSPCallback(update_dtype=update_dtype).settings
     synchroniser = Synchroniser(group, module)
     synchroniser.enter([])
-    synchroniser._named[0] = ("first", nn.Parameter(torch.ones(2, device="meta")))  # a device that is not this one
+    copies = synchroniser._copies
+    copies.named[0] = ("first", nn.Parameter(torch.ones(2, device="meta")))  # a device that is not this one
     synchroniser.follow()
-    assert [last.device.type for last in synchroniser._last] == ["meta", "cpu"]
-    assert [rounding.device.type for rounding in synchroniser._roundings] == (["meta", "cpu"] if update_dtype else [])
+    assert [last.device.type for last in copies.last] == ["meta", "cpu"]
+    assert [rounding.device.type for rounding in copies.roundings] == (["meta", "cpu"] if update_dtype else [])
 
 
 def test_copies_of_frozen_weights_are_on_the_host() -> None:
@@ -170,11 +171,12 @@ def test_copies_of_frozen_weights_are_on_the_host() -> None:
     module.first, module.second = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2), requires_grad=False)
     synchroniser = Synchroniser(OnlyOne(SimpleNamespace(_run=TrainerRun())), module)  # type: ignore[arg-type]
     synchroniser.enter([])
-    synchroniser._named = [
-        (name, nn.Parameter(torch.ones(2, device="meta"), each.requires_grad)) for name, each in synchroniser._named
+    copies = synchroniser._copies
+    copies.named = [
+        (name, nn.Parameter(torch.ones(2, device="meta"), each.requires_grad)) for name, each in copies.named
     ]
     synchroniser.follow()
-    assert [last.device.type for last in synchroniser._last] == ["meta", "cpu"]
+    assert [last.device.type for last in copies.last] == ["meta", "cpu"]
 
 
 @pytest.mark.parametrize("update_dtype", [None, "float32"])
@@ -208,7 +210,7 @@ def test_frozen_parameters_are_shared_only_when_an_epoch_begins(update_dtype: st
 def test_at_a_cut_all_hold_the_same_frozen_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     """A teacher that each virtual worker's callback moves within an epoch was another one on each of them: what they
     validated, and what was saved, was not what the others held (law L6)."""
-    monkeypatch.setattr(group_module, "_next_session", "{}-1".format)
+    monkeypatch.setattr(group_module, "next_session", "{}-1".format)
     rooms = Sessions(5.0)
     with ThreadPoolExecutor(2) as pool, GrpcServer(rooms) as server:
 

@@ -12,7 +12,8 @@ from lightning.pytorch import callbacks as cb
 from lightning.pytorch.tuner import Tuner
 from torch import nn
 
-from lightning_hetpipe.planning.plan.document import Plan, PlannedStage, PlannedWorker
+from lightning_hetpipe.planning.plan.document import Plan
+from lightning_hetpipe.planning.plan.planned_worker import PlannedStage, PlannedWorker
 from tests.wsp.featured import Told, rows
 from tests.wsp.uses import Use
 

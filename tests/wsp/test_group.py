@@ -40,7 +40,7 @@ LEASE = 1.5
 @pytest.fixture(autouse=True)
 def one_room(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each process counts its rooms; here one is several virtual workers."""
-    monkeypatch.setattr(group, "_next_session", "{}-1".format)
+    monkeypatch.setattr(group, "next_session", "{}-1".format)
 
 
 def group_of(

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from lightning_hetpipe import Plan
-from lightning_hetpipe.planning.plan.document import PlannedStage, PlannedWorker
+from lightning_hetpipe.planning.plan.planned_worker import PlannedStage, PlannedWorker
 from tests.support.namespaces import Machine
 from tests.wsp.launch import Job, run_all
 from tests.wsp.test_exact import check, expected, together

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
@@ -14,22 +13,11 @@ from typing import Any
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.planning.allocation.allocator import Allocation, most_stale
 from lightning_hetpipe.planning.model.cluster import Cluster, DeviceSlot
-from lightning_hetpipe.planning.model.divided_stage import DividedStage
 from lightning_hetpipe.planning.model.estimate import Estimate
-from lightning_hetpipe.planning.plan.device_group import (
-    ESTIMATED,
-    NOMINAL,
-    DeviceLabel,
-    PlannedMember,
-    PlannedSplit,
-    group_problems,
-    members_of,
-    splits_of,
-)
-from lightning_hetpipe.planning.plan.faults import Problem, place_problems, shared_problems, stage_problems
+from lightning_hetpipe.planning.plan.faults import Problem, plan_problems
 from lightning_hetpipe.planning.plan.json_file import Document, write
+from lightning_hetpipe.planning.plan.planned_worker import PlannedStage, PlannedWorker
 from lightning_hetpipe.planning.plan.table import table
-from lightning_hetpipe.rules.parameter_placement import PLACEMENTS
 from lightning_hetpipe.rules.versions import POLICIES, STASH, Versions
 
 VERSION = 1
@@ -39,68 +27,6 @@ MOST_RANKS = 8
 
 _FORMER = ("first_minibatch_bytes",)
 """Keys of earlier releases' files, which say nothing any more."""
-
-
-@dataclass(frozen=True)
-class PlannedStage(DeviceLabel):
-    """One stage of a plan.
-
-    Attributes:
-        node: The machine's name.
-        device: As "RTX-3090:1": a name, and the device's number on its node; " (estimated)" follows where its times
-            come from a data sheet, " (nominal memory)" where only its memory does.
-        first_layer, last_layer: Both inclusive, by their index in the plan's ``layers``.
-        time_s: For one minibatch, forward and backward, with its transfers.
-        memory_bytes: That it takes.
-        memory_limit_bytes: That its device has; None where that is no limit.
-        weights_bytes: Of these, its weights, by which a spread run divides the model; 0 in files of earlier releases.
-        group: The devices that divide its layers, in order, the stage's own among them: that one holds the unsplit
-            weights, gradients and optimizer state. Empty where the stage is on one device.
-        splits: The layers that the group divides by their output channels; of a group without any, all that can be,
-            by the members' shares.
-    """
-
-    node: str
-    device: str
-    first_layer: int
-    last_layer: int
-    time_s: float
-    memory_bytes: int
-    memory_limit_bytes: int | None
-    weights_bytes: int = 0
-    group: tuple[PlannedMember, ...] = ()
-    splits: tuple[PlannedSplit, ...] = ()
-
-    def members(self, place: str = "") -> dict[str, PlannedStage | PlannedMember]:
-        """The devices that it lies on, by their keys in ``plan.json`` behind ``place``: its own first."""
-        others = {f"{place}.group[{number}]": each for number, each in enumerate(self.group)}
-        own = (self.node, self.device_number)
-        return {place: self, **{key: each for key, each in others.items() if (each.node, each.device_number) != own}}
-
-
-@dataclass(frozen=True)
-class PlannedWorker:
-    """A virtual worker.
-
-    Attributes:
-        minibatches_per_second: Its part of all, simulated.
-        stages: In the order of the layers.
-        wave: W_v, its own wave; None where it is the plan's.
-    """
-
-    minibatches_per_second: float
-    stages: tuple[PlannedStage, ...]
-    wave: int | None = None
-
-    @property
-    def nodes(self) -> tuple[str, ...]:
-        """The machines that its stages lie on."""
-        return tuple(dict.fromkeys(stage.node for stage in self.stages))
-
-    @property
-    def leader(self) -> str:
-        """The machine of its last stage, on which the user's code runs."""
-        return self.stages[-1].node
 
 
 @dataclass(frozen=True)
@@ -173,7 +99,7 @@ class Plan:
             clock_distance,
             found.bottleneck,
             found.rate,
-            (PlannedWorker(found.rate, _stages(found, cluster, estimated, nominal)),),
+            (PlannedWorker.of(found, found.rate, cluster, estimated, nominal),),
             tuple(layers),
             found.recompute,
             found.spread,
@@ -200,8 +126,7 @@ class Plan:
             bottleneck_s=max(choice.bottleneck for choice in found.choices),
             minibatches_per_second=found.rate,
             virtual_workers=tuple(
-                PlannedWorker(rate, _stages(choice, cluster, estimated, nominal), wave)
-                for choice, rate, wave in workers
+                PlannedWorker.of(choice, rate, cluster, estimated, nominal, wave) for choice, rate, wave in workers
             ),
             allocation=found.name,
             placement=found.placement,
@@ -225,15 +150,17 @@ class Plan:
             document["clock_distance"].whole(),
             document["bottleneck_s"].number(),
             document["minibatches_per_second"].number(),
-            tuple(_worker(each) for each in document["virtual_workers"].entries()),
+            tuple(PlannedWorker.read(each) for each in document["virtual_workers"].entries()),
             tuple(each.text() for each in document["layers"].entries()),
-            "recompute" in document and document["recompute"].truth(),
-            "spread" in document and document["spread"].truth(),
-            document["weights"].text() if "weights" in document else STASH.name,
-            document["accumulate_grad_batches"].whole(1) if "accumulate_grad_batches" in document else 1,
-            document["allocation"].text() if "allocation" in document else "",
-            document["placement"].text() if "placement" in document else "size",
-            document["network_bytes"].whole() if "network_bytes" in document else 0,
+            **document.given(
+                recompute=Document.truth,
+                spread=Document.truth,
+                weights=Document.text,
+                accumulate_grad_batches=lambda each: each.whole(1),
+                allocation=Document.text,
+                placement=Document.text,
+                network_bytes=Document.whole,
+            ),
         )
 
     def save(self, path: str | PathLike[str]) -> None:
@@ -310,43 +237,7 @@ class Plan:
 
     def problems(self, cluster: Cluster | None = None) -> Iterator[Problem]:
         """Faults that keep it from running: on any devices, and on those of ``cluster``."""
-        if self.weights not in POLICIES:
-            yield Problem("weights", f"is '{self.weights}' and must be one of {', '.join(POLICIES)}")
-        if self.placement not in PLACEMENTS:
-            yield Problem("placement", f"is '{self.placement}' and must be one of {', '.join(PLACEMENTS)}")
-        if not self.virtual_workers:
-            yield Problem("virtual_workers", "is empty; a plan has at least one")
-        taken: dict[tuple[str, int], tuple[int, bool]] = {}
-        for index, worker in enumerate(self.virtual_workers):
-            place = f"virtual_workers[{index}].stages"
-            if not worker.stages:
-                yield Problem(place, "is empty; a virtual worker has at least one stage")
-            next_layer = 0
-            for number, stage in enumerate(worker.stages):
-                yield from stage_problems(stage, f"{place}[{number}]", next_layer, len(self.layers))
-                next_layer = stage.last_layer + 1
-                yield from itertools.starmap(Problem, group_problems(stage, f"{place}[{number}]"))
-                for key, each in stage.members(f"{place}[{number}]").items():
-                    if (at := each.device_number) is not None:
-                        is_last = number + 1 == len(worker.stages)
-                        other, shares = taken.setdefault((each.node, at), (index, is_last))
-                        if other != index and not (shares and is_last):
-                            said = f"is '{each.place}', which is virtual worker {other}'s, too, and only last stages"
-                            yield Problem(f"{key}.device", f"{said} share a device")
-                    if cluster is not None:
-                        yield from place_problems(each, key, cluster)
-            if worker.stages and next_layer != len(self.layers):
-                yield Problem(
-                    f"{place}[{len(worker.stages) - 1}].last_layer",
-                    f"is {next_layer - 1}, and the model's last layer is {len(self.layers) - 1}",
-                )
-
-        stages = {
-            f"virtual_workers[{index}].stages[{number}]": stage
-            for index, worker in enumerate(self.virtual_workers)
-            for number, stage in enumerate(worker.stages)
-        }
-        yield from shared_problems(stages, cluster)
+        return plan_problems(self, cluster)
 
     def check(self, cluster: Cluster | None = None) -> None:
         """Refuse a plan that cannot be run.
@@ -414,34 +305,6 @@ class Plan:
         return [[found[each.node, each.device_number or 0] for each in stage.group] for stage in stages]
 
 
-def _stages(
-    found: Estimate, cluster: Cluster, estimated: Collection[str], nominal: Collection[DeviceSlot]
-) -> tuple[PlannedStage, ...]:
-    def label(slot: DeviceSlot) -> str:
-        return str(slot) + (ESTIMATED if slot.device.name in estimated else NOMINAL if slot in nominal else "")
-
-    def member(divided: DividedStage, number: int) -> PlannedMember:
-        slot = divided.slots[number]
-        node, limit = cluster.nodes[slot.node].name, slot.device.memory
-        return PlannedMember(node, label(slot), divided.shares[number], divided.taken[number], limit)
-
-    return tuple(
-        PlannedStage(
-            cluster.nodes[stage.slot.node].name,
-            label(stage.slot),
-            stage.first,
-            stage.last,
-            stage.times.total,
-            stage.memory.total,
-            stage.limit,
-            stage.memory.weights,
-            tuple(member(stage.divided, number) for number in range(len(stage.divided.slots))) if stage.divided else (),
-            tuple(itertools.starmap(PlannedSplit, stage.divided.counts.items())) if stage.divided else (),
-        )
-        for stage in found.stages
-    )
-
-
 def _plain(value: Any) -> Any:
     """``value`` as JSON has it, whole numbers as integers."""
     if isinstance(value, dict):
@@ -449,29 +312,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(each) for each in value]
     return int(value) if isinstance(value, bool | float) and float(value).is_integer() else value
-
-
-def _worker(document: Document) -> PlannedWorker:
-    document.object(*(field.name for field in fields(PlannedWorker)))
-    stages = tuple(_stage(each) for each in document["stages"].entries())
-    rate = document["minibatches_per_second"].number()
-    if "wave" not in document or document["wave"].value is None:
-        return PlannedWorker(rate, stages)
-    return PlannedWorker(rate, stages, document["wave"].whole(1))
-
-
-def _stage(document: Document) -> PlannedStage:
-    document.object(*(field.name for field in fields(PlannedStage)))
-    limit = document["memory_limit_bytes"]
-    return PlannedStage(
-        document["node"].text(),
-        document["device"].text(),
-        document["first_layer"].whole(),
-        document["last_layer"].whole(),
-        document["time_s"].number(),
-        document["memory_bytes"].whole(),
-        None if limit.value is None else limit.whole(1),
-        document["weights_bytes"].whole() if "weights_bytes" in document else 0,
-        members_of(document),
-        splits_of(document),
-    )

@@ -6,7 +6,7 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,6 +68,10 @@ class Document:
             self.refuse(f"has no '{key}'")
         return Document(self.file, self.value[key], f"{self.path}.{key}" if self.path else key)
 
+    def given(self, **readers: Callable[[Document], Any]) -> dict[str, Any]:
+        """Values of the optional keys that are there, each as its reader reads it."""
+        return {key: read(self[key]) for key, read in readers.items() if key in self}
+
     def items(self) -> Iterator[tuple[str, Document]]:
         """Keys and values of an object."""
         return ((key, self[key]) for key in self.object())
@@ -95,6 +99,9 @@ class Document:
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             self.refuse(f"is {_shown(value)} and must be a whole number, {least} or more")
         return value
+
+    def whole_or_none(self, least: int = 0) -> int | None:
+        return None if self.value is None else self.whole(least)
 
     def truth(self) -> bool:
         if not isinstance(self.value, bool):

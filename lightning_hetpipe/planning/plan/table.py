@@ -10,7 +10,8 @@ from lightning_hetpipe.planning.model.catalogue import known
 from lightning_hetpipe.planning.model.units import digits, in_bytes
 
 if TYPE_CHECKING:
-    from lightning_hetpipe.planning.plan.document import Plan, PlannedStage
+    from lightning_hetpipe.planning.plan.document import Plan
+    from lightning_hetpipe.planning.plan.planned_worker import PlannedStage
 
 ESTIMATE = "~"
 """Mark in front of figures that come from a data sheet."""

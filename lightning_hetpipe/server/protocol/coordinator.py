@@ -25,9 +25,9 @@ from lightning_hetpipe.server.protocol.gathers import LIMIT, Gathers
 from lightning_hetpipe.server.protocol.identifiers import MOST_VIRTUAL_WORKERS, Refusal, RemoteFault
 from lightning_hetpipe.server.protocol.kept import KeptBytes
 from lightning_hetpipe.server.protocol.leases import Leases
-from lightning_hetpipe.server.protocol.messages import Answer, Request, TrainingSignature
-from lightning_hetpipe.server.protocol.recovery import Recovery, check, decide, newest_pull
-from lightning_hetpipe.server.protocol.signature import difference
+from lightning_hetpipe.server.protocol.messages import Answer, Request
+from lightning_hetpipe.server.protocol.recovery import Recovery, decide, newest_pull
+from lightning_hetpipe.server.protocol.roster import Roster
 
 MAX_FAILURE = 4000
 """Characters of a failure's reason that are passed on."""
@@ -64,16 +64,10 @@ class Coordinator:
         """Commit log of the running generation; until the next one runs, of the one that ended."""
         self.generation = ""
         self._leases = Leases(lease)
+        self._roster = Roster(self._leases, gone or {}, self._replace)
         self._note = note
         self._gathers = Gathers(gather_limit)
         self._kept = KeptBytes(gather_limit)
-        self._signature: TrainingSignature | None = None
-        self._incarnation: dict[int, int] = {}
-        """The newest of each VW that has been heard of."""
-        self.gone: dict[int, int] = dict(gone or {})
-        """Last incarnation of each VW that has left or was left out."""
-        self._departed: dict[tuple[int, int], messages.Departed] = {}
-        """Those of them that were members, by VW and incarnation."""
         self._joins: dict[int, messages.Join] = {}
         """Reports for the next generation."""
         self._newcomers: dict[int, messages.Join] = {}
@@ -84,24 +78,37 @@ class Coordinator:
         """The last report of each VW."""
         self._recovery: Recovery | None = None
         self._lost_at: float | None = None
+        """Time of the first report of a generation that has ended."""
         self._failure = ""
         self._failed_at = 0.0
         self._forgotten = False
+        """Whoever comes after a failure need not be told of it any more."""
         self._admits: set[int] = set()
+        """Cuts at which newcomers become members."""
         self._deadlocks = DeadlockDetector()
+
+    @property
+    def _running(self) -> CommitLog | None:
+        """Commit log of the generation that runs; None while none does."""
+        return self.log if self.phase is Phase.RUNNING else None
 
     @property
     def unused(self) -> bool:
         """No VW has come yet."""
-        return not self._incarnation
+        return not self._roster.incarnation
+
+    @property
+    def gone(self) -> Mapping[int, int]:
+        """Last incarnation of each VW that has left or was left out."""
+        return self._roster.gone
 
     @property
     def finished(self) -> bool:
         """There were VWs, and all are gone; after a failure, those who come late are told for one lease."""
         if self.unused or self._leases.seen:
             return False
-        number = 0 if self._signature is None else self._signature.virtual_workers
-        return not self._failure or self._forgotten or len(self._incarnation) >= number
+        number = 0 if self._roster.signature is None else self._roster.signature.virtual_workers
+        return not self._failure or self._forgotten or len(self._roster.incarnation) >= number
 
     def next_expiry(self) -> float | None:
         """Time at which something changes if nobody is heard until then."""
@@ -113,7 +120,7 @@ class Coordinator:
     def tick(self, now: float) -> None:
         """Leave out the VWs whose leases have run out."""
         for vw in self._leases.expired(now):
-            self._remove(vw, self._silent)
+            self._remove(vw, self._roster.silent)
         if self.phase is Phase.JOINING:
             self._recover(now)
         self._forgotten = bool(self._failure) and now - self._failed_at > self._leases.seconds
@@ -151,7 +158,7 @@ class Coordinator:
             self._lost_at = None if self._lost_at is None else self._lost_at + excess
         self.tick(now)
         self.check(message, len(body))
-        self._identify(message, now, again)
+        self._roster.identify(message, now, again)
         if isinstance(message, messages.Leave):
             return self._leave(message, now), ()
         if self._failure:
@@ -161,7 +168,7 @@ class Coordinator:
         if isinstance(message, messages.AboutKept):
             return self._kept.serve(message, body)
         answer, parts = self._serve(message, body)
-        members = self.log.clock if self.log is not None and self.phase is Phase.RUNNING else ()
+        members = () if self._running is None else self._running.clock
         why = self._deadlocks.after(message.vw, message, answer, members, self._serve)
         if why is not None:
             self._fail(message.vw, why, now)
@@ -169,7 +176,7 @@ class Coordinator:
 
     def status(self, now: float) -> dict[str, Any]:
         """Phase, clocks and members, as JSON has them; lag is None where there is nothing to be behind of."""
-        log = self.log if self.phase is Phase.RUNNING else None
+        log = self._running
         slowest = None if log is None else log.slowest
         members = []
         for vw, seen in sorted(self._leases.seen.items()):
@@ -177,50 +184,29 @@ class Coordinator:
             waits = log is not None and vw in log.waits
             lag = None if waits or slowest is None else clock - slowest
             member = {"vw": vw, "clock": clock, "lag": lag, "waits_at_cut": waits}
-            members.append({**member, "silent_ms": round(1000 * (now - seen)), "incarnation": self._incarnation[vw]})
-        commits = 0 if log is None else log.commits
-        status: dict[str, Any] = {"epoch": self.epoch, "phase": self.phase.value, "generation": self.generation}
-        status = {**status, "slowest": slowest, "commits": commits, "members": members}
-        settings = [] if self._signature is None else list(self._signature.settings)
-        known = {str(vw): incarnation for vw, incarnation in sorted(self._incarnation.items())}
-        coming = {"newcomers": sorted(self._newcomers), "kept": self._kept.names, "incarnations": known}
-        return {**status, "settings": settings, **coming}
+            incarnation, silent = self._roster.incarnation[vw], round(1000 * (now - seen))
+            members.append({**member, "silent_ms": silent, "incarnation": incarnation})
+        signature = self._roster.signature
+        return {
+            "epoch": self.epoch,
+            "phase": self.phase.value,
+            "generation": self.generation,
+            "slowest": slowest,
+            "commits": 0 if log is None else log.commits,
+            "members": members,
+            "settings": [] if signature is None else list(signature.settings),
+            "newcomers": sorted(self._newcomers),
+            "kept": self._kept.names,
+            "incarnations": {str(vw): incarnation for vw, incarnation in sorted(self._roster.incarnation.items())},
+        }
 
     # Membership.
 
-    def _identify(self, message: Request, now: float, again: bool) -> None:
-        vw, incarnation = message.vw, message.incarnation
-        if isinstance(message, messages.Join):
-            check(message)
-            first = self._signature or message.signature
-            if (what := difference(first, message.signature)) is not None:
-                raise RemoteFault(Refusal.SIGNATURE, f"VW {vw} differs from the VW that came first: {what}")
-            self._signature = first
-        if vw < 0 or (self._signature is not None and vw >= self._signature.virtual_workers):
-            raise RemoteFault(Refusal.MALFORMED, f"there is no VW {vw}")
-        known = self._incarnation.get(vw, -1)
-        if incarnation < known:
-            raise RemoteFault(Refusal.FENCED, f"VW {vw} was started again, and this is the older one")
-        if incarnation <= self.gone.get(vw, -1) and not isinstance(message, messages.Leave):
-            raise RemoteFault(Refusal.LEFT_OUT, f"VW {vw} was {self._silent}, or has left")
-        if incarnation > known:
-            if not isinstance(message, messages.Join | messages.Leave):
-                if vw not in self._leases.seen and self._signature is not None:
-                    self._incarnation[vw], self._leases.seen[vw] = incarnation, now  # it will join when it can
-                raise RemoteFault(Refusal.GENERATION, f"VW {vw} is not known here, and has to join")
-            if vw in self._leases.seen:
-                if isinstance(message, messages.Leave):  # that of another launch, perhaps, which was never let in
-                    raise RemoteFault(Refusal.GENERATION, f"VW {vw} is not known here, and cannot leave")
-                self._remove(vw, "started again")
-            self._incarnation[vw] = incarnation
-            self._reports.pop(vw, None)
-        if not again and not isinstance(message, messages.Leave):
-            self._leases.seen[vw] = now
-
-    @property
-    def _silent(self) -> str:
-        lease = f"{self._leases.seconds:g} s"
-        return f"silent for longer than its lease of {lease} (raise WSPCallback(lease=...) if it may be)"
+    def _replace(self, vw: int) -> None:
+        """Another process of a VW comes."""
+        if self._roster.lives(vw):
+            self._remove(vw, "started again")
+        self._reports.pop(vw, None)
 
     def _remove(self, vw: int, why: str = "") -> None:
         """End a VW's membership: it has left, or was left out for the reason ``why``."""
@@ -231,22 +217,15 @@ class Coordinator:
         member = self._attempts.pop(vw, None) is not None
         if not member:
             return
-        self.gone[vw] = self._incarnation[vw]
         clocks = self.log.clock if self.log is not None else {}
         assert self._recovery is not None
-        self._depart(vw, clocks[vw] if vw in clocks else self._recovery.members[vw].clock, why)
-        if self.phase is Phase.RUNNING and self.log is not None:
-            self.log.drop(vw, why)
+        clock = clocks[vw] if vw in clocks else self._recovery.members[vw].clock
+        self._roster.depart(vw, self._roster.incarnation[vw], clock, why)
+        if self._running is not None:
+            self._running.drop(vw, why)
             self._admit()
         elif self.phase is Phase.LOADING and self._recovery.holder == vw:
             self.phase = Phase.JOINING
-
-    def _depart(self, vw: int, clock: int, why: str) -> None:
-        key = vw, self.gone[vw]
-        self._departed.setdefault(key, messages.Departed(*key, clock, why))
-
-    def _done(self) -> messages.Done:
-        return messages.Done(tuple(self._departed.values()))
 
     def _fail(self, vw: int, why: str, now: float) -> None:
         self._failure, self._failed_at = f"VW {vw} failed: {why[:MAX_FAILURE]}", now
@@ -255,17 +234,17 @@ class Coordinator:
     def _leave(self, message: messages.Leave, now: float) -> Answer:
         if message.failure and not self._failure and self._concerns_all(message):
             self._fail(message.vw, message.failure, now)
-        if message.vw in self._leases.seen:
+        if self._roster.lives(message.vw):
             self._remove(message.vw, message.why[:MAX_FAILURE])
-        self.gone[message.vw] = message.incarnation
-        return self._done()
+        self._roster.gone[message.vw] = message.incarnation
+        return self._roster.done()
 
     def _concerns_all(self, message: messages.Leave) -> bool:
         """Return whether a failure ends all: that of a member, or of one whom the others still need to begin.
 
         A server that was started again knows by reports alone which process of a VW was a member.
         """
-        if message.incarnation <= self.gone.get(message.vw, -1):
+        if self._roster.has_gone(message.vw, message.incarnation):
             return False
         if self.phase is not Phase.JOINING:
             return message.vw in self._attempts
@@ -279,7 +258,7 @@ class Coordinator:
         if message.attempt < self._reports.get(vw, 0):
             raise RemoteFault(Refusal.STALE, f"VW {vw} has joined again since")
         self._reports[vw] = message.attempt
-        if self.phase is Phase.RUNNING and self.log is not None and not self.log.clock:
+        if self._running is not None and not self._running.clock:
             self._newcomers.clear()  # they ask again
             self.phase, self.log = Phase.JOINING, None
         if self.phase is not Phase.JOINING and vw in self._attempts:
@@ -326,11 +305,10 @@ class Coordinator:
             return found
         if all(join.report.gathered is None for join in self._joins.values()):
             self._gathers = Gathers(self._gathers.limit)  # an older result is another launch's, or is given anew
-        assert self._signature is not None
-        for each in found.missing if self._signature.parameters else ():  # other sessions may be left silently
-            if self.gone.get(each.vw, -1) < each.incarnation:
-                self.gone[each.vw] = each.incarnation
-                self._depart(each.vw, each.clock, self._silent)
+        assert self._roster.signature is not None
+        for each in found.missing if self._roster.signature.parameters else ():  # other sessions may be left silently
+            if not self._roster.has_gone(each.vw, each.incarnation):
+                self._roster.depart(each.vw, each.incarnation, each.clock, self._roster.silent)
         self._recovery = found
         self._attempts = {vw: self._joins[vw].attempt for vw in found.members}
         for vw in [vw for vw in self._joins if vw not in found.members]:
@@ -344,10 +322,10 @@ class Coordinator:
     def _learn(self, recovery: Recovery) -> None:
         """Take the incarnations of VWs that are gone from the reports: shards know them, and refuse older ones."""
         for each in recovery.base.included:
-            if each.vw not in recovery.members and each.incarnation > self._incarnation.get(each.vw, -1):
-                if each.vw in self._leases.seen:  # an older one that has come before this was known
+            if each.vw not in recovery.members and each.incarnation > self._roster.incarnation.get(each.vw, -1):
+                if self._roster.lives(each.vw):  # an older one that has come before this was known
                     self._remove(each.vw)
-                self._incarnation[each.vw] = each.incarnation
+                self._roster.incarnation[each.vw] = each.incarnation
 
     def _joined(self, vw: int) -> Answer:
         recovery = self._recovery
@@ -355,7 +333,7 @@ class Coordinator:
         if self.phase is Phase.RUNNING:
             assert self.log is not None
             membership = recovery.members.get(vw)
-            was_there = membership is not None and membership.incarnation == self._incarnation[vw]
+            was_there = membership is not None and membership.incarnation == self._roster.incarnation[vw]
             clock = membership.clock if membership is not None and was_there else self.log.clock[vw]
             return messages.Joined(self.generation, recovery.base, clock, self.log.cut, recovery.lost)
         if vw == recovery.holder:
@@ -365,7 +343,7 @@ class Coordinator:
     def _loaded(self, message: messages.Loaded) -> None:
         if self.phase is not Phase.LOADING:
             return
-        recovery, signature = self._recovery, self._signature
+        recovery, signature = self._recovery, self._roster.signature
         assert recovery is not None
         assert signature is not None
         if message.vw != recovery.holder:
@@ -420,12 +398,12 @@ class Coordinator:
             raise RemoteFault(Refusal.LEFT_OUT, f"VW {message.vw} is not a member")
         if isinstance(message, messages.Loaded):
             self._loaded(message)
-        log, vw = self.log, message.vw
+        log, vw = self._running, message.vw
         if isinstance(message, messages.Heartbeat | messages.Loaded):
-            if isinstance(message, messages.Heartbeat) and self.phase is Phase.RUNNING and log is not None:
+            if isinstance(message, messages.Heartbeat) and log is not None:
                 log.confirm(vw)
-            return self._done(), ()
-        if self.phase is not Phase.RUNNING or log is None:
+            return self._roster.done(), ()
+        if log is None:
             raise RemoteFault(Refusal.GENERATION, "the weights are still being loaded")
         log.confirm(vw)
         if isinstance(message, messages.Pushed):
@@ -440,7 +418,7 @@ class Coordinator:
         elif isinstance(message, messages.Gather | messages.Fetch):
             return self._gather(log, message, body)
         self._admit()
-        return self._done(), ()
+        return self._roster.done(), ()
 
     def _granted(self, log: CommitLog, message: messages.Pull) -> messages.Granted:
         clock = log.clock[message.vw]

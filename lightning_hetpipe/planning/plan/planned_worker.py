@@ -1,0 +1,158 @@
+"""Virtual workers of a plan, and their stages: made of estimates, and read from ``plan.json``."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection
+from dataclasses import dataclass, fields
+
+from lightning_hetpipe.planning.model.cluster import Cluster, DeviceSlot
+from lightning_hetpipe.planning.model.divided_stage import DividedStage
+from lightning_hetpipe.planning.model.estimate import Estimate
+from lightning_hetpipe.planning.plan.device_group import (
+    ESTIMATED,
+    NOMINAL,
+    DeviceLabel,
+    PlannedMember,
+    PlannedSplit,
+)
+from lightning_hetpipe.planning.plan.json_file import Document
+
+
+@dataclass(frozen=True)
+class PlannedStage(DeviceLabel):
+    """One stage of a plan.
+
+    Attributes:
+        node: The machine's name.
+        device: As "RTX-3090:1": a name, and the device's number on its node; " (estimated)" follows where its times
+            come from a data sheet, " (nominal memory)" where only its memory does.
+        first_layer, last_layer: Both inclusive, by their index in the plan's ``layers``.
+        time_s: For one minibatch, forward and backward, with its transfers.
+        memory_bytes: That it takes.
+        memory_limit_bytes: That its device has; None where that is no limit.
+        weights_bytes: Of these, its weights, by which a spread run divides the model; 0 in files of earlier releases.
+        group: The devices that divide its layers, in order, the stage's own among them: that one holds the unsplit
+            weights, gradients and optimizer state. Empty where the stage is on one device.
+        splits: The layers that the group divides by their output channels; of a group without any, all that can be,
+            by the members' shares.
+    """
+
+    node: str
+    device: str
+    first_layer: int
+    last_layer: int
+    time_s: float
+    memory_bytes: int
+    memory_limit_bytes: int | None
+    weights_bytes: int = 0
+    group: tuple[PlannedMember, ...] = ()
+    splits: tuple[PlannedSplit, ...] = ()
+
+    def members(self, place: str = "") -> dict[str, PlannedStage | PlannedMember]:
+        """The devices that it lies on, by their keys in ``plan.json`` behind ``place``: its own first."""
+        others = {f"{place}.group[{number}]": each for number, each in enumerate(self.group)}
+        own = (self.node, self.device_number)
+        return {place: self, **{key: each for key, each in others.items() if (each.node, each.device_number) != own}}
+
+    @classmethod
+    def read(cls, document: Document) -> PlannedStage:
+        """Read a stage of ``plan.json``."""
+        document.object(*(field.name for field in fields(cls)))
+        return cls(
+            document["node"].text(),
+            document["device"].text(),
+            document["first_layer"].whole(),
+            document["last_layer"].whole(),
+            document["time_s"].number(),
+            document["memory_bytes"].whole(),
+            document["memory_limit_bytes"].whole_or_none(1),
+            **document.given(
+                weights_bytes=Document.whole,
+                group=lambda each: tuple(map(PlannedMember.read, each.entries())),
+                splits=lambda each: tuple(map(PlannedSplit.read, each.entries())),
+            ),
+        )
+
+
+@dataclass(frozen=True)
+class PlannedWorker:
+    """A virtual worker.
+
+    Attributes:
+        minibatches_per_second: Its part of all, simulated.
+        stages: In the order of the layers.
+        wave: W_v, its own wave; None where it is the plan's.
+    """
+
+    minibatches_per_second: float
+    stages: tuple[PlannedStage, ...]
+    wave: int | None = None
+
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        """The machines that its stages lie on."""
+        return tuple(dict.fromkeys(stage.node for stage in self.stages))
+
+    @property
+    def leader(self) -> str:
+        """The machine of its last stage, on which the user's code runs."""
+        return self.stages[-1].node
+
+    @classmethod
+    def of(
+        cls,
+        found: Estimate,
+        rate: float,
+        cluster: Cluster,
+        estimated: Collection[str],
+        nominal: Collection[DeviceSlot],
+        wave: int | None = None,
+    ) -> PlannedWorker:
+        """Make the virtual worker of an estimate.
+
+        Args:
+            found: The estimate.
+            rate: Minibatches per second.
+            cluster, estimated, nominal: As ``Plan.of``'s.
+            wave: As above.
+        """
+        return cls(rate, _stages(found, cluster, estimated, nominal), wave)
+
+    @classmethod
+    def read(cls, document: Document) -> PlannedWorker:
+        """Read a virtual worker of ``plan.json``."""
+        document.object(*(field.name for field in fields(cls)))
+        return cls(
+            document["minibatches_per_second"].number(),
+            tuple(map(PlannedStage.read, document["stages"].entries())),
+            **document.given(wave=lambda each: each.whole_or_none(1)),
+        )
+
+
+def _stages(
+    found: Estimate, cluster: Cluster, estimated: Collection[str], nominal: Collection[DeviceSlot]
+) -> tuple[PlannedStage, ...]:
+    def label(slot: DeviceSlot) -> str:
+        return str(slot) + (ESTIMATED if slot.device.name in estimated else NOMINAL if slot in nominal else "")
+
+    def member(divided: DividedStage, number: int) -> PlannedMember:
+        slot = divided.slots[number]
+        node, limit = cluster.nodes[slot.node].name, slot.device.memory
+        return PlannedMember(node, label(slot), divided.shares[number], divided.taken[number], limit)
+
+    return tuple(
+        PlannedStage(
+            cluster.nodes[stage.slot.node].name,
+            label(stage.slot),
+            stage.first,
+            stage.last,
+            stage.times.total,
+            stage.memory.total,
+            stage.limit,
+            stage.memory.weights,
+            tuple(member(stage.divided, number) for number in range(len(stage.divided.slots))) if stage.divided else (),
+            tuple(itertools.starmap(PlannedSplit, stage.divided.counts.items())) if stage.divided else (),
+        )
+        for stage in found.stages
+    )

@@ -1,0 +1,93 @@
+"""The group of a program: its membership in the virtual workers of its launch, which all its Trainers share."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from lightning.fabric.plugins import ClusterEnvironment
+
+from lightning_hetpipe.launch import node_hosts, servers
+from lightning_hetpipe.launch.lost_workers import lost_workers
+from lightning_hetpipe.launch.ranks import Rank, Role
+from lightning_hetpipe.launch.wsp_settings import WSPSettings
+from lightning_hetpipe.server.process.server_process import how
+from lightning_hetpipe.workers.shared_metrics import share
+
+if TYPE_CHECKING:
+    from lightning_hetpipe.workers.group import Group
+
+_group: Group | None = None
+_ended: dict[int, str] = {}
+"""Exits of other virtual workers of this node, those that have ended."""
+
+
+def meet(
+    rank: Rank, environment: ClusterEnvironment, wsp: WSPSettings, timeout: float, further: Sequence[str] | None
+) -> Group:
+    """Meet the other virtual workers at the servers; those of an earlier run of the program are still there.
+
+    Args:
+        rank: This process's.
+        environment: How the processes of the launch were started.
+        wsp: Settings of the Trainer that runs now.
+        timeout: Seconds for which servers may be silent.
+        further: As for ``servers.find``.
+    """
+    from lightning_hetpipe.workers.group import Group  # and gRPC with it, which one virtual worker does not need
+
+    global _group
+    if _group is not None:
+        _group.settings.check_later(wsp)
+    found = servers.find(rank, environment, wsp, timeout, further)
+    if _group is not None and _group.is_open and _group.coordinator == found.coordinator:
+        _group.renew(found, wsp, timeout)
+        return _group
+    part()
+    _group = Group(
+        rank.index,
+        rank.size,
+        found,
+        wsp,
+        timeout,
+        servers.lost,
+        place=f"node {rank.node}, {platform.node()}" if rank.nodes > 1 else "",
+        on_loss=lost_workers.note,
+        stays=rank.role is Role.EXTERNAL,
+        on_return=_come_back,
+        least=rank.least,
+    )
+    _group.lose(_ended)
+    _group.open()
+    return _group
+
+
+def note_end(vw: int, code: int) -> None:
+    """Note that the process of another virtual worker of this node has ended with exit code ``code``."""
+    _ended[vw] = how(code)
+    if _group is not None:
+        _group.lose(_ended)
+
+
+def _come_back(vw: int) -> None:
+    """A virtual worker that was lost takes part again."""
+    _ended.pop(vw, None)
+    lost_workers.find(vw)
+
+
+def part() -> None:
+    """Leave the virtual workers of an earlier launch, if there was one."""
+    global _group
+    group, _group = _group, None
+    share(None)
+    if group is not None:
+        group.part()
+
+
+def end() -> None:
+    """End the launch."""
+    part()
+    _ended.clear()
+    servers.stop()
+    node_hosts.stop()

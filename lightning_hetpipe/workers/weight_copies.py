@@ -1,0 +1,160 @@
+"""Copies of weights as they were when virtual workers synchronised last, and the update that these make (law L3)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from lightning_hetpipe.torch_private.subclasses import address_of
+from lightning_hetpipe.torch_private.tensors import foreach_copy_
+
+_HOST = torch.device("cpu")
+
+
+def copies_kept(update_dtype: str | None) -> float:
+    """Number of copies of trained weights that a virtual worker keeps on their devices, for its synchronisation.
+
+    One is of the last synchronisation. With ``update_dtype`` there are the roundings so far, and the rounded update.
+    Copies of frozen weights lie on the host.
+    """
+    if update_dtype is None:
+        return 1.0
+    sent: torch.dtype = getattr(torch, update_dtype)
+    return 2.0 + sent.itemsize / torch.get_default_dtype().itemsize
+
+
+class WeightCopies:
+    """Live weights of a module, and their copies, of which there are none before :meth:`begin`.
+
+    Bounds: :func:`copies_kept` of the trained weights on their devices, and of the frozen ones on the host.
+
+    Args:
+        named: All parameters of the module, by name.
+        update_dtype: The setting.
+
+    Attributes:
+        named: As above.
+        last: The copies, in the same order.
+        roundings: What ``update_dtype`` has taken from each parameter's updates so far; empty without it.
+    """
+
+    def __init__(self, named: Sequence[tuple[str, Tensor]], update_dtype: str | None) -> None:
+        self.named = list(named)
+        self.last: list[Tensor] = []
+        self.roundings: list[Tensor] = []
+        self._dtype: torch.dtype | None = None if update_dtype is None else getattr(torch, update_dtype)
+
+    @property
+    def are_elsewhere(self) -> bool:
+        """True if weights are at others than this process."""
+        return any(address_of(parameter) is None for _, parameter in self.named)
+
+    def begin(self, weights: Sequence[Tensor]) -> None:
+        """Make ``weights`` the live ones, and copy them."""
+        self._take(weights, everything=True)
+        self.last = [parameter.detach().to(_home(parameter), copy=True) for _, parameter in self.named]
+        self.roundings = [torch.zeros_like(last) for last in self.last] if self._dtype is not None else []
+
+    def forget(self) -> None:
+        """Give their memory back."""
+        self.last, self.roundings = [], []
+
+    # Their places.
+
+    def follow(self) -> None:
+        """Move the copies of trained weights after them, to the devices of their stages, and the others to the host."""
+        for copies in (self.last, self.roundings):
+            for target in (_HOST, None):  # what leaves a device has left it before anything comes
+                for index, (copy, (_, parameter)) in enumerate(zip(copies, self.named, strict=False)):
+                    if copy.device != (home := _home(parameter)):
+                        copies[index] = copy.to(target or home)
+
+    def go_to_holders(self) -> None:
+        """Move the copies of trained weights that others than this process hold to these."""
+        for copies in (self.last, self.roundings):
+            for index, (copy, (_, parameter)) in enumerate(zip(copies, self.named, strict=False)):
+                if parameter.requires_grad and address_of(copy) != address_of(parameter) is None:
+                    copies[index] = torch.empty_like(parameter.detach()).copy_(copy)
+
+    # Differences to the live weights.
+
+    def has_changed(self) -> bool:
+        """Tell whether any weight differs from its copy."""
+        return not all(_equal(p, last) for (_, p), last in zip(self.named, self.last, strict=True))
+
+    def changed_frozen(self) -> list[int]:
+        """Frozen weights that differ from their copies, by index."""
+        pairs = enumerate(zip(self.named, self.last, strict=True))
+        return [index for index, ((_, p), last) in pairs if not p.requires_grad and not _equal(p, last)]
+
+    def update(self, buffers: Callable[[], list[Tensor]], everything: bool = False) -> list[Tensor]:
+        """The update: w_local - w at the last synchronisation, in the dtype in which it is sent.
+
+        Frozen parameters are not learnt: changes by callbacks are virtual worker 0's from the next cut on, and go to
+        the servers when an epoch begins (``everything``). An infinity in one, as masks have, is no difference.
+
+        Args:
+            buffers: Gives tensors for an update that is not rounded.
+            everything: Whether it has the changes of frozen parameters.
+        """
+        same = [
+            not p.requires_grad and (not everything or _equal(p, last))
+            for (_, p), last in zip(self.named, self.last, strict=True)
+        ]
+        if self._dtype is None:
+            places = buffers()
+            for (_, parameter), last, place, zero in zip(self.named, self.last, places, same, strict=True):
+                if zero:
+                    place.zero_()
+                elif parameter.device == last.device == place.device and address_of(parameter) is not None:
+                    torch.sub(parameter.detach(), last, out=place)
+                else:
+                    place.copy_(parameter.detach().to(last.device) - last)
+            return places
+        sent = []
+        for index, ((_, parameter), last, zero) in enumerate(zip(self.named, self.last, same, strict=True)):
+            update = torch.zeros_like(last) if zero else parameter.detach().to(last.device) - last
+            update += self.roundings[index]
+            sent.append(update.to(self._dtype))
+            self.roundings[index] = update - sent[-1].to(update.dtype)
+        return sent
+
+    def no_update(self) -> list[Tensor]:
+        """An update by zero."""
+        return [torch.zeros_like(last, dtype=self._dtype, device="cpu") for last in self.last]
+
+    def restore_roundings(self, saved: Sequence[Tensor]) -> None:
+        """Set them as a checkpoint has them; it has none of a run without ``update_dtype``."""
+        with torch.no_grad():
+            for rounding, before in zip(self.roundings, saved or [torch.zeros(())] * len(self.roundings), strict=False):
+                rounding.copy_(before)
+
+    # Synchronisation.
+
+    def settle(self, weights: Sequence[Tensor], everything: bool = False) -> None:
+        """Make ``weights`` the live ones, and their copies; of frozen ones only with ``everything``."""
+        self._take(weights, everything)
+        taken = [(last, p) for (_, p), last in zip(self.named, self.last, strict=True) if everything or p.requires_grad]
+        with torch.no_grad():
+            foreach_copy_([last for last, _ in taken], [parameter.detach() for _, parameter in taken])
+
+    def go_back(self) -> None:
+        """Make the copies the live weights."""
+        self._take([last.detach() for last in self.last], everything=False)
+
+    def _take(self, weights: Sequence[Tensor], everything: bool) -> None:
+        """Make ``weights`` the live weights; frozen ones are the same everywhere, from the start."""
+        pairs = [(p, w) for (_, p), w in zip(self.named, weights, strict=True) if everything or p.requires_grad]
+        with torch.no_grad():
+            foreach_copy_([parameter for parameter, _ in pairs], [weight for _, weight in pairs])
+
+
+def _home(parameter: Tensor) -> torch.device:
+    """The device for copies of ``parameter``: the host where it is frozen, as these are read at cuts only."""
+    return parameter.device if parameter.requires_grad else _HOST
+
+
+def _equal(parameter: Tensor, copy: Tensor) -> bool:
+    return torch.equal(parameter.to(copy.device), copy)
