@@ -203,6 +203,19 @@ def test_stages_that_part_a_run_have_its_rows_whole() -> None:
     assert plan_with_groups(profile, box, in_flight=4, stages=2) == best_plan(profile, box, in_flight=4, stages=2)
 
 
+def test_a_stage_begins_behind_a_run_that_it_would_part() -> None:
+    """A plan had the rows in a stage of their own, where they could not be divided, and was left for that."""
+    layers = [LayerBytes(name, 1, 1, 1) for name in ("columns", "rows", "head")]
+    widths = {0: LayerWidths(0, {"net.columns": 64}), 1: LayerWidths(0, sums=True)}
+    times = [Times(0.01, 0.02), Times(1.0, 2.0), Times(0.01, 0.01)]
+    profile = Profile("mlp", 1, layers, {"gpu": times}, {}, widths=widths)
+    box = Cluster([Node("box", ["3xgpu"], Link("1 TB/s"))])
+    found = plan_with_groups(profile, box, stages=2)
+    assert found.rate > 1.9 * best_plan(profile, box, stages=2).rate
+    assert [stage.first for stage in found.stages] == [0, 2]
+    assert divided(found) == {"net.columns": (32, 32)}
+
+
 def test_members_have_room_for_rows_and_gradients() -> None:
     """The second has a part of both layers in each version, the gradients of these, the whole sum of rows with its
     gradient, and a part of what is kept, likewise; the first one a copy of its rows, and its part of the output."""

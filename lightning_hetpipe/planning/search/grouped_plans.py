@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import combinations, pairwise
+from itertools import combinations, islice, pairwise, product
 from typing import Any
 
 from lightning_hetpipe.planning.model.cluster import Cluster, Device, DeviceSlot, Node
@@ -181,26 +181,32 @@ def _best(
     most: Mapping[tuple[DeviceSlot, ...], Sequence[float]] = {},
     shares: Mapping[tuple[DeviceSlot, ...], Sequence[float]] = {},
 ) -> Choice:
-    """The best plan of these groups, with the times of runs that its stages leave whole."""
+    """The best plan of these groups, with the times of runs that its stages leave whole.
+
+    It is searched as if each part of a run could be divided. Where a stage begins within a run, it may better begin
+    before or behind it.
+    """
     joined = _Joined(profile, cluster, parts, most, shares)
     found = best_plan(joined.profile, joined.cluster, joined.slots, **asked)
-    first = [stage.first for stage in found.stages]
-    cut = _cut(profile, first)
-    if cut.widths != profile.widths:
-        joined = _Joined(cut, cluster, parts, most, shares)
+    first = tuple(stage.first for stage in found.stages)
+    if _cut(profile, first).widths == profile.widths:
+        return joined.apart(found)
+    plans: list[Choice] = []
+    for splits in _beside_runs(profile, first):
+        joined = _Joined(_cut(profile, splits), cluster, parts, most, shares)
         again = estimate(
             joined.profile,
             joined.cluster,
             [stage.slot for stage in found.stages],
-            first,
+            splits,
             found.in_flight,
             state=optimizer_state(asked.get("optimizer", "adam")),
             recompute=found.recompute,
             synchronise=asked.get("synchronise", 0.0),
             versions=found.versions,
         )
-        found = Choice.of(again, found.idle, found.tried, found.reasons, found.advise)
-    return joined.apart(found)
+        plans.append(joined.apart(Choice.of(again, found.idle, found.tried, found.reasons, found.advise)))
+    return max(plans, key=lambda each: (each.fits, each.rate))
 
 
 class _Joined:
@@ -272,6 +278,17 @@ def _cut(profile: Profile, splits: Sequence[int]) -> Profile:
             if own is not None and (own.units or own.run in begun):
                 widths[layer] = replace(own, run=begun.setdefault(own.run, layer))
     return replace(profile, widths=widths)
+
+
+def _beside_runs(profile: Profile, splits: Sequence[int]) -> list[tuple[int, ...]]:
+    """``splits``, and the ways to have those that part a run before or behind it instead."""
+    ends = dict[int, int]()
+    for layer, own in profile.widths.items():
+        ends[own.run] = max(layer + 1, ends.get(own.run, 0))
+    runs = [profile.widths[split].run if split in profile.widths else split for split in splits]
+    options = [(split,) if run == split else (split, run, ends[run]) for split, run in zip(splits, runs, strict=True)]
+    ways = islice(product(*options), MOST_WAYS)
+    return [each for each in ways if all(one < other for one, other in pairwise((*each, len(profile.layers))))]
 
 
 def _partitions(slots: Sequence[DeviceSlot]) -> Iterator[Parts]:
