@@ -96,6 +96,9 @@ def _job(config: DictConfig) -> JobResult:
         return _supervise(restarts)
     try:
         outcome = run(config)
+    except launcher.WasLeftOut:
+        launcher.finish()  # without virtual worker 0 others end, too, and may be saving the run
+        raise
     except BaseException:
         launcher.finish(failed=True)
         raise
@@ -123,7 +126,11 @@ def _supervise(restarts: int) -> JobResult:
     global _supervised_code
     program = this_program(is_first=True)
     supervisor = supervision.RunSupervisor(
-        program.command, program.folder, restarts, lambda path: [f"ckpt_path={quoted(path)}"]
+        program.command,
+        program.folder,
+        restarts,
+        lambda path: [f"ckpt_path={quoted(path)}"],
+        supervision.own_number(),
     )
     _supervised_code = supervisor.run()
     return JobResult({}, None)

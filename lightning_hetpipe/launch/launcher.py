@@ -26,12 +26,13 @@ from lightning_hetpipe.launch.ranks import Rank, Role, other_number
 from lightning_hetpipe.launch.told_to_end import INTERRUPTED, TERMINATED, ToldToEnd, left_to_others
 from lightning_hetpipe.lightning_private import BaseLauncher, TunerExit, is_fit, with_checkpoint
 from lightning_hetpipe.server.process.notices import say
-from lightning_hetpipe.server.protocol.identifiers import PeerFailed, Refusal, RemoteFault
+from lightning_hetpipe.server.protocol.identifiers import FirstLost, PeerFailed, Refusal, RemoteFault
 
 T = TypeVar("T")
 
 LEFT_OUT = 75
-"""Exit code of a virtual worker that the others have gone on without: EX_TEMPFAIL of sysexits.h, "try again"."""
+"""Exit code of a virtual worker that the others have gone on without, or have ended without if it is the first, and of
+one that a person has started beside the first, which is lost: EX_TEMPFAIL of sysexits.h, "try again"."""
 
 
 class WasLeftOut(SystemExit):
@@ -180,9 +181,11 @@ class Launcher(BaseLauncher):
             if child is not None:
                 child.given_up = True
             may_return = isinstance(error, VirtualWorkerLost) and error.may_return
-            if may_return or (isinstance(error, RemoteFault) and error.refusal in (Refusal.LEFT_OUT, Refusal.FENCED)):
-                say(f"virtual worker {self.rank.index} ends, as the others have gone on without it: {error}")
-                raise WasLeftOut(LEFT_OUT) from None
+            if isinstance(error, RemoteFault) and error.refusal in (Refusal.LEFT_OUT, Refusal.FENCED):
+                may_return = True
+            if may_return or isinstance(error, FirstLost):
+                say(f"virtual worker {self.rank.index} ends, {self._why_again(error)}")
+                raise WasLeftOut(LEFT_OUT) from error
             if child is not None and isinstance(error, (Exception, SIGTERMException)):
                 child.failed(error)  # now, as cleaning up may take long, and be disturbed
             if launch is not None:
@@ -202,6 +205,14 @@ class Launcher(BaseLauncher):
         finally:
             if launch is not None:
                 launch.children.watch(None)
+
+    def _why_again(self, error: BaseException) -> str:
+        """Say why this process ends, and is to be started again, as the end of a sentence."""
+        if isinstance(error, FirstLost):
+            return "as virtual worker 0 is lost; start both again, and it comes to the run that goes on"
+        if self.rank.index:
+            return f"as the others have gone on without it: {error}"
+        return f"and the others do, as they have missed it: {error}; start the run again, from the newest checkpoint"
 
     def kill(self, signum: Any) -> None:
         """Pass on a signal that this process got: Lightning calls this for SIGTERM."""

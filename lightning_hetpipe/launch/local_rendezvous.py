@@ -1,8 +1,9 @@
-"""Local rendezvous: processes of one machine that torchrun or the like started learn from the first one what it knows.
+"""Local rendezvous: processes of one machine that torchrun or a person started learn from the first one what it knows.
 
 The first one answers on an abstract UNIX socket, which is named after the launch and ends with the process, so that
 nothing is left behind for a later launch to find. The kernel says who is at the other end: other users are told
-nothing, and not believed.
+nothing, and not believed. A connection stays until one of its ends has ended, so that the others learn of the end of
+the first one at once.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import time
 from collections.abc import Mapping
 
 from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.launch.parent_watch import close_in_forks
 from lightning_hetpipe.server.process.notices import say
 
 _CREDENTIALS = struct.Struct("3i")  # process, user, group
@@ -27,11 +29,16 @@ _AGAIN = 0.1  # seconds between attempts
 
 
 class LocalRendezvous:
-    """Gives ``variables`` to every process of this user that asks for those of ``launch``, until it is closed."""
+    """Gives ``variables`` to every process of this user that asks for those of ``launch``, until it is closed.
 
-    def __init__(self, launch: str, variables: Mapping[str, str]) -> None:
-        self._content = json.dumps(dict(variables)).encode()
+    And ``pipe``, if it is given: a descriptor.
+    """
+
+    def __init__(self, launch: str, variables: Mapping[str, str], pipe: int | None = None) -> None:
+        self._content, self._pipe = json.dumps(dict(variables)).encode() + b"\n", pipe
+        self._met: list[OtherEnd] = []
         self._socket = socket.socket(socket.AF_UNIX)
+        close_in_forks(self._socket)
         try:
             self._socket.bind(_name(launch))
         except OSError:
@@ -41,12 +48,16 @@ class LocalRendezvous:
                 " each launch a MASTER_PORT of its own (torchrun: --master-port)"
             ) from None
         self._socket.listen(64)
-        threading.Thread(target=self._answer, name="hetpipe-local-rendezvous", daemon=True).start()
+        self._thread = threading.Thread(target=self._answer, name="hetpipe-local-rendezvous", daemon=True)
+        self._thread.start()
 
     def close(self) -> None:
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread, which closing alone does not
         self._socket.close()
+        self._thread.join()
+        for each in self._met:
+            each.close()
 
     def _answer(self) -> None:
         while True:
@@ -54,17 +65,61 @@ class LocalRendezvous:
                 asking, _ = self._socket.accept()
             except OSError:
                 return
-            with asking, contextlib.suppress(OSError):
-                if _user(asking) == os.getuid():
-                    asking.sendall(self._content)
+            close_in_forks(asking)
+            for each in [each for each in self._met if each.has_ended]:
+                self._met.remove(each)
+                each.close()
+            try:
+                if _user(asking) != os.getuid():
+                    raise PermissionError
+                socket.send_fds(asking, [self._content], [] if self._pipe is None else [self._pipe])
+                self._met.append(OtherEnd(asking))
+            except OSError:
+                asking.close()
+
+
+class OtherEnd:
+    """The process at the other end of ``connection``, which says nothing more."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        connection.setblocking(False)
+
+    @property
+    def has_ended(self) -> bool:
+        """True once it has, or has closed the connection."""
+        try:
+            return not self._connection.recv(1)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._connection.close()
+
+
+class FirstProcess(OtherEnd):
+    """The first process of a launch on this machine, as another one has met it.
+
+    Attributes:
+        launch: Its launch.
+        variables: Those that it gives.
+        pipe: The descriptor that it gives; None if it gives none.
+    """
+
+    def __init__(self, connection: socket.socket, launch: str, variables: dict[str, str], pipe: int | None) -> None:
+        super().__init__(connection)
+        self.launch, self.variables, self.pipe = launch, variables, pipe
 
 
 SILENT = 10.0
 """Seconds of waiting of which nothing is said."""
 
 
-def ask(launch: str, timeout: float) -> dict[str, str]:
-    """The variables that the first process of ``launch`` on this machine gives.
+def ask(launch: str, timeout: float) -> FirstProcess:
+    """Meet the first process of ``launch`` on this machine.
 
     Raises:
         SettingError: if there is none within ``timeout`` seconds.
@@ -73,16 +128,13 @@ def ask(launch: str, timeout: float) -> dict[str, str]:
     deadline, told = began + timeout, False
     where = f"LOCAL_RANK=0, with MASTER_ADDR and MASTER_PORT as here: {launch.rstrip('/')}"
     while True:
-        with socket.socket(socket.AF_UNIX) as asking, contextlib.suppress(OSError):
-            asking.settimeout(max(_AGAIN, deadline - time.monotonic()))
+        asking = socket.socket(socket.AF_UNIX)
+        asking.settimeout(max(_AGAIN, deadline - time.monotonic()))
+        with contextlib.suppress(OSError):
             asking.connect(name)
-            if _user(asking) == os.getuid():
-                said = b""
-                while (part := asking.recv(4096)) and len(said) < _LONGEST:
-                    said += part
-                if said:  # and not about to end
-                    variables: dict[str, str] = json.loads(said)
-                    return variables
+            if _user(asking) == os.getuid() and (met := _met(asking, launch)) is not None:
+                return met
+        asking.close()
         if time.monotonic() > deadline:
             raise SettingError(
                 f"this virtual worker has waited {timeout:g} s for the first one on this machine ({where}) to start a"
@@ -92,6 +144,16 @@ def ask(launch: str, timeout: float) -> dict[str, str]:
             told = True
             say(f"this virtual worker waits for the first one on this machine ({where}), for up to {timeout:g} s")
         gone.wait(_AGAIN)
+
+
+def _met(asking: socket.socket, launch: str) -> FirstProcess | None:
+    """The first process of ``launch``, to which ``asking`` has come; None if it is about to end."""
+    said, pipes, _, _ = socket.recv_fds(asking, 4096, 1)
+    while not said.endswith(b"\n") and len(said) < _LONGEST:
+        if not (part := asking.recv(4096)):
+            return None
+        said += part
+    return FirstProcess(asking, launch, json.loads(said), pipes[0] if pipes else None)
 
 
 def _name(launch: str) -> str:

@@ -129,7 +129,7 @@ def pair() -> tuple[socket.socket, socket.socket]:
     for end in (ours, childs):
         end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER)
         end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _BUFFER)
-    _close_in_forks(ours)
+    close_in_forks(ours)
     return ours, childs
 
 
@@ -157,7 +157,7 @@ def this_child() -> LaunchedChild | None:
     local, _, per_node = place.partition("/")
     end = socket.socket(fileno=int(descriptor))
     end.set_inheritable(False)
-    _close_in_forks(end)
+    close_in_forks(end)
     child = LaunchedChild(int(local), int(per_node), end)
     child.watch()
     parent_death.forget()
@@ -182,8 +182,8 @@ def _uncaught(
         before(kind, error, trace)
 
 
-def _close_in_forks(end: socket.socket) -> None:
-    """Close ``end`` in forks, lest a DataLoader worker keeps the other side from seeing that this process died."""
+def close_in_forks(end: socket.socket) -> None:
+    """Close ``end`` in forks, lest a DataLoader worker keeps others from seeing that this process died."""
     held = weakref.ref(end)
 
     def close() -> None:

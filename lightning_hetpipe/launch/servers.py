@@ -22,6 +22,7 @@ from bisect import bisect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
 from lightning.fabric.plugins import ClusterEnvironment
@@ -29,20 +30,22 @@ from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_hetpipe.errors import SettingError
-from lightning_hetpipe.launch import local_rendezvous, parent_watch
-from lightning_hetpipe.launch.local_rendezvous import LocalRendezvous
+from lightning_hetpipe.launch import local_rendezvous, parent_watch, supervision
+from lightning_hetpipe.launch.local_rendezvous import FirstProcess, LocalRendezvous
 from lightning_hetpipe.launch.ranks import Rank, Role
 from lightning_hetpipe.launch.wsp_settings import WSPSettings
 from lightning_hetpipe.server.process.notices import say
 from lightning_hetpipe.server.process.server_process import ServerProcess
 from lightning_hetpipe.server.process.supervisor import ServerLost, Supervisor
-from lightning_hetpipe.server.protocol.identifiers import PeerFailed
+from lightning_hetpipe.server.protocol.identifiers import FirstLost, PeerFailed
 from lightning_hetpipe.server.transport.security import Security, is_loopback, joined
 
 COORDINATOR, TOKEN = "HETPIPE_COORDINATOR", "HETPIPE_TOKEN"
 """Variables for a launch's other processes: the address of the coordinator, and the token that it asks for."""
 LAUNCH = "HETPIPE_LAUNCH"
 """Likewise, the id of the launch, where servers are not its own."""
+RESUMED = "HETPIPE_RESUMED"
+"""Likewise, the checkpoint that the first process goes on from, where it was started again."""
 ANY = "127.0.0.1:0"
 """The address at which a server listens for a single machine."""
 PORT = "HETPIPE_PORT"
@@ -77,6 +80,8 @@ class FoundServers:
 _server: Supervisor | None = None
 _lost: ServerLost | None = None
 _rendezvous: LocalRendezvous | None = None
+_first: FirstProcess | None = None
+"""The process of this machine's first VW, where neither is the other's launcher."""
 _launch = ""
 """The launch id of our own launcher's processes."""
 
@@ -135,7 +140,7 @@ def find(
     elif rank.role is Role.CHILD:
         variables = parent_watch.launcher_variables()
     else:
-        variables = local_rendezvous.ask(_launch_of(environment), timeout)
+        variables = _meet_first(environment, timeout).variables
     security = replace(given if rank.nodes > 1 else Security(), token=variables[TOKEN])
     known = (own_address(),) if own_address() and rank.local == 0 else ()
     if rank.index == 0:
@@ -152,7 +157,18 @@ def own_address() -> str:
 def lost() -> Exception | None:
     """The error to end on, where the process that runs the virtual workers' server is gone for good."""
     child = parent_watch.this_child()
-    return PeerFailed("the launcher has ended") if child is not None and child.orphaned else _lost
+    if child is not None and child.orphaned:
+        return PeerFailed("the launcher has ended")
+    return FirstLost() if _first is not None and _first.has_ended else _lost
+
+
+def resumed_from() -> Path | None:
+    """The checkpoint that the first process on this machine goes on from, as its run was started again.
+
+    One that a person has started beside it, and that begins with it, does not know of that one by its own command.
+    """
+    found = "" if _first is None else _first.variables.get(RESUMED)
+    return Path(found) if found else None
 
 
 def _lose(error: ServerLost) -> None:
@@ -162,8 +178,11 @@ def _lose(error: ServerLost) -> None:
 
 def stop() -> None:
     """End the server and the rendezvous of this process."""
-    global _lost, _server, _rendezvous
+    global _lost, _server, _rendezvous, _first
     _lost = None
+    first, _first = _first, None
+    if first is not None:
+        first.close()
     rendezvous, _rendezvous = _rendezvous, None
     if rendezvous is not None:
         rendezvous.close()
@@ -228,13 +247,23 @@ def _may_be_met(rank: Rank) -> bool:
 def _meet(rank: Rank, environment: ClusterEnvironment, variables: Mapping[str, str]) -> None:
     global _rendezvous
     if _rendezvous is None:
-        _rendezvous = LocalRendezvous(_launch_of(environment), variables)
+        told = {**variables, RESUMED: supervision.resumed_from()}
+        _rendezvous = LocalRendezvous(_launch_of(environment), told, supervision.supervised())
         if rank.has_room:
             free = " or ".join(f"LOCAL_RANK={local}" for local in range(rank.started, rank.per_node)[:3])
             rank_zero_info(
                 f"More virtual workers may come: start this command with {free}, and MASTER_ADDR and MASTER_PORT as"
                 f" here ({_launch_of(environment).rstrip('/')})"
             )
+
+
+def _meet_first(environment: ClusterEnvironment, timeout: float) -> FirstProcess:
+    global _first
+    if _first is None or _first.launch != _launch_of(environment):
+        _first = local_rendezvous.ask(_launch_of(environment), timeout)
+        if _first.pipe is not None:
+            supervision.tell(_first.pipe)
+    return _first
 
 
 # Several nodes.

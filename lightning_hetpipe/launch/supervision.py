@@ -3,9 +3,12 @@
     supervisor        the command that a person has started; it trains nothing, and so outlives what trains
     first process     the same command once more: virtual worker 0, which starts the others
 
-The first process and all that it starts hold one end of a pipe. Each line in it is the path of a checkpoint that a run
-can go on from, and its end says that all of them have ended: the lowest virtual worker that is left may save the run
-after virtual worker 0 has died.
+The first process and all that it starts, or that come to it, hold one end of a pipe. Each line in it is the path of a
+checkpoint that a run can go on from, an empty one says that virtual worker 0 is lost, and its end that all of them have
+ended: the lowest virtual worker that is left may save the run after virtual worker 0 has died.
+
+A virtual worker that a person has started beside a run (`launch/local_rendezvous.py`) has a supervisor of its own,
+which starts it again where it was lost, or has lost virtual worker 0: then it comes to the run that goes on.
 """
 
 from __future__ import annotations
@@ -20,12 +23,15 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 
+from lightning_hetpipe.launch.checkpoint_progress import furthest
+from lightning_hetpipe.launch.parent_watch import this_child
 from lightning_hetpipe.server.process import parent_death
 from lightning_hetpipe.server.process.notices import say
 from lightning_hetpipe.server.process.server_process import how
 
 VARIABLE = "HETPIPE_SUPERVISED"
-"""The environment variable of a supervised process: the descriptor of its end of the pipe."""
+"""The environment variable of a supervised process: the descriptor of its end of the pipe, and, as in 7@last.ckpt, the
+checkpoint that its run goes on from, if it was started again."""
 
 LONGEST = 120.0
 """Seconds that are waited for the others after virtual worker 0, which end within seconds of it."""
@@ -34,8 +40,8 @@ ENDS = (0, 1, 2, 130, 143)
 """Exit codes with which a command ends by itself; any other one, or a signal, is a loss."""
 
 _PASSED_ON = ("SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2")
+_LOCAL = "LOCAL_RANK"
 _NUMBERED = (
-    "LOCAL_RANK",
     "RANK",
     "NODE_RANK",
     "SLURM_PROCID",
@@ -46,6 +52,7 @@ _NUMBERED = (
 _SOON = 1.0  # seconds after which SIGINT is passed on: by then Lightning ignores a second one
 
 _pipe: int | None = None
+_resumed = ""
 
 
 def supervised() -> int | None:
@@ -53,18 +60,39 @@ def supervised() -> int | None:
 
     The variable is taken out of the environment, lest a program believes it of itself that this one starts.
     """
-    global _pipe
+    global _resumed
     if (told := os.environ.pop(VARIABLE, None)) is not None:
-        _pipe = int(told)
-        os.set_inheritable(_pipe, False)
+        descriptor, _, _resumed = told.partition("@")
+        tell(int(descriptor))
     return _pipe
+
+
+def tell(pipe: int) -> None:
+    """Have the supervisor at the other end of ``pipe`` told from now on."""
+    global _pipe
+    _pipe = pipe
+    os.set_inheritable(pipe, False)
+
+
+def resumed_from() -> str:
+    """The checkpoint that this process's run goes on from, as it was started again; empty where it was not."""
+    return _resumed if supervised() is not None else ""
 
 
 def note_saved(path: str | Path) -> None:
     """Tell the supervisor, if there is one, of a checkpoint that the run can go on from."""
+    _say(os.path.abspath(path))
+
+
+def note_lost() -> None:
+    """Tell the supervisor, if there is one, that the others have lost virtual worker 0, and end."""
+    _say("")
+
+
+def _say(line: str) -> None:
     if _pipe is not None:
         with contextlib.suppress(OSError):  # it is gone
-            os.write(_pipe, f"{os.path.abspath(path)}\n".encode())
+            os.write(_pipe, f"{line}\n".encode(errors="surrogateescape"))
 
 
 class RunSupervisor:
@@ -74,12 +102,19 @@ class RunSupervisor:
         command: Starts the program.
         folder: The folder to start it in.
         restarts: How often it is started again, at most.
-        going_on: Gives the arguments by which it goes on from a checkpoint.
+        going_on: Gives the arguments by which virtual worker 0 goes on from a checkpoint; others get that from it.
+        vw: The virtual worker that it is.
     """
 
     def __init__(
-        self, command: Sequence[str], folder: str, restarts: int, going_on: Callable[[str], Sequence[str]]
+        self,
+        command: Sequence[str],
+        folder: str,
+        restarts: int,
+        going_on: Callable[[str], Sequence[str]],
+        vw: int = 0,
     ) -> None:
+        self._vw = vw
         self._command, self._folder, self._left, self._going_on = [*command], folder, restarts, going_on
         self._saved: list[str] = []
         self._process: subprocess.Popen[bytes] | None = None
@@ -87,29 +122,30 @@ class RunSupervisor:
 
     def run(self) -> int:
         """Run it; gives the exit code of the last time."""
-        arguments: list[str] = []
+        path: str | None = None
         with self._passing_signals_on():
             while True:
-                code, pid = self._once(arguments)
+                code, pid = self._once(path)
                 if code in ENDS or self._told is not None:
                     return code if code >= 0 else 128 - code
-                lost = f"virtual worker 0 (process {pid}) {how(code)}"
+                lost = f"virtual worker {self._vw} (process {pid}) {how(code)}"
                 if not self._left:
-                    say(f"{lost}, and the run has ended; no restart is left")
+                    say(f"{lost}{'' if self._vw else ', and the run has ended'}; no restart is left")
                     return code if code >= 0 else 128 - code
                 self._left -= 1
                 more = f"({self._left or 'no'} more restart{'s' * (self._left != 1)})"
-                path = next((path for path in reversed(self._saved) if os.path.isfile(path)), None)
-                arguments = arguments if path is None else [*self._going_on(path)]
-                say(f"{lost}, and the run is started again {'anew' if path is None else f'from {path}'} {more}")
+                path = path if self._vw else furthest(self._saved) or path
+                where = f"the run is started again {'anew' if path is None else f'from {path}'}"
+                say(f"{lost}, and {'is started again' if self._vw else where} {more}")
 
-    def _once(self, arguments: Sequence[str]) -> tuple[int, int]:
+    def _once(self, path: str | None) -> tuple[int, int]:
+        arguments = () if path is None else self._going_on(path)
         ours, theirs = os.pipe()
         try:
             process = self._process = subprocess.Popen(
                 parent_death.guarded([*self._command, *arguments]),
                 cwd=self._folder,
-                env={**os.environ, VARIABLE: str(theirs)},
+                env={**os.environ, VARIABLE: str(theirs) if path is None else f"{theirs}@{path}"},
                 pass_fds=[theirs],
             )
         finally:
@@ -126,7 +162,10 @@ class RunSupervisor:
     def _read(self, ours: int) -> None:
         with open(ours, encoding="utf-8", errors="surrogateescape") as pipe:
             for line in pipe:
-                self._saved.append(line.rstrip("\n"))
+                if line == "\n":
+                    self._send(self._process, signal.SIGCONT)  # it may be stopped, and ends once it goes on
+                else:
+                    self._saved.append(line.rstrip("\n"))
 
     @contextlib.contextmanager
     def _passing_signals_on(self) -> Iterator[None]:
@@ -168,5 +207,12 @@ def _is_in_foreground() -> bool:
 
 
 def can_supervise() -> bool:
-    """Tell whether this process may start its program in another one: nobody has started or numbered it."""
-    return supervised() is None and sys.platform != "win32" and not any(name in os.environ for name in _NUMBERED)
+    """Tell whether this process may start its program in another one: a person has started it, by a plain command."""
+    is_started = supervised() is not None or this_child() is not None
+    return not is_started and sys.platform != "win32" and not any(name in os.environ for name in _NUMBERED)
+
+
+def own_number() -> int:
+    """The virtual worker of this machine that a person has started here."""
+    given = os.environ.get(_LOCAL, "")
+    return int(given) if given.isdecimal() else 0

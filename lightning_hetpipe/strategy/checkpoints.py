@@ -43,8 +43,7 @@ class ReplacingCheckpointIO(TorchCheckpointIO):
         beside = folder / f".{place.name}.part"  # of a save that was killed, the next one takes it away
         try:
             with explaining(place):
-                with _File(FileIO(beside, "w")) as file:
-                    file.take(checkpoint)
+                write(checkpoint, beside)
                 os.replace(beside, place)
         except BaseException:
             with suppress(FileNotFoundError):
@@ -76,6 +75,12 @@ class ReplacingCheckpointIO(TorchCheckpointIO):
                     stacklevel=2,
                 )
         return super().load_checkpoint(path, map_location, weights_only)
+
+
+def write(checkpoint: dict[str, Any], path: str | Path) -> None:
+    """Write ``checkpoint`` to the local ``path``, over what is there."""
+    with _File(FileIO(path, "w")) as file:
+        file.take(checkpoint)
 
 
 @contextmanager

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import lightning as L
 
+from lightning_hetpipe.launch.supervision import note_lost
 from lightning_hetpipe.run.preemption import how_to_resume, unplanned_path
 from lightning_hetpipe.server.process.notices import say
 from lightning_hetpipe.workers.synchroniser import NoSynchroniser, Synchroniser
@@ -34,9 +35,10 @@ def rescue(
         exception: What has ended it.
         save: Writes the checkpoint, though this is not virtual worker 0.
     """
-    if not isinstance(synchroniser, Synchroniser) or trainer.checkpoint_callback is None:
+    if not isinstance(synchroniser, Synchroniser) or not group.ends_without_first(exception):
         return
-    if not group.ends_without_first(exception) or not synchroniser.go_back():
+    note_lost()
+    if trainer.checkpoint_callback is None or not synchroniser.go_back():
         return
     path = unplanned_path(trainer, "rescued")
     try:

@@ -65,6 +65,12 @@ def take_shares(checkpoint: dict[str, Any], size: int) -> tuple[int, ...] | None
     return None if noted is None or len(noted) != size else tuple(noted)
 
 
+def note_wave(checkpoint: dict[str, Any], wave: int | None) -> None:
+    """Writes W of who saves into ``checkpoint``: `launch/checkpoint_progress.py` counts waves by it."""
+    if wave is not None:
+        checkpoint.setdefault(_NOTE, {})["wave"] = wave
+
+
 def note_last_changes(checkpoint: dict[str, Any], changes: Sequence[Tensor | None]) -> None:
     """Writes into ``checkpoint`` what the last step has changed, where weights are predicted by it."""
     if changes:

@@ -19,9 +19,9 @@ from lightning_hetpipe.launch import supervision
 from lightning_hetpipe.lightning_private import is_fitting, is_last_batch
 from lightning_hetpipe.run.together import minibatches_per_step
 from lightning_hetpipe.server.process.notices import say
-from lightning_hetpipe.strategy.checkpoints import ReplacingCheckpointIO, explaining, local_folder
+from lightning_hetpipe.strategy.checkpoints import ReplacingCheckpointIO, explaining, local_folder, write
 from lightning_hetpipe.strategy.rescue import rescue
-from lightning_hetpipe.strategy.saved_states import add_states, note_shares, take_shares, take_state
+from lightning_hetpipe.strategy.saved_states import add_states, note_shares, note_wave, take_shares, take_state
 from lightning_hetpipe.strategy.virtual_workers import VirtualWorkers
 from lightning_hetpipe.workers.synchroniser import NoSynchroniser, Synchroniser
 
@@ -58,6 +58,7 @@ class SharedCheckpoints(VirtualWorkers):
             trainer = self.lightning_module.trainer
             goes_on_in = trainer.current_epoch + is_last_batch(trainer)
             note_shares(checkpoint, self._shared.shares, minibatches_per_step(trainer, goes_on_in))
+            note_wave(checkpoint, self._shared.wave)
         if not returning:
             super().save_checkpoint(checkpoint, filepath, storage_options)
             if self.is_global_zero and of_training:
@@ -111,10 +112,11 @@ class SharedCheckpoints(VirtualWorkers):
 
 
 def _write_for_returning(checkpoint: dict[str, Any], path: str | Path) -> None:
-    """Write ``checkpoint``; where there is no room for it, say so, as all others train on."""
+    """Write ``checkpoint``; where there is no room for it, leave nothing, and say so, as all others train on."""
     try:
-        ReplacingCheckpointIO().save_checkpoint(checkpoint, path)
+        write(checkpoint, path)
     except OSError as error:
+        os.truncate(path, 0)
         say(
             f"those that are ready to come back have to wait for another epoch: no file of the state that they need can"
             f" be written in {tempfile.gettempdir()} ({os.strerror(error.errno or 0)}); make room there, or set TMPDIR"

@@ -256,7 +256,7 @@ class VirtualWorkers(HostWeights):
         self._open_group()
         returning = None if self._group is None else self._group.seats.returning
         if returning is None:
-            return None
+            return servers.resumed_from()
         check_returning(getattr(self._launcher, "trainer", None), self.global_rank)
         return returning.checkpoint
 

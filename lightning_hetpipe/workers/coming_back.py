@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import io
 import json
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -36,6 +35,7 @@ from lightning_hetpipe.server.process.service import COORDINATOR_METHOD
 from lightning_hetpipe.server.process.sessions import SessionChannel
 from lightning_hetpipe.server.protocol.messages import Leave, encode
 from lightning_hetpipe.server.transport.interface import STATUS, CallRefused, Channel, Unreachable
+from lightning_hetpipe.workers.nameless_file import NamelessFile
 
 RECORD, STATE, SEATS = "record", "state", "seats"
 READY = "ready-"
@@ -115,7 +115,7 @@ class Returning:
         if not self.record.session:
             raise too_late(index)
         self._next = 0
-        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._file: NamelessFile | None = None
         self._state: dict[str, Any] = {}
 
     def answer(self, what: str) -> list[Any]:
@@ -161,9 +161,8 @@ class Returning:
     @property
     def checkpoint(self) -> Path:
         """The checkpoint to resume from, which is there after :meth:`await_state`."""
-        if self._folder is None:
-            self._folder = tempfile.TemporaryDirectory(prefix="hetpipe-")
-        return Path(self._folder.name, "state.ckpt")
+        self._file = self._file or NamelessFile()
+        return self._file.path
 
     @property
     def cut(self) -> int:
@@ -222,8 +221,8 @@ class Returning:
 
     def close(self) -> None:
         """Delete the checkpoint."""
-        if self._folder is not None:
-            self._folder.cleanup()
+        if self._file is not None:
+            self._file.close()
 
 
 class Reception:

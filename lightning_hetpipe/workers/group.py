@@ -25,7 +25,7 @@ from lightning_hetpipe.launch.wsp_settings import WSPSettings
 from lightning_hetpipe.server.process.client import Client
 from lightning_hetpipe.server.process.notices import NOTICE_AFTER, say
 from lightning_hetpipe.server.process.server_requests import ServersSilent, ServersUnheard
-from lightning_hetpipe.server.protocol.identifiers import COORDINATOR, PeerFailed
+from lightning_hetpipe.server.protocol.identifiers import COORDINATOR, FirstLost, PeerFailed
 from lightning_hetpipe.server.protocol.messages import Departed
 from lightning_hetpipe.workers.coming_back import CameTooLate, Returning, SeatMissed, status_of, too_late
 from lightning_hetpipe.workers.departures import Departures
@@ -416,7 +416,7 @@ class Group:
         if self.index == 0 or self._fit is None or (members := self._fit.member.commit_index) is None:
             return False
         child, silent = parent_watch.this_child(), isinstance(exception, ServersUnheard)
-        orphaned = child is not None and child.orphaned
+        orphaned = isinstance(exception.__cause__, FirstLost) or (child is not None and child.orphaned)
         lost = 0 in self._departures.lost or orphaned or (silent and self.settings.servers is None)
         left = [each.vw for each in members.members if each.vw and each.vw not in self._departures.lost]
         return lost and self.index == min(left, default=self.index)

@@ -98,9 +98,9 @@ class Seats:
     def offer(self, vws: Mapping[int, int], checkpoint: Path, cut: int, check: Callable[[], None]) -> list[int]:
         """On virtual worker 0: give the state to ``vws``, and wait until they ask for seats; gives those that do.
 
-        Without a ``checkpoint``, for which there may be no room, nobody gets anything.
+        With an empty ``checkpoint``, for which there may be no room, nobody gets anything.
         """
-        if self._reception is None or not checkpoint.exists():
+        if self._reception is None or not checkpoint.stat().st_size:
             return []
         self._reception.hand_over(checkpoint, vws, cut, self.agreed)
         return self._reception.await_askers([*vws], check)

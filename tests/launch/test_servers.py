@@ -6,6 +6,7 @@ import os
 import socket
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,9 +15,9 @@ from lightning.fabric.plugins.environments import LightningEnvironment, TorchEla
 
 from lightning_hetpipe import WSPCallback
 from lightning_hetpipe.errors import SettingError
-from lightning_hetpipe.launch import local_rendezvous, parent_watch, servers
+from lightning_hetpipe.launch import local_rendezvous, parent_watch, servers, supervision
 from lightning_hetpipe.launch.ranks import Rank, Role
-from lightning_hetpipe.server.protocol.identifiers import PeerFailed
+from lightning_hetpipe.server.protocol.identifiers import FirstLost, PeerFailed
 from lightning_hetpipe.server.transport.security import Security
 
 INSECURE = {"insecure": True}
@@ -224,13 +225,37 @@ def test_other_users_are_told_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     launch = f"ours-{os.getpid()}"
     rendezvous = local_rendezvous.LocalRendezvous(launch, {"secret": "open-sesame"})
     try:
-        assert local_rendezvous.ask(launch, 1.0) == {"secret": "open-sesame"}
+        met = local_rendezvous.ask(launch, 1.0)
+        assert met.variables == {"secret": "open-sesame"}
+        met.close()
         monkeypatch.setattr(local_rendezvous, "_user", lambda connection: os.getuid() + 1)
         with socket.socket(socket.AF_UNIX) as asking:
             asking.connect(local_rendezvous._name(launch))
             assert asking.recv(100) == b""
     finally:
         rendezvous.close()
+
+
+def test_who_has_met_the_first_process_learns_of_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Virtual worker 1, which a person has started, waited for its server until a timeout; nor was it asked to tell the
+    supervisor of what it saves, or told what the first one goes on from."""
+    environment = torchrun(monkeypatch, "watched")
+    ours, theirs = os.pipe()
+    monkeypatch.setenv(supervision.VARIABLE, f"{theirs}@/run/last.ckpt")
+    try:
+        found(rank(0, 1, 2, Role.FIRST), environment)
+        found(rank(1, 1, 2, Role.EXTERNAL), environment)
+        assert servers.resumed_from() == Path("/run/last.ckpt")
+        supervision.note_lost()
+        assert os.read(ours, 100) == b"\n"
+        assert servers.lost() is None
+        assert servers._rendezvous is not None
+        servers._rendezvous.close()
+        assert isinstance(servers.lost(), FirstLost)
+    finally:
+        monkeypatch.setattr(supervision, "_pipe", None)
+        for descriptor in (ours, theirs):
+            os.close(descriptor)
 
 
 def test_other_users_are_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,15 @@ from pathlib import Path
 import pytest
 
 from lightning_hetpipe.launch import supervision
-from lightning_hetpipe.launch.supervision import VARIABLE, RunSupervisor, can_supervise, note_saved, supervised
+from lightning_hetpipe.launch.supervision import (
+    VARIABLE,
+    RunSupervisor,
+    can_supervise,
+    note_saved,
+    own_number,
+    supervised,
+)
+from tests.launch.test_checkpoint_progress import saved
 
 PROGRAM = """
 import os, signal, subprocess, sys
@@ -62,6 +70,37 @@ if times == 1:
     (said,) = capfd.readouterr().err.splitlines()
     assert said.startswith("hetpipe: virtual worker 0 (process ")
     assert said.endswith(f"and the run is started again from {two} (no more restarts).")
+
+
+def test_it_goes_on_from_the_one_with_the_most_progress(tmp_path: Path) -> None:
+    ahead, straggler = saved(tmp_path / "ahead.ckpt", 1, 4), saved(tmp_path / "straggler.ckpt", 1, 2)
+    later = f"if times == 1: note_saved({ahead!r}); note_saved({straggler!r}); {DIES}"
+    assert supervise(tmp_path, later) == (0, ["", f"from {ahead}"])
+
+
+def test_who_is_lost_is_woken_and_who_is_no_first_one_starts_as_before(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """One that is stopped ends when it goes on; the others ask the first one what they go on from."""
+    what = f"""
+if times == 1:
+    note_saved({saved(tmp_path / "one.ckpt", 0, 1)!r})
+    child = os.fork()
+    if not child:
+        while open(f"/proc/{{os.getppid()}}/stat").read().rpartition(")")[2].split()[0] != "T":
+            pass
+        note_lost()
+        os._exit(0)
+    os.kill(os.getpid(), signal.SIGSTOP)
+    os._exit(75)
+"""
+    program = PROGRAM.replace("import note_saved", "import note_lost, note_saved")
+    command = [sys.executable, "-c", program + what, str(tmp_path)]
+    assert RunSupervisor(command, str(ROOT), 1, lambda path: ["from", path], vw=2).run() == 0
+    assert (tmp_path / "runs").read_text().splitlines() == ["", ""]
+    (said,) = capfd.readouterr().err.splitlines()
+    assert said.startswith("hetpipe: virtual worker 2 (process ")
+    assert said.endswith("ended with exit code 75, and is started again (no more restarts).")
 
 
 def test_it_is_started_again_so_often_and_ends_as_it_died(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -136,7 +175,15 @@ def test_who_is_supervised_or_numbered_supervises_nobody(monkeypatch: pytest.Mon
     monkeypatch.setattr(supervision, "_pipe", None)
     for name in supervision._NUMBERED:
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
     assert can_supervise()
+    assert own_number() == 0
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    assert can_supervise(), "a person has started it, beside others"
+    assert own_number() == 2
+    monkeypatch.setattr(supervision, "this_child", lambda: object())
+    assert not can_supervise()
+    monkeypatch.setattr(supervision, "this_child", lambda: None)
     monkeypatch.setenv("RANK", "0")
     assert not can_supervise()
     monkeypatch.delenv("RANK")

@@ -641,8 +641,8 @@ MUTATIONS = (
         "checkpoints",
         "a save that is killed leaves half a checkpoint",
         "strategy/checkpoints.py",
-        'FileIO(beside, "w")',
-        'FileIO(place, "w")',
+        "write(checkpoint, beside)",
+        "write(checkpoint, place)",
         ("tests/parity/test_interrupted_save.py",),
     ),
     Mutation(

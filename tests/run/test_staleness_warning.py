@@ -194,7 +194,8 @@ def test_it_can_be_silenced_as_the_docs_say() -> None:
     ],
 )
 def test_virtual_workers_add_to_both(size: int, in_flight: int, wsp: dict[str, Any], wave: int, part: str) -> None:
-    group: Any = SimpleNamespace(size=size, settings=SimpleNamespace(**{"clock_distance": 0, "aggregate": "sum"} | wsp))
+    settings = {"clock_distance": 0, "aggregate": "sum", "update_dtype": None} | wsp
+    group: Any = SimpleNamespace(size=size, settings=SimpleNamespace(**settings))
     module = Trained(sgd())
     trainer: Any = SimpleNamespace(
         accumulate_grad_batches=1,

@@ -3,7 +3,8 @@
 An address: {"vw": 1, "room": "fit-1", "message": "StageUpdate", "nth": 2, "when": "middle", "what": "server"};
 without "nth" it is every one. With "once": "pushed" it happens when the other virtual workers have pushed their updates
 of the wave, with "wait", when they wait at a cut, with "held", when the first one is held. With "mark": a path, it
-happens where no such file is, and makes it: in the first of several processes of a virtual worker. The middle of a
+happens where no such file is, and makes it: in the first of several processes of a virtual worker. With "follows": the
+mark of another fault, messages count from when that has happened. The middle of a
 message is half-way through its body, which then goes by gRPC; with "shared" it is when the other side has been told
 where in shared memory the body lies.
 """
@@ -13,6 +14,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,8 +23,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from lightning.fabric.plugins.environments import LightningEnvironment
+
 from lightning_hetpipe.launch import parent_watch
 from lightning_hetpipe.launch import servers as servers_of_launch
+from lightning_hetpipe.launch.launcher import LEFT_OUT
+from lightning_hetpipe.launch.local_rendezvous import ask
 from lightning_hetpipe.launch.servers import COORDINATOR, TOKEN
 from lightning_hetpipe.server.protocol.messages import decode
 from lightning_hetpipe.server.transport import grpc_channel
@@ -102,7 +109,7 @@ def do(what: str) -> None:
     server: the server is killed. servers: all servers of the launch are. kill, stop: this virtual worker is. servers
     and kill: both. hold: the first one waits until it is alone. kill others: those of the first one are. continue:
     those of the first one that were stopped go on; continue others: and to their end. garbage: the server gets all that
-    makes no sense.
+    makes no sense. join 2: somebody starts virtual worker 2 by hand, who sees to it from then on.
     """
     match what:
         case "server":
@@ -127,9 +134,58 @@ def do(what: str) -> None:
                 os.kill(pid, signal.SIGCONT)
         case "garbage":
             told = parent_watch.launcher_variables()
+            if not told:
+                told = ask(servers_of_launch._launch_of(LightningEnvironment()), PATIENCE).variables
             assert annoy(told[COORDINATOR], Security(token=told[TOKEN]), "fit-1") > 100
+        case _ if what.startswith("join "):
+            joined.append(Joined(int(what.removeprefix("join "))))
         case _:
             raise ValueError(what)
+
+
+class Joined:
+    """Virtual worker ``vw``, which the first one's process starts as somebody by hand would, in a seat that is free.
+
+    It is started again where it was killed, or has ended with :data:`LEFT_OUT`, for as long as the first one trains.
+    """
+
+    def __init__(self, vw: int) -> None:
+        self.vw = vw
+        self._over = False
+        self._starting = threading.Lock()
+        self._process = self._start()
+        self._thread = threading.Thread(target=self._see_to_it, name=f"test-joined-{vw}", daemon=True)
+        self._thread.start()
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", "tests.wsp.worker", *sys.argv[1:]]
+        return subprocess.Popen(command, env={**os.environ, "LOCAL_RANK": str(self.vw)}, start_new_session=True)
+
+    def _see_to_it(self) -> None:
+        again = True
+        while again:
+            code = self._process.wait()
+            with self._starting:
+                again = not self._over and code in (-signal.SIGKILL, LEFT_OUT)
+                if again:
+                    self._process = self._start()
+
+    @property
+    def lives(self) -> bool:
+        """True while it may take part, now or later."""
+        return self._thread.is_alive()
+
+    def end(self) -> int:
+        """Wait for its end, when training is over; gives its exit code."""
+        with self._starting:
+            self._over = True
+        self._process.send_signal(signal.SIGCONT)
+        self._thread.join()
+        return self._process.wait()
+
+
+joined: list[Joined] = []
+"""Those that have come to this process, the first one of its launch."""
 
 
 def strike(fault: Mapping[str, Any]) -> None:
@@ -145,6 +201,7 @@ class Injector:
     def __init__(self, vw: int, faults: Sequence[dict[str, Any]]) -> None:
         self._faults = [fault for fault in faults if fault["vw"] == vw]
         self._counts: dict[tuple[str, str], int] = {}
+        self._before: dict[int, int] = {}  # messages that do not count yet, by fault
         self._lock = threading.Lock()
 
     def of(self, method: str, header: bytes) -> dict[str, Any] | None:
@@ -153,8 +210,13 @@ class Injector:
         message = type(decode(header)).__name__
         with self._lock:
             nth = self._counts[room, message] = self._counts.get((room, message), 0) + 1
-        for fault in self._faults:
-            if (fault["room"], fault["message"], fault.get("nth", nth)) == (room, message, nth):
+        for index, fault in enumerate(self._faults):
+            if (fault["room"], fault["message"]) != (room, message):
+                continue
+            if "follows" in fault and not Path(fault["follows"]).exists():
+                self._before[index] = nth
+                continue
+            if fault.get("nth", nth) == nth - self._before.get(index, 0):
                 if "mark" in fault and Path(fault["mark"]).exists():
                     continue
                 if "mark" in fault:

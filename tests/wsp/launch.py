@@ -24,7 +24,7 @@ MARK = "HETPIPE_TEST_FOLDER"
 
 @dataclass
 class Job:
-    """Arguments of ``tests.wsp.worker``."""
+    """Arguments of ``tests.wsp.worker``, and the seconds after which it hangs."""
 
     folder: Path
     task: str = "mlp"
@@ -32,9 +32,10 @@ class Job:
     stages: Any = 2
     in_flight: Any = 3
     more: dict[str, Any] = field(default_factory=dict)
+    seconds: float = SECONDS
 
     def text(self) -> str:
-        told = {name: value for name, value in vars(self).items() if name != "more"}
+        told = {name: value for name, value in vars(self).items() if name not in ("more", "seconds")}
         return json.dumps({**told, "folder": str(self.folder), "lengths": list(self.lengths), **self.more})
 
     def command(self) -> list[str]:
@@ -57,7 +58,7 @@ def start(*jobs: Job, **variables: str) -> subprocess.CompletedProcess[str]:
     """
     command = [*jobs[0].command(), *(job.text() for job in jobs[1:])]
     environment = {**os.environ, **variables, MARK: str(jobs[0].folder)}
-    seconds = SECONDS * len(jobs)
+    seconds = sum(job.seconds for job in jobs)
     try:
         return subprocess.run(
             command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=seconds, check=False

@@ -16,6 +16,7 @@ from tests.support.equality import assert_same
 from tests.wsp.faults import until
 from tests.wsp.launch import MARK, ROOT, SECONDS, Job, free_port, left_behind
 from tests.wsp.membership import check_recorded, epochs_of
+from tests.wsp.pushed import check_sum
 from tests.wsp.test_plans import planned, ran
 from tests.wsp.worker import task_of
 
@@ -109,6 +110,39 @@ def test_a_third_one_joins_while_another_is_lost(tmp_path: Path) -> None:
     assert "virtual worker 2 has joined, and takes part from epoch 1 on" in first[2]
     assert "this run went on without virtual worker 1, which died by SIGKILL" in first[2]
     assert check(job) == [{0: 3, 1: 2}, {0: 3, 2: 3}, {0: 3, 2: 3}]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("distance", [1, 3])
+def test_with_a_clock_distance_each_update_counts_once(distance: int, tmp_path: Path) -> None:
+    """That is so of those that join, too; at the end all hold the same weights."""
+    job = elastic(tmp_path, 1, 3, awaits={"0": 2}, pushed=True, wsp={"clock_distance": distance})
+    with Processes(job) as processes:
+        processes.start()
+        processes.await_beginning()
+        processes.start(LOCAL_RANK=2)
+        processes.start(LOCAL_RANK=1)
+        ends = processes.finished()
+    assert left_behind(job) == []
+    assert [code for code, *_ in ends] == [0, 0, 0], "".join(said for *_, said in ends)
+    found = job.written()
+    assert [len(each["outputs"]) for each in found] == [15, 10, 10]
+    check_sum(found, later=[1, 2])
+    for each in found[1:]:
+        assert_same(found[0]["end"].weights, each["end"].weights)
+
+
+@pytest.mark.slow
+def test_with_a_clock_distance_one_joins_while_another_is_lost(tmp_path: Path) -> None:
+    """All that are left hold the same weights at the end."""
+    kill = {"vw": 1, "room": "fit-1", "message": "Pushed", "nth": 2, "when": "after", "what": "kill"}
+    job = elastic(tmp_path, 2, 3, awaits={"0": 1}, faults=[kill], pushed=True, wsp={"clock_distance": 2})
+    first, third = one_later(job, LOCAL_RANK=2)
+    assert (first[0], third[0]) == (1, 0), first[2] + third[2]
+    assert "virtual worker 2 has joined, and takes part from epoch 1 on" in first[2]
+    found = [each for each in job.written_so_far() if each is not None]
+    assert [len(each["outputs"]) for each in found] == [15, 10]
+    assert_same(found[0]["end"].weights, found[1]["end"].weights)
 
 
 @pytest.mark.slow

@@ -8,53 +8,76 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.wsp.launch import Job, left_behind, start
+from tests.wsp.launch import Job, free_port, left_behind, start
 from tests.wsp.lost_time import decisions_of, lost_time, strikes_of, summary
 from tests.wsp.membership import check_recorded, epochs_of
 
 FAULTS = 10
 WORKERS = 3
 EPOCHS = 10
+SECONDS = 1200.0
+"""After which a run hangs: several times what it takes on two busy cores."""
 SEEDS = range(50)
 IN_CI = {0: 3}
 """Seeds of the runs that are made each time, with fewer faults."""
 
-BEFALL = ("Pushed", "StageUpdate", "Read", "Pull", "Pulled", "Arrive", "Gather", "Fetch", "Heartbeat")
+BEFALL = ("Pushed", "StageUpdate", "Read", "Pull", "Pulled", "Arrive", "Gather", "Fetch")
 WITH_BODY = ("StageUpdate", "Read")
 
 
-def drawn(seed: int, number: int, folder: Path) -> list[dict[str, Any]]:
-    """Faults by address: each befalls the first process that comes there."""
+def drawn(seed: int, number: int, folder: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Faults by address, each of which befalls the first process that comes there; and joins of virtual workers.
+
+    Those of one virtual worker come one after the other. Those that join are the last ones: the others are enough for
+    the run to begin.
+    """
     draw = random.Random(seed)
+    last: dict[int, str] = {}
+
+    def fault(name: str, what: str, vws: Sequence[int]) -> dict[str, Any]:
+        vw, message = draw.choice(vws), draw.choice(BEFALL)
+        when = draw.choice(["before", "after", "middle"] if message in WITH_BODY else ["before", "after"])
+        told: dict[str, Any] = {
+            "vw": vw,
+            "room": "fit-1",
+            "message": message,
+            "nth": draw.randrange(1, 5),
+            "when": when,
+            "what": what,
+        }
+        told |= {"mark": str(folder / name), **({"follows": last[vw]} if vw in last else {})}
+        last[vw] = told["mark"]
+        return told
+
+    joining = range(draw.randint(1, WORKERS), WORKERS)
+    joins = [{**fault(f"join {vw}", f"join {vw}", [0]), "when": "before"} for vw in joining]
     faults = []
     for index in range(number):
         what = draw.choice(["kill", "kill", "kill", "server", "server", "garbage", "stop"])
-        message = draw.choice(BEFALL[:-1])
-        vw = draw.randrange(WORKERS) if what == "server" else draw.randrange(1, WORKERS)
-        when = draw.choice(["before", "after", "middle"] if message in WITH_BODY else ["before", "after"])
-        nth = draw.randrange(2, 4 * EPOCHS // 2)
-        fault = {"vw": vw, "room": "fit-1", "message": message, "nth": nth, "when": when, "what": what}
-        faults.append({**fault, "mark": str(folder / f"fault {index}")})
-    return faults
+        faults.append(fault(f"fault {index}", what, range(what != "server", WORKERS)))
+    return faults, joins
 
 
 def soak(folder: Path, seed: int, number: int) -> tuple[Job, str]:
+    faults, joins = drawn(seed, number, folder)
     told = {
-        "faults": drawn(seed, number, folder),
+        "faults": [*faults, *joins],
         "wsp": {"lease": 6.0, "restarts": number},
         "awaits": "all",
         "log": str(folder / "decisions"),
         "trainer": {"max_epochs": EPOCHS},
         "timeout": 120,
     }
-    job = Job(folder, "by epoch", lengths=(5,) * WORKERS, in_flight=2, more=told)
-    done = start(job)
+    if joins:
+        told["virtual_workers"] = [WORKERS - len(joins), WORKERS]
+    job = Job(folder, "by epoch", lengths=(5,) * WORKERS, in_flight=2, more=told, seconds=SECONDS)
+    done = start(job, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
     assert done.returncode in (0, 1), (done.returncode, done.stderr)  # 1 where one had not come back in the end
     assert left_behind(job) == [], done.stderr
     assert (folder / "0.pt").exists(), done.stderr
@@ -75,7 +98,7 @@ def test_a_run_with_faults_ends_exact(
     check_recorded(job, job.written_so_far(), parts, 2)
     waits = tmp_path / "waits"
     held = [(begin, end) for begin, end in map(json.loads, waits.read_text().splitlines())] if waits.exists() else []
-    strikes = strikes_of(drawn(seed, number, tmp_path))
+    strikes = strikes_of(drawn(seed, number, tmp_path)[0])
     lost = lost_time(decisions_of(tmp_path / "decisions"), strikes, WORKERS, held=held)
     told = [(each.what, each.seconds) for each in lost]
     print(f"seed {seed}:", summary(told))

@@ -128,7 +128,8 @@ class Waits(L.Callback):
     """Has virtual worker 0 wait, in the last minibatch of an epoch, until others are ready to come back.
 
     Args:
-        epochs: How many are to be ready, by epoch; "all": in each those that do not take part, if they come in time.
+        epochs: How many are to be ready, by epoch; "all": in each those that have come so far and do not take part, if
+            they come in time.
         group: Gives the group.
         folder: Where "all" notes when it waited, in a file "waits".
     """
@@ -149,8 +150,16 @@ class Waits(L.Callback):
         faults.do("continue")
         began = time.time()
         members = {member.vw for member in group.weights.member.commit_index.members}
+        strategy = trainer.strategy
+        assert isinstance(strategy, HetPipeStrategy)
+        launched = set(range(strategy._rank.started))
+
+        def there() -> bool:
+            here: set[int] = members | group.seats.ready().keys()
+            return here >= launched | {each.vw for each in faults.joined if each.lives}
+
         with suppress(AssertionError):  # some may not come any more
-            faults.until(lambda: members | group.seats.ready().keys() == set(range(group.size)), "some are missing")
+            faults.until(there, "some are missing")
         with self.path.open("a") as file:
             print(json.dumps([began, time.time()]), file=file)
 
@@ -408,6 +417,8 @@ def main(job: dict[str, Any]) -> None:
         },
         Path(job["folder"]) / f"{worker}.pt",
     )
+    for joined in faults.joined:
+        print(f"virtual worker {joined.vw}, which has joined, ended with {joined.end()}", file=sys.stderr)
     if ended is not None:
         raise ended
     if "lasts" in job:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -34,6 +32,7 @@ from lightning_hetpipe.run.missed_data import EpochShare, MissedData
 from lightning_hetpipe.run.preemption import LEAVES, NOTHING, Preemption
 from lightning_hetpipe.run.together import check_batches, check_shares, minibatches_per_step
 from lightning_hetpipe.server.process.notices import say
+from lightning_hetpipe.workers.nameless_file import NamelessFile
 from lightning_hetpipe.workers.shared_data import deal_among, let_be_long
 from lightning_hetpipe.workers.synchroniser import Computing, Synchroniser
 
@@ -279,15 +278,14 @@ class WavesAndCuts(Extension):
 
     def _readmit(self, coming: Mapping[int, int]) -> None:
         trainer, group = self._trainer, self._synchroniser.group
-        with self._pausing(), tempfile.TemporaryDirectory(prefix="hetpipe-") as folder:
-            checkpoint = Path(folder, "state.ckpt")
+        with self._pausing(), NamelessFile() as file:
             group.seats.agreed[LOADERS] = loaders_made(trainer)
             metrics = trainer.callback_metrics.items()
             group.seats.agreed[METRICS] = [(name, torch.as_tensor(value).cpu()) for name, value in metrics]
-            self._synchroniser.save_for_returning(checkpoint)
+            self._synchroniser.save_for_returning(file.path)
             with self._synchronising():
                 # Live weights stay as they are: what hooks have changed is shared when the epoch begins.
-                back = group.readmit(coming, checkpoint, self._number(0))
+                back = group.readmit(coming, file.path, self._number(0))
         for vw in back:
             how = "come back" if vw in self._known else "joined"
             rank_zero_info(f"virtual worker {vw} has {how}, and takes part from epoch {trainer.current_epoch} on")

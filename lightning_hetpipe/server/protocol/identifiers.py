@@ -106,6 +106,13 @@ class PeerFailed(Exception):
     """Another VW has failed, and all must end; the message says which, and why."""
 
 
+class FirstLost(PeerFailed):
+    """The process of VW 0 has ended without a word; others of its machine may be started again, as it may be."""
+
+    def __init__(self) -> None:
+        super().__init__("VW 0 is lost: its process has ended")
+
+
 @dataclass(frozen=True, order=True)
 class UpdateId:
     """Identifier of an update; the updates of a VW are added in this order. A clock of -1 stands for none."""

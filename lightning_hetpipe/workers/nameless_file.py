@@ -1,0 +1,31 @@
+"""A file without a name, which goes with the process that has opened it, however that ends."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from types import TracebackType
+
+
+class NamelessFile:
+    """An empty file in the system's folder for temporary ones, for code that wants a path."""
+
+    def __init__(self) -> None:
+        self._file = tempfile.TemporaryFile(prefix="hetpipe-")  # noqa: SIM115
+
+    @property
+    def path(self) -> Path:
+        """The path by which this process opens it."""
+        return Path("/dev/fd", str(self._file.fileno()))
+
+    def close(self) -> None:
+        """Delete it."""
+        self._file.close()
+
+    def __enter__(self) -> NamelessFile:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
