@@ -33,7 +33,13 @@ from lightning_hetpipe.placement.measuring import (
     profiled,
 )
 from lightning_hetpipe.placement.progress import Bar, hidden
-from lightning_hetpipe.placement.split_groups import as_planned, chosen_groups, planned_groups, shared_out
+from lightning_hetpipe.placement.split_groups import (
+    as_planned,
+    chosen_groups,
+    parts_of,
+    planned_groups,
+    shared_groups,
+)
 from lightning_hetpipe.planning.model.catalogue import canonical
 from lightning_hetpipe.planning.model.cluster import DeviceSlot
 from lightning_hetpipe.planning.model.estimate import Estimate, StageEstimate, estimate
@@ -45,7 +51,7 @@ from lightning_hetpipe.planning.plan.document import Plan
 from lightning_hetpipe.planning.plan.profile_cache import ProfileCache
 from lightning_hetpipe.planning.search.advice import ways_out
 from lightning_hetpipe.planning.search.choice import Choice, best_plan
-from lightning_hetpipe.planning.search.grouped_plans import plan_with_groups
+from lightning_hetpipe.planning.search.grouped_plans import plan_with_groups, plan_with_shares
 from lightning_hetpipe.planning.search.split_points import partition, split_points_in_order, stage_times
 from lightning_hetpipe.rules.versions import STASH, Versions, WeightPolicy
 
@@ -65,6 +71,8 @@ class Decision:
         planned: Memory of each stage; none where nothing was planned, or devices are emulated.
         weights: The weight policy.
         groups: The devices of each stage that has several.
+        at: Decides anew for an Nm and a weight policy, as that Nm was searched for; None where any other Nm leaves
+            stages as they are.
     """
 
     split_points: tuple[int, ...]
@@ -77,6 +85,7 @@ class Decision:
     planned: Sequence[PlannedMemory] = ()
     weights: WeightPolicy = STASH
     groups: Mapping[int, DeviceGroup] = field(default_factory=dict)
+    at: Callable[[int, WeightPolicy], Decision] | None = field(default=None, repr=False, compare=False)
 
 
 Decide = Callable[[ProfilingInput, Sequence[WeightPolicy]], Decision]
@@ -159,6 +168,17 @@ class Planner:
         if self.even:
             return self._divide_equally(profiling)
         profile, factor = self._profile(profiling)
+        decision = self._searched(profile, factor, profiling)
+
+        def at(in_flight: int, weights: WeightPolicy) -> Decision:
+            found = replace(self, in_flight=in_flight, weights=weights)._searched(profile, factor, profiling)
+            return replace(
+                found, explanation=[*found.explanation, "another virtual worker asked for so many in flight"]
+            )
+
+        return replace(decision, at=at) if self.in_flight == "auto" else decision
+
+    def _searched(self, profile: Profile, factor: float, profiling: ProfilingInput) -> Decision:
         found = self._search(profile, profiling)
         return self._estimated(found, profile, factor, self._reasons(found, profiling))
 
@@ -227,9 +247,10 @@ class Planner:
             f"because no other split makes the slowest stage faster (stage {slowest}: {1000 * times[slowest]:.3g} ms"
             f" for a minibatch), and {why}"
         )
-        if self.split and self.split != "auto":
-            homes, groups = shared_out(self.split, stages, slots, self.placement)
-            return in_groups(self._decision(homes, first, in_flight, times, names, why), groups)
+        if self._shares:
+            parts = parts_of(self._shares, stages, self.placement)
+            decision = self._decision([part[0] for part in parts], first, in_flight, times, names, why)
+            return in_groups(decision, shared_groups(parts, self._shares, self.placement))
         decision = self._decision(place(stages, slots), first, in_flight, times, names, why)
         if stages > 1 and self.placement.limits:
             return self._within_memory(decision, seconds, profiling)
@@ -279,7 +300,7 @@ class Planner:
             self.precision,
             self.cache,
             self.bar,
-            with_widths=self.split == "auto",
+            with_widths=bool(self.split),
         )
         devices = [slot.device for slot in placement.cluster.slots]
         if not placement.emulated:
@@ -300,21 +321,31 @@ class Planner:
         stages = None
         if self.stages != "auto":
             stages = stage_count(self.stages, len(cluster.slots), len(profile.layers))
-            if stages > len(cluster.slots):
+            if stages > len(cluster.slots) and not self._shares:
                 return self._shared(profile, profiling, stages)
         asked = None if self.in_flight == "auto" else self.in_flight
         choice = self._best_plan(profile, profiling, asked, stages)
-        if not choice.fits:
-            is_other = stages is not None and self._best_plan(profile, profiling, asked).fits
-            other = ["stages='auto'"] if is_other else []
+        if _lacking(choice.stages):
+            other = ["other shares in split"] if self._shares else []
+            if stages is not None and not self._shares and self._best_plan(profile, profiling, asked).fits:
+                other = ["stages='auto'"]
             raise self._unfit(choice, [*other, *ways_out(choice)], profile)
         return choice
+
+    @property
+    def _shares(self) -> Mapping[int, Sequence[float]]:
+        """The shares of :attr:`split`."""
+        return {} if self.split == "auto" else self.split
 
     def _best_plan(
         self, profile: Profile, profiling: ProfilingInput, in_flight: int | None, stages: int | None = None
     ) -> Choice:
         with self.bar("searching for a plan", None) as tick:
-            search = plan_with_groups if self.split == "auto" else best_plan
+            search: Callable[..., Choice] = plan_with_groups if self.split == "auto" else best_plan
+            if self._shares and stages is not None:
+                parts = parts_of(self._shares, stages, self.placement)
+                shares = {parts[stage]: own for stage, own in self._shares.items()}
+                search = partial(plan_with_shares, parts=parts, shares=shares)
             return search(
                 profile,
                 self.placement.cluster,
@@ -400,7 +431,10 @@ class Planner:
             reasons.append(emulated_speeds.described(profile, placement.cluster, factor))
         names, times = [layer.name for layer in profile.layers], [stage.times.total for stage in stages]
         decision = self._decision(slots, first, found.in_flight, times, names, *reasons)
-        decision = in_groups(decision, chosen_groups(stages, placement))
+        groups = chosen_groups(stages, placement)
+        if self._shares:
+            groups = shared_groups(parts_of(self._shares, len(stages), placement), self._shares, placement)
+        decision = in_groups(decision, groups)
         return decision if placement.emulated else replace(decision, planned=_planned(found))
 
     def _decision(
@@ -458,6 +492,7 @@ def _lacking(stages: Sequence[StageEstimate]) -> dict[DeviceSlot, int]:
     """Bytes that devices lack, of which several stages may share one."""
     taken: dict[DeviceSlot, int] = {}
     for stage in stages:
-        taken[stage.slot] = taken.get(stage.slot, 0) + stage.memory.total
+        for slot, nbytes in stage.taken.items():
+            taken[slot] = taken.get(slot, 0) + nbytes
     limits = ((slot, slot.device.memory) for slot in taken)
     return {slot: taken[slot] - limit for slot, limit in limits if limit is not None and taken[slot] > limit}

@@ -216,7 +216,9 @@ class FirstMinibatch(Extension):
         settings, layers = self._settings, [layer for piece in watch.pieces for layer in piece.layers]
         every = self._trainer.accumulate_grad_batches
         in_flight, weights = self._synchroniser.agree(decision.in_flight, decision.weights, every)
-        decision = replace(decision, weights=weights)
+        if decision.at is not None and in_flight != decision.in_flight:
+            decision = decision.at(in_flight, weights)  # there may be no room for so many, or a plan that is faster
+        decision = replace(decision, weights=weights, at=None)
         versions = Versions(decision.weights, in_flight, every)
         versions.check(self._synchroniser.wave)
         check_resumed(settings.resumed, in_flight)

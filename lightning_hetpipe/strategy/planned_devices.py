@@ -64,7 +64,6 @@ class PlannedDevices(SharedCheckpoints):
         workers = workers if self.plan is None else len(self.plan.virtual_workers)
         settings.check_platform(workers, sys.platform)
         self.split = split_setting.shares(split, self.plan)
-        split_setting.check_workers(self.split, workers != 1)
         if self.split and self.split != "auto" and stages == "auto":
             stages = 1 + max(self.split)
         self._stages = settings.stage_counts(stages, workers)
@@ -82,7 +81,6 @@ class PlannedDevices(SharedCheckpoints):
             )
         elif self.cluster is not None:
             settings.check_cluster(settings.most_workers(self.virtual_workers))
-        split_setting.check(bool(self.split) and self.split != "auto", cluster=self.cluster is not None)
         self._emulation = Emulation(())
 
     @property
@@ -189,9 +187,8 @@ class PlannedDevices(SharedCheckpoints):
     def _planner(self) -> Planner:
         """Planner of a fit that begins; what it decides to emulate is told to ``_emulation``, which is new then."""
         placement = self._placement()
-        split_setting.check_workers(self.split, self._group is not None)
         even = self.plan is None and self.cluster is None and (placement.is_even or self._group is not None)
-        even = (even or bool(self.split)) and self.split != "auto"
+        even = (even or (bool(self.split) and self.cluster is None)) and self.split != "auto"
         assert self.lightning_module is not None
         self._emulation = Emulation(())
         trainer = self.lightning_module.trainer

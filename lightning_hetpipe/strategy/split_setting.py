@@ -71,16 +71,3 @@ def check(groups: bool, **settings: bool) -> None:
                 f"{name} is set, and cannot be had yet for stages on several devices (split, or a plan with groups);"
                 f" leave {name} out, or give each stage one device"
             )
-
-
-def check_workers(value: Any, several: bool) -> None:
-    """Refuse ``split="auto"`` for ``several`` virtual workers.
-
-    Raises:
-        SettingError: that says what to set instead.
-    """
-    if value == "auto" and several:
-        raise SettingError(
-            "split='auto' joins devices of one virtual worker, and there are several; give shares, such as"
-            " split={0: [2, 1]}, or a plan with groups"
-        )
