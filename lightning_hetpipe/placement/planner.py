@@ -12,16 +12,15 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Literal
 
-import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_hetpipe.capture.profiling import ProfilingInput
 from lightning_hetpipe.emulation import Emulation
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.pipeline.memory import PlannedMemory
-from lightning_hetpipe.pipeline.split.member_pool import DeviceGroup
 from lightning_hetpipe.pipeline.stage import BeforePass
 from lightning_hetpipe.placement import emulated_speeds
+from lightning_hetpipe.placement.decision import Decision
 from lightning_hetpipe.placement.device_placement import DevicePlacement
 from lightning_hetpipe.placement.layout import place, stage_count
 from lightning_hetpipe.placement.measuring import (
@@ -54,43 +53,6 @@ from lightning_hetpipe.planning.search.choice import Choice, best_plan
 from lightning_hetpipe.planning.search.grouped_plans import plan_with_groups, plan_with_shares
 from lightning_hetpipe.planning.search.split_points import partition, split_points_in_order, stage_times
 from lightning_hetpipe.rules.versions import STASH, Versions, WeightPolicy
-
-
-@dataclass(frozen=True)
-class Decision:
-    """Division of layers into stages, their devices, and how many minibatches are in flight.
-
-    Attributes:
-        split_points: The first layer of each stage.
-        devices: Of each stage.
-        in_flight: Nm.
-        times: Seconds of each stage for one minibatch, forward and backward; 0 where nothing was measured.
-        explanation: For the user, a line each.
-        names: Of each stage's device, where others were declared than torch's.
-        emulated: Whether stages take as long as the devices ``names``, which are not here.
-        planned: Memory of each stage; none where nothing was planned, or devices are emulated.
-        weights: The weight policy.
-        groups: The devices of each stage that has several.
-        at: Decides anew for an Nm and a weight policy, as that Nm was searched for; None where any other Nm leaves
-            stages as they are.
-    """
-
-    split_points: tuple[int, ...]
-    devices: Sequence[torch.device]
-    in_flight: int
-    times: list[float]
-    explanation: Sequence[str] = ()
-    names: Sequence[str] | None = None
-    emulated: bool = False
-    planned: Sequence[PlannedMemory] = ()
-    weights: WeightPolicy = STASH
-    groups: Mapping[int, DeviceGroup] = field(default_factory=dict)
-    at: Callable[[int, WeightPolicy], Decision] | None = field(default=None, repr=False, compare=False)
-
-
-Decide = Callable[[ProfilingInput, Sequence[WeightPolicy]], Decision]
-"""Function that makes the decision once the first minibatch has shown the layers, for the first of these weight
-policies that devices have room for."""
 
 
 @dataclass(frozen=True)
@@ -203,18 +165,18 @@ class Planner:
                 raise self._unfit(found, ["a plan for what is trained here"], profile)
             groups = planned_groups(plan, self.placement)
             found = as_planned(found, plan.virtual_workers[0], groups, factor)
-            return in_groups(self._estimated(found, profile, factor, why), groups)
+            return self._estimated(found, profile, factor, why).in_groups(groups)
         types, kinds = self.placement.types, dict.fromkeys(slot.device.name for slot in slots)
         seconds = {name: layer_seconds(profiling, types[name], self.bar) for name in kinds}
         times = [
             sum(seconds[slot.device.name][start:after]) / slot.device.speed
             for slot, start, after in zip(slots, first, [*first[1:], len(names)], strict=True)
         ]
-        decision = self._decision(slots, first, plan.in_flight, times, names, why)
+        decision = Decision.of(self.placement, self.weights, slots, first, plan.in_flight, times, names, why)
         planned = [
             PlannedMemory(stage.memory_bytes, stage.memory_limit_bytes) for stage in plan.virtual_workers[0].stages
         ]
-        return in_groups(replace(decision, planned=planned), planned_groups(plan, self.placement))
+        return replace(decision, planned=planned).in_groups(planned_groups(plan, self.placement))
 
     def _check_copies(self, plan: Plan) -> None:
         """Refuse to keep more copies of the weights than ``plan`` has room for."""
@@ -249,9 +211,10 @@ class Planner:
         )
         if self._shares:
             parts = parts_of(self._shares, stages, self.placement)
-            decision = self._decision([part[0] for part in parts], first, in_flight, times, names, why)
-            return in_groups(decision, shared_groups(parts, self._shares, self.placement))
-        decision = self._decision(place(stages, slots), first, in_flight, times, names, why)
+            homes = [part[0] for part in parts]
+            decision = Decision.of(self.placement, self.weights, homes, first, in_flight, times, names, why)
+            return decision.in_groups(shared_groups(parts, self._shares, self.placement))
+        decision = Decision.of(self.placement, self.weights, place(stages, slots), first, in_flight, times, names, why)
         if stages > 1 and self.placement.limits:
             return self._within_memory(decision, seconds, profiling)
         return decision if stages > 1 else replace(decision, explanation=())
@@ -430,43 +393,12 @@ class Planner:
             self.emulation.begin(emulated_speeds.pads(stages), slots)
             reasons.append(emulated_speeds.described(profile, placement.cluster, factor))
         names, times = [layer.name for layer in profile.layers], [stage.times.total for stage in stages]
-        decision = self._decision(slots, first, found.in_flight, times, names, *reasons)
+        decision = Decision.of(self.placement, self.weights, slots, first, found.in_flight, times, names, *reasons)
         groups = chosen_groups(stages, placement)
         if self._shares:
             groups = shared_groups(parts_of(self._shares, len(stages), placement), self._shares, placement)
-        decision = in_groups(decision, groups)
+        decision = decision.in_groups(groups)
         return decision if placement.emulated else replace(decision, planned=_planned(found))
-
-    def _decision(
-        self,
-        slots: Sequence[DeviceSlot],
-        first: Sequence[int],
-        in_flight: int,
-        times: list[float],
-        layers: Sequence[str],
-        *why: str,
-    ) -> Decision:
-        placement = self.placement
-        where = [placement.name(slot) for slot in slots]
-        stages = ", ".join(f"{device} from {layers[start]}" for device, start in zip(where, first, strict=True))
-        if placement.emulated:
-            where = [f"{each} (emulated)" for each in where]
-        return Decision(
-            tuple(first),
-            [placement.device(slot) for slot in slots],
-            in_flight,
-            times,
-            [f"HetPipe: stages on {stages}; {self.weights.told(in_flight)}", *why],
-            where if placement.declared else None,
-            placement.emulated,
-            weights=self.weights,
-        )
-
-
-def in_groups(decision: Decision, groups: Mapping[int, DeviceGroup]) -> Decision:
-    """``decision`` with ``groups`` of devices for some of its stages."""
-    lines = [f"stage {stage} is divided among {group}" for stage, group in groups.items()]
-    return replace(decision, groups=groups, explanation=[*decision.explanation, *lines])
 
 
 class _Unfit(SettingError):
