@@ -7,7 +7,7 @@ from itertools import accumulate
 
 from lightning_hetpipe.capture.piece_search import TakenApart
 from lightning_hetpipe.capture.pieces import Piece
-from lightning_hetpipe.placement.planner import Decision
+from lightning_hetpipe.placement.decision import Decision
 
 HAND_OVER = 300e-6
 """Seconds that one segment costs beside its computation, forward and backward (``benchmarks/engine_cost.py``)."""

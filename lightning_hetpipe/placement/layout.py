@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import Literal, TypeVar
 
 import torch
 from torch import nn
@@ -17,13 +17,11 @@ from lightning_hetpipe.pipeline.engine import Engine
 from lightning_hetpipe.pipeline.graph_layer import GraphLayer
 from lightning_hetpipe.pipeline.out_of_memory import less
 from lightning_hetpipe.pipeline.stage import Layer
+from lightning_hetpipe.placement.decision import Decision
 from lightning_hetpipe.placement.optimizer_states import follow_parameters, leave_before_parameters
 from lightning_hetpipe.placement.spread import move_apart
 from lightning_hetpipe.reporting.meter import Meter
 from lightning_hetpipe.reporting.report import RunReport, StageReport
-
-if TYPE_CHECKING:
-    from lightning_hetpipe.placement.planner import Decision
 
 T = TypeVar("T")
 

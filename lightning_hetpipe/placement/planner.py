@@ -12,16 +12,15 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Literal
 
-import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_hetpipe.capture.profiling import ProfilingInput
 from lightning_hetpipe.emulation import Emulation
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.pipeline.memory import PlannedMemory
-from lightning_hetpipe.pipeline.split.member_pool import DeviceGroup
 from lightning_hetpipe.pipeline.stage import BeforePass
 from lightning_hetpipe.placement import emulated_speeds
+from lightning_hetpipe.placement.decision import Decision
 from lightning_hetpipe.placement.device_placement import DevicePlacement
 from lightning_hetpipe.placement.layout import place, stage_count
 from lightning_hetpipe.placement.measuring import (
@@ -33,7 +32,13 @@ from lightning_hetpipe.placement.measuring import (
     profiled,
 )
 from lightning_hetpipe.placement.progress import Bar, hidden
-from lightning_hetpipe.placement.split_groups import as_planned, chosen_groups, planned_groups, shared_out
+from lightning_hetpipe.placement.split_groups import (
+    as_planned,
+    chosen_groups,
+    parts_of,
+    planned_groups,
+    shared_groups,
+)
 from lightning_hetpipe.planning.model.catalogue import canonical
 from lightning_hetpipe.planning.model.cluster import DeviceSlot
 from lightning_hetpipe.planning.model.estimate import Estimate, StageEstimate, estimate
@@ -45,43 +50,9 @@ from lightning_hetpipe.planning.plan.document import Plan
 from lightning_hetpipe.planning.plan.profile_cache import ProfileCache
 from lightning_hetpipe.planning.search.advice import ways_out
 from lightning_hetpipe.planning.search.choice import Choice, best_plan
-from lightning_hetpipe.planning.search.grouped_plans import plan_with_groups
+from lightning_hetpipe.planning.search.grouped_plans import plan_with_groups, plan_with_shares
 from lightning_hetpipe.planning.search.split_points import partition, split_points_in_order, stage_times
 from lightning_hetpipe.rules.versions import STASH, Versions, WeightPolicy
-
-
-@dataclass(frozen=True)
-class Decision:
-    """Division of layers into stages, their devices, and how many minibatches are in flight.
-
-    Attributes:
-        split_points: The first layer of each stage.
-        devices: Of each stage.
-        in_flight: Nm.
-        times: Seconds of each stage for one minibatch, forward and backward; 0 where nothing was measured.
-        explanation: For the user, a line each.
-        names: Of each stage's device, where others were declared than torch's.
-        emulated: Whether stages take as long as the devices ``names``, which are not here.
-        planned: Memory of each stage; none where nothing was planned, or devices are emulated.
-        weights: The weight policy.
-        groups: The devices of each stage that has several.
-    """
-
-    split_points: tuple[int, ...]
-    devices: Sequence[torch.device]
-    in_flight: int
-    times: list[float]
-    explanation: Sequence[str] = ()
-    names: Sequence[str] | None = None
-    emulated: bool = False
-    planned: Sequence[PlannedMemory] = ()
-    weights: WeightPolicy = STASH
-    groups: Mapping[int, DeviceGroup] = field(default_factory=dict)
-
-
-Decide = Callable[[ProfilingInput, Sequence[WeightPolicy]], Decision]
-"""Function that makes the decision once the first minibatch has shown the layers, for the first of these weight
-policies that devices have room for."""
 
 
 @dataclass(frozen=True)
@@ -159,6 +130,17 @@ class Planner:
         if self.even:
             return self._divide_equally(profiling)
         profile, factor = self._profile(profiling)
+        decision = self._searched(profile, factor, profiling)
+
+        def at(in_flight: int, weights: WeightPolicy) -> Decision:
+            found = replace(self, in_flight=in_flight, weights=weights)._searched(profile, factor, profiling)
+            return replace(
+                found, explanation=[*found.explanation, "another virtual worker asked for so many in flight"]
+            )
+
+        return replace(decision, at=at) if self.in_flight == "auto" else decision
+
+    def _searched(self, profile: Profile, factor: float, profiling: ProfilingInput) -> Decision:
         found = self._search(profile, profiling)
         return self._estimated(found, profile, factor, self._reasons(found, profiling))
 
@@ -183,18 +165,18 @@ class Planner:
                 raise self._unfit(found, ["a plan for what is trained here"], profile)
             groups = planned_groups(plan, self.placement)
             found = as_planned(found, plan.virtual_workers[0], groups, factor)
-            return in_groups(self._estimated(found, profile, factor, why), groups)
+            return self._estimated(found, profile, factor, why).in_groups(groups)
         types, kinds = self.placement.types, dict.fromkeys(slot.device.name for slot in slots)
         seconds = {name: layer_seconds(profiling, types[name], self.bar) for name in kinds}
         times = [
             sum(seconds[slot.device.name][start:after]) / slot.device.speed
             for slot, start, after in zip(slots, first, [*first[1:], len(names)], strict=True)
         ]
-        decision = self._decision(slots, first, plan.in_flight, times, names, why)
+        decision = Decision.of(self.placement, self.weights, slots, first, plan.in_flight, times, names, why)
         planned = [
             PlannedMemory(stage.memory_bytes, stage.memory_limit_bytes) for stage in plan.virtual_workers[0].stages
         ]
-        return in_groups(replace(decision, planned=planned), planned_groups(plan, self.placement))
+        return replace(decision, planned=planned).in_groups(planned_groups(plan, self.placement))
 
     def _check_copies(self, plan: Plan) -> None:
         """Refuse to keep more copies of the weights than ``plan`` has room for."""
@@ -227,10 +209,12 @@ class Planner:
             f"because no other split makes the slowest stage faster (stage {slowest}: {1000 * times[slowest]:.3g} ms"
             f" for a minibatch), and {why}"
         )
-        if self.split and self.split != "auto":
-            homes, groups = shared_out(self.split, stages, slots, self.placement)
-            return in_groups(self._decision(homes, first, in_flight, times, names, why), groups)
-        decision = self._decision(place(stages, slots), first, in_flight, times, names, why)
+        if self._shares:
+            parts = parts_of(self._shares, stages, self.placement)
+            homes = [part[0] for part in parts]
+            decision = Decision.of(self.placement, self.weights, homes, first, in_flight, times, names, why)
+            return decision.in_groups(shared_groups(parts, self._shares, self.placement))
+        decision = Decision.of(self.placement, self.weights, place(stages, slots), first, in_flight, times, names, why)
         if stages > 1 and self.placement.limits:
             return self._within_memory(decision, seconds, profiling)
         return decision if stages > 1 else replace(decision, explanation=())
@@ -279,7 +263,7 @@ class Planner:
             self.precision,
             self.cache,
             self.bar,
-            with_widths=self.split == "auto",
+            with_widths=bool(self.split),
         )
         devices = [slot.device for slot in placement.cluster.slots]
         if not placement.emulated:
@@ -300,21 +284,31 @@ class Planner:
         stages = None
         if self.stages != "auto":
             stages = stage_count(self.stages, len(cluster.slots), len(profile.layers))
-            if stages > len(cluster.slots):
+            if stages > len(cluster.slots) and not self._shares:
                 return self._shared(profile, profiling, stages)
         asked = None if self.in_flight == "auto" else self.in_flight
         choice = self._best_plan(profile, profiling, asked, stages)
-        if not choice.fits:
-            is_other = stages is not None and self._best_plan(profile, profiling, asked).fits
-            other = ["stages='auto'"] if is_other else []
+        if _lacking(choice.stages):
+            other = ["other shares in split"] if self._shares else []
+            if stages is not None and not self._shares and self._best_plan(profile, profiling, asked).fits:
+                other = ["stages='auto'"]
             raise self._unfit(choice, [*other, *ways_out(choice)], profile)
         return choice
+
+    @property
+    def _shares(self) -> Mapping[int, Sequence[float]]:
+        """The shares of :attr:`split`."""
+        return {} if self.split == "auto" else self.split
 
     def _best_plan(
         self, profile: Profile, profiling: ProfilingInput, in_flight: int | None, stages: int | None = None
     ) -> Choice:
         with self.bar("searching for a plan", None) as tick:
-            search = plan_with_groups if self.split == "auto" else best_plan
+            search: Callable[..., Choice] = plan_with_groups if self.split == "auto" else best_plan
+            if self._shares and stages is not None:
+                parts = parts_of(self._shares, stages, self.placement)
+                shares = {parts[stage]: own for stage, own in self._shares.items()}
+                search = partial(plan_with_shares, parts=parts, shares=shares)
             return search(
                 profile,
                 self.placement.cluster,
@@ -399,40 +393,12 @@ class Planner:
             self.emulation.begin(emulated_speeds.pads(stages), slots)
             reasons.append(emulated_speeds.described(profile, placement.cluster, factor))
         names, times = [layer.name for layer in profile.layers], [stage.times.total for stage in stages]
-        decision = self._decision(slots, first, found.in_flight, times, names, *reasons)
-        decision = in_groups(decision, chosen_groups(stages, placement))
+        decision = Decision.of(self.placement, self.weights, slots, first, found.in_flight, times, names, *reasons)
+        groups = chosen_groups(stages, placement)
+        if self._shares:
+            groups = shared_groups(parts_of(self._shares, len(stages), placement), self._shares, placement)
+        decision = decision.in_groups(groups)
         return decision if placement.emulated else replace(decision, planned=_planned(found))
-
-    def _decision(
-        self,
-        slots: Sequence[DeviceSlot],
-        first: Sequence[int],
-        in_flight: int,
-        times: list[float],
-        layers: Sequence[str],
-        *why: str,
-    ) -> Decision:
-        placement = self.placement
-        where = [placement.name(slot) for slot in slots]
-        stages = ", ".join(f"{device} from {layers[start]}" for device, start in zip(where, first, strict=True))
-        if placement.emulated:
-            where = [f"{each} (emulated)" for each in where]
-        return Decision(
-            tuple(first),
-            [placement.device(slot) for slot in slots],
-            in_flight,
-            times,
-            [f"HetPipe: stages on {stages}; {self.weights.told(in_flight)}", *why],
-            where if placement.declared else None,
-            placement.emulated,
-            weights=self.weights,
-        )
-
-
-def in_groups(decision: Decision, groups: Mapping[int, DeviceGroup]) -> Decision:
-    """``decision`` with ``groups`` of devices for some of its stages."""
-    lines = [f"stage {stage} is divided among {group}" for stage, group in groups.items()]
-    return replace(decision, groups=groups, explanation=[*decision.explanation, *lines])
 
 
 class _Unfit(SettingError):
@@ -458,6 +424,7 @@ def _lacking(stages: Sequence[StageEstimate]) -> dict[DeviceSlot, int]:
     """Bytes that devices lack, of which several stages may share one."""
     taken: dict[DeviceSlot, int] = {}
     for stage in stages:
-        taken[stage.slot] = taken.get(stage.slot, 0) + stage.memory.total
+        for slot, nbytes in stage.taken.items():
+            taken[slot] = taken.get(slot, 0) + nbytes
     limits = ((slot, slot.device.memory) for slot in taken)
     return {slot: taken[slot] - limit for slot, limit in limits if limit is not None and taken[slot] > limit}

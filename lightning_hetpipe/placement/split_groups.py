@@ -13,6 +13,7 @@ from lightning_hetpipe.planning.model.estimate import Estimate, StageEstimate
 from lightning_hetpipe.planning.model.simulate import StageTimes
 from lightning_hetpipe.planning.plan.document import Plan
 from lightning_hetpipe.planning.plan.planned_worker import PlannedWorker
+from lightning_hetpipe.planning.search.grouped_plans import Parts
 from lightning_hetpipe.rules.channel_counts import ChannelCounts
 
 
@@ -36,52 +37,57 @@ def planned_groups(plan: Plan, placement: DevicePlacement) -> dict[int, DeviceGr
 def chosen_groups(stages: Sequence[StageEstimate], placement: DevicePlacement) -> dict[int, DeviceGroup]:
     """The group of each of ``stages`` for which one was chosen."""
     return {
-        number: DeviceGroup(
-            [placement.device(slot) for slot in stage.divided.slots],
-            ChannelCounts(stage.divided.shares, stage.divided.counts),
-            names=[placement.name(slot) for slot in stage.divided.slots],
-        )
+        number: _group(stage.divided.slots, ChannelCounts(stage.divided.shares, stage.divided.counts), placement)
         for number, stage in enumerate(stages)
         if stage.divided is not None
     }
 
 
-def shared_out(
-    split: Mapping[int, Sequence[float]], stages: int, slots: Sequence[DeviceSlot], placement: DevicePlacement
-) -> tuple[list[DeviceSlot], dict[int, DeviceGroup]]:
+def shared_groups(
+    parts: Parts, split: Mapping[int, Sequence[float]], placement: DevicePlacement
+) -> dict[int, DeviceGroup]:
+    """The group of each stage that ``split`` has shares for, on its devices of ``parts``."""
+    return {stage: _group(parts[stage], ChannelCounts(shares), placement) for stage, shares in split.items()}
+
+
+def _group(slots: Sequence[DeviceSlot], counts: ChannelCounts, placement: DevicePlacement) -> DeviceGroup:
+    devices, names = [placement.device(slot) for slot in slots], [placement.name(slot) for slot in slots]
+    return DeviceGroup(devices, counts, names=names)
+
+
+def parts_of(split: Mapping[int, Sequence[float]], stages: int, placement: DevicePlacement) -> Parts:
     """Give each of so many ``stages`` its devices, in order: several to those that ``split`` has shares for.
 
-    A CPU stands for any number of devices.
-
-    Returns:
-        The device of each stage that holds its unsplit weights, and the groups.
+    A CPU stands for any number of devices, unless these are declared.
 
     Raises:
-        SettingError: for a stage that there is not, and where there are too few devices.
+        SettingError: for a stage that there is not, where there are too few devices, and for a group on two nodes.
     """
+    slots, nodes = placement.cluster.slots, placement.cluster.nodes
     if (last := max(split)) >= stages:
         raise SettingError(
             f"split has shares for stage {last}, and there are {stages} stages, from 0 on; set stages to more, or leave"
             " it out of split"
         )
     needed = sum(len(split.get(stage, (1,))) for stage in range(stages))
-    if placement.devices[0].type == "cpu":
-        slots = [slots[min(number, len(slots) - 1)] for number in range(needed)]
+    if placement.devices[0].type == "cpu" and not placement.declared:
+        slots = tuple(slots[min(number, len(slots) - 1)] for number in range(needed))
     elif needed > len(slots):
         raise SettingError(
             f"split asks for {needed} devices for {stages} stages, and there are {len(slots)}; give shares for fewer"
             " devices, set stages to fewer, or give more devices"
         )
-    homes: list[DeviceSlot] = []
-    groups: dict[int, DeviceGroup] = {}
-    start = 0
+    parts, start = [], 0
     for stage in range(stages):
         own = slots[start : start + len(split.get(stage, (1,)))]
         start += len(own)
-        homes.append(own[0])
-        if stage in split:
-            groups[stage] = DeviceGroup([placement.device(slot) for slot in own], ChannelCounts(split[stage]))
-    return homes, groups
+        if len(on := dict.fromkeys(nodes[slot.node].name for slot in own)) > 1:
+            raise SettingError(
+                f"split[{stage}] takes devices of {' and '.join(on)}, in the order of the cluster, and a group lies on"
+                " one machine; give shares for fewer devices, or order the cluster's devices otherwise"
+            )
+        parts.append(own)
+    return tuple(parts)
 
 
 def as_planned(found: Estimate, worker: PlannedWorker, groups: Collection[int], factor: float) -> Estimate:

@@ -26,9 +26,9 @@ from lightning_hetpipe.lightning_private import BEFORE_TRANSFER, EvaluatingLoop
 from lightning_hetpipe.pipeline.operands import OperandsTogether
 from lightning_hetpipe.pipeline.random.generators import RandomGenerators
 from lightning_hetpipe.pipeline.stage import StageSettings
+from lightning_hetpipe.placement.decision import Decision
 from lightning_hetpipe.placement.layout import Layout, move_to_devices, place
 from lightning_hetpipe.placement.overflow import Overflow
-from lightning_hetpipe.placement.planner import Decision
 from lightning_hetpipe.planning.search.split_points import partition_within, stage_times
 from lightning_hetpipe.planning.search.spread_plan import FULL
 from lightning_hetpipe.redirect import Redirect

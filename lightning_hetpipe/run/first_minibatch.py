@@ -22,9 +22,9 @@ from lightning_hetpipe.capture.watch import TrainingWatch
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.pipeline.operands import OperandsTogether
 from lightning_hetpipe.pipeline.random.generators import RandomGenerators
+from lightning_hetpipe.placement.decision import Decision
 from lightning_hetpipe.placement.hand_overs import without_gain
 from lightning_hetpipe.placement.overflow import Overflow
-from lightning_hetpipe.placement.planner import Decision
 from lightning_hetpipe.planning.model.units import in_bytes
 from lightning_hetpipe.reporting.meter import batch_size
 from lightning_hetpipe.rules.versions import Versions
@@ -216,7 +216,9 @@ class FirstMinibatch(Extension):
         settings, layers = self._settings, [layer for piece in watch.pieces for layer in piece.layers]
         every = self._trainer.accumulate_grad_batches
         in_flight, weights = self._synchroniser.agree(decision.in_flight, decision.weights, every)
-        decision = replace(decision, weights=weights)
+        if decision.at is not None and in_flight != decision.in_flight:
+            decision = decision.at(in_flight, weights)  # there may be no room for so many, or a plan that is faster
+        decision = replace(decision, weights=weights, at=None)
         versions = Versions(decision.weights, in_flight, every)
         versions.check(self._synchroniser.wave)
         check_resumed(settings.resumed, in_flight)

@@ -41,8 +41,8 @@ from lightning_hetpipe.pipeline.random.generators import RandomGenerators
 from lightning_hetpipe.pipeline.stage import Stage, StageSettings
 from lightning_hetpipe.pipeline.user.minibatch import Minibatch
 from lightning_hetpipe.pipeline.user.user_section import ProcessState
+from lightning_hetpipe.placement.decision import Decision
 from lightning_hetpipe.placement.layout import Layout, move_to_devices
-from lightning_hetpipe.placement.planner import Decision
 from lightning_hetpipe.redirect import Redirect
 from lightning_hetpipe.reporting.report import RunReport
 from lightning_hetpipe.rules.versions import Versions, WeightPolicy

@@ -19,7 +19,7 @@ from torch.nn.parameter import is_lazy
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.pipeline.recorder import Window
 from lightning_hetpipe.pipeline.stage import BeforePass
-from lightning_hetpipe.placement.planner import Decide
+from lightning_hetpipe.placement.decision import Decide
 from lightning_hetpipe.rules.versions import STASH, WeightPolicy
 from lightning_hetpipe.run.automatic import Automatic
 from lightning_hetpipe.run.lr_correction import Correction

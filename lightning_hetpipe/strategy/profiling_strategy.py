@@ -12,9 +12,9 @@ import torch
 
 from lightning_hetpipe.capture.profiling import ProfilingInput
 from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.placement.decision import Decision
 from lightning_hetpipe.placement.device_placement import discovered_cluster
 from lightning_hetpipe.placement.measuring import optimizer_name, profiled
-from lightning_hetpipe.placement.planner import Decision
 from lightning_hetpipe.placement.progress import Bar, hidden
 from lightning_hetpipe.planning.model.profile import Profile
 from lightning_hetpipe.planning.plan.profile_cache import ProfileCache

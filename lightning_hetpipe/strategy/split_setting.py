@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -11,6 +10,10 @@ from lightning_hetpipe.planning.plan.document import Plan
 
 Shares = Mapping[int, Sequence[float]]
 """By stage, the share of each of its devices."""
+
+
+_LIMIT = 1e300
+"""Shares are below this, so that their sum is finite."""
 
 
 def shares(value: Any, plan: Plan | None) -> dict[int, tuple[float, ...]] | Literal["auto"]:
@@ -51,7 +54,7 @@ def _stage(stage: Any) -> int:
 def _of_stage(stage: Any, own: Any) -> tuple[float, ...]:
     is_list = isinstance(own, Sequence) and not isinstance(own, str) and len(own) > 1
     numbers = [each for each in own if isinstance(each, int | float) and not isinstance(each, bool)] if is_list else []
-    if not is_list or len(numbers) != len(own) or not all(0 <= each < math.inf for each in numbers) or not any(numbers):
+    if not is_list or len(numbers) != len(own) or not all(0 <= each < _LIMIT for each in numbers) or not any(numbers):
         raise SettingError(
             f"split[{stage!r}]={own!r} must be a share for each of at least two devices, 0 or more, such as [2, 1]; the"
             " first one's is that of the device with the unsplit weights"
@@ -71,16 +74,3 @@ def check(groups: bool, **settings: bool) -> None:
                 f"{name} is set, and cannot be had yet for stages on several devices (split, or a plan with groups);"
                 f" leave {name} out, or give each stage one device"
             )
-
-
-def check_workers(value: Any, several: bool) -> None:
-    """Refuse ``split="auto"`` for ``several`` virtual workers.
-
-    Raises:
-        SettingError: that says what to set instead.
-    """
-    if value == "auto" and several:
-        raise SettingError(
-            "split='auto' joins devices of one virtual worker, and there are several; give shares, such as"
-            " split={0: [2, 1]}, or a plan with groups"
-        )

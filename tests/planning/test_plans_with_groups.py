@@ -203,14 +203,27 @@ def test_stages_that_part_a_run_have_its_rows_whole() -> None:
     assert plan_with_groups(profile, box, in_flight=4, stages=2) == best_plan(profile, box, in_flight=4, stages=2)
 
 
+def test_a_stage_begins_behind_a_run_that_it_would_part() -> None:
+    """A plan had the rows in a stage of their own, where they could not be divided, and was left for that."""
+    layers = [LayerBytes(name, 1, 1, 1) for name in ("columns", "rows", "head")]
+    widths = {0: LayerWidths(0, {"net.columns": 64}), 1: LayerWidths(0, sums=True)}
+    times = [Times(0.01, 0.02), Times(1.0, 2.0), Times(0.01, 0.01)]
+    profile = Profile("mlp", 1, layers, {"gpu": times}, {}, widths=widths)
+    box = Cluster([Node("box", ["3xgpu"], Link("1 TB/s"))])
+    found = plan_with_groups(profile, box, stages=2)
+    assert found.rate > 1.9 * best_plan(profile, box, stages=2).rate
+    assert [stage.first for stage in found.stages] == [0, 2]
+    assert divided(found) == {"net.columns": (32, 32)}
+
+
 def test_members_have_room_for_rows_and_gradients() -> None:
-    """A part of both layers, of both one version and the live weights, and of their gradients."""
+    """The second has a part of both layers in each version, the gradients of these, the whole sum of rows with its
+    gradient, and a part of what is kept, likewise; the first one a copy of its rows, and its part of the output."""
     layers = [LayerBytes(name, 1 << 20, 1 << 10, 1 << 10) for name in ("columns", "rows")]
     widths = {0: LayerWidths(0, {"net.columns": 64}), 1: LayerWidths(0, sums=True)}
     profile = Profile("mlp", 1, layers, {"gpu": [Times(0.1, 0.2)] * 2}, {}, widths=widths)
     (stage,) = plan_with_groups(profile, Cluster([Node("box", ["2xgpu"], Link("1 TB/s"))]), in_flight=1).stages
     assert stage.divided is not None
-    copies = 1 + stage.memory.versions / stage.memory.weights
-    kept = stage.memory.activations + stage.memory.workspace
-    assert stage.divided.taken[1] == (1 << 20) * (copies + 1) + kept
-    assert stage.divided.taken[0] == stage.memory.total + (1 << 19) * copies + stage.memory.activations / 2
+    copies = stage.memory.versions / stage.memory.weights
+    assert stage.divided.taken[1] == (1 << 20) * (copies + 1) + 3 * (1 << 10)
+    assert stage.divided.taken[0] == stage.memory.total + (1 << 19) * copies + (1 << 10)

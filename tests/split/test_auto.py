@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +10,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_hetpipe import Cluster, Device, HetPipeStrategy, Node
 from lightning_hetpipe.capture.measured_widths import measured_parts
-from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.pipeline.split.joined_graph import joined_graph
 from lightning_hetpipe.pipeline.split.rewriting import divided_layers
 from lightning_hetpipe.placement import measuring, planner
@@ -20,6 +18,7 @@ from lightning_hetpipe.planning.model.profile import LayerBytes, Profile, Times
 from tests.exact.running import fit
 from tests.oracle import Batch, Outputs
 from tests.split.dividing import Whole
+from tests.split.longest_layer import with_longest
 from tests.split.nets import NETS, Bert, pixels
 from tests.split.test_fits import colours, image_task, words_task
 from tests.support.models import SGD, Learner, sentences
@@ -89,16 +88,7 @@ LONG = ("net.4", "net.q", "net.head")
 def profiles(monkeypatch: pytest.MonkeyPatch) -> list[Profile]:
     """The profiles of fits in which one layer takes most of the time."""
     found: list[Profile] = []
-
-    def profiled(*args: Any, **settings: Any) -> Profile:
-        made = measured(*args, **settings)
-        found.append(made)
-        times = [Times(0.004, 0.008) if layer.name in LONG else Times(1e-5, 2e-5) for layer in made.layers]
-        widths = {layer: replace(own, measured={}) for layer, own in made.widths.items()}
-        return replace(made, times=dict.fromkeys(made.times, times), widths=widths)
-
-    measured = measuring.profiled
-    monkeypatch.setattr(planner, "profiled", profiled)
+    monkeypatch.setattr(planner, "profiled", with_longest(measuring.profiled, LONG, found.append))
     return found
 
 
@@ -175,8 +165,3 @@ def test_widths_of_several_devices_are_joined() -> None:
         for name in own
     )
     assert one.joined(other).widths == {0: LayerWidths(0, {"net.0": 4}, measured=own)}
-
-
-def test_several_virtual_workers_join_no_devices() -> None:
-    with pytest.raises(SettingError, match="split='auto' joins devices of one virtual worker, and there are several"):
-        HetPipeStrategy(split="auto", virtual_workers=2)

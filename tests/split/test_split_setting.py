@@ -13,10 +13,12 @@ from torch import nn
 
 from lightning_hetpipe import Cluster, Device, HetPipeStrategy, Node, Plan
 from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.placement import measuring, planner
 from lightning_hetpipe.planning.plan.device_group import PlannedMember, PlannedSplit
 from lightning_hetpipe.planning.plan.planned_worker import PlannedStage, PlannedWorker
 from tests.exact.pipelines import Pinned
 from tests.exact.running import fit
+from tests.split.longest_layer import with_longest
 from tests.split.test_fits import colours, image_task
 from tests.support.models import Task, images, resnet, vectors
 
@@ -76,6 +78,8 @@ def test_counts_that_fit_no_layer(splits: dict[str, tuple[int, ...]], says: str)
         ({0: [0, 0]}, r"split\[0\]=\[0, 0\] must be"),
         ({0: [1, -1]}, r"split\[0\]=\[1, -1\] must be"),
         ({0: [1, float("inf")]}, "must be a share"),
+        ({0: [1, 10**400]}, "must be a share"),
+        ({0: [1e308, 1e308]}, "must be a share"),
     ],
 )
 def test_values_that_are_no_shares(value: Any, says: str) -> None:
@@ -93,7 +97,6 @@ def test_stages_are_as_many_as_are_named() -> None:
     ("settings", "says"),
     [
         ({"compile": True}, "compile is set, and cannot be had yet for stages on several devices"),
-        ({"cluster": Cluster([Node("box", ["2xT4"])])}, "cluster is set, and cannot be had yet"),
         ({"plan": plan({})}, "but the plan says which stages have several devices"),
     ],
 )
@@ -107,6 +110,49 @@ def test_a_planner_that_chooses_needs_no_plan(value: Any) -> None:
     assert HetPipeStrategy(split=value).split == "auto"
     with pytest.raises(SettingError, match=f"split={value!r}, but the plan says which stages have several devices"):
         HetPipeStrategy(split=value, plan=plan({}))
+
+
+BOX = Cluster([Node("box", [Device("gpu", speed=speed) for speed in (4.0, 2.0, 1.0)], "100 GB/s")])
+
+
+def test_shares_of_declared_devices(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Stages take them in order; split points and times follow from what each device has to do."""
+    monkeypatch.setattr(planner, "profiled", with_longest(measuring.profiled, ["net.4"]))
+    monkeypatch.setenv("HETPIPE_CACHE", str(tmp_path))
+    strategy = HetPipeStrategy(cluster=BOX, split={0: [2, 1]}, in_flight=2, weights="stash")
+    assert strategy.stages == 1
+    found = fit(image_task(), colours(14, 4), strategy=strategy)
+    whole = fit(image_task(), colours(14, 4), strategy=Pinned([0], 2))
+    (stage,) = strategy.last_run.stages
+    assert (stage.device, strategy.last_run.emulated) == ("cpu + cpu", True)
+    for one, other in zip(whole.outputs, found.outputs, strict=True):
+        torch.testing.assert_close(one["loss"], other["loss"], rtol=1e-4, atol=1e-5)
+    strategy = HetPipeStrategy(cluster=BOX, split={1: [2, 1]}, in_flight=2, weights="stash")
+    found = fit(image_task(), colours(14, 4), strategy=strategy)
+    assert [stage.device for stage in strategy.last_run.stages] == ["gpu:0 (emulated)", "cpu + cpu"]
+
+
+@pytest.mark.parametrize(
+    ("cluster", "split", "says"),
+    [
+        (BOX, {0: [1, 1], 1: [1, 1]}, "split asks for 4 devices for 2 stages, and there are 3"),
+        (
+            Cluster([Node("a", ["cpu"]), Node("b", ["2xcpu"])]),
+            {0: [1, 1]},
+            r"split\[0\] takes devices of a and b, in the order of the cluster, and a group lies on one machine",
+        ),
+    ],
+)
+def test_shares_that_declared_devices_cannot_have(cluster: Cluster, split: Any, says: str) -> None:
+    with pytest.raises(SettingError, match=says):
+        fit(image_task(), colours(14, 4), strategy=HetPipeStrategy(cluster=cluster, split=split, in_flight=2))
+
+
+def test_shares_for_which_a_declared_device_is_too_small() -> None:
+    task = Task(nn.Sequential(nn.Linear(6, 4096), nn.Tanh(), nn.Linear(4096, 64)))
+    cluster = Cluster([Node("box", [Device("gpu", "64 MiB"), Device("gpu", "1 MiB", speed=0.5)])])
+    with pytest.raises(SettingError, match=r"gpu:1 lacks .* it would fit with other shares in split"):
+        fit(task, vectors(8, 4), strategy=HetPipeStrategy(cluster=cluster, split={0: [1, 1]}, in_flight=2))
 
 
 def test_a_stage_that_there_is_not() -> None:

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from lightning_hetpipe import HetPipeStrategy
 from lightning_hetpipe.pipeline.stage import Layer
+from lightning_hetpipe.placement.decision import Decision
 from lightning_hetpipe.placement.layout import Layout, move_to_devices
-from lightning_hetpipe.placement.planner import Decision
 from tests.support.accelerator import NAME, TestAccelerator, set_limit
 from tests.support.equality import assert_same
 from tests.support.models import labelled

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 
-from tests.oracle import Recipe
+from tests.oracle import Batch, Outputs, Recipe
 from tests.support import models
 from tests.support.models import CLASSES, Learner, Task, decay, mlp, sgd
 
@@ -79,6 +79,18 @@ def dtypes() -> Learner:
     return Task(nn.Sequential(*layers, As(torch.float32), nn.Linear(8, CLASSES)))
 
 
+class InDoubles(Task):
+    """Computes in float64."""
+
+    def compute(self, batch: Batch) -> Outputs:
+        x, y = batch
+        return super().compute((x.double(), y))
+
+
+def doubles() -> Learner:
+    return mlp(task=InDoubles).double()
+
+
 def warm_up(optimizer: Optimizer) -> LambdaLR:
     """Over more steps than an epoch has: the rate follows from how many the scheduler has counted."""
     return LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 16))
@@ -97,5 +109,6 @@ TASKS: dict[str, tuple[Callable[[], Learner], Callable[..., DataLoader[Any]]]] =
     "unused": (lambda: mlp(task=Unused), models.vectors),
     "buffers": (buffers, models.vectors),
     "dtypes": (dtypes, models.vectors),
+    "doubles": (doubles, models.vectors),
     "wide": (wide, models.vectors),
 }

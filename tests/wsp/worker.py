@@ -35,11 +35,14 @@ from torch.utils.data import DataLoader
 from torchmetrics import CatMetric, MeanMetric
 
 from lightning_hetpipe import Cluster, HetPipeStrategy, Node, WSPCallback
+from lightning_hetpipe.placement import measuring, planner
+from lightning_hetpipe.planning.model.profile import Times
 from lightning_hetpipe.run import preemption
 from lightning_hetpipe.run.extensions.pace import Pace
 from tests.exact.pipelines import Delays
 from tests.exact.running import Recorder
 from tests.oracle import State
+from tests.split.longest_layer import with_longest
 from tests.support.models import Learner
 from tests.support.trainers import quiet_trainer
 from tests.wsp import faults
@@ -327,7 +330,10 @@ def main(job: dict[str, Any]) -> None:
         weights=job.get("weights", "stash"),
         lr_correction=job.get("lr_correction", "auto"),
         stage_hosts=job.get("stage_hosts", "threads"),
+        split=job.get("split", False),
     )
+    if "longest" in job:
+        vars(planner)["profiled"] = with_longest(measuring.profiled, job["longest"], longest=Times(0.04, 0.08))
     recorder, validates, notes = Recorder(), Validates(), Notes()
     callbacks: list[L.Callback] = [validates, recorder, Acts(job.get("acts", ()), job["folder"])]
     if "awaits" in job:
@@ -406,6 +412,8 @@ def main(job: dict[str, Any]) -> None:
             "estimated": estimating.steps,
             "pushed": pushed,
             "stages": [stage.layers for stage in strategy.last_run.stages],
+            "devices": [str(stage.device) for stage in strategy.last_run.stages],
+            "in_flight": strategy.last_run.in_flight,
         },
         Path(job["folder"]) / f"{worker}.pt",
     )

@@ -7,8 +7,9 @@ hold parts of it. Buffers, inputs and values with views are still written in pla
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,10 +18,13 @@ from torch import Tensor, fx
 from lightning_hetpipe.pipeline.graph_layer import GraphLayer, own_path
 from lightning_hetpipe.pipeline.random.generators import drawn
 from lightning_hetpipe.pipeline.split.attention_dropout import unfuse_dropouts
-from lightning_hetpipe.torch_private.graphs import HigherOrderOperator, OperatorOverload, arguments_of
+from lightning_hetpipe.torch_private.graphs import ASSERTS_METADATA, HigherOrderOperator, OperatorOverload, arguments_of
 
 if TYPE_CHECKING:
     from lightning_hetpipe.pipeline.stage import Layer
+
+PATHS = "paths"
+"""Key in the ``meta`` of layers' own tensors, and of what is made of them alone: their paths in the LightningModule."""
 
 
 @dataclass
@@ -32,7 +36,6 @@ class JoinedGraph:
         device: The node of the device.
         regions: Of all layers.
         own: For each tensor of the layers' own its node, the number of its layer, and its name there, or itself.
-        paths: The path in the LightningModule of each of these that has one.
         outputs: How the last layer's outputs are nested; None where the next segment takes them as they are.
     """
 
@@ -40,7 +43,6 @@ class JoinedGraph:
     device: fx.Node
     regions: list[fx.GraphModule] = field(default_factory=list)
     own: list[tuple[fx.Node, int, str | Tensor]] = field(default_factory=list)
-    paths: dict[fx.Node, str] = field(default_factory=dict)
     outputs: Any = None
 
 
@@ -54,6 +56,7 @@ def joined_graph(layers: Sequence[Layer], variant: int) -> JoinedGraph:
     for each, nodes in zip(graphs, inputs, strict=True):
         for node, region in zip(nodes, each.regions, strict=False):
             copied[node] = _placeholder(graph, f"region_{len(regions)}", node)
+            copied[node].meta["region"] = region
             regions.append(region)
     made = JoinedGraph(graph, graph.placeholder("layer_device"), regions, outputs=graphs[-1].outputs)
     values: list[list[fx.Node]] = []
@@ -65,13 +68,13 @@ def joined_graph(layers: Sequence[Layer], variant: int) -> JoinedGraph:
             copied[node] = _placeholder(graph, f"own_{len(made.own)}", node)
             made.own.append((copied[node], number, name))
             if isinstance(name, str):
-                made.paths[copied[node]] = ".".join(part for part in (layer.piece, own_path(name)) if part)
+                copied[node].meta[PATHS] = {".".join(part for part in (layer.piece, own_path(name)) if part)}
         values.append(rest[len(own) :])
     given: Any = [_placeholder(graph, node.name, node) for node in values[0]]
     for number, (each, nodes) in enumerate(zip(graphs, values, strict=True)):
         copied.update(zip(nodes, given, strict=True))
         for node in each.module.graph.nodes:
-            if node.op == "call_function":
+            if node.op == "call_function" and node.target is not ASSERTS_METADATA:
                 copied[node] = graph.node_copy(node, copied.__getitem__)
                 copied[node].meta["of_layer"] = number
             elif node.op == "output":
@@ -79,8 +82,30 @@ def joined_graph(layers: Sequence[Layer], variant: int) -> JoinedGraph:
     graph.output(tuple(given))
     _without_writes(graph)
     unfuse_dropouts(graph, made.device)
+    _note_paths(graph, {made.device, *(node for node, _, _ in made.own)})
     graph.lint()
     return made
+
+
+def _note_paths(graph: fx.Graph, own: set[fx.Node]) -> None:
+    """Note for what is made of layers' ``own`` tensors alone, such as a normed weight, the paths of these."""
+    for node in graph.nodes:
+        given = node.all_input_nodes
+        is_made = node.op == "call_function" and given and node.target is not drawn
+        if is_made and all(each in own or "region" in each.meta for each in given):
+            own.add(node)
+            if paths := set().union(*(each.meta.get(PATHS, ()) for each in given)):
+                node.meta[PATHS] = paths
+
+
+def layer_path(weight: fx.Node) -> str | None:
+    """Path of the layer whose ``weight`` it is; None where it is made of other than the layer's own tensors."""
+    paths: set[str] = weight.meta.get(PATHS, set())
+    if len(paths) < 2:
+        return next((each.removesuffix(".weight") for each in paths), None)
+    together = [set(level) for level in zip(*(each.split(".") for each in paths), strict=False)]
+    common = [*takewhile(lambda level: len(level) == 1, together)]
+    return ".".join(part for (part,) in common).partition(".parametrizations")[0] or min(paths)
 
 
 def _placeholder(graph: fx.Graph, name: str, like: fx.Node) -> fx.Node:
@@ -99,8 +124,9 @@ def operator_of_node(node: fx.Node) -> tuple[Any, tuple[Any, ...]]:
 def writes_and_views(node: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
     """The values that ``node`` changes in place, and those whose memory its output may share."""
     target, args = operator_of_node(node)
-    if isinstance(target, HigherOrderOperator):  # nobody knows what its regions do with what they are given
-        return list(node.all_input_nodes), list(node.all_input_nodes)
+    if isinstance(target, HigherOrderOperator):
+        given = list(node.all_input_nodes)
+        return given if _is_written_in_regions(given) else [], given
     if not isinstance(target, OperatorOverload):  # arithmetic with sizes, but for this one
         return [], list(node.all_input_nodes) if target is operator.getitem else []
     written: list[fx.Node] = []
@@ -113,19 +139,26 @@ def writes_and_views(node: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
     return written, viewed
 
 
+def _is_written_in_regions(given: Sequence[fx.Node]) -> bool:
+    """Tell whether a region among what an operator is ``given`` may change something in place."""
+    regions: list[fx.GraphModule] = [each.meta["region"] for each in given if "region" in each.meta]
+    inner = [node for region in regions for node in region.graph.nodes if node.op == "call_function"]
+    return not regions or any(writes_and_views(node)[0] for node in inner)
+
+
 def _without_writes(graph: fx.Graph) -> None:
-    """Replaces what writes into a value of which there is no view by what gives a new one."""
-    viewed: set[fx.Node] = set()
+    """Replaces what writes into a value that nobody sees afterwards, also by a view, by what gives a new one."""
+    shares: dict[fx.Node, set[fx.Node]] = {}
     for node in list(graph.nodes):
         if node.op != "call_function":
             continue
         target, args = operator_of_node(node)
-        written, shared = writes_and_views(node)
+        written, viewed = writes_and_views(node)
         plain = _without_write(target)
         value: Any = args[0] if args else None
-        is_written = plain is not None and isinstance(value, fx.Node) and written == [value]
-        if not is_written or value in viewed or value.op != "call_function" or writes_and_views(value)[1]:
-            viewed.update(shared, written)
+        if plain is None or not isinstance(value, fx.Node) or written != [value] or _is_seen(value, node, shares):
+            together = {node}.union(*(shares.get(each, {each}) for each in viewed))
+            shares.update(dict.fromkeys(together, together))
             continue
         if node.target is drawn:
             node.update_arg(2, plain)
@@ -139,6 +172,14 @@ def _without_writes(graph: fx.Graph) -> None:
             node.replace_all_uses_with(left, lambda user, own=left: user is not own)
         for user in users:
             user.replace_input_with(value, left)
+
+
+def _is_seen(value: fx.Node, node: fx.Node, shares: Mapping[fx.Node, set[fx.Node]]) -> bool:
+    """Tell whether somebody sees what ``node`` writes into ``value``, without being given that or what it returns."""
+    family = shares.get(value, {value})
+    return any(each.op != "call_function" for each in family) or any(
+        any(_after(node, list(each.users))) for each in family - {value}
+    )
 
 
 def _after(node: fx.Node, users: Sequence[fx.Node]) -> Iterator[fx.Node]:

@@ -231,6 +231,27 @@ def _attention(call: OperatorCall) -> Divided | None:
     return Divided(operands[call.args[0]], operands)
 
 
+def _einsum(call: OperatorCall) -> Divided | None:
+    """By one index: it stays divided where the result has it, and members' results are added where it has not."""
+    equation, operands = str(call.args[0]).replace(" ", ""), call.args[1]
+    terms, arrow, result = equation.partition("->")
+    indices = dict(zip(operands, terms.split(","), strict=True))
+    if not arrow or "." in equation or any(len(set(each)) < len(each) for each in indices.values()):
+        return None
+    if len(indices) < len(operands) or len(found := {_index(call, each, indices) for each in call.layouts}) != 1:
+        return None
+    ((index, layout),) = found
+    place = {each: layout.at(own.index(index)) for each, own in indices.items() if index in own}
+    if len({sizes_of(each)[own.dim] for each, own in place.items()}) > 1:
+        return None  # of one of them there is one entry for all
+    return Divided(layout.at(max(result.find(index), 0)), place, adds=index not in result)
+
+
+def _index(call: OperatorCall, node: fx.Node, indices: dict[Any, str]) -> tuple[str, ChannelLayout]:
+    layout = call.layouts[node]
+    return indices[node][layout.dim], layout.at(0)
+
+
 def _embedding(call: OperatorCall) -> Divided | None:
     weight = call.args[0]
     if call.arg(4, False) or (found := call.columns(weight)) is None:
@@ -239,24 +260,26 @@ def _embedding(call: OperatorCall) -> Divided | None:
 
 
 def _operators(names: str) -> list[Any]:
-    """All overloads of ``names`` but those that write into what they are given."""
-    packets = [getattr(torch.ops.aten, name, None) for name in names.split()]
+    """All overloads of ``names``, or the one that is named, but those that write into what they are given."""
+    named = [name.partition(".") for name in names.split()]
+    packets = [(getattr(torch.ops.aten, name, None), only) for name, _, only in named]
     return [
         getattr(packet, overload)
-        for packet in packets
+        for packet, only in packets
         if packet is not None
         for overload in packet.overloads()
-        if "out" not in overload
+        if "out" not in overload and only in ("", overload)
     ]
 
 
 _BY_RULE: list[tuple[Rule, str]] = [
-    (_elementwise, "hardswish floor_divide log_sigmoid logsigmoid where dropout"),
-    (_unary, "to _to_copy contiguous alias detach lift_fresh_copy zeros_like ones_like full_like"),
+    (_elementwise, "hardswish floor_divide log_sigmoid logsigmoid where dropout expand_as masked_fill polar complex"),
+    (_unary, "to _to_copy contiguous alias detach lift_fresh_copy zeros_like ones_like full_like view_as_real"),
     (_type_as, "type_as"),
     (
         _over_last(1),
-        "max_pool1d avg_pool1d adaptive_avg_pool1d adaptive_max_pool1d upsample_nearest1d upsample_linear1d",
+        "max_pool1d avg_pool1d adaptive_avg_pool1d adaptive_max_pool1d upsample_nearest1d upsample_linear1d"
+        " view_as_complex",
     ),
     (_over_last(2), "max_pool2d max_pool2d_with_indices avg_pool2d adaptive_avg_pool2d adaptive_max_pool2d"),
     (_over_last(2), "upsample_nearest2d upsample_bilinear2d upsample_bicubic2d tril triu"),
@@ -265,7 +288,11 @@ _BY_RULE: list[tuple[Rule, str]] = [
     (_pad, "pad constant_pad_nd"),
     (shape_rules.over_given(1), "softmax _safe_softmax log_softmax cumsum"),
     (shape_rules.over_given(1, default=None, keep=2), "mean sum amax amin logsumexp"),
-    (shape_rules.over_given(1, default=None), "flip"),
+    (shape_rules.over_given(1, default=None, keep=2), "argmax argmin max.dim min.dim any.dim all.dim prod.dim_int"),
+    (shape_rules.over_given(1, default=None, keep=3), "var.dim var.correction std.dim std.correction"),
+    (shape_rules.over_given(2, default=None, keep=3), "linalg_vector_norm"),
+    (shape_rules.over_given(1, default=None), "flip index_select"),
+    (shape_rules.over_given(2, "dims", default=None), "roll"),
     (_batch_norm, "batch_norm instance_norm"),
     (_group_norm, "group_norm"),
     (_layer_norm, "layer_norm rms_norm"),
@@ -277,13 +304,13 @@ _BY_RULE: list[tuple[Rule, str]] = [
     (_product(1, 2, 0, out_first=False), "addmm"),
     (_matmul, "matmul bmm"),
     (_attention, "scaled_dot_product_attention"),
+    (_einsum, "einsum.default"),
     (_embedding, "embedding"),
     (shape_rules.view, "view reshape _unsafe_view"),
     (shape_rules.flatten, "flatten"),
     (shape_rules.unflatten, "unflatten"),
     (shape_rules.expand, "expand"),
-    (shape_rules.permute, "permute"),
-    (shape_rules.transpose, "transpose swapaxes"),
+    (shape_rules.reordered, "permute transpose.int swapaxes swapdims movedim moveaxis mT.default t numpy_T.default"),
     (shape_rules.unsqueeze, "unsqueeze"),
     (shape_rules.squeeze, "squeeze"),
     (shape_rules.select, "select"),
@@ -291,6 +318,7 @@ _BY_RULE: list[tuple[Rule, str]] = [
     (shape_rules.split, "split chunk unsafe_chunk split_with_sizes"),
     (shape_rules.unbind, "unbind"),
     (shape_rules.cat, "cat stack"),
+    (shape_rules.repeat, "repeat"),
     (shape_rules.repeat_interleave, "repeat_interleave"),
 ]
 _RULES: dict[Any, Rule] = {operator: rule for rule, names in _BY_RULE for operator in _operators(names)}

@@ -9,7 +9,6 @@ Values that something writes in place stay whole, and what touches them stays in
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -18,9 +17,10 @@ from torch import fx
 from torch.fx.node import map_arg
 
 from lightning_hetpipe.pipeline.random.generators import drawn
-from lightning_hetpipe.pipeline.split.joined_graph import JoinedGraph, writes_and_views
+from lightning_hetpipe.pipeline.split.joined_graph import JoinedGraph, layer_path, writes_and_views
 from lightning_hetpipe.pipeline.split.masks import Mask, mask_of
 from lightning_hetpipe.pipeline.split.operator_call import Divided, sizes_of
+from lightning_hetpipe.pipeline.split.region_graphs import MemberGraph, OuterGraph
 from lightning_hetpipe.pipeline.split.regions import GivenAs, Region, RegionInput, RegionOutput, SplitGraph, TakenAs
 from lightning_hetpipe.pipeline.split.unit_choice import (
     HEAVY,
@@ -66,6 +66,7 @@ class _Rewriting:
         self._several: dict[fx.Node, Sequence[ChannelLayout | None]] = {}
         self._masks: dict[fx.Node, Mask] = {}
         self._levels: dict[fx.Node, int] = {}
+        self._worth: set[fx.Node] = set()
         self._whole: set[fx.Node] = set()
         self._gathered: list[str] = []
         self._written = _written_families(joined.graph)
@@ -74,12 +75,13 @@ class _Rewriting:
     # What is divided, and on which level.
 
     def _decide(self) -> None:
-        """Find what is divided, without stretches in which members would only share out what is little work."""
+        """Find what is divided, without stretches in which members would only share out what is little work, and
+        without what the home may as well compute."""
         while True:
-            for each in (self._divided, self._layouts, self._several, self._masks, self._levels):
+            for each in (self._divided, self._layouts, self._several, self._masks, self._levels, self._worth):
                 each.clear()
             self._find_divided()
-            if not (light := self._light()):
+            if not (light := self._light() or self._at_home()):
                 return
             self._whole |= light
 
@@ -94,6 +96,17 @@ class _Rewriting:
             for each in same:
                 group[each] = same
         return {node for node, same in group.items() if not any(each.target in HEAVY for each in same)}
+
+    def _at_home(self) -> set[fx.Node]:
+        """Find what is put together, and made by little work of what is put together, too: one transfer is enough."""
+        gathered = {node for node in self._divided if not all(self._passes(node, user) for user in node.users)}
+        found = {node for node in gathered if node.target not in HEAVY and not self._divided[node].adds}
+        return {
+            node
+            for node in found
+            if (given := [each for each in node.all_input_nodes if each in self._divided])
+            and all(each in gathered and sizes_of(each) == sizes_of(node) for each in given)
+        }
 
     def _find_divided(self) -> None:
         latest: dict[int, int] = {}  # of what touches each family of values that is written in place
@@ -112,7 +125,11 @@ class _Rewriting:
                 continue
             self._divided[node] = found
             note_layouts(node, found, self._layouts, self._several)
-            self._levels[node] = max(self._from(each, found.operands.get(each)) for each in self._sources(node, found))
+            sources = self._sources(node, found)
+            self._levels[node] = level = max(self._from(each, found.operands.get(each)) for each in sources)
+            worth = [each for each in sources if each in self._worth and self._levels[each] == level]
+            if node.target in HEAVY or any(self._passes(each, node) for each in worth):
+                self._worth.add(node)
 
     def _division(self, node: fx.Node) -> Divided | None:
         """Find how members compute ``node``; None where it is whole."""
@@ -125,10 +142,9 @@ class _Rewriting:
 
     def _columns(self, node: fx.Node, weight: fx.Node) -> ChannelLayout | None:
         """Division of the output channels of ``node``, by what is asked for its ``weight``."""
-        if (held := weight_of(node)) is None or weight not in self._joined.paths or node not in self._units:
+        if (held := weight_of(node)) is None or (name := layer_path(weight)) is None or node not in self._units:
             return None
-        name = self._joined.paths[weight].removesuffix(".weight")
-        outer, units, inner = self._units[node]
+        outer, units, inner, _ = self._units[node]
         options = {units: (outer, inner)}
         if groups_of(node) == 1:
             options.setdefault(held[1], (1, 1))
@@ -146,7 +162,11 @@ class _Rewriting:
         return ChannelLayout(0, *options[sum(counts)], counts)
 
     def _goes_on(self, node: fx.Node) -> bool:
-        """Tell whether a layer is better divided as its input is: a product by rows, a convolution by its groups."""
+        """Tell whether a layer is better divided as its input is: a product by rows, a convolution by its groups.
+
+        Not a product that an attention follows, say, which could not be divided then; nor one before which members
+        would do little work.
+        """
         given, groups = input_of(node), groups_of(node)
         if (layout := self._layouts.get(given)) is None:
             return False
@@ -154,7 +174,8 @@ class _Rewriting:
             channels = sizes_of(given)[layout.dim]
             size = channels // groups if isinstance(channels, int) else 0
             return size > 0 and layout.outer == 1 and not any(count * layout.inner % size for count in layout.counts)
-        return "conv" not in str(node.target) and layout.dim == len(sizes_of(given)) - 1
+        is_last = layout.dim == len(sizes_of(given)) - 1
+        return is_last and "conv" not in str(node.target) and given in self._worth and not self._units[node].arrives
 
     def _dropout(self, node: fx.Node) -> Divided | None:
         """The unsplit mask is drawn, and each member multiplies by its part."""
@@ -195,7 +216,7 @@ class _Rewriting:
                     for other in run:
                         runs[other] = run
             if (name := self._begun(node)) is not None:
-                units.setdefault(layer, {})[name] = self._units[node][1]
+                units.setdefault(layer, {})[name] = self._units[node].units
             if found.adds:
                 sums.add(layer)
         return {
@@ -207,7 +228,7 @@ class _Rewriting:
         found, held = self._divided[node], weight_of(node)
         if held is None or found.adds or found.operands.get(input_of(node)) is not None:
             return None
-        return self._joined.paths[held[0]].removesuffix(".weight")
+        return layer_path(held[0])
 
     def _passes(self, node: fx.Node, user: fx.Node) -> bool:
         """Tell whether members hand their parts of ``node`` on to ``user``."""
@@ -222,11 +243,11 @@ class _Rewriting:
         self._decide()
         levels = sorted({self._levels[node] for node in self._divided})
         self._regions = {level: Region(self._members) for level in levels}
-        bodies = {level: [_MemberGraph() for _ in range(self._members)] for level in levels}
+        bodies = {level: [MemberGraph() for _ in range(self._members)] for level in levels}
         for node, found in self._divided.items():
             for member in self._present(node, found):
                 self._copy(node, found, member, bodies[self._levels[node]][member])
-        graph = _OuterGraph(self._joined)
+        graph = OuterGraph(self._joined)
         wholes = [n for n in self._joined.graph.nodes if n.op == "call_function" and n not in self._divided]
         for node in (*wholes, self._joined.graph.output_node()):
             for each in node.all_input_nodes:
@@ -264,7 +285,7 @@ class _Rewriting:
             self._gathered.append(before)
         region.output(wanted)
 
-    def _copy(self, node: fx.Node, found: Divided, member: int, body: _MemberGraph) -> None:
+    def _copy(self, node: fx.Node, found: Divided, member: int, body: MemberGraph) -> None:
         level = self._levels[node]
 
         def operand(each: fx.Node) -> fx.Node:
@@ -279,12 +300,12 @@ class _Rewriting:
         args: list[Any] = list(node.args)
         for position, values in found.arguments.items():
             args[position] = values[member]
-        target: Any = found.target or (torch.ops.aten.reshape.default if "view" in str(node.target) else node.target)
+        target: Any = found.target or node.target
         made = body.graph.call_function(target, map_arg(tuple(args), operand), map_arg(dict(node.kwargs), operand))
         body.made[node] = made
 
     def _operand(
-        self, each: fx.Node, wanted: ChannelLayout | None, node: fx.Node, member: int, body: _MemberGraph, level: int
+        self, each: fx.Node, wanted: ChannelLayout | None, node: fx.Node, member: int, body: MemberGraph, level: int
     ) -> fx.Node:
         """Node that ``member`` takes for operand ``each`` of ``node``."""
         region = self._regions[level]
@@ -308,70 +329,6 @@ def _layer_of(node: fx.Node) -> int:
     if "of_layer" in node.meta or node.op != "call_function":
         return int(node.meta.get("of_layer", -1))
     return max((_layer_of(each) for each in node.all_input_nodes), default=-1)
-
-
-class _MemberGraph:
-    """The graph of one member in a region, which grows."""
-
-    def __init__(self) -> None:
-        self.graph = fx.Graph()
-        self.made: dict[fx.Node, fx.Node] = {}
-        self._taken: dict[int, fx.Node] = {}
-
-    def taken(self, number: int) -> fx.Node:
-        """Node of the region's input ``number``."""
-        if number not in self._taken:
-            with self.graph.inserting_before():
-                self._taken[number] = self.graph.placeholder(f"input_{number}")
-        return self._taken[number]
-
-    def close(self, region: Region, member: int) -> None:
-        outputs = [
-            (number, self.made[each.node]) for number, each in enumerate(region.outputs) if each.node in self.made
-        ]
-        self.graph.output(tuple(node for _, node in outputs))
-        self.graph.lint()
-        names = {node: number for number, node in self._taken.items()}
-        region.takes.append([names[node] for node in self.graph.find_nodes(op="placeholder")])
-        region.gives.append([number for number, _ in outputs])
-        region.graphs.append(fx.GraphModule({}, self.graph))
-
-
-class _OuterGraph:
-    """The graph of the segment, with regions in place of what members compute."""
-
-    def __init__(self, joined: JoinedGraph) -> None:
-        self._joined = joined
-        self._graph = fx.Graph()
-        self._new: dict[fx.Node, fx.Node] = {}
-        self._held: dict[fx.Node, fx.Node] = {}
-        self._masks: dict[fx.Node, fx.Node] = {}
-        for node in joined.graph.find_nodes(op="placeholder"):
-            self._new[node] = self._graph.placeholder(node.name)
-
-    def copy(self, node: fx.Node) -> None:
-        self._new[node] = self._graph.node_copy(node, self._new.__getitem__)
-
-    def draw(self, node: fx.Node, mask: Mask) -> None:
-        self._masks[node] = mask.drawn_in(self._graph, self._new, self._new[self._joined.device])
-
-    def call(self, level: int, region: Region) -> None:
-        inputs = [self._given(each) for each in region.inputs]
-        call = self._graph.create_node("call_module", f"region_{level}", tuple(inputs))
-        for number, output in enumerate(region.outputs):
-            made = self._graph.call_function(operator.getitem, (call, number))
-            (self._held if output.given is GivenAs.HELD else self._new)[output.node] = made
-
-    def _given(self, wanted: RegionInput) -> fx.Node:
-        if wanted.taken is TakenAs.MASK:
-            return self._masks[wanted.node]
-        return self._held[wanted.node] if wanted.taken is TakenAs.HELD else self._new[wanted.node]
-
-    def closed(self) -> fx.Graph:
-        output = self._joined.graph.output_node()
-        self._graph.output(map_arg(output.args[0], self._new.__getitem__))
-        self._graph.lint()
-        return self._graph
 
 
 def _written_families(graph: fx.Graph) -> dict[fx.Node, int]:

@@ -87,19 +87,22 @@ def expand(call: OperatorCall) -> Divided | None:
     return Divided(found, call.layouts, {} if given[found.dim] == -1 else {1: sizes})
 
 
-def permute(call: OperatorCall) -> Divided | None:
+def reordered(call: OperatorCall) -> Divided | None:
+    """Dimensions get another order, which is tried out with a tensor whose sizes tell them apart."""
     layout = call.layout(0)
     if layout is None:
         return None
-    return Divided(layout.at(call.dims(call.args[1], len(call.sizes())).index(layout.dim)), call.layouts)
+    tried = call.target(torch.empty([*range(len(call.sizes()))], device="meta"), *call.args[1:], **call.kwargs)
+    return Divided(layout.at(list(tried.shape).index(layout.dim)), call.layouts)
 
 
-def transpose(call: OperatorCall) -> Divided | None:
-    layout, rank = call.layout(0), len(call.sizes())
+def repeat(call: OperatorCall) -> Divided | None:
+    """Repeats of other dimensions."""
+    layout, times = call.layout(0), call.args[1]
     if layout is None:
         return None
-    first, second = call.dims([call.arg(1, 0), call.arg(2, 1)], rank)
-    return Divided(layout.at({first: second, second: first}.get(layout.dim, layout.dim)), call.layouts)
+    found = layout.at(layout.dim + len(times) - len(call.sizes()))
+    return Divided(found, call.layouts) if times[found.dim] == 1 else None
 
 
 def unsqueeze(call: OperatorCall) -> Divided | None:

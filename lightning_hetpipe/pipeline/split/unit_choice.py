@@ -9,16 +9,32 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import fx
 
+from lightning_hetpipe.pipeline.split.joined_graph import layer_path
 from lightning_hetpipe.pipeline.split.operator_call import Divided, OperatorCall, sizes_of
 from lightning_hetpipe.pipeline.split.operator_rules import rule_of
 from lightning_hetpipe.rules.channel_layouts import ChannelLayout
 
-Channels = tuple[int, int, int]
-"""Blocks, units in each, and entries of a unit."""
+
+class Channels(NamedTuple):
+    """Units in which the output channels of a layer are divided.
+
+    Attributes:
+        outer: Blocks.
+        units: Of each block.
+        inner: Entries of each unit.
+        arrives: Whether what follows, such as an attention, is divided only if these are.
+    """
+
+    outer: int
+    units: int
+    inner: int
+    arrives: bool = False
+
 
 MOST_FEEDERS = 8
 MOST_UNITS = 1024
@@ -40,11 +56,17 @@ _WEIGHTS = {
 """For each operator that has output channels the positions of its input and its weight, and the weight's dimension of
 them."""
 
-_ATTENTION = (_aten.scaled_dot_product_attention.default, _aten.matmul.default, _aten.bmm.default)
+_ATTENTION = (
+    _aten.scaled_dot_product_attention.default,
+    _aten.matmul.default,
+    _aten.bmm.default,
+    _aten.einsum.default,
+)
 HEAVY = {*_WEIGHTS, *_ATTENTION}
 """Operators that are enough work for members to be called for."""
 
 _PARTS = (_aten.split.Tensor, _aten.chunk.default)
+_TOGETHER = (_aten.add.Tensor, _aten.mul.Tensor)
 
 
 def weight_of(node: fx.Node) -> tuple[fx.Node, int] | None:
@@ -53,7 +75,7 @@ def weight_of(node: fx.Node) -> tuple[fx.Node, int] | None:
         return None
     _, position, dim = _WEIGHTS[node.target]
     weight = node.args[position]
-    if not isinstance(weight, fx.Node) or weight.op != "placeholder" or not weight.name.startswith("own_"):
+    if not isinstance(weight, fx.Node) or layer_path(weight) is None:
         return None
     sizes = sizes_of(weight)
     is_matrix = len(sizes) == 2 or "conv" in str(node.target)
@@ -80,11 +102,21 @@ def chosen_units(graph: fx.Graph) -> dict[fx.Node, Channels]:
         for target, units in targets(graph):
             feeders, between = _feeders(target)
             if 0 < len(feeders) <= MOST_FEEDERS:
-                _align(target, feeders, between, units, found)
+                known = {found[feeder].units for feeder in feeders if feeder in found}
+                sizes = [size for node in between for size in sizes_of(node) if isinstance(size, int)]
+                choice = known or set(units or [size for size in sizes if 1 < size <= MOST_UNITS])
+                found |= _aligned(target, feeders, between, choice, found)
+    for node in graph.nodes:  # what is added to, or scales, what has to be in other units than channels
+        if node.target in _TOGETHER and found:
+            feeders, between = _feeders(node)
+            known = {found[feeder].units for feeder in feeders if feeder in found}
+            if len(known) == 1 and len(feeders) <= MOST_FEEDERS:
+                aligned = _aligned(node, feeders, between, known, found)
+                found |= {feeder: own._replace(arrives=feeder in found) for feeder, own in aligned.items()}
     for node in graph.nodes:
         if node.op == "call_function" and (held := weight_of(node)) is not None and node not in found:
             groups = groups_of(node)
-            found[node] = (1, held[1], 1) if groups == 1 else (1, groups, held[1] // groups)
+            found[node] = Channels(1, held[1], 1) if groups == 1 else Channels(1, groups, held[1] // groups)
     return found
 
 
@@ -126,25 +158,24 @@ def _feeders(target: fx.Node) -> tuple[list[fx.Node], set[fx.Node]]:
     return list(feeders), between
 
 
-def _align(
+def _aligned(
     target: fx.Node,
     feeders: Sequence[fx.Node],
     between: set[fx.Node],
-    units: Sequence[int],
-    found: dict[fx.Node, Channels],
-) -> None:
-    """Find the most units in which all ``feeders`` can be divided up to ``target``, and note it for each."""
-    known = {found[feeder][1] for feeder in feeders if feeder in found}
-    sizes = [size for node in between for size in sizes_of(node) if isinstance(size, int) and 1 < size <= MOST_UNITS]
+    choice: set[int],
+    found: Mapping[fx.Node, Channels],
+) -> dict[fx.Node, Channels]:
+    """Find the most units, of the ``choice``, in which all ``feeders`` can be divided up to ``target``; some of them
+    have been ``found`` already."""
     order = [node for node in target.graph.nodes if node in between]
-    for number in sorted(known or set(units or sizes), reverse=True):
+    for number in sorted(choice, reverse=True):
         chosen = {
             feeder: found[feeder] if feeder in found else _fitting(feeder, number, order, target) for feeder in feeders
         }
         fitting = {feeder: each for feeder, each in chosen.items() if each is not None}
         if len(fitting) == len(chosen):
-            found.update(fitting)
-            return
+            return fitting
+    return {}
 
 
 def _fitting(feeder: fx.Node, units: int, order: Sequence[fx.Node], target: fx.Node) -> Channels | None:
@@ -157,7 +188,7 @@ def _fitting(feeder: fx.Node, units: int, order: Sequence[fx.Node], target: fx.N
         if rest % outer == 0 and _arrives(
             feeder, ChannelLayout(0, outer, rest // outer, (1, units - 1)), order, target
         ):
-            return outer, units, rest // outer
+            return Channels(outer, units, rest // outer, arrives=True)
     return None
 
 

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_hetpipe.planning.model.cluster import Cluster, DeviceSlot
+from lightning_hetpipe.planning.model.divided_stage import DividedStage
 from lightning_hetpipe.planning.model.profile import Profile
 from lightning_hetpipe.planning.model.simulate import Simulation, StageLoad, StageTimes, Visits, simulate_within
 from lightning_hetpipe.planning.model.spread_memory import SpreadMemory
 from lightning_hetpipe.planning.model.stage_memory import Sizes, StageMemory, stage_memory
-from lightning_hetpipe.rules.channel_layouts import apportioned
 from lightning_hetpipe.rules.schedule import calls, segments
 from lightning_hetpipe.rules.versions import STASH, Versions
 
@@ -23,79 +23,6 @@ INSTANT = 1e-12
 
 MINIBATCHES = 48
 """Fewest minibatches that are simulated."""
-
-
-@dataclass(frozen=True)
-class DividedStage:
-    """Group of devices that divides layers of a stage.
-
-    Attributes:
-        slots: The group; the first one holds what is not divided.
-        counts: By the name of each module that is divided, how many units each device computes.
-        shares: Of each device, its part of the work that is divided, from 0 to 1.
-        taken: Bytes of each device.
-        room: Part of the divided layers' units that each device has room for, from 0 to 1.
-    """
-
-    slots: tuple[DeviceSlot, ...]
-    counts: Mapping[str, tuple[int, ...]]
-    shares: tuple[float, ...]
-    taken: tuple[int, ...]
-    room: tuple[float, ...]
-
-    @property
-    def overflow(self) -> int:
-        """Bytes that devices lack."""
-        pairs = [(slot.device.memory, taken) for slot, taken in zip(self.slots, self.taken, strict=True)]
-        return sum(max(0, taken - limit) for limit, taken in pairs if limit is not None)
-
-    @classmethod
-    def of(
-        cls,
-        stage: StageEstimate,
-        slots: tuple[DeviceSlot, ...],
-        profile: Profile,
-        counts: Mapping[int, tuple[int, ...]],
-    ) -> DividedStage:
-        """Estimate of ``stage`` on ``slots``.
-
-        A device beside the first one has its part of each version of the divided weights, their gradients, and all
-        activations at the most, as layers take their whole input. The first one has, beside all that is whole, its part
-        of activations, and copies of its part of weights that are divided by rows.
-        """
-        times = profile.times[stage.slot.device.name]
-        work = [0.0] * len(slots)
-        runs: dict[int, int] = {}  # bytes of weights whose gradients are made at once
-        rows = 0
-        for layer, those in counts.items():
-            widths, parameters = profile.widths[layer], profile.layers[layer].parameters
-            runs[widths.run] = runs.get(widths.run, 0) + parameters
-            rows += parameters * widths.sums
-            for member, count in enumerate(those):
-                work[member] += (times[layer].forward + times[layer].backward) * count / sum(those)
-        total = sum(work) or 1.0
-        memory = stage.memory
-        copies = 1 + memory.versions / memory.weights if memory.weights else 1.0
-        whole = [memory.total, *[memory.activations + memory.workspace] * (len(slots) - 1)]
-        apart = [memory.activations + rows * copies, *[sum(runs.values()) * copies + max(runs.values())] * len(slots)]
-        parts = [max(those[member] / sum(those) for those in counts.values()) for member in range(len(slots))]
-        taken = [have + round(more * part) for have, more, part in zip(whole, apart, parts, strict=False)]
-        limits = [slot.device.memory for slot in slots]
-        room = [
-            1.0 if limit is None else min(1.0, max(0.0, limit - have) / max(1.0, more))
-            for limit, have, more in zip(limits, whole, apart, strict=False)
-        ]
-        return cls(
-            slots,
-            {
-                name: apportioned(units, those)
-                for layer, those in sorted(counts.items(), key=lambda each: times[each[0]].forward)  # tied: the longer
-                for name, units in profile.widths[layer].units.items()
-            },
-            tuple(each / total for each in work),
-            tuple(taken),
-            tuple(room),
-        )
 
 
 @dataclass(frozen=True)
@@ -120,6 +47,13 @@ class StageEstimate:
     held: int
     load: StageLoad
     divided: DividedStage | None = None
+
+    @property
+    def taken(self) -> Mapping[DeviceSlot, int]:
+        """Bytes that it takes of each of its devices."""
+        if self.divided is None:
+            return {self.slot: self.memory.total}
+        return dict(zip(self.divided.slots, self.divided.taken, strict=True))
 
     @property
     def limit(self) -> int | None:

@@ -16,6 +16,7 @@ from itertools import accumulate
 
 from lightning_hetpipe.planning.model.cluster import Cluster, DeviceSlot, Link
 from lightning_hetpipe.planning.model.profile import Profile, Times
+from lightning_hetpipe.rules.channel_layouts import apportioned
 
 MOST_UNITS = 256
 """Finest division of a layer that is looked at: one of more units is divided in these proportions."""
@@ -39,7 +40,11 @@ class GroupTimes:
 
 
 def group_times(
-    profile: Profile, cluster: Cluster, slots: Sequence[DeviceSlot], most: Sequence[float] | None = None
+    profile: Profile,
+    cluster: Cluster,
+    slots: Sequence[DeviceSlot],
+    most: Sequence[float] | None = None,
+    shares: Sequence[float] | None = None,
 ) -> GroupTimes:
     """Divide the layers of ``profile`` among the devices ``slots``, the first of which holds the unsplit weights.
 
@@ -48,6 +53,7 @@ def group_times(
         cluster: Whose links connect the devices.
         slots: The group.
         most: Part of a layer's units that each of them has room for; by default all.
+        shares: Of each of them, where not what is fastest counts.
 
     Raises:
         SettingError: where the profile has no times of a device.
@@ -59,7 +65,10 @@ def group_times(
         units = run.units
         caps = [units] * len(slots) if most is None else [int(units * part) for part in most]
         found = balanced([seconds[: cap + 1] for seconds, cap in zip(run.seconds, caps, strict=True)], units)
-        if found is not None and found[0] != units and run.longest(found) < run.whole:
+        pays = found is not None and found[0] != units and run.longest(found) < run.whole
+        if shares is not None:
+            found, pays = apportioned(units, shares), True
+        if found is not None and pays:
             for layer, each in zip(layers, run.times(found), strict=True):
                 times[layer] = each
             counts |= dict.fromkeys(layers, found)

@@ -7,7 +7,8 @@ from collections.abc import Collection
 from dataclasses import dataclass, fields
 
 from lightning_hetpipe.planning.model.cluster import Cluster, DeviceSlot
-from lightning_hetpipe.planning.model.estimate import DividedStage, Estimate
+from lightning_hetpipe.planning.model.divided_stage import DividedStage
+from lightning_hetpipe.planning.model.estimate import Estimate
 from lightning_hetpipe.planning.plan.device_group import (
     ESTIMATED,
     NOMINAL,

@@ -11,11 +11,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import combinations, pairwise
+from itertools import combinations, islice, pairwise, product
 from typing import Any
 
 from lightning_hetpipe.planning.model.cluster import Cluster, Device, DeviceSlot, Node
-from lightning_hetpipe.planning.model.estimate import DividedStage, StageEstimate, estimate
+from lightning_hetpipe.planning.model.divided_stage import DividedStage
+from lightning_hetpipe.planning.model.estimate import StageEstimate, estimate
 from lightning_hetpipe.planning.model.group_times import group_times
 from lightning_hetpipe.planning.model.layer_widths import LayerWidths
 from lightning_hetpipe.planning.model.profile import Profile
@@ -62,6 +63,29 @@ def plan_with_groups(
     else:
         search.join()
     return search.found
+
+
+def plan_with_shares(
+    profile: Profile,
+    cluster: Cluster,
+    parts: Parts,
+    shares: Mapping[tuple[DeviceSlot, ...], Sequence[float]],
+    **asked: Any,
+) -> Choice:
+    """The best plan with a stage on each of ``parts``, in their order; it may lack memory on any of their devices.
+
+    Args:
+        profile: The model's; its ``widths`` say what can be divided.
+        cluster: Whose links connect the devices.
+        parts: Devices of each stage, of one node; the first one has the unsplit weights.
+        shares: Of each device, for those parts that have several.
+        asked: As :func:`~lightning_hetpipe.planning.search.choice.best_plan` takes it.
+
+    Raises:
+        SettingError: as ``best_plan`` does.
+    """
+    asked |= {"spread": False, "ordered": True, "stages": len(parts)}
+    return _best(profile, cluster, parts, asked, shares=shares)
 
 
 class _GroupSearch:
@@ -121,7 +145,7 @@ class _GroupSearch:
             return False
         most: dict[tuple[DeviceSlot, ...], Sequence[float]] = {part: [1.0] * len(part) for part in parts}
         for _ in range(RETRIES):
-            found = self._best(parts, most)
+            found = _best(self._profile, self._cluster, parts, self._asked, most)
             if not found.fits or found.rate <= self._least:
                 return False
             lacking = [stage for stage in found.stages if stage.divided and stage.divided.overflow]
@@ -132,28 +156,6 @@ class _GroupSearch:
                 assert stage.divided is not None
                 most[stage.divided.slots] = stage.divided.room
         return False
-
-    def _best(self, parts: Parts, most: Mapping[tuple[DeviceSlot, ...], Sequence[float]]) -> Choice:
-        """The best plan of these groups, with the times of runs that its stages leave whole."""
-        joined = _Joined(self._profile, self._cluster, parts, most)
-        found = best_plan(joined.profile, joined.cluster, joined.slots, **self._asked)
-        first = [stage.first for stage in found.stages]
-        cut = _cut(self._profile, first)
-        if cut.widths != self._profile.widths:
-            joined = _Joined(cut, self._cluster, parts, most)
-            again = estimate(
-                joined.profile,
-                joined.cluster,
-                [stage.slot for stage in found.stages],
-                first,
-                found.in_flight,
-                state=optimizer_state(self._asked.get("optimizer", "adam")),
-                recompute=found.recompute,
-                synchronise=self._asked.get("synchronise", 0.0),
-                versions=found.versions,
-            )
-            found = Choice.of(again, found.idle, found.tried, found.reasons, found.advise)
-        return joined.apart(found)
 
     def _seconds(self, part: tuple[DeviceSlot, ...]) -> float:
         if part not in self._bounds:
@@ -171,6 +173,42 @@ class _GroupSearch:
         return tuple(sorted(part, key=order))
 
 
+def _best(
+    profile: Profile,
+    cluster: Cluster,
+    parts: Parts,
+    asked: Mapping[str, Any],
+    most: Mapping[tuple[DeviceSlot, ...], Sequence[float]] = {},
+    shares: Mapping[tuple[DeviceSlot, ...], Sequence[float]] = {},
+) -> Choice:
+    """The best plan of these groups, with the times of runs that its stages leave whole.
+
+    It is searched as if each part of a run could be divided. Where a stage begins within a run, it may better begin
+    before or behind it.
+    """
+    joined = _Joined(profile, cluster, parts, most, shares)
+    found = best_plan(joined.profile, joined.cluster, joined.slots, **asked)
+    first = tuple(stage.first for stage in found.stages)
+    if _cut(profile, first).widths == profile.widths:
+        return joined.apart(found)
+    plans: list[Choice] = []
+    for splits in _beside_runs(profile, first):
+        joined = _Joined(_cut(profile, splits), cluster, parts, most, shares)
+        again = estimate(
+            joined.profile,
+            joined.cluster,
+            [stage.slot for stage in found.stages],
+            splits,
+            found.in_flight,
+            state=optimizer_state(asked.get("optimizer", "adam")),
+            recompute=found.recompute,
+            synchronise=asked.get("synchronise", 0.0),
+            versions=found.versions,
+        )
+        plans.append(joined.apart(Choice.of(again, found.idle, found.tried, found.reasons, found.advise)))
+    return max(plans, key=lambda each: (each.fits, each.rate))
+
+
 class _Joined:
     """The devices of each of ``parts`` as one.
 
@@ -178,7 +216,8 @@ class _Joined:
         profile: The model's.
         cluster: Whose links connect the devices.
         parts: The groups, and the devices that are alone.
-        most: Of each, the part of layers' units that its devices have room for.
+        most: Of each, the part of layers' units that its devices have room for; by default all.
+        shares: Of each whose devices do not get what is fastest.
 
     Attributes:
         profile: With the times of each group, by a name that stands for it.
@@ -192,8 +231,9 @@ class _Joined:
         cluster: Cluster,
         parts: Parts,
         most: Mapping[tuple[DeviceSlot, ...], Sequence[float]],
+        shares: Mapping[tuple[DeviceSlot, ...], Sequence[float]],
     ) -> None:
-        self._times = {part: group_times(profile, cluster, part, most[part]) for part in parts}
+        self._times = {part: group_times(profile, cluster, part, most.get(part), shares.get(part)) for part in parts}
         prefix = [f"{node.name} " if len(cluster.nodes) > 1 else "" for node in cluster.nodes]
         names = {part: prefix[part[0].node] + " + ".join(map(str, part)) for part in parts}
         guessed = [part for part in parts if any(profile.name_of(slot.device) in profile.estimated for slot in part)]
@@ -212,12 +252,13 @@ class _Joined:
     def apart(self, found: Choice) -> Choice:
         """``found``, a plan for the groups, as one of their devices."""
         idle = tuple(slot for each in found.idle for slot in self._parts[each])
-        return replace(found, stages=tuple(map(self._apart, found.stages)), idle=idle)
+        stages = tuple(self._apart(stage, found.recompute) for stage in found.stages)
+        return replace(found, stages=stages, idle=idle)
 
-    def _apart(self, stage: StageEstimate) -> StageEstimate:
+    def _apart(self, stage: StageEstimate, recompute: bool) -> StageEstimate:
         part = self._parts[stage.slot]
         counts = {n: own for n, own in self._times[part].counts.items() if stage.first <= n <= stage.last}
-        divided = DividedStage.of(stage, part, self.profile, counts) if counts else None
+        divided = DividedStage.of(stage, part, self.profile, counts, recompute) if counts else None
         return replace(stage, slot=part[0], divided=divided)
 
 
@@ -237,6 +278,17 @@ def _cut(profile: Profile, splits: Sequence[int]) -> Profile:
             if own is not None and (own.units or own.run in begun):
                 widths[layer] = replace(own, run=begun.setdefault(own.run, layer))
     return replace(profile, widths=widths)
+
+
+def _beside_runs(profile: Profile, splits: Sequence[int]) -> list[tuple[int, ...]]:
+    """``splits``, and the ways to have those that part a run before or behind it instead."""
+    ends = dict[int, int]()
+    for layer, own in profile.widths.items():
+        ends[own.run] = max(layer + 1, ends.get(own.run, 0))
+    runs = [profile.widths[split].run if split in profile.widths else split for split in splits]
+    options = [(split,) if run == split else (split, run, ends[run]) for split, run in zip(splits, runs, strict=True)]
+    ways = islice(product(*options), MOST_WAYS)
+    return [each for each in ways if all(one < other for one, other in pairwise((*each, len(profile.layers))))]
 
 
 def _partitions(slots: Sequence[DeviceSlot]) -> Iterator[Parts]:

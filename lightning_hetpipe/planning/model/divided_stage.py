@@ -1,0 +1,162 @@
+"""Memory and work of a stage whose layers a group of devices divides.
+
+The first device has all that a stage has by itself. Where it computes part of a run of layers (those whose devices hand
+their channels on to each other), the run's output is put together there beside its part of it, as gradients of its part
+are; and of weights that are divided by rows its part is a copy, for each version.
+
+Another device has, of each run of which it computes a part, the whole input and its part of all that the run keeps
+besides, for each minibatch that the stage holds at once; its part of each version of the weights; and, while it
+computes, the gradients of a run's input, of its part of the weights, and of what its longest layer keeps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from lightning_hetpipe.planning.model.cluster import DeviceSlot
+from lightning_hetpipe.planning.model.profile import Profile
+from lightning_hetpipe.planning.model.stage_memory import more
+from lightning_hetpipe.rules.channel_layouts import apportioned
+
+if TYPE_CHECKING:
+    from lightning_hetpipe.planning.model.estimate import StageEstimate
+
+
+@dataclass(frozen=True)
+class DividedStage:
+    """Group of devices that divides layers of a stage.
+
+    Attributes:
+        slots: The group; the first one holds what is not divided.
+        counts: By the name of each module that is divided, how many units each device computes.
+        shares: Of each device, its part of the work that is divided, from 0 to 1.
+        taken: Bytes of each device.
+        room: Part of the divided layers' units that each device has room for, from 0 to 1.
+    """
+
+    slots: tuple[DeviceSlot, ...]
+    counts: Mapping[str, tuple[int, ...]]
+    shares: tuple[float, ...]
+    taken: tuple[int, ...]
+    room: tuple[float, ...]
+
+    @property
+    def overflow(self) -> int:
+        """Bytes that devices lack."""
+        pairs = [(slot.device.memory, taken) for slot, taken in zip(self.slots, self.taken, strict=True)]
+        return sum(max(0, taken - limit) for limit, taken in pairs if limit is not None)
+
+    @classmethod
+    def of(
+        cls,
+        stage: StageEstimate,
+        slots: tuple[DeviceSlot, ...],
+        profile: Profile,
+        counts: Mapping[int, tuple[int, ...]],
+        recompute: bool = False,
+    ) -> DividedStage:
+        """Estimate of ``stage`` on ``slots``.
+
+        Args:
+            stage: As the first device alone would have it.
+            slots: The group.
+            profile: The model's.
+            counts: By layer, how many units each device computes.
+            recompute: Whether forwards are computed again for their backwards, of one minibatch at a time.
+        """
+        times = profile.times[stage.slot.device.name]
+        work = [0.0] * len(slots)
+        for layer, those in counts.items():
+            for member, count in enumerate(those):
+                work[member] += (times[layer].forward + times[layer].backward) * count / sum(those)
+        total = sum(work) or 1.0
+        parts = [max(those[member] / sum(those) for those in counts.values()) for member in range(len(slots))]
+        held = min(1, stage.held) if recompute else stage.held
+        copies = stage.memory.versions / stage.memory.weights if stage.memory.weights else 0.0
+        runs = _runs(profile, counts)
+        first = held * sum(run.output for run in runs) + copies * sum(run.rows for run in runs)
+        first += max(run.longest for run in runs)
+        whole = [stage.memory.total, *[_whole(runs, held)] * (len(slots) - 1)]
+        apart = [first, *[_apart(runs, held, copies)] * (len(slots) - 1)]
+        own = zip(whole, apart, parts, strict=True)
+        taken = [round(have + each * part) if part or not n else 0 for n, (have, each, part) in enumerate(own)]
+        limits = [slot.device.memory for slot in slots]
+        room = [
+            1.0 if limit is None else min(1.0, max(0.0, limit - have) / max(1.0, each))
+            for limit, have, each in zip(limits, whole, apart, strict=True)
+        ]
+        return cls(
+            slots,
+            {
+                name: apportioned(units, those)
+                for layer, those in sorted(counts.items(), key=lambda each: times[each[0]].forward)  # tied: the longer
+                for name, units in profile.widths[layer].units.items()
+            },
+            tuple(each / total for each in work),
+            tuple(taken),
+            tuple(room),
+        )
+
+
+@dataclass(frozen=True)
+class _RunBytes:
+    """Bytes of a run of layers.
+
+    Attributes:
+        inputs: Of what it is given, whole on each device.
+        inner: Of what one minibatch's forward keeps besides.
+        output: Of its output.
+        added: Of its output where each device has a whole one, to be added up.
+        weights: Of its weights.
+        rows: Of weights that are divided by rows.
+        longest: Of what the layer keeps that keeps most.
+    """
+
+    inputs: int
+    inner: int
+    output: int
+    added: int
+    weights: int
+    rows: int
+    longest: int
+
+    @classmethod
+    def of(cls, profile: Profile, layers: Sequence[int]) -> _RunBytes:
+        own = [profile.layers[layer] for layer in layers]
+        inputs = kept = 0
+        for number, layer in zip(layers, own, strict=True):
+            if number - 1 in layers:
+                kept += more(profile.layers[number - 1], layer)
+            else:
+                inputs += layer.given or (profile.layers[number - 1].output if number else 0)
+                kept += layer.kept
+        sums = [profile.widths[layer].sums for layer in layers]
+        return cls(
+            inputs,
+            max(0, kept - inputs),
+            own[-1].output,
+            own[-1].output * sums[-1],
+            sum(layer.parameters for layer in own),
+            sum(layer.parameters * each for layer, each in zip(own, sums, strict=True)),
+            max(layer.kept for layer in own),
+        )
+
+
+def _runs(profile: Profile, layers: Iterable[int]) -> list[_RunBytes]:
+    found: dict[int, list[int]] = {}
+    for layer in sorted(layers):
+        found.setdefault(profile.widths[layer].run, []).append(layer)
+    return [_RunBytes.of(profile, own) for own in found.values()]
+
+
+def _whole(runs: Sequence[_RunBytes], held: int) -> int:
+    """Bytes of a device beside the first one, whatever its part: of inputs and sums, and the largest one's gradient."""
+    return held * sum(run.inputs + run.added for run in runs) + max(run.inputs + run.added for run in runs)
+
+
+def _apart(runs: Sequence[_RunBytes], held: int, copies: float) -> float:
+    """Bytes of which a device beside the first one has its part."""
+    kept = held * sum(run.inner for run in runs) + copies * sum(run.weights for run in runs)
+    return kept + max(run.weights for run in runs) + max(run.longest for run in runs)
