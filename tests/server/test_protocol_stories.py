@@ -573,22 +573,34 @@ def test_a_failure_of_one_that_is_no_member_does_not_concern_the_others(restarte
     wave(world, 0, 2)
 
 
+@pytest.mark.parametrize("has_pushed", [False, True])
 @pytest.mark.parametrize("early", [False, True])
-def test_a_new_server_learns_which_incarnations_there_were(early: bool) -> None:
-    """One with a smaller number, by another machine's clock, became a member, and what it pushed was never added."""
+def test_a_new_server_learns_which_incarnations_there_were(early: bool, has_pushed: bool) -> None:
+    """One with a smaller number, by another machine's clock, became a member, and what it pushed was never added.
+
+    One that had been a member, and had pushed nothing yet, was not told of, so that the next one took its number, and
+    was refused as that one.
+    """
     world = World(2)
     world.begin(1, 9)
     all_idle(world)
-    wave(world, 0, 1)
+    if has_pushed:
+        wave(world, 0, 1)
     world.kill(1)
-    world.pass_time(LEASE + 1)
-    wave(world, 0)
+    if has_pushed:
+        world.pass_time(LEASE + 1)
+        wave(world, 0)
     world.restart(0)
     if early:
         world.begin(1, 5)
         until(world, 1, MemberState.JOIN)
         world.step(1)
         del world.vws[1]
+    if not has_pushed:  # VW 0 has taken no weights since then, and VW 1 is waited for
+        world.heartbeat(0)
+        until(world, 0, MemberState.JOIN)
+        world.step(0)
+        world.pass_time(LEASE + 1)
     beat_until_idle(world)
     answer = ask(world, Heartbeat(1, 5, world.server[0].coordinator.generation))
     assert isinstance(answer, RemoteFault)

@@ -81,6 +81,7 @@ def soak(folder: Path, seed: int, number: int) -> tuple[Job, str]:
     done = start(job, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
     (folder / "said").write_text(done.stderr)
     assert done.returncode in (0, 1), (done.returncode, done.stderr)  # 1 where one had not come back in the end
+    assert " failed.\n" not in done.stderr, done.stderr  # each is lost, or comes back, and none has an error
     assert left_behind(job) == [], done.stderr
     assert (folder / "0.pt").exists(), done.stderr
     return job, done.stderr

@@ -320,8 +320,11 @@ class Coordinator:
         return []
 
     def _learn(self, recovery: Recovery) -> None:
-        """Take the incarnations of VWs that are gone from the reports: shards know them, and refuse older ones."""
-        for each in recovery.base.included:
+        """Take the incarnations of VWs that are gone from the reports: shards know them, and refuse older ones.
+
+        Those of members that had pushed nothing yet are among these: the next process of one is to have a larger one.
+        """
+        for each in (*recovery.base.included, *recovery.missing):
             if each.vw not in recovery.members and each.incarnation > self._roster.incarnation.get(each.vw, -1):
                 if self._roster.lives(each.vw):  # an older one that has come before this was known
                     self._remove(each.vw)
