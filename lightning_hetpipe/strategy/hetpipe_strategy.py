@@ -45,7 +45,15 @@ from lightning_hetpipe.run.lr_correction import Correction
 from lightning_hetpipe.run.prepared_batch import ReadyBatch
 from lightning_hetpipe.run.staleness_warning import is_clipped
 from lightning_hetpipe.run.trainer_run import TrainerRun
-from lightning_hetpipe.strategy import checks, compile_setting, other_lightning, settings, split_setting
+from lightning_hetpipe.strategy import (
+    checks,
+    compile_setting,
+    host_setting,
+    other_lightning,
+    plan_setting,
+    settings,
+    split_setting,
+)
 from lightning_hetpipe.strategy.planned_devices import PlannedDevices
 from lightning_hetpipe.strategy.saved_states import note_in_flight, note_last_changes, take_in_flight, take_last_changes
 
@@ -168,7 +176,7 @@ class HetPipeStrategy(PlannedDevices):
         recompute: bool = False,
         split: bool | Literal["auto"] | split_setting.Shares = False,
         timeline: bool | Sequence[int] = False,
-        stage_hosts: settings.StageHosts = "threads",
+        stage_hosts: host_setting.StageHosts = "threads",
         lr_correction: int | Literal["auto"] | None = "auto",
         wsp: Any = None,
         start_method: str = "popen",
@@ -200,17 +208,19 @@ class HetPipeStrategy(PlannedDevices):
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
         )
-        settings.check_allocation(allocation, self.plan)
+        plan_setting.check_allocation(allocation, self.plan)
         self.weights = weights
         self._policy = settings.weight_policy(weights)
         if self.plan is not None:
-            settings.check_planned_policy(self._policy, self.plan)
+            plan_setting.check_planned_policy(self._policy, self.plan)
         self.lr_correction = settings.updates(lr_correction)
         self.module = settings.module_names(module)
         self.capture_timeout = checks.seconds("capture_timeout", capture_timeout)
         self.grace = checks.seconds("grace", grace)
         self._timeline = settings.timeline(timeline)
-        self.stage_hosts = settings.stage_hosts(stage_hosts, compiles=self.compile is not None, timeline=self._timeline)
+        self.stage_hosts = host_setting.stage_hosts(
+            stage_hosts, compiles=self.compile is not None, timeline=self._timeline
+        )
         self.last_run = RunReport()
         self._run = TrainerRun()
         self._wanted: run_settings.RunSettings | None = None
@@ -254,7 +264,7 @@ class HetPipeStrategy(PlannedDevices):
                 together.check_together(trainer)
             if self.stage_hosts != "threads" and wanted.is_spread:
                 one_stage, one_in_flight = wanted.is_one_stage, wanted.in_flight == 1
-                settings.check_stage_hosts(self.stage_hosts, one_stage=one_stage, one_in_flight=one_in_flight)
+                host_setting.check_stage_hosts(self.stage_hosts, one_stage=one_stage, one_in_flight=one_in_flight)
             if self.compile is not None:
                 compile_setting.check(self.compile, self._devices())
         self._divide(trainer)
@@ -402,9 +412,9 @@ class HetPipeStrategy(PlannedDevices):
             virtual_workers=self.world_size,
             timeline=self._timeline,
             in_processes=self.stage_hosts == "processes",
-            hosts=settings.stages_elsewhere(self._own_plan, self._found_addresses(), planner.placement.emulated),
-            accelerators=settings.accelerators_elsewhere(self._own_plan, planner.placement.emulated),
-            nodes=settings.nodes_elsewhere(self._own_plan),
+            hosts=host_setting.stages_elsewhere(self._own_plan, self._found_addresses(), planner.placement.emulated),
+            accelerators=host_setting.accelerators_elsewhere(self._own_plan, planner.placement.emulated),
+            nodes=host_setting.nodes_elsewhere(self._own_plan),
             security=self._wsp_settings().security.from_environment(),
             grace=self.grace,
             has_groups=self._has_groups,

@@ -26,7 +26,7 @@ from lightning_hetpipe.planning.plan.profile_cache import ProfileCache
 from lightning_hetpipe.planning.search.split_points import partition
 from lightning_hetpipe.planning.search.spread_plan import FROZEN
 from lightning_hetpipe.run.finetuning import trains_frozen_later
-from lightning_hetpipe.strategy import checks, compile_setting, settings, split_setting
+from lightning_hetpipe.strategy import checks, compile_setting, host_setting, plan_setting, settings, split_setting
 from lightning_hetpipe.strategy.shared_checkpoints import SharedCheckpoints
 from lightning_hetpipe.workers.weight_copies import copies_kept
 
@@ -42,7 +42,7 @@ class PlannedDevices(SharedCheckpoints):
         SettingError: for settings that are wrong, or contradict the plan.
     """
 
-    stage_hosts: settings.StageHosts
+    stage_hosts: host_setting.StageHosts
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class PlannedDevices(SharedCheckpoints):
         **arguments: Any,
     ) -> None:
         super().__init__(virtual_workers, wsp, timeout, **arguments)
-        self.plan = settings.plan(plan)
+        self.plan = plan_setting.plan(plan)
         workers = settings.most_workers(self.virtual_workers)
         workers = workers if self.plan is None else len(self.plan.virtual_workers)
         settings.check_platform(workers, sys.platform)
@@ -73,10 +73,10 @@ class PlannedDevices(SharedCheckpoints):
         self.compile = compile_setting.options(compile)
         self._plan_name = f"<for {plan.model}>" if isinstance(plan, Plan) else str(plan)
         if self.plan is not None:
-            self._stages = settings.stages_as_planned(self._stages, self.plan)
-            self.in_flight = settings.as_planned("in_flight", self.in_flight, self.plan.in_flight)
+            self._stages = plan_setting.stages_as_planned(self._stages, self.plan)
+            self.in_flight = plan_setting.as_planned("in_flight", self.in_flight, self.plan.in_flight)
             self.recompute |= self.plan.recompute
-            settings.check_spread(
+            plan_setting.check_spread(
                 self.plan, recompute=self.recompute, compile=self.compile is not None, split=self._has_groups
             )
         elif self.cluster is not None:
@@ -118,10 +118,10 @@ class PlannedDevices(SharedCheckpoints):
         if self.plan is None:
             return []
         is_emulated, nodes = self._is_emulated_here, self._nodes_started
-        return settings.workers_as_planned(self.virtual_workers, self.plan, is_emulated, self.stage_hosts, nodes)
+        return plan_setting.workers_as_planned(self.virtual_workers, self.plan, is_emulated, self.stage_hosts, nodes)
 
     def _serving_nodes(self) -> ServingNodes | None:
-        return settings.serving_nodes(self.plan, self._is_emulated_here, self.stage_hosts)
+        return host_setting.serving_nodes(self.plan, self._is_emulated_here, self.stage_hosts)
 
     @property
     def _nodes_started(self) -> int:
@@ -133,7 +133,7 @@ class PlannedDevices(SharedCheckpoints):
         """True if all devices of the plan are emulated on this machine, whatever their nodes."""
         return self.cluster is not None and self._nodes_started == 1 and self._is_on_cpu
 
-    def _found_addresses(self) -> settings.StageHosts:
+    def _found_addresses(self) -> host_setting.StageHosts:
         """Place of stages; addresses of hosts, where the nodes of this launch have started some."""
         hosts = self._found_hosts()
         return self.stage_hosts if hosts is None else hosts.hosts

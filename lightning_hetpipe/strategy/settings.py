@@ -3,38 +3,24 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from itertools import groupby
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from lightning_hetpipe.errors import SettingError, nearest, of_file
-from lightning_hetpipe.launch.node_hosts import ServingNodes
+from lightning_hetpipe.errors import SettingError, nearest
 from lightning_hetpipe.launch.ranks import Rank, WorkerRange
-from lightning_hetpipe.launch.wsp_settings import WSPSettings
 from lightning_hetpipe.pipeline.recorder import KEPT, Window
-from lightning_hetpipe.planning.allocation.groupings import ALLOCATIONS
-from lightning_hetpipe.planning.plan.document import Plan
-from lightning_hetpipe.rules.shares import whole_steps
 from lightning_hetpipe.rules.versions import POLICIES, WeightPolicy
 from lightning_hetpipe.server.protocol.identifiers import MOST_VIRTUAL_WORKERS
 from lightning_hetpipe.strategy.checks import whole
-from lightning_hetpipe.strategy.wsp_callback import WSPCallback, check_address
+from lightning_hetpipe.strategy.wsp_callback import WSPCallback
 
 MOST = 1000
 """The largest number of stages, and of minibatches in flight: each is a thread."""
 
 LONGEST = 2000
 """Minibatches of a timeline: their trace has some 20 MB, the most that a viewer opens at ease."""
-
-
-HOSTS = ("threads", "processes")
-
-StageHosts = Literal["threads", "processes"] | Mapping[str, str]
-"""Place of stages; a mapping has the address of a host for each of a plan's nodes."""
 
 Stages = int | Literal["auto"]
 
@@ -46,20 +32,6 @@ def check_start_method(value: Any) -> None:
             f"start_method={value!r} is not available yet: processes are started as this program was; leave"
             " start_method out, or set it to 'popen'"
         )
-
-
-def check_allocation(value: Any, plan: Plan | None) -> None:
-    """Refuses an allocation that is none, or, other than "auto", that no plan has made."""
-    if value == "auto" or (plan is not None and value == plan.allocation):
-        return
-    if value not in ALLOCATIONS:
-        known = ", ".join(map(repr, ALLOCATIONS))
-        raise SettingError(f"allocation={value!r} must be one of {known}{nearest(str(value), ALLOCATIONS)}")
-    has = "there is none" if plan is None else f"the plan for {plan.model} has {plan.allocation or 'none'!r}"
-    raise SettingError(
-        f"allocation={value!r} is decided when devices are measured and a plan is made, and {has}; make one with"
-        f" hetpipe-plan cluster=... strategy.allocation={value}, and give it as plan=..., or leave allocation out"
-    )
 
 
 def weight_policy(value: Any) -> WeightPolicy | None:
@@ -87,48 +59,6 @@ def count(name: str, value: int | str) -> int | Literal["auto"]:
     return found
 
 
-def plan(value: Any) -> Plan | None:
-    """``value``, or what the file of that name holds.
-
-    Raises:
-        SettingError: for what is neither, and for a plan that no device can run.
-    """
-    if value is None:
-        return None
-    if not isinstance(value, Plan | str | os.PathLike):
-        raise SettingError(f"plan={value!r} must be a lightning_hetpipe.Plan, or the path of one")
-    try:
-        made = value if isinstance(value, Plan) else Plan.load(value)
-    except SettingError as error:
-        raise of_file("plan", error, "give a plan.json that hetpipe-plan has saved") from error
-    try:
-        made.check()
-    except SettingError as error:
-        raise error if isinstance(value, Plan) else SettingError(f"plan={os.fspath(value)}: {error}") from error
-    if made.spread and len(made.virtual_workers) > 1:
-        raise SettingError(
-            f"the plan for {made.model} is of a spread run, which has one virtual worker, and it has"
-            f" {len(made.virtual_workers)}; plan anew"
-        )
-    return made
-
-
-def as_planned(name: str, asked: Stages | list[Stages], planned: int) -> int:
-    """Take the number of a plan, unless another was asked for, or it is more than there may be."""
-    count(name, planned)
-    if asked not in ("auto", planned):
-        raise SettingError(f"{name}={asked!r}, but the plan has {planned}; leave {name} out, or set it to 'auto'")
-    return planned
-
-
-def stages_as_planned(asked: Stages | list[Stages], plan: Plan) -> Stages | list[Stages]:
-    """Take k of each virtual worker of a plan, unless others were asked for."""
-    planned = [count("stages", len(worker.stages)) for worker in plan.virtual_workers]
-    if asked == planned:
-        return asked
-    return [as_planned("stages", asked, k) for k in planned if isinstance(k, int)]
-
-
 def virtual_workers(given: Any) -> int | WorkerRange:
     """The number of virtual workers on each node, or a range of numbers on all nodes."""
     if isinstance(given, str) or not isinstance(given, Sequence):
@@ -150,214 +80,6 @@ def virtual_workers(given: Any) -> int | WorkerRange:
 def most_workers(virtual_workers: int | WorkerRange) -> int:
     """The largest number that the setting allows."""
     return virtual_workers.most if isinstance(virtual_workers, WorkerRange) else virtual_workers
-
-
-def workers_as_planned(
-    virtual_workers: int | WorkerRange, plan: Plan, emulated: bool, hosts: StageHosts, nodes: int
-) -> list[int]:
-    """Number of virtual workers on each node of a plan, in its order; 0 for one that only serves stages of others'.
-
-    Args:
-        virtual_workers: The setting; 1 is its default, and leaves the number to the plan. The most of a range are those
-            of the plan.
-        plan: To be run.
-        emulated: Whether all of its devices are emulated on this machine, which so is their only node.
-        hosts: Where stages run.
-        nodes: On which the program runs.
-
-    Raises:
-        SettingError: for another number in ``virtual_workers``, and for what is planned but cannot be run.
-    """
-    on_nodes = plan.workers_on_nodes
-    check_host_nodes(hosts, plan)
-    leading = [count for count in on_nodes.values() if count]
-    found = [len(plan.virtual_workers)] if emulated else leading
-    asked = most_workers(virtual_workers)
-    if asked != 1 and (set(found) != {asked} if isinstance(virtual_workers, int) else sum(found) != asked):
-        raise SettingError(
-            f"virtual_workers={virtual_workers}, but the plan for {plan.model} has {', '.join(map(str, found))}"
-            f"{' on its nodes' if len(found) > 1 else ''}; leave virtual_workers out, as the plan says it"
-        )
-    if emulated:
-        return found
-    for index, worker in enumerate(plan.virtual_workers):
-        known = hosts if isinstance(hosts, Mapping) else {}
-        lacking = [node for node in worker.nodes if node not in (worker.leader, *known)]
-        if lacking and (nodes == 1 or known):
-            raise SettingError(
-                f"the plan for {plan.model} has a virtual worker with stages on several nodes ({index}, on"
-                f" {', '.join(worker.nodes)}); start this program on each of the plan's nodes, with"
-                f" Trainer(num_nodes={len(on_nodes)}) and {plan.node_ranks}, or start hetpipe-host on"
-                f" {' and '.join(lacking)}, and say where, as in stage_hosts={{'{lacking[0]}': '10.0.0.2:7071'}}, or"
-                " plan each virtual worker for the devices of one node, or give the cluster, too, and start all on one"
-                " machine, to emulate them on its CPU"
-            )
-        if lacking and plan.spread:
-            raise SettingError(
-                f"the plan for {plan.model} is of a spread run, which has no stages for hosts, and has devices on"
-                f" {' and '.join(worker.nodes)}; plan for the devices of one node, or for more in flight"
-            )
-    order = [worker.leader for worker in plan.virtual_workers]
-    if len([*groupby(order)]) != len(leading):
-        raise SettingError(
-            f"the plan for {plan.model} has its virtual workers on {', '.join(order)}, in this order; list those of one"
-            " node one after another"
-        )
-    return found if serving_nodes(plan, emulated, hosts) is None else [*on_nodes.values()]
-
-
-def check_host_nodes(hosts: StageHosts, plan: Plan) -> None:
-    """Refuses ``hosts`` for nodes that ``plan`` does not have."""
-    named = hosts if isinstance(hosts, Mapping) else {}
-    known = [*plan.workers_on_nodes]
-    for node in [each for each in named if each not in known]:
-        raise SettingError(
-            f"stage_hosts={dict(named)!r} names {node!r}, which is no node of the plan for {plan.model}, whose nodes"
-            f" are {' and '.join(map(repr, known))}{nearest(node, known)}"
-        )
-
-
-def serving_nodes(plan: Plan | None, emulated: bool, hosts: StageHosts) -> ServingNodes | None:
-    """The nodes of ``plan``, where some are to serve stages of virtual workers that others lead; else as above."""
-    if plan is None or emulated or isinstance(hosts, Mapping):
-        return None
-    served = {node: plan.served(node) for node in plan.workers_on_nodes}
-    stages = {
-        node: ", ".join(f"stage {stage} of virtual worker {worker}" for worker, stage in its)
-        for node, its in served.items()
-        if its
-    }
-    return ServingNodes((*served,), stages, plan.fingerprint) if stages else None
-
-
-def wsp_as_planned(given: WSPSettings, plan: Plan) -> WSPSettings:
-    """Take the synchronisation of a plan, as far as nobody has set it."""
-    whole("the plan's clock_distance", plan.clock_distance, least=0)
-    lengths = {"wave", "shares"}
-    left_out = given.left_out if lengths <= given.left_out else given.left_out - lengths
-    return replace(given, **{name: value for name, value in _synchronisation(plan).items() if name in left_out})
-
-
-def other_than_planned(wsp: WSPSettings, plan: Plan) -> str:
-    """Say what of the synchronisation was set otherwise than the plan has it; nothing where all is as planned."""
-    pairs = [(name, getattr(wsp, name), value) for name, value in _synchronisation(plan).items()]
-    others = [f"{name}={_shown(own)}, where the plan has {_shown(its)}" for name, own, its in pairs if own != its]
-    return f"as set, this run has {', and '.join(others)}; the plan's figures are for its own" if others else ""
-
-
-def _synchronisation(plan: Plan) -> dict[str, Any]:
-    """Settings of a :class:`WSPCallback` that a plan says; its wave only where that is longer than by default."""
-    waves, equal = plan.waves, len(set(plan.waves)) == 1
-    longer = equal and waves[0] > whole_steps([plan.in_flight], plan.accumulate_grad_batches)[0]
-    return {
-        "clock_distance": plan.clock_distance,
-        "wave": waves[0] if longer else "auto",
-        "shares": "equal" if equal else waves,
-        "placement": plan.placement,
-    }
-
-
-def _shown(value: Any) -> str:
-    return repr([*value] if isinstance(value, tuple) else value)
-
-
-def check_planned_policy(asked: WeightPolicy | None, plan: Plan) -> None:
-    """Refuses another weight policy than that of ``plan``, where several minibatches are in flight."""
-    if plan.in_flight > 1 and asked not in (None, planned := plan.versions.policy):
-        raise SettingError(
-            f"weights='{asked.name}', but the plan is for weights='{planned.name}', which takes other memory; plan with"
-            f" strategy.weights={asked.name}, or leave weights out"
-        )
-
-
-def check_spread(plan: Plan, **settings: bool) -> None:
-    """Refuses ``settings`` that are the work of a pipeline's stages with a ``plan`` of a spread run."""
-    for name, is_set in settings.items():
-        if plan.spread and is_set:
-            raise SettingError(
-                f"{name} is for the stages of a pipeline, and the plan for {plan.model} is of a spread run, which takes"
-                f" less memory; leave {name} out, or plan with it"
-            )
-
-
-def stage_hosts(value: Any, *, compiles: bool, timeline: Window | None) -> StageHosts:
-    """Check the setting that says where stages run.
-
-    Raises:
-        SettingError: for another value, and for settings that stages in processes do not know yet.
-    """
-    if isinstance(value, Mapping):
-        for node, address in value.items():
-            check_address(f"stage_hosts[{node!r}]", address)
-        if not value:
-            raise SettingError("stage_hosts={} names no host; give 'threads', 'processes', or a host for each node")
-    elif value not in ("threads", "processes"):
-        raise SettingError(
-            f"stage_hosts={value!r} must be 'threads', 'processes', or a mapping of a plan's nodes to addresses of"
-            f" their hosts{nearest(str(value), HOSTS)}"
-        )
-    for name, is_set in (("compile", compiles), ("timeline", timeline is not None)):
-        if value != "threads" and is_set:
-            raise SettingError(
-                f"stage_hosts={value!r} has stages in processes that know no {name} yet; leave {name} out, or"
-                " stage_hosts"
-            )
-    return {str(node): address for node, address in value.items()} if isinstance(value, Mapping) else value
-
-
-def stages_elsewhere(plan: Plan | None, hosts: StageHosts, emulated: bool) -> dict[int, str]:
-    """Addresses of the hosts of stages that are not on the node of the last stage, of a plan of one virtual worker.
-
-    Where their devices are ``emulated``, stages of nodes without a host are in this process.
-
-    Raises:
-        SettingError: for hosts that are of no use.
-    """
-    if not isinstance(hosts, Mapping):
-        return {}
-    if plan is None:
-        raise SettingError(
-            f"stage_hosts={dict(hosts)!r} names hosts for the nodes of a plan, and there is none; give plan, too"
-        )
-    (worker,) = plan.virtual_workers
-    elsewhere = {number: stage for number, stage in enumerate(worker.stages) if stage.node != worker.leader}
-    found = {number: stage for number, stage in elsewhere.items() if not emulated or stage.node in hosts}
-    return {number: hosts[stage.node] for number, stage in found.items()}
-
-
-def nodes_elsewhere(plan: Plan | None) -> dict[int, str]:
-    """Node of each stage that is on another one than the last stage, of a plan of one virtual worker."""
-    if plan is None:
-        return {}
-    (worker,) = plan.virtual_workers
-    return {number: stage.node for number, stage in enumerate(worker.stages) if stage.node != worker.leader}
-
-
-def accelerators_elsewhere(plan: Plan | None, emulated: bool) -> dict[int, list[tuple[int, str]]]:
-    """Number and name of the accelerator of each stage that is on one of another node than the last stage's, and then
-    of each member of its group, of a plan of one virtual worker; where devices are ``emulated``, hosts have CPUs."""
-    if plan is None or emulated:
-        return {}
-    (worker,) = plan.virtual_workers
-    return {
-        number: [(each.device_number or 0, each.device_name) for each in (stage, *stage.group)]
-        for number, stage in enumerate(worker.stages)
-        if stage.node != worker.leader and stage.device_name != "cpu" and stage.device_number is not None
-    }
-
-
-def check_stage_hosts(hosts: StageHosts, *, one_stage: bool, one_in_flight: bool) -> None:
-    """Refuses hosts for a run without a pipeline, of which ``one_stage`` or ``one_in_flight`` is the cause; warns where
-    that leaves processes out."""
-    if isinstance(hosts, Mapping):
-        raise SettingError(
-            f"stage_hosts={dict(hosts)!r} is for stages, and one minibatch in flight has none, as the step runs on the"
-            " model as it is; plan with more in flight, or leave stage_hosts out"
-        )
-    why = "one minibatch is in flight, and so there are no stages"
-    why = "there is one stage, which stays with the user's code" if one_stage else why
-    few = " and ".join(["stages"] * one_stage + ["in_flight"] * one_in_flight)
-    rank_zero_warn(f"stage_hosts={hosts!r} changes nothing: {why}; set {few} to more, or leave stage_hosts out")
 
 
 def check_cluster(virtual_workers: int) -> None:

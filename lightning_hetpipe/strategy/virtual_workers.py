@@ -25,7 +25,7 @@ from lightning_hetpipe.lightning_private import recount_batches, train_loaders
 from lightning_hetpipe.planning.plan.document import Plan
 from lightning_hetpipe.rules.shares import whole_steps
 from lightning_hetpipe.run.together import check_returning
-from lightning_hetpipe.strategy import checks, settings
+from lightning_hetpipe.strategy import checks, plan_setting, settings
 from lightning_hetpipe.strategy.weights import HostWeights
 from lightning_hetpipe.strategy.wsp_callback import WSPCallback
 from lightning_hetpipe.workers import collectives, program_group
@@ -222,7 +222,7 @@ class VirtualWorkers(HostWeights):
             return
         assert self.cluster_environment is not None
         wsp = self._wsp_settings()
-        if self.plan is not None and (said := settings.other_than_planned(wsp, self.plan)):
+        if self.plan is not None and (said := plan_setting.other_than_planned(wsp, self.plan)):
             rank_zero_info(said)
         further = None if hosts is None else hosts.servers
         self._group = program_group.meet(self._rank, self.cluster_environment, wsp, self.timeout, further)
@@ -294,7 +294,7 @@ class VirtualWorkers(HostWeights):
         if self.wsp is not None and self.wsp not in given:
             given.append(self.wsp)
         wsp = settings.only_wsp(given).settings
-        return wsp if self.plan is None else settings.wsp_as_planned(wsp, self.plan)
+        return wsp if self.plan is None else plan_setting.wsp_as_planned(wsp, self.plan)
 
     def _check_shares(self) -> None:
         """Refuse shares of another number of virtual workers."""

@@ -50,7 +50,7 @@ class Group:
         stays: If ``on_loss`` was called here, this process stays until the others have left: its starter ends all of
             them, as torchrun does, when one exits with 1.
         on_return: Called for each virtual worker that was lost, once it takes part again.
-        least: With how many of them, this one's virtual worker 0 among them, a run begins; 0 for all.
+        least: How many of them, virtual worker 0 among these, are enough for a run to begin; 0 for all.
     """
 
     def __init__(
@@ -74,23 +74,23 @@ class Group:
             index, size, found, settings, timeout, self._is_lost, self._lose, self._departures.tell_of_updates, least
         )
         self._servers_lost = lost
-        self._has_taken_part = False
+        self._has_taken_part = False  # in an epoch
         self._found = found
         self.interrupted: Callable[[], bool] = lambda: False
         """True while this virtual worker ends on an exception: it answers its gathers alone then."""
         self.waiting: Callable[[], AbstractContextManager[None]] = nullcontext
         """Opened around waits for a gather."""
         self._exits = ExitStack()
-        self._launch: Client | None = None
-        self._fit: Client | None = None
+        self._launch: Client | None = None  # in the session of the launch, while that is open
+        self._gathers = 0  # in that session
+        self._fit: Client | None = None  # in the session of a fit, while one runs
         self._fit_settings: Sequence[str] = ()
-        self._fit_ordinal = itertools.count(1)
+        self._fit_ordinal = itertools.count(1)  # of the next gather since the last cut
         self._failed = False
         self._stays = stays
         self._uncaught = Uncaught()
         self._on_return = on_return
         self.seats = Seats(index, size)
-        self._gathers = 0  # in the session of the launch
         self._heard: list[tuple[Departed, bool]] = []  # departures, while this process comes back
 
     @property
@@ -148,6 +148,8 @@ class Group:
         self._handshake.connect([self.coordinator, *known[1:]])
         return [index for index, *_ in told]
 
+    # Fits.
+
     def enter_fit(self, named: Sequence[tuple[str, Tensor]], settings: Sequence[str]) -> list[Tensor]:
         """Join the session of a fit; returns w_0, the weights of VW 0.
 
@@ -172,6 +174,36 @@ class Group:
             self._handshake.least = len(self.seats.taken)
         return self._handshake.join(session, named, settings, homes=homes)
 
+    def place_on(self, machines: Sequence[str], named: Sequence[tuple[str, Tensor]]) -> None:
+        """Have each parameter on the server of its machine from now on, in another session; all call it together.
+
+        Args:
+            machines: The host of the machine's address, for each parameter; empty for that of virtual worker 0.
+            named: The parameters as all hold them, by name.
+        """
+        homes = [self._handshake.server_on(machine) if machine else COORDINATOR for machine in machines]
+        if self.seats.returning is not None:  # it has come to that session at once
+            return
+        self.leave_fit()
+        self._fit, _ = self._join_fit(named, self._fit_settings, homes)
+
+    @property
+    def weights(self) -> Client:
+        """The client in the session of the fit that runs."""
+        assert self._fit is not None
+        return self._fit
+
+    def begin_epoch(self) -> None:
+        """An epoch begins: others may come back from now on."""
+        self._has_taken_part = True
+        self.seats.begin_epoch(self._gathers)
+
+    def passed_cut(self) -> None:
+        """Count gathers from one again, as all have come to a cut."""
+        self._fit_ordinal = itertools.count(1)
+
+    # Virtual workers that come back.
+
     def _enter_again(
         self, returning: Returning, named: Sequence[tuple[str, Tensor]], settings: Sequence[str]
     ) -> list[Tensor]:
@@ -195,11 +227,6 @@ class Group:
         before = {each.vw: each.incarnation for each in self._launch.member.commit_index.members}
         self._welcome({**before, **returning.asked})
         return weights
-
-    def begin_epoch(self) -> None:
-        """An epoch begins: others may come back from now on."""
-        self._has_taken_part = True
-        self.seats.begin_epoch(self._gathers)
 
     def take_part(self) -> None:
         """Gather with the others from now on, in a process that has come back."""
@@ -238,18 +265,7 @@ class Group:
             self._on_return(vw)
         return back
 
-    def place_on(self, machines: Sequence[str], named: Sequence[tuple[str, Tensor]]) -> None:
-        """Have each parameter on the server of its machine from now on, in another session; all call it together.
-
-        Args:
-            machines: The host of the machine's address, for each parameter; empty for that of virtual worker 0.
-            named: The parameters as all hold them, by name.
-        """
-        homes = [self._handshake.server_on(machine) if machine else COORDINATOR for machine in machines]
-        if self.seats.returning is not None:  # it has come to that session at once
-            return
-        self.leave_fit()
-        self._fit, _ = self._join_fit(named, self._fit_settings, homes)
+    # Virtual workers that are lost.
 
     def lose(self, gone: Mapping[int, str]) -> None:
         """Note, from any thread, how virtual workers have ended; joining a session, which takes all, fails then."""
@@ -279,17 +295,33 @@ class Group:
         """Virtual workers that the fit that runs has lost since last asked, each with its clock then."""
         return self._departures.newly()
 
-    def _end_fit(self, fit: Client) -> None:
-        fit.__exit__(None, None, None)
-        self.newly_lost()
-        for each in self._departures.of_ended_fit():
-            self._lose(each, of_fit=False)
+    def _is_lost(self) -> Exception | None:
+        """The error to end on, where servers do not come back, or there is no run any more to come back to."""
+        child = parent_watch.this_child()
+        if child is not None and child.outlasts and not self._has_taken_part and parent_watch.AGAIN in child.variables:
+            return too_late(self.index)
+        return self._servers_lost()
 
-    @property
-    def weights(self) -> Client:
-        """The client in the session of the fit that runs."""
-        assert self._fit is not None
-        return self._fit
+    def ends_without_first(self, exception: BaseException) -> bool:
+        """Tell whether ``exception`` ends a fit as virtual worker 0 is lost, and this is the lowest one that is left.
+
+        Its machine is lost with it where the coordinator ran there and is silent, or our launcher has ended.
+        """
+        if self.index == 0 or self._fit is None or (members := self._fit.member.commit_index) is None:
+            return False
+        child, silent = parent_watch.this_child(), isinstance(exception, ServersUnheard)
+        orphaned = isinstance(exception.__cause__, FirstLost) or (child is not None and child.orphaned)
+        lost = 0 in self._departures.lost or orphaned or (silent and self.settings.servers is None)
+        left = [each.vw for each in members.members if each.vw and each.vw not in self._departures.lost]
+        return lost and self.index == min(left, default=self.index)
+
+    def check(self) -> None:
+        """Raise the failure of another one, if one is known."""
+        for client in (self._fit, self._launch):
+            if client is not None:
+                client.check()
+
+    # Gathers.
 
     def gather(self, value: Any, what: str) -> list[Any]:
         """The values of all virtual workers that take part, in their order; at least this one's own.
@@ -345,9 +377,7 @@ class Group:
         self._gathers += 1
         return self._launch.gather(self._gathers, chunk)
 
-    def passed_cut(self) -> None:
-        """Count gathers from one again, as all have come to a cut."""
-        self._fit_ordinal = itertools.count(1)
+    # The end.
 
     def leave_fit(self) -> None:
         """End a run. If it was a fit, gathers go on in the session of the launch.
@@ -360,6 +390,12 @@ class Group:
         if fit is not None:
             self.seats.end_fit()
             self._end_fit(fit)
+
+    def _end_fit(self, fit: Client) -> None:
+        fit.__exit__(None, None, None)
+        self.newly_lost()
+        for each in self._departures.of_ended_fit():
+            self._lose(each, of_fit=False)
 
     def close(self, failure: str = "") -> None:
         """Leave, once all are about to; with a ``failure`` the others are told, and end."""
@@ -400,32 +436,6 @@ class Group:
         if fit is not None:
             self._end_fit(fit)
         self._exits.close()
-
-    def _is_lost(self) -> Exception | None:
-        """The error to end on, where servers do not come back, or there is no run any more to come back to."""
-        child = parent_watch.this_child()
-        if child is not None and child.outlasts and not self._has_taken_part and parent_watch.AGAIN in child.variables:
-            return too_late(self.index)
-        return self._servers_lost()
-
-    def ends_without_first(self, exception: BaseException) -> bool:
-        """Tell whether ``exception`` ends a fit as virtual worker 0 is lost, and this is the lowest one that is left.
-
-        Its machine is lost with it where the coordinator ran there and is silent, or our launcher has ended.
-        """
-        if self.index == 0 or self._fit is None or (members := self._fit.member.commit_index) is None:
-            return False
-        child, silent = parent_watch.this_child(), isinstance(exception, ServersUnheard)
-        orphaned = isinstance(exception.__cause__, FirstLost) or (child is not None and child.orphaned)
-        lost = 0 in self._departures.lost or orphaned or (silent and self.settings.servers is None)
-        left = [each.vw for each in members.members if each.vw and each.vw not in self._departures.lost]
-        return lost and self.index == min(left, default=self.index)
-
-    def check(self) -> None:
-        """Raise the failure of another one, if one is known."""
-        for client in (self._fit, self._launch):
-            if client is not None:
-                client.check()
 
     def _wait_until_all_have_left(self, session: str) -> None:
         """Keep a server that ends with this process for the others' last calls, and to tell them of a failure."""

@@ -202,7 +202,7 @@ class World:
                 return bytes(memory_of(one.weights[one.member.newest][server]))
             case Body.PART:
                 return one.part
-            case Body.KEPT:
+            case Body.GATHERED:
                 return one.kept
         return b""
 

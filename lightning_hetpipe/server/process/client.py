@@ -270,7 +270,7 @@ class Client(ServerRequests):
         into: Sequence[memoryview] = ()
         if action.body is Body.PART:
             body = [memoryview(self._part)]
-        elif action.body is Body.KEPT:
+        elif action.body is Body.GATHERED:
             body = [memoryview(self._gathered)]
         elif action.body is Body.RESULT:
             assert self.member.gathered is not None

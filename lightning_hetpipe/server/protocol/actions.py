@@ -49,7 +49,7 @@ class Body(Enum):
     PART = "part"
     RESULT = "result"
     """Received: the result of a gather."""
-    KEPT = "kept"
+    GATHERED = "gathered"
     """Sent: the result of the last gather."""
 
 

@@ -173,7 +173,7 @@ class Member:
         match self.state:
             case MemberState.JOIN:
                 assert self._joining is not None
-                return Ask(self._joining, Body.KEPT if self._joining.report.gathered else Body.NONE)
+                return Ask(self._joining, Body.GATHERED if self._joining.report.gathered else Body.NONE)
             case MemberState.CONFIRM:
                 return Ask(self.heartbeat())
             case MemberState.LOADED:
