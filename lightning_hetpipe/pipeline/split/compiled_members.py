@@ -37,7 +37,7 @@ class CompiledMembers(KindsOfCalls):
         self._cannot: set[fx.GraphModule] = set()
 
     def of(self, graph: fx.GraphModule, autocast: Autocast) -> Graph:
-        """What a member runs in place of ``graph``, in that state of autocast."""
+        """Give what a member runs in place of ``graph``, in that state of autocast."""
         key = graph, autocast
         if key not in self._graphs:
             self._graphs[key] = self._compiled(graph)
