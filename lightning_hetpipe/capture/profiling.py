@@ -28,8 +28,8 @@ WARM_UP = 2
 ROUNDS = 7
 """Rounds of each layer that count, after those that warm up; their median is taken."""
 
-METHOD = 3
-"""Counts the ways in which layers were measured: what another one has found is measured anew."""
+METHOD = 4
+"""Counts the ways in which layers, and parts of them, were measured: what another one has found is measured anew."""
 
 
 @dataclass(frozen=True)

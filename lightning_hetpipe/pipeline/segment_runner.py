@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.pipeline.autocast import Autocast
 from lightning_hetpipe.pipeline.buffers import Buffers, may_change, places
-from lightning_hetpipe.pipeline.compile.compilation import Compiled, Kind
+from lightning_hetpipe.pipeline.compile.compilation import Compiled, Kind, KindsOfCalls
 from lightning_hetpipe.pipeline.creation import creating
 from lightning_hetpipe.pipeline.memory import Counter, Kept
 from lightning_hetpipe.pipeline.random.generators import attach
@@ -90,12 +90,13 @@ class SegmentRunner:
         self._stash = stash
         self._settings = settings
         self._calls = [attach(module, layer.name) for module, layer in zip(copies, layers, strict=True)]
+        self.split = None if members is None else split_segment(layers, copies, members, settings.compile)
         self.compiled: Compiled | None = None
-        if settings.compile is not None:
+        if settings.compile is not None and self.split is None:
             names = [layer.name for layer in layers]
             fused = not settings.generators.deterministic
             self.compiled = Compiled(names, copies, self._calls, settings.compile, device, fused=fused)
-        self.split = None if members is None else split_segment(layers, copies, members)
+        self._kinds: KindsOfCalls | None = self.compiled if self.split is None else self.split.compiled
         self._places = places(copies)
         self._mutates_input = mutates_input(layers)
         self.counter = Counter()
@@ -114,16 +115,16 @@ class SegmentRunner:
 
     def kind(self, task: Forward) -> Kind:
         """Key of the call for torch.compile; None where nothing is compiled."""
-        if self.compiled is None:
+        if self._kinds is None:
             return None
-        return self.compiled.kind(task.value, self._stash.buffer(task.weights).flags, task.autocast)
+        return self._kinds.kind(task.value, self._stash.buffer(task.weights).flags, task.autocast)
 
     def compiles(self, kind: Kind, *, backward: bool = False) -> bool:
         """Return True if torch may compile in a forward of that ``kind``, or in its backward: others must pause."""
-        if self.compiled is None:
+        if self._kinds is None:
             return False
-        new = self.compiled.is_new(kind)  # a backward may compute its forward again
-        return (self.compiled.begins_backward(kind) or new) if backward else new
+        new = self._kinds.is_new(kind)  # a backward may compute its forward again
+        return (self._kinds.begins_backward(kind) or new) if backward else new
 
     def forward(self, task: Forward, kind: Kind) -> tuple[Value, SavedForBackward]:
         """The forward: what it gives to the next segment, and what its backward needs."""
@@ -223,7 +224,7 @@ class SegmentRunner:
             if self.compiled is not None:
                 current = self.compiled(kind, current, autocast)
             elif self.split is not None:
-                current = self.split(current, partial(self._opened, autocast))
+                current = self.split(current, partial(self._opened, autocast), kind, autocast)
             else:
                 for call in self._calls:
                     current = call(current)

@@ -439,6 +439,8 @@ class Stage(StageThread):
     # What is wrapped around a task.
 
     def _exclusive(self, compiles: bool, runner: SegmentRunner, minibatch: int) -> AbstractContextManager[None]:
+        if self._members is not None:
+            self._members.in_turn = compiles
         return self.compiling.exclusive(runner.describe(), minibatch) if compiles else _NOTHING
 
     def _computing(self, work: str, minibatch: int) -> Pass:

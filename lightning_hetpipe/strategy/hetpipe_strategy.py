@@ -102,9 +102,10 @@ class HetPipeStrategy(PlannedDevices):
             ``dynamic`` and ``options``. Each stage is compiled in its first minibatch (which may take minutes, in which
             all others wait), once for all versions of its weights, and again for other kinds of inputs. Dropout draws
             what it does uncompiled; a layer that draws otherwise, or that torch cannot compile, runs as it is, with a
-            warning. Evaluation, and the first minibatch of a fit, run uncompiled. A run repeats bit for bit, whatever
-            the threads' timing, but inductor rounds otherwise than torch's operators, and otherwise for other stages. A
-            weight that only reaches outputs which the loss leaves out gets a gradient of zeros instead of none.
+            warning. Evaluation, the first minibatch of a fit, and what a group (``split``) leaves whole run uncompiled.
+            A run repeats bit for bit, whatever the threads' timing, but inductor rounds otherwise than torch's
+            operators, and otherwise for other stages. A weight that only reaches outputs which the loss leaves out gets
+            a gradient of zeros instead of none.
         split: Layers of a stage on several devices, each of which computes some of their output channels: by the
             number of the stage a share for each device, such as ``{0: [2, 1]}``, which take devices in order. The first
             one holds the unsplit weights, so that checkpoints are as without. A ``plan`` may have such groups, too.
@@ -220,7 +221,6 @@ class HetPipeStrategy(PlannedDevices):
         self.stage_hosts = host_setting.stage_hosts(
             stage_hosts, compiles=self.compile is not None, timeline=self._timeline
         )
-        split_setting.check(self._has_groups, compile=self.compile is not None)
         self.last_run = RunReport()
         self._run = TrainerRun()
         self._wanted: run_settings.RunSettings | None = None

@@ -60,17 +60,3 @@ def _of_stage(stage: Any, own: Any) -> tuple[float, ...]:
             " first one's is that of the device with the unsplit weights"
         )
     return tuple(map(float, numbers))
-
-
-def check(groups: bool, **settings: bool) -> None:
-    """Refuse ``settings`` that are set and cannot be had for stages on ``groups`` of devices.
-
-    Raises:
-        SettingError: that names the first one.
-    """
-    for name, is_set in settings.items():
-        if groups and is_set:
-            raise SettingError(
-                f"{name} is set, and cannot be had yet for stages on several devices (split, or a plan with groups);"
-                f" leave {name} out, or give each stage one device"
-            )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -85,14 +86,15 @@ LONG = ("net.4", "net.q", "net.head")
 
 
 @pytest.fixture
-def profiles(monkeypatch: pytest.MonkeyPatch) -> list[Profile]:
+def profiles(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Profile]:
     """The profiles of fits in which one layer takes most of the time."""
+    monkeypatch.setenv("HETPIPE_CACHE", str(tmp_path))
     found: list[Profile] = []
     monkeypatch.setattr(planner, "profiled", with_longest(measuring.profiled, LONG, found.append))
     return found
 
 
-def test_a_fit_divides_the_layer_that_no_cut_balances(profiles: list[Profile], tmp_path: Any) -> None:
+def test_a_fit_divides_the_layer_that_no_cut_balances(profiles: list[Profile]) -> None:
     loader = colours(14, 4)
     strategy = HetPipeStrategy(cluster=BOX, split="auto", in_flight=1, weights="stash")
     together = fit(image_task(), loader, strategy=strategy, precision="64-true")

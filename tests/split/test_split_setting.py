@@ -93,16 +93,9 @@ def test_stages_are_as_many_as_are_named() -> None:
     assert HetPipeStrategy(split={0: (1, 2)}).split == {0: (1.0, 2.0)}
 
 
-@pytest.mark.parametrize(
-    ("settings", "says"),
-    [
-        ({"compile": True}, "compile is set, and cannot be had yet for stages on several devices"),
-        ({"plan": plan({})}, "but the plan says which stages have several devices"),
-    ],
-)
-def test_what_cannot_be_had_together(settings: Any, says: str) -> None:
-    with pytest.raises(SettingError, match=says):
-        HetPipeStrategy(split={0: [1, 1]}, stages=2, **settings)
+def test_shares_beside_a_plan() -> None:
+    with pytest.raises(SettingError, match="but the plan says which stages have several devices"):
+        HetPipeStrategy(split={0: [1, 1]}, plan=plan({}))
 
 
 @pytest.mark.parametrize("value", ["auto", True])

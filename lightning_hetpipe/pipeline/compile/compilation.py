@@ -55,7 +55,36 @@ class CompiledGroup:
     compiled: bool
 
 
-class Compiled:
+class KindsOfCalls:
+    """Kinds of calls of a segment that were computed, of those that compiled code is for."""
+
+    def __init__(self) -> None:
+        self._forwards: dict[Kind, bool] = {}  # whether compiled code runs for that kind
+        self._backwards: dict[Kind, None] = {}
+
+    def kind(self, value: Value, flags: Flags, autocast: Autocast) -> Kind:
+        """Key of a call: calls with equal keys run the same compiled code."""
+        tensors = tuple([(t.shape, t.stride(), t.dtype) for t in value.tensors])
+        others = tuple([other if isinstance(other, int | float | str) else type(other) for other in value.others])
+        return tensors, value.requires_grad, others, flags, autocast
+
+    def is_new(self, kind: Kind) -> bool:
+        """Return True if no forward of that kind has been computed."""
+        return kind not in self._forwards
+
+    def computed(self, kind: Kind, *, compiled: bool = True) -> None:
+        """Note that a forward of that kind was computed, by compiled code or as it is."""
+        _remember(self._forwards, kind, compiled)
+
+    def begins_backward(self, kind: Kind) -> bool:
+        """Return True for the first backward of that kind."""
+        if kind in self._backwards:
+            return False
+        _remember(self._backwards, kind, None)
+        return True
+
+
+class Compiled(KindsOfCalls):
     """The layers of one segment.
 
     Args:
@@ -77,6 +106,7 @@ class Compiled:
         *,
         fused: bool = True,
     ) -> None:
+        super().__init__()
         register(generator_of)
         constant: Any = torch.compiler.assume_constant_result  # torch has no types here
         constant(here)
@@ -89,26 +119,7 @@ class Compiled:
         self._fused = fused
         self._cannot: set[int] = set()
         self._functions: dict[tuple[CompiledGroup, Autocast], Run] = {}
-        self._forwards: dict[Kind, bool] = {}  # whether compiled code runs for that kind
-        self._backwards: dict[Kind, None] = {}
         self._regroup(self._cannot)
-
-    def kind(self, value: Value, flags: Flags, autocast: Autocast) -> Kind:
-        """Key of a call: calls with equal keys run the same compiled code."""
-        tensors = tuple([(t.shape, t.stride(), t.dtype) for t in value.tensors])
-        others = tuple([other if isinstance(other, int | float | str) else type(other) for other in value.others])
-        return tensors, value.requires_grad, others, flags, autocast
-
-    def is_new(self, kind: Kind) -> bool:
-        """Return True if no forward of that kind has been computed."""
-        return kind not in self._forwards
-
-    def begins_backward(self, kind: Kind) -> bool:
-        """Return True for the first backward of that kind."""
-        if kind in self._backwards:
-            return False
-        _remember(self._backwards, kind, None)
-        return True
 
     def __call__(self, kind: Kind, value: Any, autocast: Autocast) -> Any:
         """Run the layers on ``value``. Where the kind is new, nothing else may compute."""
@@ -131,7 +142,7 @@ class Compiled:
                 value = self._run(group, value, autocast)
             except CompilerLimit as error:
                 compiled = False
-                self._warn(group, f"it was given inputs of too many kinds: {_reason(error)}")
+                self._warn(group, f"it was given inputs of too many kinds: {compiler_reason(error)}")
                 value = self._plain(group, value)
             except (CompilerError, NoDropout):
                 for index in range(group.first, group.last):
@@ -139,7 +150,7 @@ class Compiled:
         if reasons:
             self._regroup(reasons)
         else:
-            _remember(self._forwards, kind, compiled)
+            self.computed(kind, compiled=compiled)
         return value
 
     def _single(self, layer: CompiledGroup, value: Any, autocast: Autocast, reasons: dict[int, str]) -> Any:
@@ -147,7 +158,7 @@ class Compiled:
         try:
             return self._run(layer, value, autocast)
         except (CompilerError, CompilerLimit, NoDropout) as error:
-            reasons[layer.first] = _reason(error)
+            reasons[layer.first] = compiler_reason(error)
             value = self._plain(layer, value)  # an error of the layer's own comes from here, as it is
             self._warn(layer, reasons[layer.first])
             return value
@@ -203,7 +214,7 @@ def _remember(known: dict[Kind, Any], kind: Kind, what: Any) -> None:
     known[kind] = what
 
 
-def _reason(error: BaseException) -> str:
+def compiler_reason(error: BaseException) -> str:
     """In one line what was wrong, of a compiler's error, which may hold another and goes on for pages."""
     lines = [line.strip() for line in str(getattr(error, "inner_exception", error)).splitlines() if line.strip()]
     context = [line.partition(_CONTEXT)[2].strip() for line in lines if line.startswith(_CONTEXT)]

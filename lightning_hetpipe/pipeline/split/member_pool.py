@@ -73,6 +73,9 @@ class MemberPool:
         torch_threads: Threads of each torch operation.
         streams: Makes a stream for each member but the home.
         home_stream: The stage's.
+
+    Attributes:
+        in_turn: Whether members run one after the other, as they do where they may compile.
     """
 
     def __init__(
@@ -84,6 +87,7 @@ class MemberPool:
         home_stream: Stream | None = None,
     ) -> None:
         self.group = group
+        self.in_turn = False
         self._name, self._torch_threads, self._streams = name, torch_threads, streams or Streams()
         self._home_stream: Stream = home_stream or HostStream()
         self._results: list[queue.SimpleQueue[tuple[Any, BaseException | None, StreamEvent | None]]] = []
@@ -114,21 +118,22 @@ class MemberPool:
         """
         uses, home = [*uses], self.group.home
         event = self._home_stream.record() if uses else None
-        for job, worker in zip(jobs, self._workers, strict=True):
-            if job is not None and worker is not None:
-                worker.put(_Posted(job, event, uses))
         found: list[Any] = [None] * len(jobs)
         errors: list[BaseException | None] = [None] * len(jobs)
-        own = jobs[home]
-        if own is not None:
-            try:
-                found[home] = own()
-            except BaseException as error:
-                errors[home] = error
-        for member, job in enumerate(jobs):
-            if job is not None and member != home:
-                found[member], errors[member], after = self._results[member].get()
-                self._home_stream.join(after, nested_tensors(found[member]))
+        asked = {member: job for member, job in enumerate(jobs) if job is not None}
+        for together in [[member] for member in asked] if self.in_turn else [[*asked]]:
+            for member in together:
+                if (worker := self._workers[member]) is not None:
+                    worker.put(_Posted(asked[member], event, uses))
+            if home in together:
+                try:
+                    found[home] = asked[home]()
+                except BaseException as error:
+                    errors[home] = error
+            for member in together:
+                if member != home:
+                    found[member], errors[member], after = self._results[member].get()
+                    self._home_stream.join(after, nested_tensors(found[member]))
         if (first := next((error for error in errors if error is not None), None)) is not None:
             raise first
         return found

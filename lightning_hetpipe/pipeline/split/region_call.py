@@ -34,12 +34,16 @@ class RegionCall(nn.Module):
         region: The region.
         pool: Of the group.
         weights: Parts of versions of weights.
+
+    Attributes:
+        graphs: What members run: their graphs, or what was compiled of these.
     """
 
     def __init__(self, region: Region, pool: MemberPool, weights: VersionParts) -> None:
         super().__init__()
         self.region, self.pool, self.weights = region, pool, weights
         self.opened: Opened
+        self.graphs: Sequence[Callable[..., Any]] = region.graphs
 
     def forward(self, *inputs: Any) -> tuple[Any, ...]:
         """Whole inputs, or of what members hold a list of one for each; gives outputs in the same way."""
@@ -62,6 +66,7 @@ class _RegionRun:
 
     def __init__(self, call: RegionCall, held: Sequence[int]) -> None:
         self._region, self._pool, self._weights, self._opened = call.region, call.pool, call.weights, call.opened
+        self._graphs = call.graphs
         self._held = held
         self._leaves: list[Sequence[Any]] = []
         self._outputs: list[Sequence[Any]] = []
@@ -129,7 +134,7 @@ class _RegionRun:
             leaves = [
                 self._leaf(number, member, inputs[number], needs[number]) for number in self._region.takes[member]
             ]
-            outputs = self._region.graphs[member](*leaves)
+            outputs = self._graphs[member](*leaves)
         with torch.no_grad():
             for number, each in zip(self._region.gives[member], outputs, strict=True):
                 self._put(number, member, each.detach())

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.pipeline.autocast import Autocast
+from lightning_hetpipe.pipeline.compile.compilation import Kind
 from lightning_hetpipe.pipeline.graph_layer import GraphLayer, set_here
+from lightning_hetpipe.pipeline.split.compiled_members import CompiledMembers
 from lightning_hetpipe.pipeline.split.joined_graph import JoinedGraph, joined_graph
 from lightning_hetpipe.pipeline.split.member_pool import DeviceGroup, MemberPool
 from lightning_hetpipe.pipeline.split.region_call import Opened, RegionCall, program
@@ -27,31 +30,48 @@ class SplitSegment:
         layers: Name them, and have their graphs.
         modules: The stage's copies of them, with the weights and buffers to use.
         pool: The members.
+        compiled: Compiles their graphs; None where these run as they are.
 
     Attributes:
         weights: Parts of versions of weights.
         divisible: Numbers of units in which each layer may be divided, by its path; the best one first.
     """
 
-    def __init__(self, layers: Sequence[Layer], modules: Sequence[nn.Module], pool: MemberPool) -> None:
+    def __init__(
+        self,
+        layers: Sequence[Layer],
+        modules: Sequence[nn.Module],
+        pool: MemberPool,
+        compiled: CompiledMembers | None = None,
+    ) -> None:
+        self.compiled = compiled
         self.weights = VersionParts()
         self.divisible: dict[str, tuple[int, ...]] = {}
         self._layers, self._modules, self._pool = layers, modules, pool
         self._variants: dict[int, tuple[JoinedGraph, Any, list[RegionCall]]] = {}
         self._variant(0)
 
-    def __call__(self, values: tuple[Any, ...], opened: Opened) -> Any:
-        """Give what the last layer does for ``values``; members' threads have the state that ``opened`` opens."""
+    def __call__(
+        self, values: tuple[Any, ...], opened: Opened, kind: Kind = None, autocast: Autocast | None = None
+    ) -> Any:
+        """Give what the last layer does for ``values``; members' threads have the state that ``opened`` opens.
+
+        Where members' graphs are compiled, ``kind`` is that of the call, in a state of ``autocast``.
+        """
         variant, *given = values
         joined, run, calls = self._variant(variant)
         device = self._pool.group.devices[self._pool.group.home]
         set_here(device)
         for call in calls:
             call.opened = opened
+            if self.compiled is not None and autocast is not None:
+                call.graphs = [self.compiled.of(graph, autocast) for graph in call.region.graphs]
         own = [
             getattr(self._modules[n], each) if isinstance(each, str) else each.to(device) for _, n, each in joined.own
         ]
         result = run(*joined.regions, device, *own, *given)
+        if self.compiled is not None:
+            self.compiled.computed(kind)
         return (variant, *result) if joined.outputs is None else pytree.tree_unflatten(list(result), joined.outputs)
 
     def _variant(self, number: int) -> tuple[JoinedGraph, Any, list[RegionCall]]:
@@ -64,9 +84,20 @@ class SplitSegment:
         return self._variants[number]
 
 
-def split_segment(layers: Sequence[Layer], modules: Sequence[nn.Module], pool: MemberPool) -> SplitSegment | None:
-    """A segment that the members of ``pool`` compute together; None where a layer was not captured as a graph."""
-    return SplitSegment(layers, modules, pool) if all(isinstance(each, GraphLayer) for each in modules) else None
+def split_segment(
+    layers: Sequence[Layer],
+    modules: Sequence[nn.Module],
+    pool: MemberPool,
+    options: Mapping[str, Any] | None,
+) -> SplitSegment | None:
+    """A segment that the members of ``pool`` compute together; None where a layer was not captured as a graph.
+
+    ``options`` are those of ``torch.compile``, where graphs are compiled.
+    """
+    if not all(isinstance(each, GraphLayer) for each in modules):
+        return None
+    named = f"layers {layers[0].name} to {layers[-1].name}"
+    return SplitSegment(layers, modules, pool, None if options is None else CompiledMembers(named, options))
 
 
 def check_divided(segments: Sequence[SplitSegment | None], group: DeviceGroup, stage: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -114,6 +115,8 @@ def _member_problems(stage: PlannedStage, number: int, place: str) -> Iterator[P
         yield Problem(f"{place}.device", f"is '{member.device}' and must be a name and a number, such as 'RTX-3090:0'")
     elif at in [(each.node, each.device_number) for each in stage.group[:number]]:
         yield Problem(f"{place}.device", f"is '{member.place}', which is in the group already")
+    if not 0 <= member.share < math.inf:
+        yield Problem(f"{place}.share", f"is {member.share} and must be 0 or more, and finite")
     if member.node != stage.node:
         yield Problem(f"{place}.node", f"is '{member.node}', and a group lies on one machine, here '{stage.node}'")
     yield from _memory_problems(member, place, member.memory_limit_bytes)
