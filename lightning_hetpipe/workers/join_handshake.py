@@ -143,6 +143,7 @@ class JoinHandshake:
 
         Raises:
             SettingError: if this one differs from the others; or another launch has the servers, and keeps them.
+            RemoteFault: if the others have gone on without this one meanwhile.
             PeerFailed: if others have ended.
             NotJoined: if some have not come within ``join_timeout``; the others end as well.
         """
@@ -367,6 +368,8 @@ class JoinHandshake:
                 raise _Occupied from None
             if error.refusal is Refusal.RUNS:
                 raise SessionRuns from None
+            if error.refusal is Refusal.LEFT_OUT:  # as it was silent for too long meanwhile: it may come once more
+                raise
             way_out = "; give all of them the same model and settings" if error.refusal is Refusal.SIGNATURE else ""
             raise SettingError(f"this virtual worker was refused: {error}{way_out}") from None
         finally:

@@ -13,7 +13,8 @@ import torch
 
 from lightning_hetpipe import WSPCallback
 from lightning_hetpipe.errors import SettingError
-from lightning_hetpipe.server.protocol.identifiers import RemoteFault
+from lightning_hetpipe.server.process.client import Client
+from lightning_hetpipe.server.protocol.identifiers import Refusal, RemoteFault
 from lightning_hetpipe.server.protocol.messages import FetchKept, KeepBytes
 from lightning_hetpipe.workers.coming_back import CameTooLate, SeatMissed
 from lightning_hetpipe.workers.group import Group
@@ -104,6 +105,32 @@ def test_one_that_asks_for_a_seat_too_late_may_be_started_again(
     assert missed.value.may_return
     first.check()
     again.part(why=missed.value.how)
+    first.close()
+
+
+def test_one_that_is_left_out_while_it_comes_back_may_come_once_more(
+    exits: ExitStack, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It had its seat, and was silent for a lease before it knew: it is refused as one that was left out."""
+    lost = Lost(exits, monkeypatch)
+    first, again = lost.groups[0], lost.again
+
+    def silent(*_: Any) -> None:
+        raise RemoteFault(Refusal.LEFT_OUT, "VW 1 was silent for longer than its lease")
+
+    again.open()
+    entered = lost.threads.submit(again.enter_fit, NAMED, ())
+    until(lambda: bool(first.seats.ready()), "it does not come")
+    saved = tmp_path / "state.ckpt"
+    saved.write_bytes(b"state")
+    with monkeypatch.context() as patched:
+        patched.setattr(Client, "join", silent)
+        first.seats.offer(first.seats.ready(), saved, CUT, first.check)
+        with pytest.raises(RemoteFault, match="was silent for longer") as caught:
+            entered.result(SECONDS)
+    assert caught.value.refusal is Refusal.LEFT_OUT
+    again.part(why="it was left out")
+    first.check()
     first.close()
 
 
