@@ -29,9 +29,12 @@ _AGAIN = 0.1  # seconds between attempts
 
 
 class LocalRendezvous:
-    """Gives ``variables`` to every process of this user that asks for those of ``launch``, until it is closed.
+    """Answers every process of this user that asks for ``launch``, until it is closed.
 
-    And ``pipe``, if it is given: a descriptor.
+    Args:
+        launch: Name of the launch.
+        variables: Environment variables that each of them is given.
+        pipe: Descriptor that each of them is given, too; None for none.
     """
 
     def __init__(self, launch: str, variables: Mapping[str, str], pipe: int | None = None) -> None:

@@ -11,6 +11,14 @@ from lightning_hetpipe.rules.channel_layouts import apportioned
 LEAST_UNITS = 2
 """Fewer cannot be divided."""
 
+_LIMIT = 1e300
+"""Shares are below this, so that their sum is finite."""
+
+
+def is_share(number: float) -> bool:
+    """Return True for a ``number`` that may be the share of a member: 0 or more, and finite with those of others."""
+    return 0 <= number < _LIMIT
+
 
 @dataclass(frozen=True)
 class ChannelCounts:

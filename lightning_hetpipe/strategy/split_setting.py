@@ -7,13 +7,10 @@ from typing import Any, Literal
 
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.planning.plan.document import Plan
+from lightning_hetpipe.rules.channel_counts import is_share
 
 Shares = Mapping[int, Sequence[float]]
 """By stage, the share of each of its devices."""
-
-
-_LIMIT = 1e300
-"""Shares are below this, so that their sum is finite."""
 
 
 def shares(value: Any, plan: Plan | None) -> dict[int, tuple[float, ...]] | Literal["auto"]:
@@ -54,7 +51,7 @@ def _stage(stage: Any) -> int:
 def _of_stage(stage: Any, own: Any) -> tuple[float, ...]:
     is_list = isinstance(own, Sequence) and not isinstance(own, str) and len(own) > 1
     numbers = [each for each in own if isinstance(each, int | float) and not isinstance(each, bool)] if is_list else []
-    if not is_list or len(numbers) != len(own) or not all(0 <= each < _LIMIT for each in numbers) or not any(numbers):
+    if not is_list or len(numbers) != len(own) or not all(map(is_share, numbers)) or not any(numbers):
         raise SettingError(
             f"split[{stage!r}]={own!r} must be a share for each of at least two devices, 0 or more, such as [2, 1]; the"
             " first one's is that of the device with the unsplit weights"

@@ -85,13 +85,14 @@ def test_two_virtual_workers_with_devices_of_another_machine(hosts: Hosts, tmp_p
     check_two(hosts, "test accelerator", tmp_path)
 
 
-def grouped(device: str = "test accelerator", nodes: Sequence[str] = ("attic", "cellar", "desk")) -> Plan:
-    """The first stage on two devices of its node."""
+def grouped(
+    device: str = "test accelerator", nodes: Sequence[str] = ("attic", "cellar", "desk"), second: int = 3
+) -> Plan:
+    """The first stage on two devices of its node, of which the ``second`` has that number."""
     whole = plan(*nodes, device=device)
     (worker,) = whole.virtual_workers
     first, *others = worker.stages
-    number = f"{first.device.partition(':')[0]}:3"
-    group = (PlannedMember(first.node, first.device, 2.0), PlannedMember(first.node, number, 1.0))
+    group = (PlannedMember(first.node, first.device, 2.0), PlannedMember(first.node, f"{device}:{second}", 1.0))
     return replace(whole, virtual_workers=(replace(worker, stages=(replace(first, group=group), *others)),))
 
 
@@ -102,12 +103,7 @@ def test_a_device_that_a_host_lacks(hosts: Hosts) -> None:
 
 
 def test_a_member_that_a_host_lacks(hosts: Hosts) -> None:
-    lacking = grouped()
-    (worker,) = lacking.virtual_workers
-    first, *others = worker.stages
-    group = (first.group[0], replace(first.group[1], device="test accelerator:7"))
-    lacking = replace(lacking, virtual_workers=(replace(worker, stages=(replace(first, group=group), *others)),))
-    text = refused(stashing(plan=lacking, stage_hosts=dict.fromkeys(("attic", "cellar"), hosts.address)))
+    text = refused(stashing(plan=grouped(second=7), stage_hosts=dict.fromkeys(("attic", "cellar"), hosts.address)))
     assert f"host {hosts.address} has no test accelerator:7: it has testacc:0 (test accelerator, 1.0 GiB)" in text
 
 

@@ -115,7 +115,7 @@ def test_a_third_one_joins_while_another_is_lost(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("distance", [1, 3])
 def test_with_a_clock_distance_each_update_counts_once(distance: int, tmp_path: Path) -> None:
-    """That is so of those that join, too; at the end all hold the same weights."""
+    """Updates of those that join do, too; at the end all hold the same weights."""
     job = elastic(tmp_path, 1, 3, awaits={"0": 2}, pushed=True, wsp={"clock_distance": distance})
     with Processes(job) as processes:
         processes.start()

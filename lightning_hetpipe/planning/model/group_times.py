@@ -172,7 +172,6 @@ class _DividedRun:
                 for count in range(self.units + 1)
             ]
             self.seconds.append([*accumulate(takes, max)])
-
         self.whole = sum(own[0][layer].forward + own[0][layer].backward for layer in layers)
 
     def longest(self, counts: Sequence[int]) -> float:

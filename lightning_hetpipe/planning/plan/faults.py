@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING
 from lightning_hetpipe.planning.model.catalogue import canonical
 from lightning_hetpipe.planning.model.cluster import Cluster
 from lightning_hetpipe.planning.model.units import in_bytes
+from lightning_hetpipe.rules.channel_counts import is_share
 from lightning_hetpipe.rules.parameter_placement import PLACEMENTS
 from lightning_hetpipe.rules.versions import POLICIES
 
@@ -115,7 +115,7 @@ def _member_problems(stage: PlannedStage, number: int, place: str) -> Iterator[P
         yield Problem(f"{place}.device", f"is '{member.device}' and must be a name and a number, such as 'RTX-3090:0'")
     elif at in [(each.node, each.device_number) for each in stage.group[:number]]:
         yield Problem(f"{place}.device", f"is '{member.place}', which is in the group already")
-    if not 0 <= member.share < math.inf:
+    if not is_share(member.share):
         yield Problem(f"{place}.share", f"is {member.share} and must be 0 or more, and finite")
     if member.node != stage.node:
         yield Problem(f"{place}.node", f"is '{member.node}', and a group lies on one machine, here '{stage.node}'")

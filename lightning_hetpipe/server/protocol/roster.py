@@ -23,13 +23,13 @@ class Roster:
     def __init__(self, leases: Leases, gone: Mapping[int, int], replaced: Callable[[int], None]) -> None:
         self._leases = leases
         self.signature: TrainingSignature | None = None
-        """That of the VW that came first."""
+        """Signature of the VW that came first, which all others must have."""
         self.incarnation: dict[int, int] = {}
-        """The newest of each VW that has been heard of."""
+        """Newest incarnation of each VW that has been heard of."""
         self.gone: dict[int, int] = dict(gone)
         """Last incarnation of each VW that has left or was left out."""
         self._departed: dict[tuple[int, int], Departed] = {}
-        """Those of them that were members, by VW and incarnation."""
+        """Departures of those among them that were members, by VW and incarnation."""
         self._replaced = replaced
 
     @property
