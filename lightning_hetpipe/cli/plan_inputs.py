@@ -289,7 +289,7 @@ def joins(config: DictConfig) -> bool:
         )
     if value and config.ordered:
         raise SettingError(
-            f"ordered=true gives each stage one device, and {name}={written(value)} joins devices; leave one of both"
+            f"ordered=true gives each stage one device, and {name}={written(value)} joins devices; leave one of them"
             " out."
         )
     return bool(value)

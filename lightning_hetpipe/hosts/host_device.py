@@ -36,7 +36,7 @@ class HostDevice:
 
     Attributes:
         device: As torch has it.
-        members: Those of the group that the stage lies on; none where the stage has no other device.
+        members: Devices of the stage's group, the stage's own among them; none where it lies on one device, or a CPU.
         place: For people, with the host's name.
     """
 

@@ -68,7 +68,7 @@ def reason_to_stay(layers: list[Layer]) -> str | None:
 
 
 def _written_group(group: DeviceGroup) -> list[Any]:
-    """``group`` as data; the host knows its devices, of which a CPU stands for any number."""
+    """``group`` as data, with the number of its devices alone: ``UseDevice`` names them, or a CPU stands for each."""
     counts = group.counts
     return [len(group.devices), [*counts.shares], {layer: [*own] for layer, own in counts.splits.items()}, group.home]
 

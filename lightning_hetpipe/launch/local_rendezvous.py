@@ -90,7 +90,7 @@ class OtherEnd:
 
     @property
     def has_ended(self) -> bool:
-        """True once it has, or has closed the connection."""
+        """True once that process has ended, or has closed the connection."""
         try:
             return not self._connection.recv(1)
         except BlockingIOError:

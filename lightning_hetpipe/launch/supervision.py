@@ -134,7 +134,8 @@ class RunSupervisor:
                     return code if code >= 0 else 128 - code
                 self._left -= 1
                 more = f"({self._left or 'no'} more restart{'s' * (self._left != 1)})"
-                path = path if self._vw else furthest(self._saved) or path
+                if not self._vw:
+                    path = furthest(self._saved) or path
                 where = f"the run is started again {'anew' if path is None else f'from {path}'}"
                 say(f"{lost}, and {'is started again' if self._vw else where} {more}")
 

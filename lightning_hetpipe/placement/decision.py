@@ -67,7 +67,7 @@ class Decision:
             first: The first layer of each stage.
             in_flight: Nm.
             times: As above.
-            layers: Names of all.
+            layers: Names of all layers.
             why: For the user, a line each.
         """
         where = [placement.name(slot) for slot in slots]

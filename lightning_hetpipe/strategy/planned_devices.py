@@ -187,8 +187,8 @@ class PlannedDevices(SharedCheckpoints):
     def _planner(self) -> Planner:
         """Planner of a fit that begins; what it decides to emulate is told to ``_emulation``, which is new then."""
         placement = self._placement()
-        even = self.plan is None and self.cluster is None and (placement.is_even or self._group is not None)
-        even = (even or (bool(self.split) and self.cluster is None)) and self.split != "auto"
+        even = self.plan is None and self.cluster is None and self.split != "auto"
+        even = even and (bool(self.split) or placement.is_even or self._group is not None)
         assert self.lightning_module is not None
         self._emulation = Emulation(())
         trainer = self.lightning_module.trainer

@@ -88,7 +88,7 @@ def test_two_virtual_workers_with_devices_of_another_machine(hosts: Hosts, tmp_p
 def grouped(
     device: str = "test accelerator", nodes: Sequence[str] = ("attic", "cellar", "desk"), second: int = 3
 ) -> Plan:
-    """The first stage on two devices of its node, of which the ``second`` has that number."""
+    """A plan whose first stage lies on two devices of its node, the other one with number ``second``."""
     whole = plan(*nodes, device=device)
     (worker,) = whole.virtual_workers
     first, *others = worker.stages

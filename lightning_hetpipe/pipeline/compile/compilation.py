@@ -56,7 +56,7 @@ class CompiledGroup:
 
 
 class KindsOfCalls:
-    """Kinds of calls of a segment that were computed, of those that compiled code is for."""
+    """Kinds of calls that a segment has computed, for which torch has nothing left to compile."""
 
     def __init__(self) -> None:
         self._forwards: dict[Kind, bool] = {}  # whether compiled code runs for that kind
@@ -189,10 +189,7 @@ class Compiled(KindsOfCalls):
         return value
 
     def _function(self, group: CompiledGroup) -> Run:
-        # Torch keeps what it compiles with the code object of the function, and at most eight of each: stages and
-        # groups must not share one.
-        code = _in_order.__code__.replace(co_name=f"{self._names[group.first]} to {self._names[group.last - 1]}")
-        function = FunctionType(code, _in_order.__globals__)
+        function = under_own_code(_in_order, f"{self._names[group.first]} to {self._names[group.last - 1]}")
         run: Run = compiled(function, self._options, partial(refuse_other_draws, fused=self._fused))
         return run
 
@@ -202,6 +199,16 @@ class Compiled(KindsOfCalls):
         warnings.warn(f"torch.compile cannot compile {which}, which a stage runs uncompiled: {reason}", stacklevel=2)
 
 
+def under_own_code(function: Callable[..., Any], name: str) -> FunctionType:
+    """Copy of ``function`` with a code object of its own, which has that ``name``.
+
+    Torch keeps what it compiles with the code object of the function, and at most eight of each: stages and groups must
+    not share one.
+    """
+    assert isinstance(function, FunctionType)
+    return FunctionType(function.__code__.replace(co_name=name), function.__globals__)
+
+
 def _in_order(layers: Sequence[nn.Module], value: Any) -> Any:
     for layer in layers:
         value = layer(value)
@@ -209,7 +216,7 @@ def _in_order(layers: Sequence[nn.Module], value: Any) -> Any:
 
 
 def _remember(known: dict[Kind, Any], kind: Kind, what: Any) -> None:
-    if len(known) == REMEMBERED:
+    if kind not in known and len(known) == REMEMBERED:
         known.clear()
     known[kind] = what
 

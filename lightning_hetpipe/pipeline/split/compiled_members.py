@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
-from types import FunctionType
 from typing import Any
 
 from torch import fx
 
 from lightning_hetpipe.pipeline.autocast import Autocast
-from lightning_hetpipe.pipeline.compile.compilation import KindsOfCalls, compiler_reason
+from lightning_hetpipe.pipeline.compile.compilation import KindsOfCalls, compiler_reason, under_own_code
 from lightning_hetpipe.pipeline.random.graph_draws import NoDropout, refuse_other_draws
 from lightning_hetpipe.torch_private.compiler import CompilerError, CompilerLimit, compiled
 
@@ -44,9 +43,7 @@ class CompiledMembers(KindsOfCalls):
         return self._graphs[key]
 
     def _compiled(self, graph: fx.GraphModule) -> Graph:
-        # Torch keeps what it compiles with the code object of the function, which graphs must not share.
-        code = _call.__code__.replace(co_name=f"a part of {self._layers}")
-        run: Graph = compiled(FunctionType(code, _call.__globals__), self._options, refuse_other_draws)
+        run: Graph = compiled(under_own_code(_call, f"a part of {self._layers}"), self._options, refuse_other_draws)
 
         def call(*given: Any) -> Any:
             if graph in self._cannot:

@@ -139,8 +139,16 @@ def writes_and_views(node: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
     return written, viewed
 
 
+def note_views(node: fx.Node, viewed: Sequence[fx.Node], shares: dict[fx.Node, set[fx.Node]]) -> None:
+    """Note in ``shares``, for each value, all that share its memory: the output of ``node`` and what it has ``viewed``
+    do."""
+    together = {node}.union(*(shares.get(each, {each}) for each in viewed))
+    shares.update(dict.fromkeys(together, together))
+
+
 def _is_written_in_regions(given: Sequence[fx.Node]) -> bool:
-    """Tell whether a region among what an operator is ``given`` may change something in place."""
+    """Tell whether a region among what an operator is ``given`` may change something in place; True where there is no
+    region to look at."""
     regions: list[fx.GraphModule] = [each.meta["region"] for each in given if "region" in each.meta]
     inner = [node for region in regions for node in region.graph.nodes if node.op == "call_function"]
     return not regions or any(writes_and_views(node)[0] for node in inner)
@@ -157,8 +165,7 @@ def _without_writes(graph: fx.Graph) -> None:
         plain = _without_write(target)
         value: Any = args[0] if args else None
         if plain is None or not isinstance(value, fx.Node) or written != [value] or _is_seen(value, node, shares):
-            together = {node}.union(*(shares.get(each, {each}) for each in viewed))
-            shares.update(dict.fromkeys(together, together))
+            note_views(node, viewed, shares)
             continue
         if node.target is drawn:
             node.update_arg(2, plain)
@@ -175,7 +182,8 @@ def _without_writes(graph: fx.Graph) -> None:
 
 
 def _is_seen(value: fx.Node, node: fx.Node, shares: Mapping[fx.Node, set[fx.Node]]) -> bool:
-    """Tell whether somebody sees what ``node`` writes into ``value``, without being given that or what it returns."""
+    """Tell whether what ``node`` writes into ``value`` shows elsewhere: in an input of the graph, or in another view
+    that is used later."""
     family = shares.get(value, {value})
     return any(each.op != "call_function" for each in family) or any(
         any(_after(node, list(each.users))) for each in family - {value}

@@ -17,7 +17,7 @@ from torch import fx
 from torch.fx.node import map_arg
 
 from lightning_hetpipe.pipeline.random.generators import drawn
-from lightning_hetpipe.pipeline.split.joined_graph import JoinedGraph, layer_path, writes_and_views
+from lightning_hetpipe.pipeline.split.joined_graph import JoinedGraph, layer_path, note_views, writes_and_views
 from lightning_hetpipe.pipeline.split.masks import Mask, mask_of
 from lightning_hetpipe.pipeline.split.operator_call import Divided, sizes_of
 from lightning_hetpipe.pipeline.split.region_graphs import MemberGraph, OuterGraph
@@ -66,7 +66,7 @@ class _Rewriting:
         self._several: dict[fx.Node, Sequence[ChannelLayout | None]] = {}
         self._masks: dict[fx.Node, Mask] = {}
         self._levels: dict[fx.Node, int] = {}
-        self._worth: set[fx.Node] = set()
+        self._worth: set[fx.Node] = set()  # what is divided, and made from a heavy operator's output on its level
         self._whole: set[fx.Node] = set()
         self._gathered: list[str] = []
         self._written = _written_families(joined.graph)
@@ -98,7 +98,8 @@ class _Rewriting:
         return {node for node, same in group.items() if not any(each.target in HEAVY for each in same)}
 
     def _at_home(self) -> set[fx.Node]:
-        """Find what is put together, and made by little work of what is put together, too: one transfer is enough."""
+        """Find values that the home can make by itself: by little work, gathered there anyway, as is all that they are
+        made of."""
         gathered = {node for node in self._divided if not all(self._passes(node, user) for user in node.users)}
         found = {node for node in gathered if node.target not in HEAVY and not self._divided[node].adds}
         return {
@@ -343,9 +344,7 @@ def _written_families(graph: fx.Graph) -> dict[fx.Node, int]:
             continue
         writes, views = writes_and_views(node)
         written.update(each for each in writes if each.op == "call_function" or len(each.users) > 1)
-        together = {node}.union(*(shares.get(each, {each}) for each in views))
-        for each in together:
-            shares[each] = together
+        note_views(node, views, shares)
     return {each: id(shares.get(node, {node})) for node in written for each in shares.get(node, {node})}
 
 

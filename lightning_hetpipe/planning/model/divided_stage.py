@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from lightning_hetpipe.planning.model.cluster import DeviceSlot
+from lightning_hetpipe.planning.model.layer_widths import layers_of_runs
 from lightning_hetpipe.planning.model.profile import Profile
 from lightning_hetpipe.planning.model.stage_memory import more
 from lightning_hetpipe.rules.channel_layouts import apportioned
@@ -145,10 +146,7 @@ class _RunBytes:
 
 
 def _runs(profile: Profile, layers: Iterable[int]) -> list[_RunBytes]:
-    found: dict[int, list[int]] = {}
-    for layer in sorted(layers):
-        found.setdefault(profile.widths[layer].run, []).append(layer)
-    return [_RunBytes.of(profile, own) for own in found.values()]
+    return [_RunBytes.of(profile, own) for own in layers_of_runs(profile.widths, layers)]
 
 
 def _whole(runs: Sequence[_RunBytes], held: int) -> int:

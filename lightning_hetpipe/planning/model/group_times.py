@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from lightning_hetpipe.planning.model.cluster import Cluster, DeviceSlot, Link
+from lightning_hetpipe.planning.model.layer_widths import layers_of_runs
 from lightning_hetpipe.planning.model.profile import Profile, Times
 from lightning_hetpipe.rules.channel_layouts import apportioned
 
@@ -53,7 +54,7 @@ def group_times(
         cluster: Whose links connect the devices.
         slots: The group.
         most: Part of a layer's units that each of them has room for; by default all.
-        shares: Of each of them, where not what is fastest counts.
+        shares: Share of each of them; by default counts are those that are fastest.
 
     Raises:
         SettingError: where the profile has no times of a device.
@@ -62,13 +63,8 @@ def group_times(
     times, counts = list(own[0]), dict[int, tuple[int, ...]]()
     for layers in _runs(profile) if len(slots) > 1 else ():
         run = _DividedRun(profile, cluster, slots, own, layers)
-        units = run.units
-        caps = [units] * len(slots) if most is None else [int(units * part) for part in most]
-        found = balanced([seconds[: cap + 1] for seconds, cap in zip(run.seconds, caps, strict=True)], units)
-        pays = found is not None and found[0] != units and run.longest(found) < run.whole
-        if shares is not None:
-            found, pays = apportioned(units, shares), True
-        if found is not None and pays:
+        found = _fastest(run, most) if shares is None else apportioned(run.units, shares)
+        if found is not None:
             for layer, each in zip(layers, run.times(found), strict=True):
                 times[layer] = each
             counts |= dict.fromkeys(layers, found)
@@ -104,12 +100,19 @@ def balanced(seconds: Sequence[Sequence[float]], units: int) -> tuple[int, ...] 
     return tuple(counts)
 
 
+def _fastest(run: _DividedRun, most: Sequence[float] | None) -> tuple[int, ...] | None:
+    """Counts at which the longest device takes least, as far as devices have room; None where the first one alone takes
+    no longer."""
+    units = run.units
+    caps = [units] * len(run.seconds) if most is None else [int(units * part) for part in most]
+    found = balanced([own[: cap + 1] for own, cap in zip(run.seconds, caps, strict=True)], units)
+    return found if found is not None and found[0] != units and run.longest(found) < run.whole else None
+
+
 def _runs(profile: Profile) -> list[list[int]]:
     """The layers of each run that has several units, in order."""
-    runs: dict[int, list[int]] = {}
-    for layer, widths in sorted(profile.widths.items()):
-        runs.setdefault(widths.run, []).append(layer)
-    begun = [layers for layers in runs.values() if any(profile.widths[layer].units for layer in layers)]
+    runs = layers_of_runs(profile.widths, profile.widths)
+    begun = [layers for layers in runs if any(profile.widths[layer].units for layer in layers)]
     return [layers for layers in begun if _units(profile, layers) > 1]
 
 

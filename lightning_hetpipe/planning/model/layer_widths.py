@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
@@ -60,3 +60,11 @@ class LayerWidths:
         least = [*accumulate(reversed(known), min)][::-1]  # what disturbed a measurement has added to it
         places = [round(each.part * units, 6) for each in own]  # a float's last digits put no part behind its own
         return [0.0] + [least[bisect_left(places, count)] / known[-1] * whole for count in range(1, units + 1)]
+
+
+def layers_of_runs(widths: Mapping[int, LayerWidths], layers: Iterable[int]) -> list[list[int]]:
+    """The layers of each run among ``layers``, in order."""
+    found: dict[int, list[int]] = {}
+    for layer in sorted(layers):
+        found.setdefault(widths[layer].run, []).append(layer)
+    return [*found.values()]

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING
 
 from lightning_hetpipe.planning.plan.json_file import Document
-
-if TYPE_CHECKING:
-    pass
 
 ESTIMATED = " (estimated)"
 NOMINAL = " (nominal memory)"

@@ -133,8 +133,9 @@ def best_plan(
     brief: bool = False,
     progress: Callable[[], object] = unseen,
 ) -> Choice:
-    """The plan with the most simulated throughput that is found to fit, at the smallest Nm within 1% of the best, or
-        a quarter more where the slowest stage is to be always busy.
+    """The plan with the most simulated throughput that is found to fit.
+
+    Nm is the smallest within 1% of the best, or a quarter more (:data:`SLACK`) where the slowest stage is always busy.
 
     It may leave devices unused. Up to eight devices take milliseconds to tenths of a second for a given Nm.
 
@@ -305,8 +306,8 @@ class _Search:
         return best
 
     def _with_slack(self, least: Estimate) -> Estimate:
-        """``least``, or where it keeps its slowest stage busy a plan with so many more in flight that it does so, too,
-        where stages do not always take the same time."""
+        """The plan with :data:`SLACK` more in flight, where ``least`` keeps its slowest stage busy and that plan fits
+        and is as fast; else ``least``."""
         if least.rate * least.bottleneck < ENOUGH or len(least.stages) == 1:
             return least
         takes = sum(stage.times.total for stage in least.stages) + self._problem.synchronise

@@ -217,7 +217,7 @@ class _Joined:
         cluster: Whose links connect the devices.
         parts: The groups, and the devices that are alone.
         most: Of each, the part of layers' units that its devices have room for; by default all.
-        shares: Of each whose devices do not get what is fastest.
+        shares: Of each group that is not divided as is fastest, the shares of its devices.
 
     Attributes:
         profile: With the times of each group, by a name that stands for it.
@@ -282,9 +282,7 @@ def _cut(profile: Profile, splits: Sequence[int]) -> Profile:
 
 def _beside_runs(profile: Profile, splits: Sequence[int]) -> list[tuple[int, ...]]:
     """``splits``, and the ways to have those that part a run before or behind it instead."""
-    ends = dict[int, int]()
-    for layer, own in profile.widths.items():
-        ends[own.run] = max(layer + 1, ends.get(own.run, 0))
+    ends = {own.run: layer + 1 for layer, own in sorted(profile.widths.items())}  # of each the last layer's
     runs = [profile.widths[split].run if split in profile.widths else split for split in splits]
     options = [(split,) if run == split else (split, run, ends[run]) for split, run in zip(splits, runs, strict=True)]
     ways = islice(product(*options), MOST_WAYS)

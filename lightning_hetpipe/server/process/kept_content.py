@@ -21,7 +21,7 @@ Content = bytes | Callable[[], bytes]
 
 
 class KeptContent:
-    """Content that the coordinator keeps, as process ``incarnation`` of a VW leaves and recalls it; by any thread.
+    """Content that a process of a VW leaves with the coordinator, or recalls from it; any thread may call.
 
     Args:
         requests: The VW's requests.
