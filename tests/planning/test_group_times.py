@@ -66,6 +66,11 @@ class TestSeconds:
         found = LayerWidths(0, measured={"gpu": measured}).seconds("gpu", 49.0, 49)
         assert found == pytest.approx([*range(50)])
 
+    def test_the_last_part_stands_for_what_is_larger(self) -> None:
+        """A file that somebody has written may have no times of all channels."""
+        widths = LayerWidths(0, measured={"gpu": [Width(0.25, Times(1.0, 0.0)), Width(0.5, Times(2.0, 0.0))]})
+        assert widths.seconds("gpu", 8.0, 4) == [0.0, 4.0, 8.0, 8.0, 8.0]
+
     def test_a_disturbed_measurement_does_not_make_more_take_less(self) -> None:
         widths = LayerWidths(0, measured={"gpu": [Width(0.5, Times(3.0, 6.0)), Width(1.0, Times(4.0, 4.0))]})
         assert widths.seconds("gpu", 8.0, 2) == [0.0, 8.0, 8.0]

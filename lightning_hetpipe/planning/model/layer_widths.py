@@ -59,7 +59,8 @@ class LayerWidths:
             return [whole * count / units for count in range(units + 1)]
         least = [*accumulate(reversed(known), min)][::-1]  # what disturbed a measurement has added to it
         places = [round(each.part * units, 6) for each in own]  # a float's last digits put no part behind its own
-        return [0.0] + [least[bisect_left(places, count)] / known[-1] * whole for count in range(1, units + 1)]
+        at = [min(bisect_left(places, count), len(least) - 1) for count in range(1, units + 1)]
+        return [0.0, *(least[place] / known[-1] * whole for place in at)]
 
 
 def layers_of_runs(widths: Mapping[int, LayerWidths], layers: Iterable[int]) -> list[list[int]]:
