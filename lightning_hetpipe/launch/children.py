@@ -383,6 +383,11 @@ class Children:
             self._signalled.add(child.local)
         child.send(signum)
 
+    def wake(self) -> None:
+        """Have those that are stopped go on; others never notice."""
+        for child in self._still():
+            child.send(signal.SIGCONT)
+
     def _still(self) -> list[Child]:
         with self._changed:
             return [child for child in self._all if child.local not in self.over]

@@ -185,6 +185,8 @@ class Launcher(BaseLauncher):
                 may_return = True
             if may_return or isinstance(error, FirstLost):
                 say(f"virtual worker {self.rank.index} ends, {self._why_again(error)}")
+                if launch is not None:
+                    launch.children.wake()  # they may be stopped as this process was, and are waited for
                 raise WasLeftOut(LEFT_OUT) from error
             if child is not None and isinstance(error, (Exception, SIGTERMException)):
                 child.failed(error)  # now, as cleaning up may take long, and be disturbed

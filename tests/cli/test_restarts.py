@@ -31,6 +31,10 @@ class Mortal(Model):
         self.since, self.awaits = since, awaits
         self.deaths, self.signum, self.of = deaths, signal, of
 
+    def on_train_start(self):
+        with open(f"process-{self.global_rank}", "w") as file:
+            file.write(str(os.getpid()))
+
     def on_train_batch_start(self, batch, batch_idx):
         so_far = os.path.getsize("deaths") if os.path.exists("deaths") else 0
         if self.global_rank or batch_idx < 2:
@@ -45,6 +49,8 @@ class Mortal(Model):
             if self.of == "group":
                 os.killpg(0, self.signum)
             else:
+                if self.of == "the first two":
+                    os.kill(int(open("process-1").read()), self.signum)
                 os.kill(os.getppid() if self.of == "supervisor" else os.getpid(), self.signum)
 
     def on_train_epoch_end(self):
@@ -104,6 +110,17 @@ def test_virtual_worker_0_is_stopped_for_longer_than_its_lease(tmp_path: Path) -
     (rescued,) = tmp_path.glob("outputs/*/*/checkpoints/rescued-epoch=1-step=*.ckpt")
     assert f"ended with exit code 75, and the run is started again from {rescued} (no more restarts)" in done.stderr
     assert epochs(tmp_path, 0) == epochs(tmp_path, 1) == ["0", "1", "2", "3"]
+
+
+@pytest.mark.slow
+def test_another_one_is_stopped_with_virtual_worker_0(tmp_path: Path) -> None:
+    """It is woken, too: else virtual worker 0, which waits for it, would never end, and no run be started again."""
+    stop = ["+model.of=the first two", f"+model.signal={int(signal.SIGSTOP)}"]
+    done = train(tmp_path, *stop, "strategy.virtual_workers=3", "strategy.wsp.lease=6")
+    assert done.returncode == 0, done.stderr
+    (rescued,) = tmp_path.glob("outputs/*/*/checkpoints/rescued-epoch=1-step=*.ckpt")
+    assert f"ended with exit code 75, and the run is started again from {rescued} (no more restarts)" in done.stderr
+    assert epochs(tmp_path, 0) == epochs(tmp_path, 2) == ["0", "1", "2", "3"]
 
 
 @pytest.mark.slow
