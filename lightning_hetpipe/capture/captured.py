@@ -191,7 +191,14 @@ class Captured:
                 on_one_device(self._module, self.device),
             ):
                 graph, checks = graph_of(
-                    self._name, self._module, args, kwargs, decisions, images_vary=images_vary, numbers=numbers
+                    self._name,
+                    self._module,
+                    args,
+                    kwargs,
+                    decisions,
+                    self.frozen,
+                    images_vary=images_vary,
+                    numbers=numbers,
                 )
             found = checks.of(leaves)
             if found == checks.answers:

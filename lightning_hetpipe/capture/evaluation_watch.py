@@ -16,19 +16,16 @@ from torch import Tensor, nn
 
 from lightning_hetpipe.capture.captured import Captured
 from lightning_hetpipe.capture.compiled_modules import is_compiled, is_scripted, refuse_scripted
+from lightning_hetpipe.capture.effects import refuse_noticed, untouched
 from lightning_hetpipe.capture.export import decides
 from lightning_hetpipe.capture.frozen import FrozenValues
 from lightning_hetpipe.capture.interceptor import NOT_TAKEN, ModuleCall
+from lightning_hetpipe.capture.noticed_calls import SEED
 from lightning_hetpipe.capture.opaque_containers import opaque_in, unknown_in, without_opaque
 from lightning_hetpipe.capture.parity_check import equal_outputs
 from lightning_hetpipe.capture.piece_search import CAPTURE_TIMEOUT, without_graph
 from lightning_hetpipe.capture.pieces import Piece, class_of, refuse_hooks
-from lightning_hetpipe.capture.plain_attributes import (
-    attributes_restored,
-    attributes_with_contents,
-    changed_attribute,
-    contents_restored,
-)
+from lightning_hetpipe.capture.plain_attributes import attributes_with_contents, changed_attribute
 from lightning_hetpipe.capture.watch import Watch
 from lightning_hetpipe.errors import SettingError, reason_of
 from lightning_hetpipe.pipeline.random.generators import RandomGenerators
@@ -124,6 +121,7 @@ class EvaluationWatch(Watch):
             for part, earlier in zip(parts, attributes, strict=True):
                 if attribute := changed_attribute(earlier, attributes_with_contents(part)):
                     raise SettingError(f"it changes its attribute '{attribute}' (of {type(part).__name__})")
+            refuse_noticed(piece.name, frozen, SEED)
             if (opaque := opaque_in((args, kwargs))) is not None:
                 raise SettingError(f"it is given a {type(opaque).__name__} that holds tensors")
             if type(piece.module) in self._refused or self._is_late():
@@ -144,7 +142,7 @@ class EvaluationWatch(Watch):
         except Exception as error:  # whatever it is, the module itself has computed
             self.reasons[piece.name] = reason_of(error)
             if apart and unknown_in((args, kwargs)) is None:  # such as a cache, to which it would add once more
-                self._take_apart(call, own_args, own_kwargs)
+                self._take_apart(call, own_args, own_kwargs, frozen)
             return output
         self.pieces.append(piece)
         return handed_on
@@ -180,7 +178,9 @@ class EvaluationWatch(Watch):
             piece.captured.take_equal(value)
         return handed_on
 
-    def _take_apart(self, call: ModuleCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _take_apart(
+        self, call: ModuleCall, args: tuple[Any, ...], kwargs: dict[str, Any], frozen: FrozenValues
+    ) -> None:
         """Try the calls that a module makes which cannot be captured, by running it again on these copies."""
         outermost, before = self._apart_since is None, len(self.pieces)
         if outermost:
@@ -191,8 +191,7 @@ class EvaluationWatch(Watch):
         # What it gives is of no use.
         with (
             own_state(ProcessState.seeded(0, 0, "capture")),
-            attributes_restored(call.module),
-            contents_restored(call.module),
+            untouched(call.module, frozen),
             call.intercepting(),
             suppress(Exception),
         ):

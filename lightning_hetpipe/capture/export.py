@@ -23,9 +23,11 @@ from torch import Tensor, fx, nn
 from torch.export import Dim, ShapesCollection, export
 
 from lightning_hetpipe.capture.data_checks import DataChecks, Decisions, SeenAnswers, Undecidable
+from lightning_hetpipe.capture.effects import Given, SideEffect, untouched
+from lightning_hetpipe.capture.frozen import FrozenValues
 from lightning_hetpipe.capture.gradient_checkpointing import without_checkpoints
 from lightning_hetpipe.capture.opaque_containers import unknown_in, without_opaque
-from lightning_hetpipe.capture.plain_attributes import attributes_restored, attributes_with_contents, refuse_changes
+from lightning_hetpipe.capture.plain_attributes import sets_attribute
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.torch_private.graphs import traced_as_called
 from lightning_hetpipe.torch_private.modules import without_hooks
@@ -45,6 +47,7 @@ def graph_of(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     decisions: Decisions | None = None,
+    frozen: FrozenValues | None = None,
     *,
     images_vary: bool = False,
     numbers: Collection[int] = (),
@@ -76,12 +79,12 @@ def graph_of(
             f"'{name}' is given a {type(unknown).__name__}, of which torch.export makes no input of a graph; leave"
             " it out of the call, or give the tensors and numbers in it"
         )
-    decisions = decisions or Decisions((), SeenAnswers())
+    decisions, frozen = decisions or Decisions((), SeenAnswers()), frozen or FrozenValues(module)
     try:
-        return _traced(name, module, args, kwargs, decisions, images_vary, numbers, as_called=True)
+        return _traced(name, module, args, kwargs, decisions, frozen, images_vary, numbers, as_called=True)
     except (SettingError, Undecidable) as refusal:
         with contextlib.suppress(SettingError, Undecidable):
-            return _traced(name, module, args, kwargs, decisions.anew(), images_vary, numbers, as_called=False)
+            return _traced(name, module, args, kwargs, decisions.anew(), frozen, images_vary, numbers, as_called=False)
         _refuse_cumulative_averages(name, module)
         if isinstance(refusal, Undecidable):
             raise decides(name, f" at {refusal}", kwargs) from None
@@ -106,6 +109,7 @@ def _traced(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     decisions: Decisions,
+    frozen: FrozenValues,
     images_vary: bool,
     numbers: Collection[int],
     *,
@@ -130,7 +134,7 @@ def _traced(
         with (
             _as_one_call(name, module, decisions, numbers, as_called=as_called),
             without_checkpoints(module),
-            _left_alone(name, module),
+            _left_alone(name, module, frozen),
             _silently(),
         ):
             dynamic = shapes.dynamic_shapes(module, (args, kwargs))
@@ -211,30 +215,33 @@ def _users_line(error: Exception) -> str | None:
 
 
 @contextmanager
-def _left_alone(name: str, module: nn.Module) -> Iterator[None]:
+def _left_alone(name: str, module: nn.Module, frozen: FrozenValues) -> Iterator[None]:
     """Undo what tracing leaves in the modules' attributes, such as weights that ``torch.nn.utils`` computes.
 
-    What ``forward`` sets in attributes of the user's is refused, as a graph would not; so is a tensor that it puts in
-    the place of a buffer. (Tracing runs it, not for the first time: what it sets in its first call only, it has set by
-    now.) Hooks of the module itself run around its graph, so they are no part of it.
+    A side effect of ``forward`` is refused, as a graph would not have it; so is a tensor that ``forward`` puts in the
+    place of a buffer. (Tracing runs ``forward``, not for the first time: what it sets in its first call only, it has
+    set by now.) Hooks of the module itself run around its graph, so they are no part of it.
     """
-    seen = [(part, attributes_with_contents(part)) for part in module.modules()]
     buffers: dict[str, Tensor] = {}
 
     def begin(*call: Any) -> None:
         buffers.update(module.named_buffers(prefix=name))  # what stands for them while it is traced
 
     def check(*call: Any) -> None:
-        for part, earlier in seen:
-            refuse_changes(name, part, earlier)
+        if (changed := trial.changed_attribute()) is not None:
+            part, attribute = changed
+            raise sets_attribute(name, part, attribute, frozen.line_of(attribute))
         for path, buffer in module.named_buffers(prefix=name):
             if buffers.get(path) is not buffer:
                 raise SettingError(
                     f"'{name}' puts another tensor in the place of its buffer '{path}' in forward, which its graph"
                     " would not; change the buffer in place, as by copy_()"
                 )
+        if paths := trial.changed():
+            told = paths[0] if "'" in paths[0] else f"'{paths[0]}'"
+            raise SideEffect(name, f"changes {told}", frozen.line_of(paths[0]), paths)
 
-    with attributes_restored(module), without_hooks(module):
+    with untouched(module, frozen) as trial, without_hooks(module):
         module.register_forward_pre_hook(begin)
         module.register_forward_hook(check)
         yield
@@ -257,10 +264,12 @@ def _as_one_call(
         for number in numbers:
             leaves[number] = leaves[number].item()
         args, kwargs = pytree.tree_unflatten(leaves, spec)
+        given = Given(name, forward, args, kwargs)
         held["forward"] = forward
         try:
             with decisions, traced_as_called() if as_called else contextlib.nullcontext():
                 output = without_opaque(name, forward(*args, **kwargs))
+            given.refuse_changes()
             return output, decisions.asked
         finally:
             held["forward"] = call

@@ -3,11 +3,13 @@
 Attributes of the module's own are followed, or refused by name, when they change (``fingerprint.py``). Here are those
 that stand elsewhere: globals, closures, defaults, class attributes, attributes of other objects. Which of them may be
 read is found while the module itself runs: the functions that it calls name them. Finding too many costs only time,
-since a change is a reason to compare the graph with the module (``parity_check.py``), not to refuse it.
+since a change is a reason to compare the graph with the module (``parity_check.py``), not to refuse it. A change that
+the module itself makes is a side effect (``effects.py``).
 """
 
 from __future__ import annotations
 
+import dis
 import functools
 import gc
 import operator
@@ -32,12 +34,14 @@ from types import (
 )
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils import checkpoint
 
 from lightning_hetpipe.capture.data_checks import SeenAnswers
-from lightning_hetpipe.capture.plain_attributes import PLAIN, plain_attributes, same
+from lightning_hetpipe.capture.noticed_calls import NoticedCalls, line_for_people
+from lightning_hetpipe.capture.plain_attributes import PLAIN, plain_attributes, refill, same
 from lightning_hetpipe.torch_private.tensors import version_counter
 
 DEPTH = 12
@@ -75,11 +79,13 @@ class _Source:
         path: Its name, for people.
         names: Those of its values; empty where these have none, as the items of a list.
         read: Gives the values as they are now.
+        write: Puts earlier values back; None where a user's code cannot change them, or they are put back elsewhere.
     """
 
     path: str
     names: Sequence[str]
     read: Callable[[], tuple[Any, ...]]
+    write: Callable[[tuple[Any, ...]], None] | None = None
 
 
 class FrozenValues:
@@ -90,6 +96,11 @@ class FrozenValues:
         """Answers to its decisions by values of data, when it was last watched."""
         self.checkpoints = False
         """True once it was seen to call ``torch.utils.checkpoint``."""
+        self.noticed = NoticedCalls()
+        """Calls that a graph would leave out, as far as the module was seen to make any."""
+        self.plain: dict[str, Tensor | np.ndarray[Any, Any]] = {}
+        """Tensors and arrays among these values, by their paths: no parameters, and no buffers of ``module``."""
+        self._tolerated: set[str] = set()
         self._module = module
         self._called: dict[tuple[CodeType, int], dict[str, Any]] = {}
         self._names: frozenset[str] = frozenset()
@@ -109,7 +120,7 @@ class FrozenValues:
         if outer is not None and not isinstance(outer, _Called):
             yield
             return
-        called, collects = _Called(), gc.isenabled()
+        called, collects = _Called(self.noticed), gc.isenabled()
         gc.disable()  # what it calls is no part of forward: finalisers, and gc.callbacks that keep times
         sys.setprofile(called)
         try:
@@ -120,6 +131,7 @@ class FrozenValues:
                 gc.enable()
             if outer is not None:
                 outer.update(called)
+                outer.noticed.update(self.noticed)
             self.checkpoints |= any(code.co_filename == checkpoint.__file__ for code, _ in called)
             new = {key: names for key, names in called.items() if key not in self._called and _is_users(key[0])}
             self._stale |= bool(new) or self._replaced
@@ -153,10 +165,43 @@ class FrozenValues:
                     self._replaced |= not plain
         return ", and ".join(dict.fromkeys(found[:NAMED])) or None
 
+    def put_back(self, before: Values) -> None:
+        """Give sources the values that they had ``before``, since when no other sources were found."""
+        for source, values in zip(self._sources, before[1:], strict=True):
+            if source.write is not None and not same(source.read(), values):
+                source.write(values)
+
+    def tolerate(self, paths: Iterable[str]) -> None:
+        """Let the module change the values at ``paths`` while it is traced, as it did not change them in a real run."""
+        self._tolerated.update(paths)
+
+    def changes(self, before: Values) -> list[str]:
+        """The paths of values that are not as they were ``before``, except of those that are tolerated."""
+        found = []
+        for source, ones, others in zip(self._sources, before[1:], self.now()[1:], strict=True):
+            if len(ones) != len(others):
+                found.append(source.path)
+                continue
+            for index, (one, other) in enumerate(zip(ones, others, strict=True)):
+                if not same(one, other):
+                    found.append(".".join(filter(None, [source.path, *source.names[index : index + 1]])))
+        return [path for path in dict.fromkeys(found) if path not in self._tolerated]
+
+    def line_of(self, path: str) -> str | None:
+        """The first line of the functions that were called which names the last part of ``path``, for people."""
+        name = path.partition("' in the closure")[0].rpartition("'")[2] or path
+        parts = [part.partition("[")[0] for part in reversed(name.split("."))]
+        for part in parts:
+            for code, _ in self._called:
+                if (line := _line_that_names(code, part)) is not None:
+                    return line_for_people(code.co_filename, line)
+        return None
+
     # What to watch.
 
     def _find(self) -> None:
         parts = dict(self._module.named_modules())
+        self.plain = {}
         self._sources, self._seen = [], {id(part) for part in parts.values()}
         self._replaced = self._stale = False
         codes = {id(code): code for code, _ in self._called}
@@ -182,7 +227,13 @@ class FrozenValues:
         cells.pop("__class__", None)  # for super()
         if cells:
             names = [f"'{name}' in the closure of {of}" for name in cells]
-            self._add("", lambda: tuple([_content(cell) for cell in cells.values()]), names)
+
+            def fill(values: tuple[Any, ...]) -> None:
+                for cell, value in zip(cells.values(), values, strict=True):
+                    if value is not _ABSENT:
+                        cell.cell_contents = value
+
+            self._add("", lambda: tuple([_content(cell) for cell in cells.values()]), names, fill)
             self._pending.extend(
                 (name, _content(cell), DEPTH) for name, cell in zip(names, cells.values(), strict=True)
             )
@@ -192,17 +243,35 @@ class FrozenValues:
             defaults = (*(function.__defaults__ or ()), *keywords.values(), keywords)
             self._pending.extend((name, default, DEPTH) for default in defaults)
 
-    def _add(self, path: str, read: Callable[[], tuple[Any, ...]], names: Sequence[str] = ()) -> None:
+    def _add(
+        self,
+        path: str,
+        read: Callable[[], tuple[Any, ...]],
+        names: Sequence[str] = (),
+        write: Callable[[tuple[Any, ...]], None] | None = None,
+    ) -> None:
         if len(self._sources) < SOURCES:
-            self._sources.append(_Source(path, names, read))
+            self._sources.append(_Source(path, names, read, write))
 
     def _namespace(
-        self, path: str, holder: Mapping[str, Any], names: Iterable[str], depth: int, given: Iterable[str] = ()
+        self,
+        path: str,
+        holder: Mapping[str, Any],
+        names: Iterable[str],
+        depth: int,
+        given: Iterable[str] = (),
+        kind: type | None = None,
     ) -> None:
-        """Watches those of ``names`` that ``holder`` has or may be given, and what they hold."""
+        """Watches those of ``names`` that ``holder`` has or may be given (a class, if ``kind`` is), and what they hold."""
         keys = sorted({*names} & {*holder, *given})
+
+        def put(values: tuple[Any, ...]) -> None:
+            for key, value in zip(keys, values, strict=True):
+                if holder.get(key, _ABSENT) is not value:
+                    _put(holder if kind is None else kind, key, value)
+
         if keys:
-            self._add(path, lambda: tuple([holder.get(key, _ABSENT) for key in keys]), keys)
+            self._add(path, lambda: tuple([holder.get(key, _ABSENT) for key in keys]), keys, put)
         self._pending.extend((f"{path}.{key}", holder[key], depth - 1) for key in keys if key in holder)
 
     def _class(self, kind: type, depth: int) -> None:
@@ -212,7 +281,7 @@ class FrozenValues:
                 self._seen.add(id(base))
                 held = vars(base)
                 names = [name for name in self._names & held.keys() if not isinstance(held[name], _DESCRIPTORS)]
-                self._namespace(base.__qualname__, held, names, depth)
+                self._namespace(base.__qualname__, held, names, depth, kind=base)
 
     def _follow(self, path: str, value: Any, depth: int) -> None:
         """Watches what ``value`` holds, as far as functions that were called name it."""
@@ -221,6 +290,10 @@ class FrozenValues:
         self._seen.add(id(value))
         if isinstance(value, Tensor):
             self._add(path, lambda: (0 if value.is_inference() else version_counter(value),))
+            if not isinstance(value, nn.Parameter):
+                self.plain[path] = value
+        elif isinstance(value, np.ndarray):
+            self.plain[path] = value
         elif isinstance(value, _CONTAINERS):
             self._container(path, value, depth)
         elif isinstance(value, MethodType):
@@ -244,8 +317,14 @@ class FrozenValues:
     def _slots(self, path: str, value: Any, depth: int) -> None:
         named = ((name, getattr(type(value), name, None)) for name in sorted(self._names))
         slots = {name: slot for name, slot in named if isinstance(slot, MemberDescriptorType)}
+
+        def put(values: tuple[Any, ...]) -> None:
+            for slot, held in zip(slots.values(), values, strict=True):
+                if held is not _ABSENT:
+                    slot.__set__(value, held)
+
         if slots:
-            self._add(path, lambda: tuple([_content(slot, value) for slot in slots.values()]), [*slots])
+            self._add(path, lambda: tuple([_content(slot, value) for slot in slots.values()]), [*slots], put)
             self._pending.extend((f"{path}.{name}", _content(slot, value), depth - 1) for name, slot in slots.items())
 
     def _container(self, path: str, value: Any, depth: int) -> None:
@@ -254,7 +333,8 @@ class FrozenValues:
         def items() -> tuple[Any, ...]:
             return tuple(dict.values(value)) if kind is dict else tuple(kind.__iter__(value))
 
-        self._add(path, lambda: (*dict.__iter__(value), *items()) if kind is dict else items())
+        read = (lambda: (*dict.__iter__(value), *items())) if kind is dict else items
+        self._add(path, read, write=None if kind in (tuple, frozenset) else functools.partial(refill, value))
         followed = [item for item in items() if not isinstance(item, PLAIN)]
         self._pending.extend((f"{path}[{index}]", item, depth - 1) for index, item in enumerate(followed[:ITEMS]))
 
@@ -265,9 +345,39 @@ class _Called(dict[tuple[CodeType, int], dict[str, Any]]):
     By both, as functions of two files whose lines are the same have codes that are equal.
     """
 
-    def __call__(self, frame: FrameType, event: str, _: Any) -> None:
+    def __init__(self, noticed: NoticedCalls) -> None:
+        super().__init__()
+        self.noticed = noticed
+
+    def __call__(self, frame: FrameType, event: str, called: Any) -> None:
         if event == "call":
             self.setdefault((frame.f_code, id(frame.f_globals)), frame.f_globals)
+            self.noticed.call(frame)
+        elif event == "c_call":
+            self.noticed.c_call(frame, called)
+
+
+def _line_that_names(code: CodeType, name: str) -> int | None:
+    """The line of ``code`` in which it first names ``name``."""
+    if name not in (*code.co_names, *code.co_freevars, *code.co_cellvars):
+        return None
+    line: int | None = None
+    for instruction in dis.get_instructions(code):
+        if instruction.starts_line is not None:
+            line = instruction.positions.lineno if instruction.positions is not None else None
+        if instruction.argval == name:
+            return line
+    return None
+
+
+def _put(holder: Any, key: str, value: Any) -> None:
+    """Give ``holder``, a namespace or a class, this ``value``, or none."""
+    if isinstance(holder, type):
+        delattr(holder, key) if value is _ABSENT else setattr(holder, key, value)
+    elif value is _ABSENT:
+        holder.pop(key, None)
+    else:
+        holder[key] = value
 
 
 def _is_users(code: CodeType) -> bool:

@@ -17,11 +17,12 @@ from torch import Tensor
 from lightning_hetpipe.capture.autograd_nodes import AutogradNodes
 from lightning_hetpipe.capture.call_tree import WatchedCall
 from lightning_hetpipe.capture.captured import Captured, graph_layer
+from lightning_hetpipe.capture.effects import untouched
 from lightning_hetpipe.capture.export import decides
 from lightning_hetpipe.capture.gradient_checkpointing import without_checkpoints
 from lightning_hetpipe.capture.opaque_containers import without_opaque
 from lightning_hetpipe.capture.pieces import Piece
-from lightning_hetpipe.capture.plain_attributes import PLAIN, attributes_restored
+from lightning_hetpipe.capture.plain_attributes import PLAIN
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.pipeline.graph_layer import GraphLayer
 from lightning_hetpipe.pipeline.operands import across_devices_of
@@ -89,7 +90,7 @@ def compare(
     inputs = Value.of(given)
     # A layer may make tensors on a device on which it has none, as all of its weights are another stage's.
     others = [graph_layer(layer).device for layer in piece.layers] + [tensor.device for tensor in inputs.tensors]
-    with captured.exclusive(), attributes_restored(module), across_devices_of(module, others):
+    with captured.exclusive(), untouched(module, captured.frozen), across_devices_of(module, others):
         buffers = {path: buffer.clone() for path, buffer in module.named_buffers()}
 
         def run() -> tuple[Value, AutogradNodes]:

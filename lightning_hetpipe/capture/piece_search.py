@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from lightning_hetpipe.capture.call_tree import CallNode, WatchedCall
+from lightning_hetpipe.capture.effects import SideEffect
 from lightning_hetpipe.capture.parity_check import capture
 from lightning_hetpipe.capture.pieces import Piece
 from lightning_hetpipe.capture.sequentials import is_torchs_own, layers_of
@@ -190,7 +191,7 @@ class PieceSearch:
                 if graph.refusal is not None:
                     raise graph.refusal
             self._capture(piece, graphs, frozenset(kinds), "such Sequential")
-        except torch.OutOfMemoryError:
+        except (torch.OutOfMemoryError, SideEffect):  # which the layers would have without a graph, too
             raise
         except Exception as error:  # whatever torch.export raises, the module itself has computed
             piece.layers, piece.inputs, piece.captured = layers, inputs, None

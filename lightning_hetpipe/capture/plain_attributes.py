@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import copy
+import operator
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.pipeline.computed_weights import computed_names
 from lightning_hetpipe.pipeline.random import generators
-from lightning_hetpipe.pipeline.values import equal
 from lightning_hetpipe.redirect import Redirect
 
 _ABSENT = object()
 PLAIN = (int, float, complex, str, bytes, bool, type(None))
+CONTAINERS = (dict, list, set, deque)
+"""Containers whose items may be exchanged."""
 # What torch keeps for itself. An RNN rebuilds its lists of weights as it likes; on meta, it draws no random numbers.
 _TORCHS_OWN = {
     name
@@ -65,41 +64,16 @@ def changed_attribute(before: dict[str, Any], after: dict[str, Any]) -> str | No
 def refuse_changes(layer: str, module: nn.Module, before: dict[str, Any]) -> None:
     """Refuses what ``module``'s forward, in ``layer``, has changed of ``attributes_with_contents``."""
     if changed := changed_attribute(before, attributes_with_contents(module)):
-        raise SettingError(
-            f"layer '{layer}' sets its attribute '{changed}' (of {type(module).__name__}) in forward, which only its"
-            " copies in the stages would see; make it a buffer (register_buffer), or return it with the output"
-        )
+        raise sets_attribute(layer, module, changed)
 
 
-@contextmanager
-def attributes_restored(module: nn.Module) -> Iterator[None]:
-    """Undoes what is done to the attributes of ``module`` and its parts within it, and which buffers they hold."""
-    before = [(held, dict(held)) for part in module.modules() for held in (vars(part), vars(part)["_buffers"])]
-    try:
-        yield
-    finally:
-        for held, earlier in before:
-            held.clear()
-            held.update(earlier)
-
-
-@contextmanager
-def contents_restored(module: nn.Module) -> Iterator[None]:
-    """Undoes what is done within it to lists, dicts, sets, deques and tensors that attributes of ``module``, and of its
-    parts, hold."""
-    held = [value for part in module.modules() for value in plain_attributes(part).values()]
-    containers: list[tuple[Any, Any]] = [(v, copy.copy(v)) for v in held if isinstance(v, (dict, list, set, deque))]
-    tensors = [(value, value.detach().clone()) for value in held if isinstance(value, Tensor)]
-    try:
-        yield
-    finally:
-        for value, earlier in containers:
-            value.clear()
-            (value.update if isinstance(value, (dict, set)) else value.extend)(earlier)
-        with torch.no_grad():
-            for value, earlier in tensors:
-                if not equal(value, earlier):
-                    value.copy_(earlier)
+def sets_attribute(layer: str, module: nn.Module, attribute: str, line: str | None = None) -> SettingError:
+    """The forward of ``layer`` changes an ``attribute`` of ``module`` in it, in this ``line`` of the user's."""
+    where = f" ({line})" if line else ""
+    return SettingError(
+        f"layer '{layer}' sets its attribute '{attribute}' (of {type(module).__name__}) in forward{where}, which only"
+        " its copies in the stages would see; make it a buffer (register_buffer), or return it with the output"
+    )
 
 
 def _behind_stand_ins(name: str, value: Any) -> Any:
@@ -111,11 +85,30 @@ def _behind_stand_ins(name: str, value: Any) -> Any:
 
 
 def with_contents(value: Any) -> Any:
-    if isinstance(value, dict):
-        return (value, *value.keys(), *value.values())
-    if isinstance(value, (list, set, deque)):
-        return (value, *value)
-    return value
+    """``value``, of a container with its items."""
+    return (value, *items_of(value)) if isinstance(value, CONTAINERS) else value
+
+
+def items_of(container: Any) -> tuple[Any, ...]:
+    """The items of one of ``CONTAINERS``; of a dict its keys, then its values."""
+    return (*container, *container.values()) if isinstance(container, dict) else tuple(container)
+
+
+def refill(container: Any, items: Sequence[Any]) -> None:
+    """Give one of ``CONTAINERS`` the ``items`` that :func:`items_of` has given earlier, and no others."""
+    container.clear()
+    if isinstance(container, dict):
+        half = len(items) // 2
+        container.update(zip(items[:half], items[half:], strict=True))
+    elif isinstance(container, set):
+        container.update(items)
+    else:
+        container.extend(items)
+
+
+def same_objects(ones: Sequence[Any], others: Sequence[Any]) -> bool:
+    """Tell whether both are the same objects in the same order."""
+    return len(ones) == len(others) and all(map(operator.is_, ones, others))
 
 
 def same(one: Any, other: Any) -> bool:

@@ -20,11 +20,13 @@ from torch import Tensor, nn
 from lightning_hetpipe.accelerator import is_initialized
 from lightning_hetpipe.capture.call_tree import CallNode, WatchedCall
 from lightning_hetpipe.capture.compiled_modules import is_compiled, is_looked_through, refuse_scripted
+from lightning_hetpipe.capture.effects import refuse_noticed
 from lightning_hetpipe.capture.fingerprint import Fingerprint
 from lightning_hetpipe.capture.frozen import FrozenValues
 from lightning_hetpipe.capture.gradient_checkpointing import without_checkpoints
 from lightning_hetpipe.capture.interceptor import NOT_TAKEN, Interceptor, ModuleCall
 from lightning_hetpipe.capture.leaves import refuse_leaves
+from lightning_hetpipe.capture.noticed_calls import HOOK, INFERENCE, SEED
 from lightning_hetpipe.capture.observation import Attributes, Observation, changes_input, refuse_opaque
 from lightning_hetpipe.capture.opaque_containers import without_opaque
 from lightning_hetpipe.capture.piece_search import CAPTURE_TIMEOUT, PieceSearch, TakenApart
@@ -262,6 +264,7 @@ class TrainingWatch(Watch):
         if observation.mutates:
             node.refusal = node.refusal or changes_input(name, name)
         node.check(observation.refuse_custom_function)
+        node.check(partial(refuse_noticed, name, graph.frozen, HOOK, INFERENCE, SEED))
         if self.names is not None and node.refusal is not None:
             raise node.refusal
         self._made_inside.update(id(leaf) for leaf in observation.foreign if not isinstance(leaf, nn.Parameter))
@@ -302,6 +305,7 @@ class TrainingWatch(Watch):
                 if graph is not None and fingerprint is not None:
                     graph.check(partial(_refuse_changes, name, fingerprint))
                     graph.check(observation.refuse_custom_function)
+                    graph.check(partial(refuse_noticed, name, graph.frozen, HOOK, INFERENCE, SEED))
                     graph.check(partial(self._refuse_without_graph, name, module, graph.frozen))
         if graph is not None:
             graph.end(piece.module, value)

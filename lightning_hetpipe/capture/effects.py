@@ -1,0 +1,175 @@
+"""What a module does besides returning a value: found, and undone, around each time that we run it ourselves.
+
+A module runs once more to be traced, and to be compared with its graph. Whatever it changes then beside its weights is
+put back: attributes and buffers of its own, what they hold, and what its functions reach outside of it
+(``frozen.py``). A change that it makes in each run is a side effect, which no graph has.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from lightning_hetpipe.capture.frozen import FrozenValues
+from lightning_hetpipe.capture.plain_attributes import (
+    CONTAINERS,
+    attributes_with_contents,
+    changed_attribute,
+    items_of,
+    plain_attributes,
+    refill,
+    same_objects,
+)
+from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.pipeline.values import equal
+from lightning_hetpipe.torch_private.tensors import pytree
+
+Plain = Tensor | np.ndarray[Any, Any]
+
+
+class SideEffect(SettingError):
+    """Something that a module does besides returning a value, so that no graph stands for it.
+
+    Attributes:
+        paths: What it changes outside of itself, if it was that and the module was only traced so far.
+    """
+
+    def __init__(self, name: str, what: str, line: str | None = None, paths: Sequence[str] = ()) -> None:
+        where = f" ({line})" if line else ""
+        super().__init__(
+            f"'{name}' {what} in forward{where}, which its graph would not; do it in training_step, return it with the"
+            " output, or set in_flight=1"
+        )
+        self.paths = paths
+
+
+class Trial:
+    """The state of ``module``, and of what its functions reach, before it runs for our sake."""
+
+    def __init__(self, module: nn.Module, frozen: FrozenValues) -> None:
+        self._module = module
+        self._frozen = frozen
+        self._parts = [(part, attributes_with_contents(part)) for part in module.modules()]
+        self._held = [(held, dict(held)) for part in module.modules() for held in (vars(part), vars(part)["_buffers"])]
+        owned = (value for part in module.modules() for value in plain_attributes(part).values())
+        self._containers = [(value, items_of(value)) for value in owned if isinstance(value, CONTAINERS)]
+        self._before = frozen.now()
+        self._copies = [(path, each, _copy(each)) for path, each in frozen.plain.items()]
+
+    def changed_attribute(self) -> tuple[nn.Module, str] | None:
+        """The first plain attribute that was set, or whose container has other items, with its module."""
+        for part, earlier in self._parts:
+            if name := changed_attribute(earlier, attributes_with_contents(part)):
+                return part, name
+        return None
+
+    def changed(self) -> list[str]:
+        """The paths of what was changed beside own attributes, and in them below their first level."""
+        paths = self._frozen.changes(self._before)
+        return paths + [path for path, each, copy in self._copies if path not in paths and not _same(each, copy)]
+
+    def undo(self) -> None:
+        """Put everything back."""
+        for held, earlier in self._held:
+            held.clear()
+            held.update(earlier)
+        for container, items in self._containers:
+            if not same_objects(items_of(container), items):
+                refill(container, items)
+        self._frozen.put_back(self._before)
+        with torch.no_grad():
+            for _, each, copy in self._copies:
+                if not _same(each, copy):
+                    each[...] = copy
+
+
+@contextmanager
+def untouched(module: nn.Module, frozen: FrozenValues, *, runs: bool = False) -> Iterator[Trial]:
+    """Undo what is done within it to ``module`` and to what it reaches; its weights are not looked at.
+
+    Args:
+        module: The live module.
+        frozen: What it reaches, as was noted when it ran.
+        runs: Whether it runs on values within, and not only on their shapes, so that buffers may have others.
+    """
+    trial = Trial(module, frozen)
+    buffers = [(buffer, buffer.clone()) for buffer in module.buffers()] if runs else []
+    try:
+        yield trial
+    finally:
+        trial.undo()
+        with torch.no_grad():
+            for buffer, earlier in buffers:
+                if not equal(buffer, earlier):  # to write what it has would count as a change of it
+                    buffer.copy_(earlier)
+
+
+class Given:
+    """Containers in the arguments of ``forward``, of the module ``name``, as they are before a call."""
+
+    def __init__(self, name: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._name = name
+        try:
+            bound = inspect.signature(forward).bind(*args, **kwargs).arguments
+        except TypeError:  # the call itself will say so
+            bound = {}
+        self._containers = [(path, value, _items(value)) for path, value in _containers(bound, "")]
+
+    def refuse_changes(self) -> None:
+        """Refuse a container that has other items now.
+
+        Raises:
+            SideEffect: which names the argument.
+        """
+        for path, value, earlier in self._containers:
+            if not same_objects(_items(value), earlier):
+                raise SideEffect(self._name, f"changes its argument '{path}' (a {type(value).__name__})")
+
+
+def refuse_noticed(name: str, frozen: FrozenValues, *kinds: str) -> None:
+    """Refuse a graph for the module ``name`` where its forward was seen to make calls of these ``kinds``.
+
+    Raises:
+        SideEffect: which names the call and its line.
+    """
+    if (told := frozen.noticed.told(*kinds)) is not None:
+        raise SideEffect(name, *told)
+
+
+def _containers(value: Any, path: str, depth: int = 4) -> Iterator[tuple[str, Any]]:
+    """The lists, dicts and registered objects in ``value``, with their names."""
+    if isinstance(value, Tensor | str | bytes) or depth == 0:
+        return
+    if path and not isinstance(value, tuple) and (isinstance(value, CONTAINERS) or hasattr(value, "__dict__")):
+        yield path, value
+    if isinstance(value, dict):
+        inner = [(f"{path}[{key!r}]" if path else str(key), each) for key, each in value.items()]
+    elif isinstance(value, list | tuple | deque):
+        inner = [(f"{path}[{index}]", each) for index, each in enumerate(value)]
+    elif type(value) in pytree.SUPPORTED_NODES:
+        inner = [(f"{path}.{key}", each) for key, each in getattr(value, "__dict__", {}).items()]
+    else:
+        return
+    for name, each in inner:
+        yield from _containers(each, name, depth - 1)
+
+
+def _items(value: Any) -> tuple[Any, ...]:
+    return items_of(value if isinstance(value, CONTAINERS) else vars(value))
+
+
+def _copy(value: Plain) -> Plain:
+    return value.copy() if isinstance(value, np.ndarray) else value.detach().clone()
+
+
+def _same(value: Plain, copy: Plain) -> bool:
+    if isinstance(value, np.ndarray):
+        return isinstance(copy, np.ndarray) and np.array_equal(value, copy, equal_nan=value.dtype.kind in "fc")
+    return isinstance(copy, Tensor) and equal(value, copy)

@@ -1,0 +1,87 @@
+"""Calls inside a module's ``forward`` that its graph would leave out without a difference in the values it gives.
+
+Such calls act in the backward pass (hooks on tensors), on the gradients that are computed (``inference_mode``), or on
+the default generators (seeds). ``FrozenValues`` profiles the module while it runs, and asks here about each call.
+"""
+
+from __future__ import annotations
+
+import linecache
+from collections.abc import Callable
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import graph as autograd_graph
+from torch.utils import checkpoint
+
+HOOK, INFERENCE, SEED = "hook", "inference mode", "seed"
+
+_TORCH = str(Path(torch.__file__).parent)
+
+
+def _code(function: Callable[..., Any]) -> CodeType:
+    inner: Any = function
+    while not hasattr(inner, "__code__"):
+        inner = inner.__wrapped__
+    while hasattr(inner, "__wrapped__"):  # contextlib.contextmanager, and other decorators
+        inner = inner.__wrapped__
+    code: CodeType = inner.__code__
+    return code
+
+
+_CALLS: dict[CodeType, tuple[str, str]] = {
+    _code(Tensor.register_hook): (HOOK, "puts a hook on a tensor"),
+    _code(Tensor.register_post_accumulate_grad_hook): (HOOK, "puts a hook on a tensor"),
+    _code(autograd_graph.register_multi_grad_hook): (HOOK, "puts a hook on tensors (register_multi_grad_hook)"),
+    _code(autograd_graph.saved_tensors_hooks.__enter__): (HOOK, "packs what autograd saves (saved_tensors_hooks)"),
+    _code(torch.inference_mode.__enter__): (INFERENCE, "computes in torch.inference_mode()"),
+    _code(torch.manual_seed): (SEED, "sets a seed (torch.manual_seed)"),
+    _code(torch.cuda.manual_seed): (SEED, "sets a seed (torch.cuda.manual_seed)"),
+    _code(torch.cuda.manual_seed_all): (SEED, "sets a seed (torch.cuda.manual_seed_all)"),
+    _code(torch.set_rng_state): (SEED, "sets the state of a random generator (torch.set_rng_state)"),
+}
+"""Functions by their code, each with the kind of the call and the words for it."""
+
+_C_CALLS: dict[str, tuple[str, str]] = {
+    "register_prehook": (HOOK, "puts a hook on a node of autograd's graph"),
+    "register_hook": (HOOK, "puts a hook on a node of autograd's graph"),
+}
+"""Methods of autograd's nodes, which have no code of Python's."""
+
+
+class NoticedCalls(dict[str, tuple[str, str]]):
+    """Calls that were noticed, the first one of each kind: its words, and the line of the user's that makes it."""
+
+    def call(self, frame: FrameType) -> None:
+        """Look at the function that begins in ``frame``."""
+        found = _CALLS.get(frame.f_code)
+        if found is None or found[0] in self:
+            return
+        caller = frame.f_back
+        if caller is not None and caller.f_code.co_filename == checkpoint.__file__:
+            return  # what checkpoints do for themselves is known (`FrozenValues.checkpoints`)
+        self[found[0]] = (found[1], _users_line(caller))
+
+    def c_call(self, frame: FrameType, function: Any) -> None:
+        """Look at ``function``, which is written in C and called in ``frame``."""
+        found = _C_CALLS.get(getattr(function, "__name__", ""))
+        if found is not None and found[0] not in self and isinstance(function.__self__, autograd_graph.Node):
+            self[found[0]] = (found[1], _users_line(frame))
+
+    def told(self, *kinds: str) -> tuple[str, str] | None:
+        """The words for a call of these ``kinds``, and the line that makes it; None if none was noticed."""
+        return next((self[kind] for kind in kinds if kind in self), None)
+
+
+def line_for_people(file: str, line: int) -> str:
+    """The name of ``file``, the number of a ``line`` in it, and its text."""
+    return f"{Path(file).name}:{line}, `{linecache.getline(file, line).strip()}`"
+
+
+def _users_line(frame: FrameType | None) -> str:
+    while frame is not None and frame.f_code.co_filename.startswith((_TORCH, "<")):
+        frame = frame.f_back
+    return "" if frame is None else line_for_people(frame.f_code.co_filename, frame.f_lineno)
