@@ -289,7 +289,7 @@ class FrozenValues:
             return
         self._seen.add(id(value))
         if isinstance(value, Tensor):
-            self._add(path, lambda: (0 if value.is_inference() else version_counter(value),))
+            self._add(path, lambda: (version_counter(value),))
             if not isinstance(value, nn.Parameter):
                 self.plain[path] = value
         elif isinstance(value, np.ndarray):

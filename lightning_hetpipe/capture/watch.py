@@ -190,6 +190,8 @@ class TrainingWatch(Watch):
 
     def answer(self, call: ModuleCall) -> Any:
         name, module = call.name, call.module
+        if torch.is_inference_mode_enabled():  # nothing is trained by such a call, and no autograd graph shows it
+            return NOT_TAKEN
         if self._open:
             # Several threads of a module's could make calls at once, which would be in no order.
             if threading.get_ident() != self._thread or not self._has_work(module):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from lightning.fabric.utilities import move_data_to_device
 
 from lightning_hetpipe.capture.fingerprint import Fingerprint
@@ -79,7 +80,7 @@ class PieceCalls(PieceForwards):
 
     def through_pipeline(self, index: int, piece: Piece, call: ModuleCall) -> Any:
         minibatch = current()
-        if not isinstance(minibatch, Minibatch):
+        if not isinstance(minibatch, Minibatch) or torch.is_inference_mode_enabled():
             return NOT_TAKEN
         self._check(index, piece.name)
 

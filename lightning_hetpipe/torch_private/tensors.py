@@ -54,8 +54,9 @@ def viewed(tensor: Tensor) -> Tensor:
 
 
 def version_counter(tensor: Tensor) -> int:
-    """Count the in-place changes of ``tensor`` so far; changes through ``tensor.data`` are not counted."""
-    return tensor._version
+    """Count the in-place changes of ``tensor`` so far; changes through ``tensor.data``, and in inference mode, are not
+    counted."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def give_memory(tensor: Tensor, device: str = "cpu") -> None:

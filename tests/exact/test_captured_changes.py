@@ -139,7 +139,7 @@ class Hidden(nn.Module):
 
 
 class Remembers(nn.Module):
-    """As above, but where the watch does not look."""
+    """As above, in the class."""
 
     calls = 0
 
@@ -191,7 +191,7 @@ class Quantized(nn.Module):
     [
         (Quantized, ["'model' has a backward pass of its own, the torch.autograd.Function Straight"]),
         (Hidden, ["layer 'model' sets its attribute 'calls' (of Hidden) in forward"]),
-        (Remembers, ["the graph that torch.export makes of 'model' gives other values than the module itself"]),
+        (Remembers, ["'model' changes 'Remembers.calls' in forward", "`type(self).calls += 1`"]),
         (Decides, ["'model' decides by the values of its data", "return y if y.sum() > 0 else -y", "torch.where"]),
     ],
 )
