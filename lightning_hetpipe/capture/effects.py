@@ -143,6 +143,19 @@ def refuse_noticed(name: str, frozen: FrozenValues, *kinds: str) -> None:
         raise SideEffect(name, *told)
 
 
+def refuse_seeded(name: str) -> None:
+    """Refuse to pipeline the module ``name``, whose numbers a seed of the user's decides.
+
+    Raises:
+        SettingError: always.
+    """
+    raise SettingError(
+        f"'{name}' draws random numbers after training_step has set a seed, and in stages each minibatch draws from"
+        " generators of its own; set no seed there, name the other modules to pipeline (module=[...]), or set"
+        " in_flight=1"
+    )
+
+
 def _containers(value: Any, path: str, depth: int = 4) -> Iterator[tuple[str, Any]]:
     """The lists, dicts and registered objects in ``value``, with their names."""
     if isinstance(value, Tensor | str | bytes) or depth == 0:

@@ -149,10 +149,11 @@ class PieceSearch:
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # whatever torch.export raises, the module itself has computed
-            if whole or len(calls) > 1:
+            if whole:
                 raise
-            node.refusal = error
-            for inner in node.inner:
+            for call in calls:
+                call.refusal = error
+            for inner in node.inner if len(calls) == 1 else []:  # the parts of several calls have no order
                 self._settle(inner, whole)
             return error
         self._found.append(node.piece)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from lightning_hetpipe.accelerator import is_initialized
 from lightning_hetpipe.capture.call_tree import CallNode, WatchedCall
 from lightning_hetpipe.capture.compiled_modules import is_compiled, is_looked_through, refuse_scripted
-from lightning_hetpipe.capture.effects import refuse_noticed
+from lightning_hetpipe.capture.effects import refuse_noticed, refuse_seeded
 from lightning_hetpipe.capture.fingerprint import Fingerprint
 from lightning_hetpipe.capture.frozen import FrozenValues
 from lightning_hetpipe.capture.gradient_checkpointing import without_checkpoints
@@ -38,7 +38,7 @@ from lightning_hetpipe.pipeline.random.generators import RandomGenerators
 from lightning_hetpipe.pipeline.reentrant_checkpoints import is_reentrant_checkpoint, reentrant_checkpoint
 from lightning_hetpipe.pipeline.stage import Layer
 from lightning_hetpipe.pipeline.user.parameter_view import changes_parameter
-from lightning_hetpipe.pipeline.user.user_section import ProcessState, own_state
+from lightning_hetpipe.pipeline.user.user_section import ProcessState, has_own_seed, own_state
 from lightning_hetpipe.pipeline.values import Value, equal, tensors_of
 from lightning_hetpipe.planning.model.profile import UserBytes
 from lightning_hetpipe.torch_private.autograd import graph_nodes
@@ -225,12 +225,15 @@ class TrainingWatch(Watch):
         began, before = _now(), self._observing
         earlier = [each for each in self._calls if each.piece.module is call.module and not self._open]
         node = CallNode(earlier[0].piece if earlier else Piece.of(call.name, call.module, self._wants_graphs))
+        seeded = torch.get_rng_state() if has_own_seed() else None
         (self._open[-1].inner if self._open else self._calls).append(node)
         self._open.append(node)
         try:
             run = self._run_whole if node.piece.needs_graph() else self._run_layers
             output = run(node, call, earlier)
             node.ends((call.args, call.kwargs), output)
+            if seeded is not None and not torch.equal(seeded, torch.get_rng_state()):
+                node.check(partial(refuse_seeded, call.name))
             return output
         except Exception as error:
             node.refusal = node.refusal or SettingError(

@@ -25,8 +25,9 @@ from lightning_hetpipe.lightning_private import (
 )
 from lightning_hetpipe.pipeline.evaluator import EvaluationBatch, Evaluator
 from lightning_hetpipe.pipeline.operands import OperandsTogether
+from lightning_hetpipe.pipeline.random.generators import draws_now
 from lightning_hetpipe.pipeline.user.batch_in_flight import current
-from lightning_hetpipe.pipeline.user.user_section import ProcessState, UserSection, own_state
+from lightning_hetpipe.pipeline.user.user_section import ProcessState, UserSection, has_own_seed, own_state
 from lightning_hetpipe.redirect import Redirect
 from lightning_hetpipe.rules.versions import STASH, Versions
 from lightning_hetpipe.run.driver import Driver, Opened
@@ -55,6 +56,7 @@ class EvaluationRun:
         self._ahead: tuple[DataFetcher, LookAhead] | None = None
         self._steps = 0
         self._hook = ""
+        self._seed = torch.initial_seed()
         self._reset = Redirect(evaluation.loop, "reset", self._on_reset)
 
     def close(self) -> None:
@@ -83,6 +85,12 @@ class EvaluationRun:
         """The first step, in Lightning's own thread; then the pipeline takes over, if there is something for it."""
         evaluation, pieces = self._evaluation, self._evaluation.pieces
         self._hook = hook
+        if torch.initial_seed() != self._seed:
+            rank_zero_info(
+                "HetPipe: this evaluation does not run in the pipeline, because a hook has set a seed before its first"
+                " batch, and batches of a pipeline draw from random states of their own"
+            )
+            return self._driver.step_inline(1, native, args)
         evaluation.settings.waited_in()
         with own_state(self._state(1)):  # which depends on no thread's timing, as that of later batches
             watch = EvaluationWatch(
@@ -202,7 +210,7 @@ class UnchangedWeights(Extension):
             )
 
     def _count(self) -> list[int]:
-        return [0 if tensor.is_inference() else version_counter(tensor) for tensor in self._tensors]
+        return [version_counter(tensor) for tensor in self._tensors]
 
 
 class EvaluatedPieces(PieceForwards, Extension):
@@ -238,6 +246,8 @@ class EvaluatedPieces(PieceForwards, Extension):
         if not isinstance(batch, EvaluationBatch) or piece not in self._pipelined:
             return NOT_TAKEN
         if torch.is_grad_enabled() or any(part.training for part in piece.module.modules()):
+            return NOT_TAKEN
+        if has_own_seed() and any(draws_now(layer.module) for layer in piece.layers):
             return NOT_TAKEN
         try:
             with call.own_forward():  # an input of a new kind is captured now

@@ -8,15 +8,17 @@ from typing import Any
 import torch
 from lightning.fabric.utilities import move_data_to_device
 
+from lightning_hetpipe.capture.effects import refuse_seeded
 from lightning_hetpipe.capture.fingerprint import Fingerprint
 from lightning_hetpipe.capture.interceptor import NOT_TAKEN, Interceptor, ModuleCall
 from lightning_hetpipe.capture.parity_check import compare
 from lightning_hetpipe.capture.pieces import Piece
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.pipeline.operands import OperandsTogether
-from lightning_hetpipe.pipeline.random.generators import RandomGenerators, drawing_nothing
+from lightning_hetpipe.pipeline.random.generators import RandomGenerators, drawing_nothing, draws_now
 from lightning_hetpipe.pipeline.user.batch_in_flight import current
 from lightning_hetpipe.pipeline.user.minibatch import Minibatch
+from lightning_hetpipe.pipeline.user.user_section import has_own_seed
 from lightning_hetpipe.placement.layout import Layout
 
 
@@ -96,12 +98,17 @@ class PieceCalls(PieceForwards):
         with drawing_nothing():
             return minibatch.call(index, piece.name, (call.args, call.kwargs), prepare)
 
+    def _draws(self, index: int) -> bool:
+        return any(draws_now(layer.module) for layer in self.fingerprint.pieces[index].layers)
+
     def _is_due(self, minibatch: int) -> bool:
         """Tell whether graphs are compared though no change is known: ever more rarely, and in each epoch's first."""
         return minibatch == self._first or minibatch & (minibatch - 1) == 0
 
     def _check(self, index: int, name: str) -> None:
-        """Refuses what ``training_step`` has done to the piece ``name`` that it calls, and copies would not do."""
+        """Refuses what ``training_step`` has done before it calls the piece ``name``, and copies would not follow."""
+        if has_own_seed() and self._draws(index):
+            refuse_seeded(name)
         changed = self.fingerprint.changed()
         if changed is not None and not self.fingerprint.with_own_parameters(index):
             raise SettingError(

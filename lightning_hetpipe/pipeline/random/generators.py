@@ -41,6 +41,7 @@ from torch import nn
 from lightning_hetpipe.pipeline.graph_layer import GraphLayer
 from lightning_hetpipe.pipeline.random.graph_draws import GraphDraws, NoDropout, draw_in_graph
 from lightning_hetpipe.pipeline.random.operators import RandomnessError, RandomOperators
+from lightning_hetpipe.pipeline.user.user_section import has_own_seed
 
 __all__ = [
     "RandomGenerators",
@@ -50,6 +51,7 @@ __all__ = [
     "counters",
     "drawing_nothing",
     "drawn",
+    "draws_now",
     "generator_of",
     "may_draw",
 ]
@@ -88,14 +90,16 @@ class RandomGenerators:
         # manual_seed takes a signed 64-bit number on some devices.
         return torch.Generator(device=device).manual_seed(int.from_bytes(digest, "big") & (2**63 - 1))
 
-    def minibatch(self, minibatch: int | str, call: int = 0) -> AbstractContextManager[None]:
+    def minibatch(
+        self, minibatch: int | str, call: int = 0, *, in_user_code: bool = False
+    ) -> AbstractContextManager[None]:
         """Within it, what this thread runs of attached layers is part of ``minibatch`` (a number, or a name), and there
         of a pipelined module's call number ``call``.
 
         A stage enters it for each forward. Ordinals start at 0. Outside of it attached modules run as if they were not
-        attached.
+        attached. Once user code has set a seed, what runs ``in_user_code`` draws as that says.
         """
-        return _Within(_Draws(self, minibatch, call))
+        return _Within(_Draws(self, minibatch, call, in_user_code))
 
     @contextmanager
     def watch(
@@ -111,7 +115,7 @@ class RandomGenerators:
             What to call instead of each layer, by its path. (Calling the layer itself does the same, unless a module is
             shared between layers.)
         """
-        with attached(layers) as run, self.minibatch(minibatch, call):
+        with attached(layers) as run, self.minibatch(minibatch, call, in_user_code=True):
             yield run
 
 
@@ -154,6 +158,15 @@ def attach(layer: nn.Module, path: str) -> Callable[..., Any]:
 def may_draw(layer: nn.Module) -> bool:
     """Tell whether ``layer`` or anything in it may draw random numbers."""
     return any(map(_may_draw_itself, layer.modules()))
+
+
+def draws_now(layer: nn.Module) -> bool:
+    """Tell whether ``layer``, of a pipeline, draws random numbers in its present mode, as far as that can be known."""
+    if isinstance(layer, GraphLayer):
+        graphs = [part.graph for graph in layer.code.graphs for part in (graph.module, *graph.regions)]
+        return any(node.target is drawn for graph in graphs for node in graph.nodes)
+    modules = (module for module in layer.modules() if _may_draw_itself(module))
+    return any(_ACTIVE[type(module)](module) if type(module) in _ACTIVE else True for module in modules)
 
 
 def counters(layer: nn.Module) -> list[_Drawing]:
@@ -364,8 +377,9 @@ class _Positioned:
 class _Draws(RandomOperators):
     """The draws of one call in one minibatch, in one thread."""
 
-    def __init__(self, generators: RandomGenerators, minibatch: int | str, call: int) -> None:
+    def __init__(self, generators: RandomGenerators, minibatch: int | str, call: int, in_user_code: bool) -> None:
         super().__init__(fused=not generators.deterministic)
+        self.in_user_code = in_user_code
         self.generators = generators
         self.minibatch = minibatch
         self.call = call
@@ -383,6 +397,8 @@ class _Draws(RandomOperators):
         return self.generators.generator(self.minibatch, self.path, ordinal, device, self.call)
 
     def is_plain(self) -> bool:
+        if self.in_user_code and has_own_seed():
+            return True
         return self.generators.plain_checkpoints and _under_checkpoint()
 
     def where(self) -> str:

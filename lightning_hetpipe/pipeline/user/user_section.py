@@ -54,10 +54,12 @@ class ProcessSection:
 
     def __init__(self, state: ProcessState) -> None:
         self._own = state
+        self._seed = state.seed
         self._others: ProcessState | None = None
 
     def enter(self) -> None:
         self._others = ProcessState.taken()
+        self._outer, _Seed.given = _Seed.given, self._seed
         if self._own.random is None:  # the others' generator waits for them
             set_bit_generator(spare_generator())
         self._own.restore()
@@ -71,6 +73,18 @@ class ProcessSection:
         else:
             self._own = ProcessState.taken()
         others.restore()
+        _Seed.given = self._outer
+
+
+class _Seed:
+    """The seed that we have given to the user code that runs now, if any: only one section runs at a time (law L8)."""
+
+    given: int | None = None
+
+
+def has_own_seed() -> bool:
+    """Tell whether user code, which calls this, has set a seed of torch's since its minibatch began."""
+    return _Seed.given is not None and torch.initial_seed() != _Seed.given
 
 
 @contextmanager

@@ -12,7 +12,9 @@ from lightning_hetpipe.run.lifecycle import Around, Extension
 
 
 class ModulesApart(Extension):
-    """Has ``modules`` draw from the minibatch's generators, as they would in a stage (law L7); there may be none.
+    """Has ``modules`` draw from the minibatch's generators, as they would in a stage (law L7), unless they set a seed.
+
+    There may be no modules.
 
     Args:
         modules: The outermost ones, by their paths.
@@ -28,7 +30,7 @@ class ModulesApart(Extension):
         self._attached.enter_context(attached(modules, _inside(pieces)))
 
     def user_step(self, minibatch: int) -> Around:
-        return self._generators.minibatch(minibatch)
+        return self._generators.minibatch(minibatch, in_user_code=True)
 
     def closed(self) -> None:
         self._attached.close()
