@@ -24,7 +24,7 @@ from lightning.pytorch.strategies.launchers.launcher import _Launcher
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.exceptions import _TunerExitException
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
@@ -342,11 +342,6 @@ def _limited(before: int | float, loader: Any, most: int | float) -> int | float
 def log_interval(trainer: L.Trainer) -> int:
     """``Trainer(log_every_n_steps)``, which the Trainer sets on itself without declaring it."""
     return int(getattr(trainer, "log_every_n_steps", 0))
-
-
-def has_gradient_hooks(parameter: nn.Parameter) -> bool:
-    """Tell whether a user has put gradient hooks on ``parameter``."""
-    return bool(parameter._backward_hooks) or bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
 
 
 def with_workers(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -73,8 +73,10 @@ class WatchedCall(Checked):
 
     Attributes:
         given: What it was given: (args, kwargs).
+        inputs: The tensors in that, where they are in autograd's graph.
         buffers: Copies of its buffers from before, by path.
         gave: What it gave; None until it is over.
+        outputs: The tensors in that, where they are in autograd's graph.
         frozen: What it may have read of Python outside itself.
         autocast: What autocast did at the call.
         counters: How often each tensor of ``given`` and ``gave`` had been changed in place when it was over.
@@ -82,16 +84,18 @@ class WatchedCall(Checked):
     """
 
     given: Value
+    inputs: Sequence[Tensor]
     buffers: dict[str, Tensor]
     frozen: FrozenValues
     autocast: Autocast = field(default_factory=Autocast.current)
     gave: Value | None = None
+    outputs: Sequence[Tensor] = ()
     counters: list[int] = field(default_factory=list)
     refusal: Exception | None = None
 
     def end(self, module: nn.Module, gave: Any) -> None:
         """Note that the call of ``module`` is over, and ``gave`` this."""
-        self.gave = Value.of(gave)
+        self.gave, self.outputs = Value.of(gave), tensors_of(gave)
         self.counters = self._count()
         for path, buffer in module.named_buffers():
             if path not in self.buffers or self.buffers[path].shape != buffer.shape:

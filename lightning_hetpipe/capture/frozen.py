@@ -262,7 +262,7 @@ class FrozenValues:
         given: Iterable[str] = (),
         kind: type | None = None,
     ) -> None:
-        """Watches those of ``names`` that ``holder``, or the class ``kind``, has or may be given, and their contents."""
+        """Watches those of ``names`` that ``holder``, or the class ``kind``, has or may get, and their contents."""
         keys = sorted({*names} & {*holder, *given})
 
         def put(values: tuple[Any, ...]) -> None:

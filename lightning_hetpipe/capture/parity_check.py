@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from lightning_hetpipe.capture.call_tree import WatchedCall
 from lightning_hetpipe.capture.captured import Captured, graph_layer
 from lightning_hetpipe.capture.effects import untouched
 from lightning_hetpipe.capture.export import decides
+from lightning_hetpipe.capture.gradient_check import refuse_other_gradients
 from lightning_hetpipe.capture.gradient_checkpointing import without_checkpoints
 from lightning_hetpipe.capture.opaque_containers import without_opaque
 from lightning_hetpipe.capture.pieces import Piece
@@ -60,6 +62,9 @@ def capture(piece: Piece, calls: Sequence[WatchedCall], generators: RandomGenera
                 " that the module depends on something that the graph does not see, such as an attribute that forward"
                 " reads and others set; make it a buffer or an argument, or call the module's parts from training_step"
             )
+        if not call.frozen.checkpoints:  # they would compute the module again for it
+            with generators.minibatch(minibatch, ordinal), call.autocast.opened():
+                refuse_other_gradients(piece, call, inputs, partial(_scratch, buffers=call.buffers))
         piece.captured.take_equal(value)
 
 
@@ -151,8 +156,7 @@ def _run_graph(
         for layer in piece.layers:
             # With a graph, since some operators compute otherwise without; one layer at a time, to spare memory.
             with torch.enable_grad():
-                scratch = copy_of(graph_layer(layer), None)
-                _set_buffers(scratch, buffers)
+                scratch = _scratch(graph_layer(layer), buffers)
                 inputs.append(Value.of(value))
                 found = Value.of(scratch(inputs[-1].tree(inputs[-1].leaves())))
                 del scratch
@@ -173,11 +177,14 @@ def _alike(one: Any, other: Any) -> bool:
     return type(one) is type(other) and bool(one == other or one != one)
 
 
-def _set_buffers(layer: GraphLayer, buffers: dict[str, Tensor]) -> None:
+def _scratch(layer: GraphLayer, buffers: dict[str, Tensor]) -> GraphLayer:
+    """A copy of ``layer`` with these ``buffers``."""
+    scratch = copy_of(layer, None)
     with torch.no_grad():
         for path, buffer in buffers.items():
-            if (held := layer.held(path)) is not None:
+            if (held := scratch.held(path)) is not None:
                 held.copy_(buffer)
+    return scratch
 
 
 def _same(one: Tensor, other: Tensor) -> bool:

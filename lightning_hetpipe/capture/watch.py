@@ -279,7 +279,8 @@ class TrainingWatch(Watch):
         """Note what a graph needs of a call that begins now, after ``earlier`` ones of its module."""
         before = [each.graph.frozen for each in earlier if each.graph is not None]
         frozen = before[0] if before else FrozenValues(call.module)
-        return WatchedCall(Value.of((call.args, call.kwargs)), self._copied(call.module), frozen)
+        given = call.args, call.kwargs
+        return WatchedCall(Value.of(given), tensors_of(given), self._copied(call.module), frozen)
 
     def _run_layers(self, node: CallNode, call: ModuleCall, earlier: Sequence[CallNode]) -> Any:
         """Run a module whose layers can be seen without a graph, layer by layer, after ``earlier`` calls of it."""

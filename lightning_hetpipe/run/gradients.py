@@ -7,8 +7,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from lightning_hetpipe.lightning_private import has_gradient_hooks
 from lightning_hetpipe.torch_private.subclasses import address_of
+from lightning_hetpipe.torch_private.tensors import has_gradient_hooks
 
 
 def deliver(gradients: Mapping[nn.Parameter, Tensor], factor: float = 1.0) -> None:

@@ -59,6 +59,11 @@ def version_counter(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
+def has_gradient_hooks(tensor: Tensor) -> bool:
+    """Tell whether a user has put gradient hooks on ``tensor``."""
+    return bool(tensor._backward_hooks) or bool(getattr(tensor, "_post_accumulate_grad_hooks", None))
+
+
 def give_memory(tensor: Tensor, device: str = "cpu") -> None:
     """Give ``tensor`` new memory, on the host or on meta: it stays the same object, whoever refers to it."""
     kind: Any = type(tensor)

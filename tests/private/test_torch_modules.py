@@ -29,6 +29,7 @@ from lightning_hetpipe.torch_private.modules import (
     without_hooks,
     without_tensors,
 )
+from lightning_hetpipe.torch_private.tensors import has_gradient_hooks
 from tests.private.guarding import guards
 
 
@@ -252,9 +253,9 @@ def test_hooks_of_all_modules(register: str) -> None:
 @pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
 def test_hooks_of_parameters(register: str) -> None:
     parameter = nn.Parameter(torch.ones(2))
-    assert not of_lightning.has_gradient_hooks(parameter)
+    assert not has_gradient_hooks(parameter)
     getattr(parameter, register)(lambda *_: None)
-    assert of_lightning.has_gradient_hooks(parameter), "gradient hooks of the user would not run"
+    assert has_gradient_hooks(parameter), "gradient hooks of the user would not run"
 
 
 @guards("_optimizer_step_post_hooks")
