@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, fx, nn
 
 from lightning_hetpipe.capture.autograd_nodes import AutogradNodes
 from lightning_hetpipe.capture.data_checks import Answers, DataChecks, Decisions
+from lightning_hetpipe.capture.effects import SideEffect, untouched
 from lightning_hetpipe.capture.export import decides, graph_of
 from lightning_hetpipe.capture.frozen import FrozenValues
 from lightning_hetpipe.capture.gradient_checkpointing import is_checkpointed
@@ -20,7 +22,9 @@ from lightning_hetpipe.capture.variant import Mode, Variant
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.pipeline.autocast import Autocast
 from lightning_hetpipe.pipeline.graph_layer import GraphLayer
+from lightning_hetpipe.pipeline.operands import across_devices_of
 from lightning_hetpipe.pipeline.stage import Layer
+from lightning_hetpipe.pipeline.user.user_section import ProcessState, own_state
 from lightning_hetpipe.torch_private.tensors import pytree
 
 VARIANTS = 8
@@ -180,32 +184,65 @@ class Captured:
     ) -> tuple[fx.GraphModule, DataChecks]:
         """The graph whose decisions by values of data are those for this call."""
         known: Answers = ()
-        gradients, leaves = torch.is_grad_enabled(), pytree.tree_leaves((args, kwargs))
+        leaves = pytree.tree_leaves((args, kwargs))
         args, kwargs = inputs_on(self.device, (args, kwargs))
         for _ in range(DECISIONS):
             decisions = Decisions(known, self.frozen.answers)
-            with (
-                self.exclusive(),
-                torch.inference_mode(False),
-                torch.set_grad_enabled(gradients),  # without them some modules compute otherwise
-                on_one_device(self._module, self.device),
-            ):
-                graph, checks = graph_of(
-                    self._name,
-                    self._module,
-                    args,
-                    kwargs,
-                    decisions,
-                    self.frozen,
-                    images_vary=images_vary,
-                    numbers=numbers,
-                )
+            traced = partial(self._traced, args, kwargs, decisions, images_vary, numbers)
+            try:
+                graph, checks = traced()
+            except SideEffect as effect:
+                if not effect.paths or self._repeats(effect, args, kwargs):
+                    raise
+                self.frozen.tolerate(effect.paths)
+                graph, checks = traced()
             found = checks.of(leaves)
             if found == checks.answers:
                 return graph, checks
             first = next(n for n, (one, other) in enumerate(zip(found, checks.answers, strict=True)) if one != other)
             known = found[: first + 1]
         raise decides(self._name, f" at {checks.lines[first]}")
+
+    def _traced(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        decisions: Decisions,
+        images_vary: bool,
+        numbers: Collection[int],
+    ) -> tuple[fx.GraphModule, DataChecks]:
+        gradients = torch.is_grad_enabled()
+        with (
+            self.exclusive(),
+            torch.inference_mode(False),
+            torch.set_grad_enabled(gradients),  # without them some modules compute otherwise
+            on_one_device(self._module, self.device),
+        ):
+            return graph_of(
+                self._name,
+                self._module,
+                args,
+                kwargs,
+                decisions.anew(),
+                self.frozen,
+                images_vary=images_vary,
+                numbers=numbers,
+            )
+
+    def _repeats(self, effect: SideEffect, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Tell whether the module has ``effect`` in a run on values, too, and not for the sake of traced tensors only.
+
+        Libraries keep tables of the classes that they have met, to which tracing adds torch's own.
+        """
+        devices = [tensor.device for tensor in pytree.tree_leaves((args, kwargs)) if isinstance(tensor, Tensor)]
+        with (
+            self.exclusive(),
+            own_state(ProcessState.seeded(0, 0, "capture")),
+            untouched(self._module, self.frozen, runs=True) as trial,
+            across_devices_of(self._module, devices),
+        ):
+            self._module.forward(*args, **kwargs)
+            return not set(effect.paths).isdisjoint(trial.changed())
 
     def _own(self, layer: Layer, tensors: Mapping[str, Tensor]) -> list[str | Tensor]:
         """The paths of ``tensors``, which ``layer`` holds; a constant that it does not hold is given itself."""

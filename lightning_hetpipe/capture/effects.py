@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import numpy as np
@@ -29,7 +29,7 @@ from lightning_hetpipe.capture.plain_attributes import (
 )
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.pipeline.values import equal
-from lightning_hetpipe.torch_private.tensors import pytree
+from lightning_hetpipe.torch_private.tensors import pytree, unseen_change
 
 Plain = Tensor | np.ndarray[Any, Any]
 
@@ -87,7 +87,8 @@ class Trial:
         with torch.no_grad():
             for _, each, copy in self._copies:
                 if not _same(each, copy):
-                    each[...] = copy
+                    held: Any = each
+                    held[...] = copy
 
 
 @contextmanager
@@ -101,14 +102,20 @@ def untouched(module: nn.Module, frozen: FrozenValues, *, runs: bool = False) ->
     """
     trial = Trial(module, frozen)
     buffers = [(buffer, buffer.clone()) for buffer in module.buffers()] if runs else []
-    try:
+    with ExitStack() as stack:
+        for each in frozen.plain.values():
+            if isinstance(each, Tensor) and not each.is_inference():
+                stack.enter_context(unseen_change(each))  # a backward that is still to come may have saved it
+        stack.callback(_undo, trial, buffers)
         yield trial
-    finally:
-        trial.undo()
-        with torch.no_grad():
-            for buffer, earlier in buffers:
-                if not equal(buffer, earlier):  # to write what it has would count as a change of it
-                    buffer.copy_(earlier)
+
+
+def _undo(trial: Trial, buffers: Sequence[tuple[Tensor, Tensor]]) -> None:
+    trial.undo()
+    with torch.no_grad():
+        for buffer, earlier in buffers:
+            if not equal(buffer, earlier):  # to write what it has would count as a change of it
+                buffer.copy_(earlier)
 
 
 class Given:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd import graph as autograd_graph
 from torch.utils import checkpoint
 
-HOOK, INFERENCE, SEED = "hook", "inference mode", "seed"
+HOOK, JOINT_HOOK, INFERENCE, SEED = "hook", "joint hook", "inference mode", "seed"
 
 _TORCH = str(Path(torch.__file__).parent)
 
@@ -35,7 +35,7 @@ def _code(function: Callable[..., Any]) -> CodeType:
 _CALLS: dict[CodeType, tuple[str, str]] = {
     _code(Tensor.register_hook): (HOOK, "puts a hook on a tensor"),
     _code(Tensor.register_post_accumulate_grad_hook): (HOOK, "puts a hook on a tensor"),
-    _code(autograd_graph.register_multi_grad_hook): (HOOK, "puts a hook on tensors (register_multi_grad_hook)"),
+    _code(autograd_graph.register_multi_grad_hook): (JOINT_HOOK, "puts a hook on tensors (register_multi_grad_hook)"),
     _code(autograd_graph.saved_tensors_hooks.__enter__): (HOOK, "packs what autograd saves (saved_tensors_hooks)"),
     _code(torch.inference_mode.__enter__): (INFERENCE, "computes in torch.inference_mode()"),
     _code(torch.manual_seed): (SEED, "sets a seed (torch.manual_seed)"),

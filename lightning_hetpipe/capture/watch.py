@@ -26,7 +26,7 @@ from lightning_hetpipe.capture.frozen import FrozenValues
 from lightning_hetpipe.capture.gradient_checkpointing import without_checkpoints
 from lightning_hetpipe.capture.interceptor import NOT_TAKEN, Interceptor, ModuleCall
 from lightning_hetpipe.capture.leaves import refuse_leaves
-from lightning_hetpipe.capture.noticed_calls import HOOK, INFERENCE, SEED
+from lightning_hetpipe.capture.noticed_calls import HOOK, INFERENCE, JOINT_HOOK, SEED
 from lightning_hetpipe.capture.observation import Attributes, Observation, changes_input, refuse_opaque
 from lightning_hetpipe.capture.opaque_containers import without_opaque
 from lightning_hetpipe.capture.piece_search import CAPTURE_TIMEOUT, PieceSearch, TakenApart
@@ -269,6 +269,7 @@ class TrainingWatch(Watch):
         if observation.mutates:
             node.refusal = node.refusal or changes_input(name, name)
         node.check(observation.refuse_custom_function)
+        refuse_noticed(name, graph.frozen, JOINT_HOOK)  # nor as user code: each backward of a piece is one for itself
         node.check(partial(refuse_noticed, name, graph.frozen, HOOK, INFERENCE, SEED))
         if self.names is not None and node.refusal is not None:
             raise node.refusal

@@ -1,0 +1,289 @@
+"""What a forward does besides returning a value: as in a plain run, or the module is left to user code."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import lightning as L
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd import graph as autograd_graph
+from torch.nn import functional as F
+
+from lightning_hetpipe import HetPipeStrategy
+from lightning_hetpipe.errors import SettingError
+from tests.support.models import CLASSES, vectors
+from tests.support.trainers import quiet_trainer
+
+AUX: list[Tensor] = []
+KINDS: dict[type, int] = {}
+
+
+class Net(nn.Module):
+    """Three layers, of which the first one's output is given to ``effect``, which may return another one."""
+
+    def __init__(self, effect: Callable[[Net, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.second, self.third = nn.Linear(6, 16), nn.Linear(16, 16), nn.Linear(16, CLASSES)
+        self.effect = effect
+        self.queue: deque[Tensor] = deque(maxlen=3)
+        self.held = [torch.zeros(16)]
+        self.count = torch.zeros(1)
+        self.array = np.zeros(1, dtype=np.float32)
+        self.norms: list[float] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        h: Tensor = self.effect(self, self.first(x).relu())
+        out: Tensor = self.third(self.second(h).relu())
+        return out
+
+
+def clip_gradients(net: Net, h: Tensor) -> Tensor:
+    if h.requires_grad:
+        hooked: Any = h  # torch has no types here
+        hooked.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
+    return h
+
+
+def norm_gradients_together(net: Net, h: Tensor) -> Tensor:
+    if h.requires_grad:
+        autograd_graph.register_multi_grad_hook([h], lambda gradients: net.norms.append(1.0))
+    return h
+
+
+def hook_a_node(net: Net, h: Tensor) -> Tensor:
+    if h.grad_fn is not None:
+        h.grad_fn.register_prehook(lambda gradients: (gradients[0] * 0.5,))
+    return h
+
+
+def round_what_is_saved(net: Net, h: Tensor) -> Tensor:
+    with autograd_graph.saved_tensors_hooks(lambda saved: saved.round(decimals=1), lambda packed: packed):
+        sine: Tensor = h.sin()
+    return sine
+
+
+def freeze(net: Net, h: Tensor) -> Tensor:
+    with torch.inference_mode():
+        still = net.second(h).relu()
+    return still.clone() + h
+
+
+def remember_batches(net: Net, h: Tensor) -> Tensor:
+    net.queue.append(h.detach().mean(0))
+    return h - torch.stack(list(net.queue)).mean(0)
+
+
+def average(net: Net, h: Tensor) -> Tensor:
+    net.held[0] = 0.5 * net.held[0] + h.detach().mean(0)
+    return h - net.held[0]
+
+
+def count_in_place(net: Net, h: Tensor) -> Tensor:
+    net.count.add_(1)
+    return h / net.count
+
+
+def count_in_an_array(net: Net, h: Tensor) -> Tensor:
+    net.array += 1
+    return h / torch.from_numpy(net.array.copy()).to(h)
+
+
+def fill_a_global(net: Net, h: Tensor) -> Tensor:
+    AUX.append(h.pow(2).mean())
+    return h
+
+
+def shuffle(net: Net, h: Tensor) -> Tensor:
+    with torch.random.fork_rng():
+        torch.manual_seed(42)
+        order = torch.randperm(h.shape[1])
+    return h[:, order]
+
+
+EFFECTS = [
+    clip_gradients,
+    hook_a_node,
+    round_what_is_saved,
+    freeze,
+    remember_batches,
+    average,
+    count_in_place,
+    count_in_an_array,
+    fill_a_global,
+    shuffle,
+]
+
+
+class Task(L.LightningModule):
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        AUX.clear()
+        loss = F.cross_entropy(self.net(batch[0]), batch[1])
+        return loss + 0.1 * sum(AUX) if AUX else loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+def trained(made: Callable[[], L.LightningModule], strategy: Any) -> Any:
+    torch.manual_seed(3)
+    task = made()
+    quiet_trainer(strategy=strategy, max_epochs=2).fit(task, vectors(24, 4))
+    return task
+
+
+def synchronous(**settings: Any) -> HetPipeStrategy:
+    return HetPipeStrategy(stages=2, in_flight=3, weights="sync", **settings)
+
+
+@pytest.mark.parametrize("effect", EFFECTS)
+def test_side_effects_are_those_of_a_plain_run(effect: Callable[[Net, Tensor], Tensor]) -> None:
+    """The module is taken apart: the layers are pipelined, and the code between them is user code."""
+    plain, ours = (trained(lambda: Task(Net(effect)), strategy) for strategy in ("auto", synchronous()))
+    for (name, one), other in zip(plain.named_parameters(), ours.parameters(), strict=True):
+        assert torch.equal(one, other), name
+    assert torch.equal(plain.net.count, ours.net.count)
+    assert plain.net.array == ours.net.array
+    assert torch.equal(plain.net.held[0], ours.net.held[0])
+    kept = [*ours.net.queue, *ours.net.held, *AUX]
+    assert {type(tensor) for tensor in kept} <= {Tensor}, "tensors of the capture are left behind"
+
+
+@pytest.mark.parametrize(
+    ("effect", "what", "line"),
+    [
+        (norm_gradients_together, "puts a hook on tensors", "autograd_graph.register_multi_grad_hook("),
+        (clip_gradients, "puts a hook on a tensor", "hooked.register_hook(lambda"),
+        (count_in_place, "changes 'Net.count'", "net.count.add_(1)"),
+        (fill_a_global, "changes 'tests.exact.test_side_effects.AUX'", "AUX.append("),
+        (shuffle, "sets a seed (torch.manual_seed)", "torch.manual_seed(42)"),
+    ],
+)
+def test_one_sentence_names_effect_and_line(effect: Callable[[Net, Tensor], Tensor], what: str, line: str) -> None:
+    with pytest.raises(SettingError) as caught:
+        trained(lambda: Task(Net(effect)), synchronous(module="net"))
+    said = str(caught.value)
+    assert what in said
+    assert line in said
+    assert "set in_flight=1" in said
+
+
+class Filled(nn.Module):
+    """Fills what it is given, as mixtures of experts do with losses of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 16), nn.Linear(16, CLASSES)
+
+    def forward(self, x: Tensor, losses: list[Tensor], found: dict[str, Tensor]) -> Tensor:
+        h = self.first(x).relu()
+        losses.append(h.pow(2).mean())
+        found["features"] = h
+        out: Tensor = self.second(h)
+        return out
+
+
+class FilledTask(Task):
+    def __init__(self) -> None:
+        super().__init__(Filled())
+        self.seen: list[int] = []
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        losses: list[Tensor] = []
+        loss = F.cross_entropy(self.net(batch[0], losses, {}), batch[1])
+        return loss + 0.5 * sum(losses)
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        losses: list[Tensor] = []
+        found: dict[str, Tensor] = {}
+        self.net(batch[0], losses, found)
+        self.log("filled", float(len(losses) + len(found)))
+
+
+@pytest.mark.parametrize("strategy", ["auto", synchronous])
+def test_an_argument_that_forward_fills(strategy: Any) -> None:
+    torch.manual_seed(3)
+    task, loader = FilledTask(), vectors(24, 4)
+    trainer = quiet_trainer(strategy=strategy if strategy == "auto" else strategy(), max_epochs=1)
+    trainer.fit(task, loader, loader)
+    assert trainer.callback_metrics["filled"] == 2
+    torch.manual_seed(3)
+    plain = FilledTask()
+    quiet_trainer(max_epochs=1).fit(plain, loader)
+    assert all(map(torch.equal, plain.parameters(), task.parameters()))
+
+
+def note_classes(net: Net, h: Tensor) -> Tensor:
+    KINDS.setdefault(type(h), len(KINDS))
+    return h
+
+
+def test_a_table_of_classes_is_no_effect(caplog: pytest.LogCaptureFixture) -> None:
+    """Tracing adds a class of torch's own to it, which a run on values does not, so that the graph may stand."""
+    trained(lambda: Task(Net(note_classes)), synchronous(module="net"))
+    assert {*KINDS} == {Tensor}
+
+
+def test_other_gradients_are_found_whatever_makes_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hook that nobody notices shows in the gradients."""
+    monkeypatch.setattr("lightning_hetpipe.capture.watch.refuse_noticed", lambda *_: None)
+    with pytest.raises(SettingError, match=r"gives other gradients than the module itself, of 'first.weight' first"):
+        trained(lambda: Task(Net(hook_a_node)), synchronous(module="net"))
+
+
+class Masked(L.LightningModule):
+    """Sets one seed before two calls of a dropout, which so draw the same mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, CLASSES))
+        self.drop = nn.Sequential(nn.Linear(CLASSES, CLASSES), nn.Dropout(0.5))
+        self.same: list[bool] = []
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        made = []
+        for _ in range(2):
+            torch.manual_seed(batch_idx)
+            made.append(self.drop(self.body(batch[0])))
+        self.same = [*self.same, torch.equal(*made)]
+        return F.cross_entropy(made[0], batch[1])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+def test_a_seed_in_training_step_governs_what_a_module_draws() -> None:
+    assert all(trained(Masked, HetPipeStrategy(stages=2, in_flight=3)).same)
+    plain, ours = (trained(Masked, strategy) for strategy in ("auto", synchronous()))
+    assert all(map(torch.equal, plain.parameters(), ours.parameters()))
+
+
+class SeededEvaluation(Task):
+    def __init__(self) -> None:
+        super().__init__(nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, CLASSES)))
+        self.losses: list[float] = []
+
+    def on_validation_epoch_start(self) -> None:
+        torch.manual_seed(5)
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        noisy = batch[0] + torch.randn_like(batch[0])
+        self.losses.append(F.cross_entropy(self.net(noisy), batch[1]).item())
+
+
+def test_a_seed_before_an_evaluation_governs_it() -> None:
+    loader, found = vectors(24, 4), []
+    for strategy in ("auto", synchronous()):
+        torch.manual_seed(3)
+        task = SeededEvaluation()
+        quiet_trainer(strategy=strategy, max_epochs=1).fit(task, loader, loader)
+        found.append(task.losses)
+    assert found[0] == found[1]
