@@ -42,17 +42,13 @@ class RandomOperators(ThreadDispatchMode):
         """The generator on ``device`` for the random operator that runs now."""
         raise NotImplementedError
 
-    def is_plain(self) -> bool:
-        """Return True if the random operator that runs now is to draw from a default generator, as without the mode."""
-        return False
-
     def where(self) -> str:
         """The path of the module that runs now, for messages."""
         raise NotImplementedError
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Arguments = (), kwargs: Keywords | None = None) -> Any:
         recipe = _recipe(func)
-        if recipe is None or self.is_plain():
+        if recipe is None:
             return func(*args, **(kwargs or {}))
         return recipe(self, func, args, dict(kwargs or {}))
 
