@@ -69,7 +69,8 @@ class Model(L.LightningModule):
         self.validation_step(batch, batch_idx)
 
     def predict_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        return self.net(batch) + torch.randn_like(batch)
+        y: Tensor = self.net(batch) + torch.randn_like(batch)
+        return y
 
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters(), lr=0.01)
@@ -103,7 +104,8 @@ def dropped(body: Any, x: Tensor) -> Tensor:
 
 
 def noisy(body: Any, x: Tensor) -> Tensor:
-    return body.second(x) + 0.1 * torch.randn_like(x) * torch.rand(()) + random.random() + float(np.random.rand())
+    y: Tensor = body.second(x) + 0.1 * torch.randn_like(x) * torch.rand(())
+    return y + random.random() + float(np.random.rand())
 
 
 def seeded(body: Any, x: Tensor) -> Tensor:
@@ -120,8 +122,8 @@ def seeded(body: Any, x: Tensor) -> Tensor:
 
 
 def branching(body: Any, x: Tensor) -> Tensor:
-    y: Tensor = torch.cond(x.sum() > 3, lambda v: v.sin(), lambda v: v.cos(), (x,))
-    return body.drop(y)
+    y: Tensor = body.drop(torch.cond(x.sum() > 3, lambda v: v.sin(), lambda v: v.cos(), (x,)))
+    return y
 
 
 def branching_in_layers(body: Any, x: Tensor) -> Tensor:
@@ -131,10 +133,11 @@ def branching_in_layers(body: Any, x: Tensor) -> Tensor:
 
 def attending(body: Any, x: Tensor) -> Tensor:
     if body.training and torch.is_grad_enabled():  # on a CPU it has no backward
-        return body.drop(body.second(x))
+        return dropped(body, x)
     q = x[:, None, None].expand(-1, 1, 16, -1)
-    y: Tensor = flex_attention(q, q, q, score_mod=lambda score, b, h, i, j: score + (i - j))
-    return y[:, 0, 0]
+    found: Any = flex_attention(q, q, q, score_mod=lambda score, b, h, i, j: score + (i - j))
+    y: Tensor = found[:, 0, 0]
+    return y
 
 
 def checkpointed(body: Any, x: Tensor) -> Tensor:
@@ -162,7 +165,8 @@ def data() -> Any:
 
 def drawn_next() -> list[Any]:
     """The states of all default generators."""
-    return [torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()]
+    state: Any = np.random.get_state(legacy=False)
+    return [torch.get_rng_state(), random.getstate(), state["state"]["key"].tolist(), state["state"]["pos"]]
 
 
 def outcome(case: str, strategy: Any) -> list[Any]:
@@ -212,9 +216,9 @@ def test_modules_run_as_they_are(stages: int) -> None:
 
 def modes() -> list[Any]:
     """The function modes and the dispatch modes that are on."""
-    functions = [torch.overrides._get_current_function_mode()]
-    dispatches = torch.utils._python_dispatch._get_current_dispatch_mode_stack()
-    return [mode for mode in (*functions, *dispatches) if mode is not None]
+    functions: Any = torch.overrides._get_current_function_mode_stack
+    dispatches: Any = torch.utils._python_dispatch._get_current_dispatch_mode_stack
+    return [*functions(), *dispatches()]
 
 
 def test_threads_are_those_of_a_plain_run() -> None:
@@ -241,7 +245,8 @@ def test_a_compiled_module_stays_compiled() -> None:
     def inside(body: Any, x: Tensor) -> Tensor:
         if torch.compiler.is_compiling():
             compiled.append(True)
-        return body.drop(body.second(x))
+        y: Tensor = body.drop(body.second(x))
+        return y
 
     def trained(strategy: Any) -> dict[str, Tensor]:
         torch._dynamo.reset()
@@ -267,12 +272,9 @@ def test_a_run_that_stays_on_one_stage_is_plain_from_its_second_minibatch_on(mon
         def on_train_batch_start(self, *_: Any) -> None:
             states.append(torch.get_rng_state())
 
-    def inside(body: Any, x: Tensor) -> Tensor:
-        return body.second(body.drop(x))
-
     def trained(strategy: Any, devices: int) -> None:
         L.seed_everything(5, verbose=False)
-        quiet_trainer(strategy, devices=devices, callbacks=[Notes()]).fit(Model(inside), data())
+        quiet_trainer(strategy, devices=devices, callbacks=[Notes()]).fit(Model(dropped), data())
 
     trained("auto", 1)
     plainly = states[:]
