@@ -198,7 +198,9 @@ def train_with_strategy(task: Task) -> Iterator[Measurement]:
     )
     metrics = collected_metrics() if task.workers > 1 else None
     with padded(strategy, [Pad(*pad) for pad in task.pads]) if task.pads else nullcontext() as emulation:
-        window = run(task, strategy, Window(task, cpu_seconds=with_helpers), metrics)
+        helped = task.workers > 1 or task.stage_hosts == "processes"
+        watch = Window(task, cpu_seconds=with_helpers if helped else time.process_time)
+        window = run(task, strategy, watch, metrics)
     report = strategy.last_run
     notes: dict[str, object] = {}
     if report is not None:

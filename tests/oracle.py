@@ -105,6 +105,7 @@ def train(
     stop_after: int | None = None,
     weights: str = "stash",
     lr_correction: int | tuple[int, int] | None = None,
+    plain: int | None = None,
     edit: Callable[[int, M], None] | None = None,
 ) -> Run:
     """Trains a copy of ``model``.
@@ -125,12 +126,13 @@ def train(
         stop_after: the last minibatch.
         weights: the weight policy.
         lr_correction: as ``minibatches`` has it.
+        plain: as ``minibatches`` has it.
         edit: called with (p, model) when minibatch p is done, as a callback that changes weights would be.
     """
     run = Run()
     options: dict[str, Any] = {"accumulate": accumulate, "clip_norm": clip_norm, "clip_value": clip_value}
     options |= {"autocast": autocast, "scaler": scaler, "restarts": restarts, "skips": skips, "stop_after": stop_after}
-    options |= {"weights": weights, "lr_correction": lr_correction}
+    options |= {"weights": weights, "lr_correction": lr_correction, "plain": plain}
     for p, trained in minibatches(run, model, step, epochs, recipe, in_flight, **options):
         if edit is not None:
             edit(p, trained)
@@ -157,6 +159,7 @@ def minibatches(
     resumed: tuple[int, State] | None = None,
     weights: str = "stash",
     lr_correction: int | tuple[int, int] | None = None,
+    plain: int | None = None,
 ) -> Iterator[tuple[int, M]]:
     """Trains a copy of ``model``, as ``train`` says, and writes ``run``; yields (p, the copy) when minibatch p is done.
 
@@ -168,6 +171,8 @@ def minibatches(
         weights: the weight policy.
         lr_correction: after how many updates rates are the recipe's; before, update t has tau^(1 - t / K) of them less;
             and the least tau.
+        plain: the seed of torch's default generator, which draws instead of the minibatch's generators (law L7, without
+            a pipeline). A DataLoader draws from it at the start of each epoch.
     """
     model = copy.deepcopy(model).train()
     optimizer = recipe.optimizer(model)
@@ -184,8 +189,12 @@ def minibatches(
     moved: dict[str, Tensor] = {}  # by the last step, for ``pipeoptim``
     predictions = [predictions_of(weights, model, optimizer, moved)]
     p, updates = start, 0
-    with own_dropouts(model, virtual_worker) as minibatch_is:
+    if plain is not None:
+        torch.manual_seed(plain)
+    with contextlib.nullcontext(_ignored) if plain is not None else own_dropouts(model, virtual_worker) as minibatch_is:
         for epoch, batches in enumerate(epochs):
+            if plain is not None:
+                torch.empty((), dtype=torch.int64).random_()
             every = accumulate if isinstance(accumulate, int) else accumulate[epoch]
             nm = in_flight if isinstance(in_flight, int) else in_flight[epoch]
             lacks = missed(weights, nm, every)
@@ -340,6 +349,10 @@ def train_together(
     for worker in workers:
         assert next(worker, None) is None  # which records the last version
     return runs
+
+
+def _ignored(p: int) -> None:
+    """Begin minibatch ``p``, which has no generators of its own."""
 
 
 @contextlib.contextmanager

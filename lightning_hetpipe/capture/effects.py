@@ -57,7 +57,7 @@ class Trial:
         self._module = module
         self._frozen = frozen
         self._parts = [(part, attributes_with_contents(part)) for part in module.modules()]
-        self._held = [(held, dict(held)) for part in module.modules() for held in (vars(part), vars(part)["_buffers"])]
+        self._dicts = [(held, dict(held)) for part in module.modules() for held in (vars(part), vars(part)["_buffers"])]
         owned = (value for part in module.modules() for value in plain_attributes(part).values())
         self._containers = [(value, items_of(value)) for value in owned if isinstance(value, CONTAINERS)]
         self._before = frozen.now()
@@ -77,7 +77,7 @@ class Trial:
 
     def undo(self) -> None:
         """Put everything back."""
-        for held, earlier in self._held:
+        for held, earlier in self._dicts:
             held.clear()
             held.update(earlier)
         for container, items in self._containers:
@@ -87,8 +87,8 @@ class Trial:
         with torch.no_grad():
             for _, each, copy in self._copies:
                 if not _same(each, copy):
-                    held: Any = each
-                    held[...] = copy
+                    writable: Any = each
+                    writable[...] = copy
 
 
 @contextmanager

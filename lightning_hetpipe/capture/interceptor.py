@@ -1,4 +1,4 @@
-"""Interceptor of calls of modules: the watched step, the pipeline, evaluation and spread runs are its handlers.
+"""Interceptor of calls of modules: the watched step, the pipeline and evaluation are its handlers.
 
 It redirects ``forward``, so that the hooks that users put on a module run around the call as they always do.
 """

@@ -7,7 +7,7 @@ This is what lets Python run over modules that lie on several devices as if thes
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from inspect import signature
 from types import FunctionType
 from typing import Any, TypeVar
@@ -39,17 +39,9 @@ class OperandsTogether:
         self._mode = _Together(distinct) if len(distinct) > 1 else None
         self._one_thread: torch.autograd.set_multithreading_enabled
 
-    @contextmanager
-    def told(self, operands: Callable[[Sequence[Tensor]], None]) -> Iterator[None]:
+    def told(self, operands: Callable[[Sequence[Tensor]], None]) -> AbstractContextManager[None]:
         """Within it, ``operands`` is called before each operation, with its operands on the devices."""
-        if self._mode is None:
-            yield
-            return
-        self._mode.told = operands
-        try:
-            yield
-        finally:
-            self._mode.told = _nobody
+        return nullcontext() if self._mode is None else self._mode.telling(operands)
 
     def __enter__(self) -> None:
         if self._mode is not None:
@@ -129,6 +121,15 @@ class _Together(OwnMode):
                 " others that it is given; have it give a new one"
             )
         return found
+
+    @contextmanager
+    def telling(self, operands: Callable[[Sequence[Tensor]], None]) -> Iterator[None]:
+        """Within it, ``operands`` is called before each operation."""
+        self.told = operands
+        try:
+            yield
+        finally:
+            self.told = _nobody
 
     def end(self) -> None:
         """From now on nothing is moved."""

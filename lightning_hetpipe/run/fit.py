@@ -125,20 +125,21 @@ class Fit(TrainerRun):
         self._correction: AroundStep = AroundStep()
         self._around: list[AroundStep] = []
         self._steps = Steps(self._driver, self._around)
-        self._inline: Extension
+        self._inline: list[Extension]  # of the minibatches that run in Lightning's own thread
+        self._compiled: list[Redirect] = []
         self._lacking: Callable[[], str] = lambda: first_minibatch.LACKING
         self._synchronises = isinstance(synchroniser, Synchroniser)
         self._looks_ahead = settings.in_flight != 1 or self._synchronises
+        self._stays = False  # in Lightning's own thread, without a pipeline
         self._report: Callable[[], RunReport] = RunReport
         self._is_reported = False
         self._operands = OperandsTogether(settings.devices)
+        self._plain_threads = torch.get_num_threads()
         self._undo = ExitStack()
 
     def open(self) -> None:
         """Puts the run between Lightning's loops and the module, until :meth:`close`."""
-        self._undo.callback(torch.set_num_threads, torch.get_num_threads())
-        torch.set_num_threads(self._settings.torch_threads)
-        keep_freed_memory()
+        self._undo.callback(torch.set_num_threads, self._plain_threads)
         self._undo.enter_context(self._operands)
         epoch_loop = self._trainer.fit_loop.epoch_loop
         if len(set(self._settings.devices)) > 1:
@@ -146,9 +147,12 @@ class Fit(TrainerRun):
         redirects = [
             Redirect(epoch_loop, "run", self._run_epoch),
             Redirect(epoch_loop.val_loop, "run", lambda redirect: self._steps.validate(redirect.original)),
-            Redirect(self._module, BEFORE_TRANSFER, before_transfer),
             Redirect(self._precision, "backward", self._backward),
         ]
+        if not self._settings.is_spread:
+            torch.set_num_threads(self._settings.torch_threads)
+            keep_freed_memory()
+            redirects.append(Redirect(self._module, BEFORE_TRANSFER, before_transfer))
         for redirect in reversed(redirects):
             self._undo.callback(redirect.remove)
         driver, extensions = self._driver, self._driver.extensions
@@ -161,10 +165,8 @@ class Fit(TrainerRun):
             waves = driver.synchronising, driver.computing, driver.unlocked, pace
             extensions.add(*filter(None, [pace]), WavesAndCuts(self._trainer, self._synchroniser, preemption, *waves))
         extensions.add(self._loss_scale)
-        if self._settings.may_run_ahead:
-            extensions.add(InlineRandomStates(self._state))
         self._inline = self._first_steps()
-        extensions.add(self._inline)
+        extensions.add(*self._inline)
 
     def close(self) -> None:
         with self._undo:
@@ -217,7 +219,8 @@ class Fit(TrainerRun):
         return self._evaluation.evaluation_step(hook, native, *args)
 
     def _run_epoch(self, redirect: Redirect, fetcher: DataFetcher) -> None:
-        torch.set_num_threads(self._settings.torch_threads)
+        if not self._stays:
+            torch.set_num_threads(self._settings.torch_threads)
         looks_ahead = self._looks_ahead and not isinstance(fetcher, DataLoaderIterFetcher)
         self._driver.publishes_at_fetch = looks_ahead and self._synchronises
         self._driver.epoch(redirect.original, fetcher, looks_ahead)
@@ -252,12 +255,11 @@ class Fit(TrainerRun):
 
     # The pipeline.
 
-    def _first_steps(self) -> Extension:
-        """Extension for the minibatches that run in Lightning's own thread: all without a pipeline, else the first."""
+    def _first_steps(self) -> list[Extension]:
+        """Extensions for the minibatches that run in Lightning's own thread: all without a pipeline, else the first."""
         settings = self._settings
         if settings.is_spread:
-            self._looks_ahead = False
-            return self._spread_run(settings)
+            return [self._spread_run(settings)]
         if (preferred := settings.weights[0]).predicts:
             self._prediction = prediction_of(preferred.name, self._trainer.optimizers[0])
             self._around.append(self._prediction)
@@ -266,9 +268,9 @@ class Fit(TrainerRun):
                 self._trainer.optimizers[0], settings.lr_correction, self._most_steps, lambda: self._trainer.global_step
             )
             self._around.append(self._correction)
-        for redirect in look_through(self._module, stages_compile=settings.compile is not None):
-            self._undo.callback(redirect.remove)
-        return FirstMinibatch(
+        self._compiled = look_through(self._module, stages_compile=settings.compile is not None)
+        self._undo.callback(self._run_compiled)
+        first = FirstMinibatch(
             self._trainer,
             self._precision,
             settings,
@@ -279,22 +281,33 @@ class Fit(TrainerRun):
             self._stay,
             self._operands,
         )
+        return [*([InlineRandomStates(self._state)] if settings.may_run_ahead else []), first]
+
+    def _run_compiled(self) -> None:
+        """Let modules that the user has compiled run compiled again."""
+        for redirect in self._compiled:
+            redirect.remove()
 
     def _spread_run(self, settings: RunSettings) -> SpreadRun:
+        self._stays, self._looks_ahead = True, False
         computed, optimizers = self._driver.computed, self._trainer.optimizers
-        run = SpreadRun(self._module, settings, self._generators, computed, self._operands, optimizers)
+        run = SpreadRun(self._module, settings, computed, self._operands, optimizers)
         self._steps = SpreadSteps(self._driver, self._around)
         self._report = run.report
         self._lacking = lambda: spread_run.LACKING
         return run
 
     def _stay(self) -> None:
-        """The first minibatch has shown that a pipeline is not worth it: the devices that have run it train on."""
+        """The first minibatch has shown that a pipeline is not worth it: the devices that have run it train on.
+
+        From the next minibatch on, the run is a plain one, random numbers included.
+        """
         root: torch.device = self._trainer.strategy.root_device
         self._evaluation.take_over([], Layout([], Decision((0,), [root], 1, [0.0])), 1)
         self._around.clear()
-        run = self._spread_run(replace(self._settings, stages=1))
-        self._driver.extensions.replace(self._inline, run)
+        self._run_compiled()
+        torch.set_num_threads(self._plain_threads)
+        self._driver.extensions.replace(self._inline, self._spread_run(replace(self._settings, stages=1)))
 
     def _begin(self, watch: TrainingWatch, decision: Decision, in_flight: int, outside: OutsideParameters) -> None:
         """The first minibatch has shown what there is: a pipeline takes over, whose first version is the live one."""

@@ -141,9 +141,10 @@ class Extensions:
         self._all.extend(extensions)
         self._listening.clear()
 
-    def replace(self, one: Extension, other: Extension) -> None:
-        """Has ``other`` take the place of ``one``, which hears of no later event."""
-        self._all[self._all.index(one)] = other
+    def replace(self, those: Sequence[Extension], other: Extension) -> None:
+        """Put ``other`` in the place of ``those``, which stand together and hear of no later event."""
+        first = self._all.index(those[0])
+        self._all[first : first + len(those)] = [other]
         self._listening.clear()
 
     def tell(self, event: Callable[Concatenate[Extension, P], None], *args: P.args, **kwargs: P.kwargs) -> None:

@@ -1,17 +1,16 @@
 """Steps with one minibatch in flight: Lightning's own, in its own thread, on layers that lie on the stages' devices.
 
-There is nothing to pipeline, so nothing is captured, copied or versioned, no thread is started, and what
-``training_step`` does is not restricted. Where layers lie on several devices, the operands of an operation are brought
-together (:mod:`lightning_hetpipe.pipeline.operands`). Only random numbers are not plain: inside the modules that a
-pipeline would hold, random operations draw from the minibatch's generators (law L7), so that results do not depend on
-the number of stages; but not under ``torch.utils.checkpoint``, which runs them again.
+There is nothing to pipeline. Nothing is captured, copied or versioned, no thread is started, and ``training_step`` is
+not restricted. Modules run as they are, and torch's default generators draw (law L7). On one device this is a plain
+run. On several devices, the operands of each operation are brought together
+(:mod:`lightning_hetpipe.pipeline.operands`).
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from operator import itemgetter
 from time import perf_counter  # our own name, as suites script what `time.perf_counter` gives to Lightning
 from typing import Any
@@ -20,12 +19,10 @@ import lightning as L
 import torch
 from torch import nn
 
-from lightning_hetpipe.capture.compiled_modules import is_compiled, look_through
-from lightning_hetpipe.capture.interceptor import Interceptor, ModuleCall
-from lightning_hetpipe.capture.pieces import Piece, named_pieces, never_called
+from lightning_hetpipe.capture.compiled_modules import is_compiled, is_scripted
+from lightning_hetpipe.capture.pieces import named_pieces, never_called
 from lightning_hetpipe.capture.sequentials import layers_of
 from lightning_hetpipe.pipeline.operands import OperandsTogether
-from lightning_hetpipe.pipeline.random.generators import RandomGenerators, may_draw
 from lightning_hetpipe.placement.layout import device_bytes, device_name, stage_count
 from lightning_hetpipe.placement.overflow import Overflow
 from lightning_hetpipe.planning.search.spread_plan import divided
@@ -44,13 +41,12 @@ LACKING = (
 
 
 class SpreadRun(Extension):
-    """Steps of a fit without a pipeline, of which it keeps the numbers and the random generators."""
+    """Steps of a fit without a pipeline, of which it keeps the numbers."""
 
     def __init__(
         self,
         module: L.LightningModule,
         settings: RunSettings,
-        generators: RandomGenerators,
         computed: Callable[[str, int, float], None],
         operands: OperandsTogether,
         optimizers: Sequence[torch.optim.Optimizer],
@@ -62,19 +58,19 @@ class SpreadRun(Extension):
         self._module = module
         self._settings = settings
         self._names = named_pieces(module, settings.module)
-        self._generators = generators
-        generators.plain_checkpoints = True
-        self._called: dict[str, Piece] = {}
+        self._called: set[str] = set()  # of the modules that the setting ``module`` names
         self._last: int | None = None  # the minibatch that was counted last; the first one is not
         self._meter = Meter(0)
         self._busy = 0.0
         self._is_busy = False
-        draws = any(is_compiled(part) and may_draw(part) for part in module.modules())
-        self._redirects = look_through(module) if draws else []
 
     @contextmanager
     def inline_step(self, minibatch: int) -> Iterator[None]:
-        with self._busily(FORWARD, minibatch), self._drawing(minibatch), self._operands.told(self._overflow):
+        with ExitStack() as stack:
+            if self._last is None:
+                stack.enter_context(self._noting_calls())
+            stack.enter_context(self._operands.told(self._overflow))
+            stack.enter_context(self._busily(FORWARD, minibatch))
             yield
 
     def inline_output(self, minibatch: int, args: Sequence[Any], output: Any) -> None:
@@ -100,10 +96,6 @@ class SpreadRun(Extension):
 
     def epoch_ends(self) -> None:
         self._meter.stop()
-
-    def closed(self) -> None:
-        for redirect in self._redirects:
-            redirect.remove()
 
     def report(self) -> RunReport:
         if self._last is None:
@@ -134,9 +126,7 @@ class SpreadRun(Extension):
         """The first step is over, which has shown what there is."""
         if missing := [name for name in self._names or () if name not in self._called]:
             raise never_called(self._names or (), missing[0])
-        called = {name: piece.module for name, piece in self._called.items()}
-        others = {name: module for name, module in self._modules() if self._is_wanted(name, module)}  # for later steps
-        stage_count(self._settings.stages, len(self._settings.devices), max(1, len(_parts(called | others))))
+        stage_count(self._settings.stages, len(self._settings.devices), max(1, len(_parts(self._pieces()))))
         if self._settings.recompute:
             nothing_to_recompute()
         self._busy = 0.0
@@ -147,11 +137,9 @@ class SpreadRun(Extension):
         devices = list(dict.fromkeys(self._settings.spread))
         stages = 1 if self._settings.stages == "auto" else self._settings.stages
         if len(devices) == stages == 1:
-            pieces = self._called.items()
-            return [
-                (devices[0], {name: layer for key, piece in pieces for name, layer in layers_of(key, piece.module)})
-            ]
-        layers, where = _parts({name: piece.module for name, piece in self._called.items()}), list[int]()
+            pieces = self._pieces().items()
+            return [(devices[0], {name: layer for key, piece in pieces for name, layer in layers_of(key, piece)})]
+        layers, where = _parts(self._pieces()), list[int]()
         if len(devices) > 1:
             for layer in layers.values():  # one without parameters computes where the layer before it does
                 device = next((each.device for each in layer.parameters()), None)
@@ -180,37 +168,41 @@ class SpreadRun(Extension):
             self._computed(work, minibatch, started)
 
     @contextmanager
-    def _drawing(self, minibatch: int) -> Iterator[None]:
-        """Within it, random operations of the modules that a pipeline would hold draw from ``minibatch``'s generators.
-
-        Only modules in which something may draw are touched, and those only for that long.
-        """
-        modules = [
-            (name, module)
-            for name, module in self._modules()
-            if (self._last is None or may_draw(module)) and self._is_wanted(name, module)
-        ]
-
-        calls = Counter[str]()
-
-        def run(call: ModuleCall) -> Any:
-            piece = self._called.setdefault(call.name, Piece.of(call.name, call.module))
-            ordinal = calls[call.name]
-            calls[call.name] += 1
-            with call.own_forward():
-                return piece.run(self._generators, minibatch, call.args, call.kwargs, ordinal)
-
-        with Interceptor(modules, run, one_step=True):
+    def _noting_calls(self) -> Iterator[None]:
+        """Within it, the first step, note which modules are called of those that the setting ``module`` names."""
+        compiled = {part for each in self._module.modules() if is_compiled(each) for part in each.modules()}
+        named = {name: self._module.get_submodule(name) for name in self._names or ()}
+        # Code that is compiled has no hook: it would be compiled again without it.
+        watched = {name: each for name, each in named.items() if each not in compiled and not is_scripted(each)}
+        self._called.update(named.keys() - watched.keys())
+        hooks = [each.register_forward_pre_hook(partial(self._note, name)) for name, each in watched.items()]
+        try:
             yield
+        finally:
+            for hook in hooks:
+                hook.remove()
 
-    def _modules(self) -> Iterator[tuple[str, nn.Module]]:
-        """The modules inside the LightningModule, by their paths."""
-        return ((name, module) for name, module in self._module.named_modules() if module is not self._module)
+    def _note(self, name: str, module: nn.Module, args: tuple[Any, ...]) -> None:
+        self._called.add(name)
 
-    def _is_wanted(self, name: str, module: nn.Module) -> bool:
-        if is_compiled(module):
-            return False
-        return name in self._names if self._names is not None else any(p.requires_grad for p in module.parameters())
+    def _pieces(self) -> dict[str, nn.Module]:
+        """The modules that a pipeline would hold, by their paths: as far as one can say that has not seen calls."""
+        if self._names is not None:
+            return {name: self._module.get_submodule(name) for name in self._names}
+        found: dict[str, nn.Module] = {}
+        for path, module in self._module.named_modules():
+            if any(path.startswith(f"{outer}.") for outer in found) or not _is_callable(module):
+                continue
+            if module is not self._module and any(each.requires_grad for each in module.parameters()):
+                found[path] = module
+        return found
+
+
+def _is_callable(module: nn.Module) -> bool:
+    """Tell whether ``module`` computes something itself, which a container does not."""
+    if is_compiled(module):
+        return False
+    return is_scripted(module) or "forward" in vars(module) or type(module).forward is not nn.Module.forward
 
 
 def _parts(modules: Mapping[str, nn.Module]) -> dict[str, nn.Module]:

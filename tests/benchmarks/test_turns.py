@@ -7,6 +7,7 @@ import pytest
 
 from benchmarks import training_worker
 from benchmarks.harness import Measurement
+from benchmarks.one_in_flight import ONE_IN_FLIGHT
 from benchmarks.prediction_costs import PREDICTION_COSTS
 from benchmarks.timeline_costs import TIMELINE_COSTS
 from benchmarks.training_task import Task
@@ -38,7 +39,21 @@ def test_pairs_differ_by_the_weight_policy_alone() -> None:
         assert pair.off == replace(pair.on, weights="stash")
 
 
-@pytest.mark.parametrize("turns", [TIMELINE_COSTS, PREDICTION_COSTS])
+def test_pairs_differ_by_the_strategy_alone() -> None:
+    for pair in ONE_IN_FLIGHT.pairs:
+        assert pair.off == replace(pair.on, variant="plain", stages=2, in_flight=None)
+
+
+def test_cpu_time_is_compared_per_minibatch() -> None:
+    """Half as fast on one core as on three is less CPU time, of which the target is the largest ratio."""
+    pair, other = ONE_IN_FLIGHT.pairs
+    found = Compared(replace(measured(100.0), cores=3.0), measured(50.0))
+    outcome = ONE_IN_FLIGHT.report(MACHINE, [{pair.label: found, other.label: compared(100.0, 90.0)}], {})
+    assert [figure.cells()[0] for figure in outcome.figures] == ["0.667", "1.111"]
+    assert [figure.verdict for figure in outcome.figures] == ["met", "missed"]
+
+
+@pytest.mark.parametrize("turns", [ONE_IN_FLIGHT, TIMELINE_COSTS, PREDICTION_COSTS])
 def test_both_of_a_pair_are_shortened_and_pinned(turns: Turns) -> None:
     for pair in turns.pairs:
         short = on_cores(shortened(pair), (3, 5))

@@ -83,7 +83,8 @@ def test_two_calls_draw_masks_of_their_own() -> None:
     for cuts, in_flight in (((0, 1), 3), ((0,), 1)):
         torch.manual_seed(1)
         task, loader = Masks(), vectors(18, 4)
-        expected = expect(task, loader, in_flight)
+        expected = expect(task, loader, in_flight, plain=1 if in_flight == 1 else None)
+        torch.manual_seed(1)
         seen.append(fit(task, loader, strategy=Pinned(cuts, in_flight)))
         assert_equal(expected, seen[-1])
     assert not any(outputs["same"] for record in seen for outputs in record.outputs)

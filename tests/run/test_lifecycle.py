@@ -66,7 +66,7 @@ def test_an_extension_takes_the_place_of_another() -> None:
     extensions, first, second = lifecycle.Extensions(), Notes(heard), Notes([])
     extensions.add(first, second)
     with extensions.around(Extension.inline_backward, 1):
-        extensions.replace(first, Notes([]))
+        extensions.replace([first], Notes([]))
         extensions.tell(Extension.stepped, 1)
     assert [text for text, _ in heard] == ["inline_backward 1", "<inline_backward 1"]
     assert second.noted == [("inline_backward 1", ANY), ("stepped 1", ANY), ("<inline_backward 1", ANY)]

@@ -17,8 +17,8 @@ for each operator that a user's class runs itself; nothing for torch.nn's other 
 
 Not covered: Python's and numpy's random numbers; what a custom ``autograd.Function`` draws in *backward*; forward hooks
 of modules that are not inside a wrapped one. An operation that is given a generator by the user keeps it. A random
-operation under ``torch.utils.checkpoint`` draws from a default generator, which the checkpoint sets back for its second
-run, in spread runs (``plain_checkpoints``); it is refused in others, whose minibatches would share that generator.
+operation under ``torch.utils.checkpoint`` is refused: the checkpoint sets back default generators only. Spread runs
+have none of this: torch's default generators draw there.
 CUDA's fused attention and RNN take no generator: they keep their dropout on the device's default one, unless
 ``deterministic``. What is compiled by torch.compile runs uncompiled inside a user's class; flex_attention, which
 insists, cannot run there.
@@ -65,16 +65,12 @@ class RandomGenerators:
         virtual_worker: Index of the virtual worker.
         deterministic: Refuse operations that can draw from a default generator only (CUDA's fused attention and RNN
             with dropout) instead of letting them do so.
-
-    Attributes:
-        plain_checkpoints: Let operations under ``torch.utils.checkpoint`` draw from default generators.
     """
 
     def __init__(self, run_seed: int, virtual_worker: int = 0, *, deterministic: bool = False) -> None:
         self.run_seed = run_seed
         self.virtual_worker = virtual_worker
         self.deterministic = deterministic
-        self.plain_checkpoints = False
 
     def generator(
         self, minibatch: int | str, path: str, ordinal: int, device: torch.device, call: int = 0
@@ -397,9 +393,7 @@ class _Draws(RandomOperators):
         return self.generators.generator(self.minibatch, self.path, ordinal, device, self.call)
 
     def is_plain(self) -> bool:
-        if self.in_user_code and has_own_seed():
-            return True
-        return self.generators.plain_checkpoints and _under_checkpoint()
+        return self.in_user_code and has_own_seed()
 
     def where(self) -> str:
         return self.path
