@@ -18,10 +18,11 @@ from torch import Tensor
 from lightning_hetpipe.capture.autograd_nodes import AutogradNodes
 from lightning_hetpipe.capture.call_tree import WatchedCall
 from lightning_hetpipe.capture.captured import Captured, graph_layer
-from lightning_hetpipe.capture.effects import untouched
+from lightning_hetpipe.capture.effects import refuse_noticed, untouched
 from lightning_hetpipe.capture.export import decides
 from lightning_hetpipe.capture.gradient_check import refuse_other_gradients
 from lightning_hetpipe.capture.gradient_checkpointing import without_checkpoints
+from lightning_hetpipe.capture.noticed_calls import HOOK, INFERENCE, JOINT_HOOK, SEED
 from lightning_hetpipe.capture.opaque_containers import without_opaque
 from lightning_hetpipe.capture.pieces import Piece
 from lightning_hetpipe.capture.plain_attributes import PLAIN
@@ -116,6 +117,7 @@ def compare(
             return Value.of(gave), AutogradNodes.of(inputs, gave)
 
         gave, autograd = run()
+        refuse_noticed(piece.name, captured.frozen, HOOK, JOINT_HOOK, INFERENCE, SEED)
         found, _ = _run_graph(piece, value, buffers, generators, minibatch, call)
         other = None if equal_outputs(found, gave) else "values"
         if other is None and changed is not None and autograd.differs(captured.autograd(value)):
