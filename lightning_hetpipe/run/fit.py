@@ -127,8 +127,7 @@ class Fit(TrainerRun):
         self._steps = Steps(self._driver, self._around)
         self._inline: Extension
         self._lacking: Callable[[], str] = lambda: first_minibatch.LACKING
-        self._synchronises = isinstance(synchroniser, Synchroniser)
-        self._looks_ahead = settings.in_flight != 1 or self._synchronises
+        self._looks_ahead = settings.in_flight != 1 or isinstance(synchroniser, Synchroniser)
         self._report: Callable[[], RunReport] = RunReport
         self._is_reported = False
         self._operands = OperandsTogether(settings.devices)
@@ -219,13 +218,16 @@ class Fit(TrainerRun):
     def _run_epoch(self, redirect: Redirect, fetcher: DataFetcher) -> None:
         torch.set_num_threads(self._settings.torch_threads)
         looks_ahead = self._looks_ahead and not isinstance(fetcher, DataLoaderIterFetcher)
-        self._driver.publishes_at_fetch = looks_ahead and self._synchronises
         self._driver.epoch(redirect.original, fetcher, looks_ahead)
 
     # What the driver asks of the loop.
 
     def begun(self) -> int:
         return begun_minibatches(self._trainer)[0]
+
+    def runs_ahead(self) -> bool:
+        engine = self.pipeline
+        return isinstance(engine, Engine) and self._versions(engine.versions.policy, engine.in_flight, 0).runs_ahead
 
     def limit(self, in_flight: int) -> int:
         if self._trainer.should_stop:
@@ -353,7 +355,7 @@ class Fit(TrainerRun):
         if self._prediction is not None:
             engine.moves = self._moves
         modules = [piece.module for piece in pieces]
-        outside.leave_out(modules, engine.versioned)
+        outside.leave_out(modules, engine.versioned, driver.in_flight)
         parts = user_parts(apart.modules.values(), modules)
         add(ModulesApart(apart.modules, modules, self._generators))
         if in_flight > 1:

@@ -1,7 +1,7 @@
 """Fetches batches ahead of Lightning's loop, so that up to Nm minibatches are in flight.
 
 Lightning asks for one batch at a time. When it asks for batch p, batches up to p + Nm - 1 are fetched, moved to the
-device and submitted. What the loop and its callbacks see of the fetcher, and of a resumable DataLoader, is the state at
+device and submitted. While nothing runs ahead of Lightning's loop, it gets batches as its own fetcher gives them. What the loop and its callbacks see of the fetcher, and of a resumable DataLoader, is the state at
 batch p (law L9). It never looks past the end of an epoch (law L6).
 """
 
@@ -33,8 +33,11 @@ class _Fetched:
 class Ahead(Protocol):
     """Interface of the driver for the look-ahead."""
 
-    def publish_last(self) -> None:
+    def next_batch(self) -> None:
         """Lightning asks for a batch: the step before it is over."""
+
+    def runs_ahead(self) -> bool:
+        """Tell whether several batches may be in flight in this epoch."""
 
     def ahead_limit(self) -> int:
         """Number of batches, from the one that Lightning asks for, that may be in flight now."""
@@ -85,7 +88,9 @@ class LookAhead(DataFetcher):
             share_profiling(self, self._inner)
             self._redirects += self._driver.on_iterators(self._inner)
             self._first = False
-        self._driver.publish_last()
+        self._driver.next_batch()
+        if not self._driver.runs_ahead():
+            return self._next_of_loop()
         limit = self._driver.ahead_limit()
         if self._failure is not None and not self._waiting:
             raise self._failure
@@ -108,6 +113,14 @@ class LookAhead(DataFetcher):
         current = self._waiting.popleft()
         self.fetched, self.done, self._states = current.fetched, current.done, current.states
         return current.ready, current.batch_idx, current.dataloader_idx
+
+    def _next_of_loop(self) -> tuple[Any, int, int]:
+        """Get the next batch as Lightning's own fetcher gives it; hooks, transfer and step come in Lightning's order."""
+        try:
+            with self._driver.fetching(0):
+                return next(self._inner)
+        finally:
+            self.fetched, self.done = self._inner.fetched, self._inner.done
 
     def close(self) -> None:
         """Gives up what was fetched ahead. Whoever saves a checkpoint afterwards finds the state at the last batch."""
