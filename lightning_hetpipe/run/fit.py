@@ -355,13 +355,14 @@ class Fit(TrainerRun):
         if self._prediction is not None:
             engine.moves = self._moves
         modules = [piece.module for piece in pieces]
-        outside.leave_out(modules, engine.versioned, driver.in_flight)
+        outside.leave_out(modules, engine.versioned, lambda: bool(driver.in_flight()))
         parts = user_parts(apart.modules.values(), modules)
         add(ModulesApart(apart.modules, modules, self._generators))
         if in_flight > 1:
             outside.check_step()
             add(outside, TrainerCounters(trainer), RandomStates(self._state), Replay(self._module, context))
-            attributes = [Attributes(part, lambda: engine.versions) for part in (self._module, *parts)]
+            way_out = "set in_flight=1" + (", or weights='sync'" if trainer.accumulate_grad_batches == 1 else "")
+            attributes = [Attributes(part, lambda: engine.versions, way_out) for part in (self._module, *parts)]
             add(*attributes)  # after the stand-ins of Replay, which all see
         calls = PieceCalls(pieces, layout, self._generators)
         for piece in pieces:

@@ -19,7 +19,7 @@ from tests.support.models import CLASSES, SGD, Learner, vectors
 
 
 def begun(in_flight: int = 3, **held: Any) -> tuple[Any, Attributes]:
-    module: Any = L.LightningModule()
+    module: Any = type("Module", (L.LightningModule,), {})()
     for name, value in held.items():
         setattr(module, name, value)
     return module, Attributes(module, lambda: Versions(STASH, in_flight))

@@ -7,7 +7,6 @@ live ones. That is exact as long as nobody changes them in between; where somebo
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any
 
 import lightning as L
 import torch
@@ -34,20 +33,20 @@ class OutsideParameters(Extension):
         self._pieces: list[str] = []
         self._owners: list[tuple[str, nn.Module]] = []
         self._versioned: Callable[[], Collection[int]] = tuple
-        self._in_flight: Callable[[], Collection[Any]] = tuple
+        self._is_in_flight: Callable[[], bool] = lambda: True
         self._begin()
 
     def leave_out(
         self,
         roots: Collection[nn.Module],
         versioned: Callable[[], Collection[int]],
-        in_flight: Callable[[], Collection[Any]],
+        is_in_flight: Callable[[], bool],
     ) -> None:
         """Forget what is inside ``roots``, the pieces, and what is ``versioned``: the ``id`` of each such tensor.
 
-        ``in_flight`` gives the minibatches in flight.
+        ``is_in_flight`` tells whether minibatches are in flight.
         """
-        self._versioned, self._in_flight = versioned, in_flight
+        self._versioned, self._is_in_flight = versioned, is_in_flight
         self._exempt = versioned()
         self._inside = {id(part) for root in roots for part in root.modules()}
         self._pieces = [name for name, part in self._module.named_modules() if part in roots]
@@ -60,7 +59,7 @@ class OutsideParameters(Extension):
 
     def continues(self, version: int) -> None:
         """Refuse what was changed while later minibatches had read it already."""
-        if self._in_flight():
+        if self._is_in_flight():
             self._check(f"was changed after minibatch {version}")
         else:
             self._begin()
