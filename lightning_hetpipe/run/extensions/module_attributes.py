@@ -128,6 +128,7 @@ class Attributes(Extension):
         self._set: dict[str, list[tuple[Time, Any]]] = {}
         self._containers: dict[int, _Container] = {}
         self._read: dict[Hashable, set[Time]] = {}
+        self._failure: SettingError | None = None
         for name in self._published:
             self._watched.add(name)
 
@@ -163,6 +164,8 @@ class Attributes(Extension):
 
     def arrived(self, minibatch: int) -> None:
         """Lightning's loop is at step ``minibatch``, and sees what that has set."""
+        if self._failure is not None:  # a stage may have ended the minibatch before its last section failed
+            raise self._failure
         for name, assignments in self._set.items():
             for (owner, section), value in assignments:
                 if owner == minibatch and section != _CALLBACKS:
@@ -201,7 +204,6 @@ class Attributes(Extension):
         self._opened: dict[int, tuple[_Container, Any, Any]] = {}  # with the loop's contents, and those at the start
         self._copied: list[_Copied] = []
         self._touched: set[str] = set()
-        self._failure: SettingError | None = None
         self._now = time
 
     def leave(self) -> None:
@@ -327,7 +329,7 @@ class Attributes(Extension):
         )
 
     def _fail(self, why: str) -> SettingError:
-        """Make the section fail, even if user code swallows the error."""
+        """Make this section fail, and all later ones, even if user code swallows the error."""
         self._failure = self._failure or SettingError(f"{why}; {self._way_out}")
         return self._failure
 
