@@ -1,7 +1,7 @@
 """Fetches batches ahead of Lightning's loop, so that up to Nm minibatches are in flight.
 
 Lightning asks for one batch at a time. When it asks for batch p, batches up to p + Nm - 1 are fetched, moved to the
-device and submitted. While nothing runs ahead of Lightning's loop, it gets batches as its own fetcher gives them. What the loop and its callbacks see of the fetcher, and of a resumable DataLoader, is the state at
+device and submitted. While nothing runs ahead of the loop, it gets batches as its own fetcher gives them. What the loop and its callbacks see of the fetcher, and of a resumable DataLoader, is the state at
 batch p (law L9). It never looks past the end of an epoch (law L6).
 """
 
@@ -115,7 +115,7 @@ class LookAhead(DataFetcher):
         return current.ready, current.batch_idx, current.dataloader_idx
 
     def _next_of_loop(self) -> tuple[Any, int, int]:
-        """Get the next batch as Lightning's own fetcher gives it; hooks, transfer and step come in Lightning's order."""
+        """Get the next batch as Lightning's own fetcher gives it: hooks and transfer follow in Lightning's order."""
         try:
             with self._driver.fetching(0):
                 return next(self._inner)

@@ -197,6 +197,30 @@ def test_a_container_that_is_read_before_the_last_step_fills_it_is_refused() -> 
         module.queue.append(1)
 
 
+def test_places_that_only_append_read_nothing() -> None:
+    module, attributes = begun(calls=[])
+    for section in (1, 2):
+        for minibatch in (3, 2, 1) if section == 1 else (1, 2, 3):
+            with attributes.seen(minibatch, section):
+                module.calls.append((minibatch, section))
+    for minibatch in (1, 2, 3):
+        attributes.arrived(minibatch)
+        assert module.calls[-2:] == [(minibatch, 1), (minibatch, 2)]
+    assert len(module.calls) == 6
+
+
+def test_a_minibatch_keeps_its_own_tensors() -> None:
+    module, attributes = begun(batch=None)
+    given = torch.zeros(2)
+    with attributes.seen(1, 1):
+        module.batch = given
+    with attributes.seen(1, 2):
+        assert module.batch is given
+        module.batch.add_(1)
+    with refused("'batch' of Module is read by the step of batch 2"), attributes.seen(2, 1):
+        module.batch.sum()
+
+
 def test_nobody_watches_afterwards() -> None:
     module, attributes = begun(x=0)
     with attributes.seen(1, 1):
@@ -314,9 +338,9 @@ def test_a_tensor_that_is_changed_later_in_the_run_is_refused() -> None:
         with attributes.seen(minibatch, 1):
             module.bank.sum()
     assert module.bank is bank
-    with refused("'bank' of Module holds a tensor that the step of batch 3 has changed in place"):
-        with attributes.seen(3, 1):
-            module.bank.add_(1)
+    told = "'bank' of Module holds a tensor that the step of batch 3 has changed in place"
+    with refused(told), attributes.seen(3, 1):
+        module.bank.add_(1)
 
 
 # In runs.

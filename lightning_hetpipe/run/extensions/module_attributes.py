@@ -28,13 +28,14 @@ from typing import Any
 
 import lightning as L
 import numpy as np
+import torch
 from torch import Tensor, nn
 
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.pipeline.user.user_section import UserSection
 from lightning_hetpipe.rules.versions import Versions
 from lightning_hetpipe.run.extensions.container_contents import Edit, edit_of, is_container, items_of, put, same, taken
-from lightning_hetpipe.run.extensions.watched_attributes import WatchedAttributes
+from lightning_hetpipe.run.extensions.watched_attributes import WatchedAttributes, fills
 from lightning_hetpipe.run.lifecycle import Around, Extension
 from lightning_hetpipe.torch_private.tensors import version_counter
 
@@ -81,6 +82,7 @@ class _Copied:
     original: Any
     copy: Any
     version: int
+    is_own: bool
 
     def end(self) -> bool:
         """Tell whether it was changed. A copy that was not gives its place back."""
@@ -204,6 +206,7 @@ class Attributes(Extension):
         self._opened: dict[int, tuple[_Container, Any, Any]] = {}  # with the loop's contents, and those at the start
         self._copied: list[_Copied] = []
         self._touched: set[str] = set()
+        self._looked_into: set[int] = set()
         self._now = time
 
     def leave(self) -> None:
@@ -241,57 +244,72 @@ class Attributes(Extension):
     def reads(self, name: str) -> None:
         if self._now is None or name in self._assigned or name in self._touched:
             return
-        self._touched.add(name)
-        self._reads(name, name, [time for time, _ in self._set.get(name, ())])
+        is_own = self._reads(name, name, [time for time, _ in self._set.get(name, ())])
         value = self._held.get(name)
         if is_container(value):
-            self._open(name, value, _DEPTH)
+            if fills(value):
+                self._open(name, value)
+                return
+            self._look_into(name, value, _DEPTH)
         elif _is_data(value):
-            self._use(name, self._held, name, value)
+            self._use(name, self._held, name, value, is_own)
+        self._touched.add(name)
 
-    def _open(self, name: str, held: Any, depth: int) -> None:
-        """Have ``held`` contain what this section sees; more containers and tensors may be in it."""
+    def _open(self, name: str, held: Any) -> _Container:
+        """Have ``held`` contain what this section sees."""
         assert self._now is not None
         if id(held) in self._opened:
-            return
+            return self._opened[id(held)][0]
         loops = taken(held)
         container = self._containers.get(id(held))
         if container is None:
             container = self._containers[id(held)] = _Container(held, name, loops, loops)
-        self._reads(container.name, id(held), [time for time, _ in container.edits])
         now, container.last = self._now, max(container.last, self._now[0])
         seen = container.seen(lambda time: self._sees(time, now))
         if not same(seen, loops):
             put(held, seen)
         self._opened[id(held)] = container, loops, taken(held)
-        for key, item in [*items_of(seen)]:
-            if _is_data(item):
-                self._use(name, held, key, item)
-            elif depth > 1 and is_container(item):
-                self._open(name, item, depth - 1)
+        return container
 
-    def _use(self, name: str, holder: Any, key: Any, value: Any) -> None:
+    def _look_into(self, name: str, held: Any, depth: int) -> None:
+        """This section reads the contents of ``held``, in which more containers and tensors may be."""
+        container = self._open(name, held)
+        if id(held) in self._looked_into:
+            return
+        self._looked_into.add(id(held))
+        self._reads(container.name, id(held), [time for time, _ in container.edits])
+        for key, item in [*items_of(taken(held))]:
+            if _is_data(item):
+                self._use(name, held, key, item, False)
+            elif depth > 1 and is_container(item):
+                self._look_into(name, item, depth - 1)
+
+    def _use(self, name: str, holder: Any, key: Any, value: Any, is_own: bool) -> None:
         """Have ``holder`` hold a copy of the tensor or array ``value`` at ``key``, in case that it is changed in place.
 
-        A large tensor that the first section leaves as it was is not copied again.
+        A tensor that the first section leaves as it was is not copied again, and none that the minibatch has set.
         """
         copied: Any = None
+        version = 0
         if isinstance(value, np.ndarray):
-            copied, version = value.copy(), 0
-        elif value.requires_grad or self._constant.get(name, False):
+            copied = value.copy()
+        elif not value.is_inference() and (is_own or value.requires_grad or self._constant.get(name, False)):
             version = version_counter(value)
         else:
-            copied = value.clone()
+            with torch.inference_mode(False):  # where changes are counted
+                copied = value.clone()
             version = version_counter(copied)
         if copied is not None:
             _exchange(holder, key, value, copied)
-        self._copied.append(_Copied(name, holder, key, value, copied, version))
+        self._copied.append(_Copied(name, holder, key, value, copied, version, is_own))
 
     def _end_copies(self, time: Time) -> None:
         for each in self._copied:
             changed = each.end()
             if each.copy is not None:
                 self._constant[each.name] = not changed and self._constant.get(each.name, True)
+            elif changed and each.is_own:
+                self._assigned.add(each.name)
             elif changed:
                 self._fail(
                     f"'{each.name}' of {self._kind} holds a tensor that the step of batch {time[0]} has changed in"
@@ -306,15 +324,16 @@ class Attributes(Extension):
         """Tell whether a plain run shows what was set at ``time`` to ``reader``, which does not see it here."""
         return time[1] != _CALLBACKS and time[0] < reader[0] and not self._sees(time, reader)
 
-    def _reads(self, name: str, key: Hashable, times: list[Time]) -> None:
-        """Section ``_now`` reads what was set at ``times``."""
+    def _reads(self, name: str, key: Hashable, times: list[Time]) -> bool:
+        """Section ``_now`` reads what was set at ``times``; tell whether that was its own minibatch."""
         now = self._now
         assert now is not None
         if any(owner == now[0] and 0 <= section <= now[1] for owner, section in times):
-            return  # its own
+            return True
         self._read.setdefault(key, set()).add(now)
         if late := [time for time in times if self._is_late(time, now)]:
             raise self._refuse(name, late[-1], now)
+        return False
 
     def _check_readers(self, name: str, key: Hashable, time: Time) -> None:
         """Refuse readers that should have seen what was set at ``time``."""

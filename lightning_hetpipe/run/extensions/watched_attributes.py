@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import dis
 import inspect
+from collections import deque
 from collections.abc import Callable
+from functools import cache
+from types import CodeType
 from typing import Any, Protocol
 
 from torch import nn
@@ -69,6 +73,35 @@ class _Watched:
     def _tell_set(self, instance: Any) -> None:
         for watcher in self.watchers.get(id(instance), ()):
             watcher.sets(self._name)
+
+
+_FILLING: dict[type, set[str]] = {
+    list: {"append", "extend"},
+    deque: {"append", "extend"},
+    set: {"add", "update"},
+    dict: {"update"},
+}
+"""Methods that add to a container, whatever it holds, and return nothing."""
+
+
+_OURS = __name__.rpartition(".")[0]
+_NO_WORK = frozenset({"CACHE", "EXTENDED_ARG"})
+
+
+def fills(container: Any) -> bool:
+    """Return True if the user's code, which gets ``container`` now, does no more with it than to add something."""
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_globals["__name__"].startswith(_OURS):
+        frame = frame.f_back
+    return frame is not None and _method_of(frame.f_code, frame.f_lasti) in _FILLING.get(type(container), ())
+
+
+@cache
+def _method_of(code: CodeType, offset: int) -> str | None:
+    """Name of the method that ``code`` takes of the value that its instruction at ``offset`` gives."""
+    after = (each for each in dis.get_instructions(code) if each.offset > offset and each.opname not in _NO_WORK)
+    found = next(after, None)
+    return found.argval if found is not None and found.opname in ("LOAD_METHOD", "LOAD_ATTR") else None
 
 
 class WatchedAttributes:
