@@ -1,8 +1,9 @@
 """Fetches batches ahead of Lightning's loop, so that up to Nm minibatches are in flight.
 
 Lightning asks for one batch at a time. When it asks for batch p, batches up to p + Nm - 1 are fetched, moved to the
-device and submitted. While nothing runs ahead of the loop, it gets batches as its own fetcher gives them. What the loop and its callbacks see of the fetcher, and of a resumable DataLoader, is the state at
-batch p (law L9). It never looks past the end of an epoch (law L6).
+device and submitted. What the loop and its callbacks see of the fetcher, and of a resumable DataLoader, is the state at
+batch p (law L9). It never looks past the end of an epoch (law L6). While nothing runs ahead of the loop, the loop gets
+each batch as its own fetcher gives it.
 """
 
 from __future__ import annotations

@@ -169,7 +169,7 @@ def test_a_read_of_what_the_last_step_sets_later_is_refused(sets_first: bool) ->
 
     first, second = (write, read) if sets_first else (read, write)
     first()
-    with refused("'hidden' of Module is read by the step of batch 2", "batch 1 changes it", "set in_flight=1"):
+    with refused("'hidden' of Module is read by the step of batch 2", "batch 1, which", "set in_flight=1"):
         second()
     with refused("'hidden'"):
         attributes.arrived(1)  # also where user code has swallowed the error

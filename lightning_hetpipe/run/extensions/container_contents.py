@@ -1,7 +1,7 @@
 """Contents of lists, dicts, sets, deques and plain objects: taken, put back, and changes of them as edits.
 
-An edit is what a section of user code did to a container: items that it appended, keys that it set. It can be done again
-on other contents, so that each reader sees the edits of those minibatches that come before it.
+An edit is what a section of user code did to a container: items that it appended, keys that it set. An edit can be done
+again on other contents. So each reader sees the edits of the minibatches before it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _NO_STATE = nn.Module | Tensor | type | ModuleType | FunctionType | torch.Genera
 
 
 def is_container(value: Any) -> bool:
-    """Return True if ``value`` can be changed in place, and has contents: a container, or an object of a user's class."""
+    """Return True if ``value`` is a container, or an object of a user's class."""
     kind = type(value)
     if kind in _SEQUENCES or kind in _MAPPINGS or kind is set:
         return True

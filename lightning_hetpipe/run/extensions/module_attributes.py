@@ -8,7 +8,7 @@ has a time, and each reader sees those before a time of its own:
 - ``training_step`` of minibatch p: what it has set itself; of earlier minibatches what they had set at the same place,
   between the same two calls of pipelined modules; and what callbacks have set by the version that its weights are of
   (max(v_e, p - Nm) under weight stashing). A callback's assignment after step v so comes before the first minibatch
-  that uses version v, and replaces what minibatches before that one have set: a counter that is reset starts anew there.
+  that uses version v, and replaces what earlier minibatches have set: a counter that is reset starts anew there.
 
 What an earlier minibatch in flight sets at a later place may not be there yet: a step that reads that attribute before
 it sets it is refused.
@@ -103,8 +103,8 @@ class Attributes(Extension):
 
     ``versions`` gives the versions that minibatches use.
 
-    The module holds what Lightning's loop sees, except within :meth:`seen`; while nothing runs ahead, all see it. Only one thread at a time may use this,
-    the one that holds the lock over user code.
+    The module holds what Lightning's loop sees, except within :meth:`seen`; while nothing runs ahead, all see it. Only
+    one thread at a time may use this, the one that holds the lock over user code.
     """
 
     def __init__(self, module: nn.Module, versions: Callable[[], Versions], way_out: str = "set in_flight=1") -> None:
@@ -342,9 +342,9 @@ class Attributes(Extension):
 
     def _refuse(self, name: str, time: Time, reader: Time) -> SettingError:
         return self._fail(
-            f"'{name}' of {self._kind} is read by the step of batch {reader[0]}, and the step of batch {time[0]} changes"
-            " it at a later place, between other calls of pipelined modules, while both are in flight, so that the"
-            " value of an earlier batch would be read"
+            f"'{name}' of {self._kind} is read by the step of batch {reader[0]}, and the step of batch {time[0]}, which"
+            " is in flight at the same time, changes it after a later call of a pipelined module, so that the step would"
+            " read the value of an earlier batch"
         )
 
     def _fail(self, why: str) -> SettingError:
