@@ -109,7 +109,8 @@ class Driver(Generic[F]):
 
     def epoch(self, run: Callable[[DataFetcher], Any], fetcher: DataFetcher, looks_ahead: bool) -> None:
         """One run of Lightning's loop over ``fetcher``: an epoch."""
-        self.restarts, self._over = True, -1  # a search for a learning rate has the same numbers again
+        self.restarts = True
+        self._over = -1  # a search for a learning rate has the same numbers again
         self.extensions.tell(Extension.epoch_begins, self._loop.begun() + 1)
         if looks_ahead:
             ahead = LookAhead(fetcher, self)

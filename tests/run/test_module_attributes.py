@@ -156,7 +156,7 @@ def test_a_new_start_forgets_what_was_discarded() -> None:
 
 @pytest.mark.parametrize("sets_first", [False, True])
 def test_a_read_of_what_the_last_step_sets_later_is_refused(sets_first: bool) -> None:
-    """Whether or not it is set by the time at which it is read."""
+    """Refuse it whether or not the value is set by the time of the read."""
     module, attributes = begun(hidden=0)
 
     def read() -> None:

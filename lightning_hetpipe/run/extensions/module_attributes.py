@@ -343,8 +343,8 @@ class Attributes(Extension):
     def _refuse(self, name: str, time: Time, reader: Time) -> SettingError:
         return self._fail(
             f"'{name}' of {self._kind} is read by the step of batch {reader[0]}, and the step of batch {time[0]}, which"
-            " is in flight at the same time, changes it after a later call of a pipelined module, so that the step would"
-            " read the value of an earlier batch"
+            " is in flight at the same time, changes it after a later call of a pipelined module, so that the value of"
+            " an earlier batch would be read"
         )
 
     def _fail(self, why: str) -> SettingError:

@@ -26,7 +26,7 @@ class Watcher(Protocol):
 _NO_DEFAULT = object()
 
 
-class _Watched:
+class _Descriptor:
     """Descriptor of attribute ``name`` in a class, for those of its instances that have watchers.
 
     Attributes:
@@ -110,7 +110,7 @@ class WatchedAttributes:
     def __init__(self, module: nn.Module, watcher: Watcher) -> None:
         self._module = module
         self._watcher = watcher
-        self._found: dict[str, _Watched | None] = {}
+        self._found: dict[str, _Descriptor | None] = {}
 
     def add(self, name: str) -> None:
         """Watch attribute ``name``, if it is not watched yet."""
@@ -119,11 +119,11 @@ class WatchedAttributes:
         kind = type(self._module)
         before = inspect.getattr_static(kind, name, None)
         is_method = callable(before) or isinstance(before, classmethod | staticmethod)
-        if not isinstance(before, _Watched) and (is_method or hasattr(type(before), "__set__")):
+        if not isinstance(before, _Descriptor) and (is_method or hasattr(type(before), "__set__")):
             self._found[name] = None
             return
         own = vars(kind).get(name)
-        watched = own if isinstance(own, _Watched) else _Watched(kind, name)
+        watched = own if isinstance(own, _Descriptor) else _Descriptor(kind, name)
         watched.watchers.setdefault(id(self._module), []).append(self._watcher)
         self._found[name] = watched
 
