@@ -165,7 +165,7 @@ class Collects(L.LightningModule):
         self.net(batch[0])
         self.outputs.append(batch_idx)
 
-    def on_predict_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_predict_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         self.seen.append([*self.outputs])
 
     def configure_optimizers(self) -> Any:

@@ -262,7 +262,7 @@ def add_in_list(module: Any, minibatch: int) -> None:
     module.kept[0].add_(1)
 
 
-FILLS: dict[str, tuple[Callable[[], Any], Callable[[Any, int], None], Callable[[Any], Any]]] = {
+FILLS: dict[str, tuple[Callable[[], Any], Callable[[Any, int], Any], Callable[[Any], Any]]] = {
     "list": (list, fill_list, list),
     "deque": (lambda: deque(maxlen=2), fill_list, list),
     "set": (set, lambda module, minibatch: module.kept.add(minibatch), set),
