@@ -132,6 +132,11 @@ class Versions:
         """True if windows are long enough for the policy."""
         return self.every >= self.policy.least_window(self.in_flight)
 
+    @property
+    def runs_ahead(self) -> bool:
+        """True if several minibatches may be in flight: not if each one uses the weights that the last one leaves."""
+        return self.policy.behind(self) > 0 or (self.in_flight > 1 and self.every > 1)
+
     def check(self, wave: int | None = None) -> None:
         """Refuse windows that the policy cannot use; ``wave`` is W, where there are several virtual workers.
 

@@ -1,6 +1,6 @@
 """The driver of a run: turns Lightning's calls into the life of a minibatch, and raises its events.
 
-Lightning asks for a batch (:meth:`Driver.publish_last` and what the look-ahead asks next), runs a step
+Lightning asks for a batch (:meth:`Driver.next_batch` and what the look-ahead asks next), runs a step
 (:meth:`Driver.finish`), and begins and ends its loop (:meth:`Driver.epoch`). The driver answers with a pipeline once
 one has been started, and until then lets the user's step run in Lightning's own thread.
 """
@@ -37,6 +37,9 @@ class Loop(Protocol):
 
     def limit(self, in_flight: int) -> int:
         """Number of minibatches that the loop will still ask for, from the next one on, up to ``in_flight``."""
+
+    def runs_ahead(self) -> bool:
+        """Tell whether several minibatches of a pipeline may be in flight in this epoch."""
 
     def prepare(self, batch: Any, dataloader_idx: int) -> Any:
         """Moves ``batch`` to the devices, with all hooks."""
@@ -81,14 +84,12 @@ class Driver(Generic[F]):
     Attributes:
         extensions: Told of each event.
         restarts: Whether the pipeline starts empty at the next version, for whatever reason.
-        publishes_at_fetch: Whether versions are published before the next batch is fetched, even if one minibatch is in
-            flight: where virtual workers synchronise then, a run can be saved in between.
     """
 
     def __init__(self, loop: Loop) -> None:
         self.extensions = Extensions()
         self.restarts = False
-        self.publishes_at_fetch = False
+        self._over = -1  # the last step of which `stepped` was told
         self._loop = loop
         self._pipeline: RunnerPool[F] | NoPipeline = NoPipeline()
 
@@ -109,6 +110,7 @@ class Driver(Generic[F]):
     def epoch(self, run: Callable[[DataFetcher], Any], fetcher: DataFetcher, looks_ahead: bool) -> None:
         """One run of Lightning's loop over ``fetcher``: an epoch."""
         self.restarts = True
+        self._over = -1  # a search for a learning rate has the same numbers again
         self.extensions.tell(Extension.epoch_begins, self._loop.begun() + 1)
         if looks_ahead:
             ahead = LookAhead(fetcher, self)
@@ -157,9 +159,10 @@ class Driver(Generic[F]):
         self.extensions.tell(Extension.computed, work, minibatch, start)
 
     def publish(self, version: int) -> None:
-        """Lightning's step ``version`` is over, with all its callbacks."""
+        """Make the live weights ``version``, which minibatches find from now on."""
         tell, around = self.extensions.tell, self.extensions.around
-        tell(Extension.stepped, version)
+        self._step_over(version)
+        tell(Extension.settled, version)
         if self.restarts:
             with around(Extension.publishing, version):
                 self._pipeline.begin(version)
@@ -208,11 +211,22 @@ class Driver(Generic[F]):
         """Waits until nothing in flight moves."""
         self._pipeline.drain()
 
+    def _step_over(self, version: int) -> None:
+        """Raise ``stepped``, once for each step."""
+        if version != self._over:
+            self._over = version
+            self.extensions.tell(Extension.stepped, version)
+
     # What the look-ahead asks.
 
-    def publish_last(self) -> None:
-        if self._pipeline.in_flight > 1 or (self.publishes_at_fetch and not isinstance(self._pipeline, NoPipeline)):
+    def runs_ahead(self) -> bool:
+        return self._pipeline.in_flight > 1 and self._loop.runs_ahead()
+
+    def next_batch(self) -> None:
+        if self.runs_ahead():
             self.publish(self._loop.begun())
+        elif not isinstance(self._pipeline, NoPipeline):  # hooks may change weights until the step publishes them
+            self._step_over(self._loop.begun())
 
     def ahead_limit(self) -> int:
         return max(1, self._loop.limit(self._pipeline.in_flight))
@@ -225,8 +239,7 @@ class Driver(Generic[F]):
             return self._loop.prepare(batch, dataloader_idx)
 
     def submit(self, batch: Any, ahead: int, batch_idx: int, dataloader_idx: int) -> None:
-        if self._pipeline.in_flight > 1:
-            self._loop.submit(self._loop.begun() + 1 + ahead, batch, ahead, batch_idx, dataloader_idx)
+        self._loop.submit(self._loop.begun() + 1 + ahead, batch, ahead, batch_idx, dataloader_idx)
 
     def on_iterators(self, fetcher: DataFetcher) -> list[Redirect]:
         return with_workers(fetcher, self.unlocked, self.drain)

@@ -126,6 +126,9 @@ class EvaluationRun:
     def begun(self) -> int:
         return self._steps
 
+    def runs_ahead(self) -> bool:
+        return True
+
     def limit(self, in_flight: int) -> int:
         return in_flight
 

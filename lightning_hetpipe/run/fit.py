@@ -128,8 +128,7 @@ class Fit(TrainerRun):
         self._inline: list[Extension]  # of the minibatches that run in Lightning's own thread
         self._compiled: list[Redirect] = []
         self._lacking: Callable[[], str] = lambda: first_minibatch.LACKING
-        self._synchronises = isinstance(synchroniser, Synchroniser)
-        self._looks_ahead = settings.in_flight != 1 or self._synchronises
+        self._looks_ahead = settings.in_flight != 1 or isinstance(synchroniser, Synchroniser)
         self._stays = False  # in Lightning's own thread, without a pipeline
         self._report: Callable[[], RunReport] = RunReport
         self._is_reported = False
@@ -222,13 +221,16 @@ class Fit(TrainerRun):
         if not self._stays:
             torch.set_num_threads(self._settings.torch_threads)
         looks_ahead = self._looks_ahead and not isinstance(fetcher, DataLoaderIterFetcher)
-        self._driver.publishes_at_fetch = looks_ahead and self._synchronises
         self._driver.epoch(redirect.original, fetcher, looks_ahead)
 
     # What the driver asks of the loop.
 
     def begun(self) -> int:
         return begun_minibatches(self._trainer)[0]
+
+    def runs_ahead(self) -> bool:
+        engine = self.pipeline
+        return isinstance(engine, Engine) and self._versions(engine.versions.policy, engine.in_flight, 0).runs_ahead
 
     def limit(self, in_flight: int) -> int:
         if self._trainer.should_stop:
@@ -366,13 +368,14 @@ class Fit(TrainerRun):
         if self._prediction is not None:
             engine.moves = self._moves
         modules = [piece.module for piece in pieces]
-        outside.leave_out(modules, engine.versioned)
+        outside.leave_out(modules, engine.versioned, lambda: bool(driver.in_flight()))
         parts = user_parts(apart.modules.values(), modules)
         add(ModulesApart(apart.modules, modules, self._generators))
         if in_flight > 1:
             outside.check_step()
             add(outside, TrainerCounters(trainer), RandomStates(self._state), Replay(self._module, context))
-            attributes = [Attributes(part, lambda: engine.versions) for part in (self._module, *parts)]
+            way_out = "set in_flight=1" + (", or weights='sync'" if trainer.accumulate_grad_batches == 1 else "")
+            attributes = [Attributes(part, lambda: engine.versions, way_out) for part in (self._module, *parts)]
             add(*attributes)  # after the stand-ins of Replay, which all see
         calls = PieceCalls(pieces, layout, self._generators)
         for piece in pieces:

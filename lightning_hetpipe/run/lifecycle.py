@@ -22,7 +22,8 @@ inline_output(p, ...)       it was called with ``args``, and has returned ``outp
 inline_backward(p)          *around*: Lightning's own backward of it
 placed()                    what the first minibatch has shown was planned, and layers lie on their stages' devices
 computed(work, p, start)    Lightning's own thread has done the forward or the backward of p, since the time ``start``
-stepped(v)                  step v is over, with all its callbacks, and its weights are in the live parameters
+stepped(v)                  step v is over, with all its callbacks, and Lightning asks for the next batch
+settled(v)                  the live weights and layers are those of version v, which is published next
 synchronising(v)            *around*: step v has ended a wave, which is merged with other virtual workers'
 continues(v)                later minibatches are in flight, and stay so
 publishing(v)               *around*: the live weights become version v on all stages
@@ -39,8 +40,9 @@ Where the user's step runs in Lightning's own thread (the first minibatch of a f
 spread run), there are ``epoch_begins``, ``fetching``, ``transferring``, those from ``inline_step`` to ``computed``,
 ``epoch_ends``, ``discarded`` and ``closed``.
 
-Version v is published by ``Driver.publish``, and copied by ``Engine.publish``; a wave is pushed before that, at
-``stepped`` (``extensions/waves_and_cuts.py``); gradients reach Lightning in ``PipelinedSteps.backward`` (``steps.py``);
+Version v is published by ``Driver.publish``, and copied by ``Engine.publish``: when Lightning asks for the next batch,
+or, where nothing runs ahead of Lightning's loop, at the next step. A wave is pushed before that, at ``stepped``
+(``extensions/waves_and_cuts.py``); gradients reach Lightning in ``PipelinedSteps.backward`` (``steps.py``);
 ``rules/versions.py`` says which version p uses.
 """
 
@@ -100,6 +102,8 @@ class Extension:
     def placed(self) -> None: ...
 
     def stepped(self, version: int) -> None: ...
+
+    def settled(self, version: int) -> None: ...
 
     def synchronising(self, version: int) -> Around:
         return NOTHING

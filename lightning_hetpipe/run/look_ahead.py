@@ -2,7 +2,8 @@
 
 Lightning asks for one batch at a time. When it asks for batch p, batches up to p + Nm - 1 are fetched, moved to the
 device and submitted. What the loop and its callbacks see of the fetcher, and of a resumable DataLoader, is the state at
-batch p (law L9). It never looks past the end of an epoch (law L6).
+batch p (law L9). It never looks past the end of an epoch (law L6). While nothing runs ahead of the loop, the loop gets
+each batch as its own fetcher gives it.
 """
 
 from __future__ import annotations
@@ -33,8 +34,11 @@ class _Fetched:
 class Ahead(Protocol):
     """Interface of the driver for the look-ahead."""
 
-    def publish_last(self) -> None:
+    def next_batch(self) -> None:
         """Lightning asks for a batch: the step before it is over."""
+
+    def runs_ahead(self) -> bool:
+        """Tell whether several batches may be in flight in this epoch."""
 
     def ahead_limit(self) -> int:
         """Number of batches, from the one that Lightning asks for, that may be in flight now."""
@@ -85,7 +89,9 @@ class LookAhead(DataFetcher):
             share_profiling(self, self._inner)
             self._redirects += self._driver.on_iterators(self._inner)
             self._first = False
-        self._driver.publish_last()
+        self._driver.next_batch()
+        if not self._driver.runs_ahead():
+            return self._next_of_loop()
         limit = self._driver.ahead_limit()
         if self._failure is not None and not self._waiting:
             raise self._failure
@@ -108,6 +114,14 @@ class LookAhead(DataFetcher):
         current = self._waiting.popleft()
         self.fetched, self.done, self._states = current.fetched, current.done, current.states
         return current.ready, current.batch_idx, current.dataloader_idx
+
+    def _next_of_loop(self) -> tuple[Any, int, int]:
+        """Get the next batch as Lightning's own fetcher gives it: hooks and transfer follow in Lightning's order."""
+        try:
+            with self._driver.fetching(0):
+                return next(self._inner)
+        finally:
+            self.fetched, self.done = self._inner.fetched, self._inner.done
 
     def close(self) -> None:
         """Gives up what was fetched ahead. Whoever saves a checkpoint afterwards finds the state at the last batch."""

@@ -151,8 +151,7 @@ class PipelinedSteps(Steps, Extension):
             )
         self._last = number
         if number not in self._engine.minibatches:
-            if not self._driver.publishes_at_fetch:
-                self._driver.publish(number - 1)
+            self._driver.publish(number - 1)
             self.submit(number, args)
         self._finished = self._driver.finish(number, args)
         return without_graph(self._finished.output)

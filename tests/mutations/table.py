@@ -159,13 +159,13 @@ MUTATIONS = (
         "L3",
         "a wave's last version is published before it is merged",
         "run/driver.py",
-        "        tell(Extension.stepped, version)\n",
+        "        self._step_over(version)\n        tell(",
         """        if not self.restarts:
             pipeline = self._pipeline
             pipeline.publish(version)
             pipeline.publish = lambda version: vars(pipeline).pop("publish")
-        tell(Extension.stepped, version)
-""",
+        self._step_over(version)
+        tell(""",
         ("tests/wsp/test_exact.py", "-k", "three", "-m", "slow"),
     ),
     Mutation(

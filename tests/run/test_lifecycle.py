@@ -97,20 +97,20 @@ def events(noted: list[tuple[str, str]], runner: bool = False) -> list[str]:
 
 def test_an_epoch_of_a_pipeline(noted: list[tuple[str, str]]) -> None:
     fit(model(), vectors(16, 4), strategy=Pinned((0, 1), 2), max_epochs=1)
-    first = ["epoch_begins 1", "fetching 1", "<fetching 1", "transferring 1", "<transferring 1"]
-    assert events(noted)[:5] == first  # it runs in Lightning's own thread
-    assert events(noted)[5:9] == ["inline_step 1", "<inline_step 1", "inline_output 1", "inline_backward 1"]
+    assert events(noted)[:3] == ["epoch_begins 1", "fetching 1", "<fetching 1"]
+    # It runs in Lightning's own thread, and its hooks in Lightning's order.
+    assert events(noted)[3:7] == ["inline_step 1", "<inline_step 1", "inline_output 1", "inline_backward 1"]
     placed, *after_first = events(noted)[events(noted).index("<inline_backward 1") + 1 :]
     assert placed == "placed"
-    assert after_first[:14] == [
-        *("stepped 1", "continues 1", "publishing 1", "<publishing 1", "published 1"),
+    assert after_first[:15] == [
+        *("stepped 1", "settled 1", "continues 1", "publishing 1", "<publishing 1", "published 1"),
         *("fetching 2", "<fetching 2", "transferring 2", "<transferring 2", "submitting 2", "submitted 2 0"),
         *("fetching 3", "<fetching 3", "transferring 3"),
     ]
     second = after_first[after_first.index("submitted 3 1") + 1 :]
-    assert second[:9] == [
+    assert second[:10] == [
         *("waiting 2", "<waiting 2", "arrived 2", "finished 2"),
-        *("stepped 2", "continues 2", "publishing 2", "<publishing 2", "published 2"),
+        *("stepped 2", "settled 2", "continues 2", "publishing 2", "<publishing 2", "published 2"),
     ]
     assert after_first[-3:] == ["discarded", "discarded", "closed"]
     assert "epoch_ends" in after_first
@@ -123,9 +123,20 @@ def test_an_epoch_of_a_pipeline(noted: list[tuple[str, str]]) -> None:
 def test_a_second_epoch_starts_empty(noted: list[tuple[str, str]]) -> None:
     fit(model(), vectors(8, 4), strategy=Pinned((0, 1), 2), max_epochs=2)
     second = events(noted)[events(noted).index("epoch_begins 3") :]
-    assert second[1:5] == ["stepped 2", "publishing 2", "<publishing 2", "emptied 2"]
+    assert second[1:6] == ["stepped 2", "settled 2", "publishing 2", "<publishing 2", "emptied 2"]
     assert "submitted 3 2" in second
     assert "submitted 4 2" in second
+
+
+def test_nothing_runs_ahead_where_each_minibatch_uses_what_the_last_one_leaves(noted: list[tuple[str, str]]) -> None:
+    fit(model(), vectors(12, 4), strategy=Pinned((0, 1), 2, weights="sync"), max_epochs=1)
+    found = events(noted)
+    assert [text for text in found if text.startswith("transferring")] == []
+    second = found[found.index("stepped 1") :]
+    assert second[:9] == [
+        *("stepped 1", "fetching 2", "<fetching 2"),  # and now the hooks before the step
+        *("settled 1", "continues 1", "publishing 1", "<publishing 1", "published 1", "submitting 2"),
+    ]
 
 
 def test_a_single_stage_has_no_life_in_flight(noted: list[tuple[str, str]]) -> None:
@@ -144,7 +155,7 @@ def test_a_single_stage_has_no_life_in_flight(noted: list[tuple[str, str]]) -> N
 def test_an_evaluation_is_a_run_of_the_same_driver(noted: list[tuple[str, str]]) -> None:
     quiet_trainer(Pinned((0, 1), 2)).predict(Evaluates(model()), vectors(12, 4))
     found = events(noted)
-    assert found[:4] == ["fetching 1", "<fetching 1", "transferring 1", "<transferring 1"]
+    assert found[:3] == ["fetching 1", "<fetching 1", "inline_step 1"]
     assert found.index("stepped 1") < found.index("waiting 2") < found.index("finished 2") < found.index("stepped 2")
     assert not [text for text in found if text.startswith("emptied")]
     assert found[-1] == "closed"

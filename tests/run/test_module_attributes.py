@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter, deque
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -16,10 +20,11 @@ from tests.exact.pipelines import delayed, even
 from tests.exact.running import fit
 from tests.oracle import Batch, Outputs
 from tests.support.models import CLASSES, SGD, Learner, vectors
+from tests.support.small import refused
 
 
 def begun(in_flight: int = 3, **held: Any) -> tuple[Any, Attributes]:
-    module: Any = L.LightningModule()
+    module: Any = type("Module", (L.LightningModule,), {})()
     for name, value in held.items():
         setattr(module, name, value)
     return module, Attributes(module, lambda: Versions(STASH, in_flight))
@@ -37,17 +42,13 @@ def test_lightnings_loop_sees_what_its_step_has_set() -> None:
         attributes.continues(minibatch)
 
 
-def test_a_stretch_sees_its_own_and_the_same_place_of_earlier_minibatches() -> None:
+def test_a_section_sees_its_own_and_the_same_place_of_earlier_minibatches() -> None:
     module, attributes = begun(x="start")
     with attributes.seen(1, 1):
         module.x = "1, first"
-    with attributes.seen(2, 1):
-        assert module.x == "1, first"
     with attributes.seen(1, 2):
         assert module.x == "1, first"
         module.x = "1, second"
-    with attributes.seen(3, 1):
-        assert module.x == "1, first"  # whether or not that second stretch has run by now
     with attributes.seen(2, 2):
         assert module.x == "1, second"
     attributes.arrived(1)
@@ -148,6 +149,198 @@ def test_a_new_start_forgets_what_was_discarded() -> None:
     attributes.emptied(0)
     with attributes.seen(1, 1):
         assert module.x == 0
+
+
+# A state that one step hands on to the next.
+
+
+@pytest.mark.parametrize("sets_first", [False, True])
+def test_a_read_of_what_the_last_step_sets_later_is_refused(sets_first: bool) -> None:
+    """Refuse it whether or not the value is set by the time of the read."""
+    module, attributes = begun(hidden=0)
+
+    def read() -> None:
+        with attributes.seen(2, 1):
+            assert module.hidden == 0
+
+    def write() -> None:
+        with attributes.seen(1, 2):
+            module.hidden = 1
+
+    first, second = (write, read) if sets_first else (read, write)
+    first()
+    with refused("'hidden' of Module is read by the step of batch 2", "batch 1, which", "set in_flight=1"):
+        second()
+    with refused("'hidden'"):
+        attributes.arrived(1)  # also where user code has swallowed the error
+
+
+def test_a_step_that_sets_before_it_reads_hands_nothing_on() -> None:
+    module, attributes = begun(phase="none")
+    for minibatch in (1, 2, 3):
+        with attributes.seen(minibatch, 1):
+            module.phase = "first"
+            assert module.phase == "first"
+    for minibatch in (1, 2, 3):
+        with attributes.seen(minibatch, 2):
+            assert module.phase == "first"  # also where the minibatch before has set the same object
+            module.phase = "second"
+        with attributes.seen(minibatch, 3):
+            assert module.phase == "second"
+
+
+def test_a_container_that_is_read_before_the_last_step_fills_it_is_refused() -> None:
+    module, attributes = begun(queue=[])
+    with attributes.seen(2, 1):
+        assert not module.queue
+    with refused("'queue' of Module"), attributes.seen(1, 2):
+        module.queue.append(1)
+
+
+def test_places_that_only_append_read_nothing() -> None:
+    module, attributes = begun(calls=[])
+    for section in (1, 2):
+        for minibatch in (3, 2, 1) if section == 1 else (1, 2, 3):
+            with attributes.seen(minibatch, section):
+                module.calls.append((minibatch, section))
+    for minibatch in (1, 2, 3):
+        attributes.arrived(minibatch)
+        assert module.calls[-2:] == [(minibatch, 1), (minibatch, 2)]
+    assert len(module.calls) == 6
+
+
+def test_a_minibatch_keeps_its_own_tensors() -> None:
+    module, attributes = begun(batch=None)
+    given = torch.zeros(2)
+    with attributes.seen(1, 1):
+        module.batch = given
+    with attributes.seen(1, 2):
+        assert module.batch is given
+        module.batch.add_(1)
+    with refused("'batch' of Module is read by the step of batch 2"), attributes.seen(2, 1):
+        module.batch.sum()
+
+
+def test_nobody_watches_afterwards() -> None:
+    module, attributes = begun(x=0)
+    with attributes.seen(1, 1):
+        module.x += 1
+    attributes.closed()
+    assert "x" not in vars(type(module))
+    module.x = 7
+    assert vars(module)["x"] == 7
+
+
+# Contents.
+
+
+def fill_list(module: Any, minibatch: int) -> None:
+    module.kept.append(minibatch)
+
+
+def fill_dict(module: Any, minibatch: int) -> None:
+    module.kept[minibatch] = minibatch
+
+
+def fill_nested(module: Any, minibatch: int) -> None:
+    module.kept["all"].append(minibatch)
+
+
+def fill_object(module: Any, minibatch: int) -> None:
+    module.kept.last = minibatch
+
+
+def add_to_tensor(module: Any, minibatch: int) -> None:
+    module.kept.add_(1)
+
+
+def add_to_array(module: Any, minibatch: int) -> None:
+    module.kept[0] += 1
+
+
+def add_in_list(module: Any, minibatch: int) -> None:
+    module.kept[0].add_(1)
+
+
+FILLS: dict[str, tuple[Callable[[], Any], Callable[[Any, int], Any], Callable[[Any], Any]]] = {
+    "list": (list, fill_list, list),
+    "deque": (lambda: deque(maxlen=2), fill_list, list),
+    "set": (set, lambda module, minibatch: module.kept.add(minibatch), set),
+    "dict": (dict, fill_dict, dict),
+    "counter": (Counter, lambda module, minibatch: module.kept.update([minibatch]), dict),
+    "nested": (lambda: {"all": []}, fill_nested, lambda kept: list(kept["all"])),
+    "object": (SimpleNamespace, fill_object, lambda kept: dict(vars(kept))),
+    "tensor": (lambda: torch.zeros(1), add_to_tensor, lambda kept: kept.item()),
+    "array": (lambda: np.zeros(1), add_to_array, lambda kept: kept.item()),
+    "tensor in a list": (lambda: [torch.zeros(1)], add_in_list, lambda kept: kept[0].item()),
+    "window by hand": (lambda: [0, 0], lambda m, p: (m.kept.pop(0), m.kept.append(p)), list),
+    "item that is set": (lambda: [0], lambda m, p: m.kept.__setitem__(0, p), list),
+}
+
+
+@pytest.mark.parametrize("kind", FILLS)
+def test_contents_are_those_of_the_reader(kind: str) -> None:
+    made, fill, value = FILLS[kind]
+    module, attributes = begun(kept=made())
+    plain: Any = SimpleNamespace(kept=made())
+    after = [value(plain.kept)]
+    for minibatch in range(1, 6):
+        fill(plain, minibatch)
+        after.append(value(plain.kept))
+    for minibatch in range(1, 4):
+        with attributes.seen(minibatch, 1):
+            fill(module, minibatch)
+            assert value(module.kept) == after[minibatch]
+        assert value(module.kept) == after[0]
+    for step in range(1, 6):
+        attributes.arrived(step)
+        assert value(module.kept) == after[step]
+        attributes.continues(step)
+        if step + 3 < 6:
+            with attributes.seen(step + 3, 1):
+                fill(module, step + 3)
+                assert value(module.kept) == after[step + 3]
+
+
+def test_a_list_that_a_callback_clears() -> None:
+    module, attributes = begun(in_flight=3, outputs=[])
+    held, shown = module.outputs, []
+    for step in range(1, 8):
+        for minibatch in {1: (1, 2, 3)}.get(step, (step + 2,)):
+            with attributes.seen(minibatch, 1):
+                module.outputs.append(minibatch)
+        attributes.arrived(step)
+        shown.append([*held])
+        module.outputs.clear()
+        attributes.continues(step)
+    assert shown == [[step] for step in range(1, 8)]
+    assert module.outputs is held
+
+
+def test_containers_that_nobody_uses_any_more_are_forgotten() -> None:
+    module, attributes = begun(in_flight=3, made={})
+    for minibatch in range(1, 100):
+        with attributes.seen(minibatch, 1):
+            module.made = {"x": minibatch}
+        with attributes.seen(minibatch, 2):
+            module.made["y"] = minibatch
+        attributes.arrived(minibatch)
+        assert module.made == {"x": minibatch, "y": minibatch}
+        attributes.continues(minibatch)
+    assert len(attributes._containers) < 20
+    assert len(attributes._read) < 20
+
+
+def test_a_tensor_that_is_changed_later_in_the_run_is_refused() -> None:
+    module, attributes = begun(bank=torch.zeros(3))
+    bank = module.bank
+    for minibatch in (1, 2):
+        with attributes.seen(minibatch, 1):
+            module.bank.sum()
+    assert module.bank is bank
+    told = "'bank' of Module holds a tensor that the step of batch 3 has changed in place"
+    with refused(told), attributes.seen(3, 1):
+        module.bank.add_(1)
 
 
 # In runs.

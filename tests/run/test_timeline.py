@@ -272,7 +272,7 @@ def test_hydras_lists_are_windows(tmp_path: Path) -> None:
 
 # Lightning's profilers.
 
-SECTIONS = {"look_ahead": LENGTH, "publish": LENGTH - 1, "wait_for_minibatch": LENGTH - 1, "drain": 1}
+SECTIONS = {"look_ahead": LENGTH - 1, "publish": LENGTH - 1, "wait_for_minibatch": LENGTH - 1, "drain": 1}
 
 
 def test_the_simple_profiler_hears_our_sections() -> None:

@@ -6,26 +6,38 @@ has a time, and each reader sees those before a time of its own:
 
 - Lightning's loop and callbacks, between steps p and p + 1: what ``training_step`` of minibatches up to p has set.
 - ``training_step`` of minibatch p: what it has set itself; of earlier minibatches what they had set at the same place,
-  between the same two calls of pipelined modules (what comes later there may not have run yet); and what callbacks have
-  set by the version that its weights are of (max(v_e, p - Nm) under weight stashing). A callback's assignment after
-  step v so comes before the first minibatch that uses version v, and replaces what minibatches before that one have
-  set: a counter that is reset starts anew there.
+  between the same two calls of pipelined modules; and what callbacks have set by the version that its weights are of
+  (max(v_e, p - Nm) under weight stashing). A callback's assignment after step v so comes before the first minibatch
+  that uses version v, and replaces what earlier minibatches have set: a counter that is reset starts anew there.
 
-Assignments count, not changes inside a list or another object: those everybody sees at once.
+What an earlier minibatch in flight sets at a later place may not be there yet: a step that reads that attribute before
+it sets it is refused.
+
+Contents count as assignments do: what a section of user code does to a list, dict, set, deque or object that an
+attribute holds, or that such a container holds, is an edit with a time (``container_contents.py``). A tensor or numpy
+array that is changed in place counts as replaced: a section of a minibatch gets a copy of its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import lightning as L
-from torch import nn
+import numpy as np
+import torch
+from torch import Tensor, nn
 
+from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.pipeline.user.user_section import UserSection
 from lightning_hetpipe.rules.versions import Versions
+from lightning_hetpipe.run.extensions.container_contents import Edit, edit_of, is_container, items_of, put, same, taken
+from lightning_hetpipe.run.extensions.watched_attributes import WatchedAttributes, fills
 from lightning_hetpipe.run.lifecycle import Around, Extension
+from lightning_hetpipe.torch_private.tensors import version_counter
 
 Time = tuple[int, float]
 """A minibatch, and which section of its user code: 0 is the hooks around its transfer, 1 the first of its step."""
@@ -33,6 +45,57 @@ Time = tuple[int, float]
 _ABSENT = object()
 _LIGHTNINGS_OWN = frozenset(vars(L.LightningModule()))
 _CALLBACKS = -1.0  # before every section of the minibatch
+_DEPTH = 2
+"""Steps from the module at which contents count: an attribute's, and those of what it holds."""
+
+
+@dataclass
+class _Container:
+    """A container that sections use: ``base`` are its contents before ``edits``, ``published`` those of the loop."""
+
+    held: Any
+    name: str
+    base: Any
+    published: Any
+    edits: list[tuple[Time, Edit]] = field(default_factory=list)
+    last: int = 0  # the last minibatch that has used it
+
+    def seen(self, sees: Callable[[Time], bool]) -> Any:
+        contents = self.base
+        for time, edit in self.edits:
+            if sees(time):
+                contents = edit(contents)
+        return contents
+
+    def record(self, time: Time, before: Any, after: Any) -> None:
+        self.edits.append((time, edit_of(before, after, getattr(self.held, "maxlen", None))))
+        self.edits.sort(key=lambda edit: edit[0])
+
+
+@dataclass
+class _Copied:
+    """A tensor or array that a section uses, with the copy that it has in ``holder`` in its place, if any."""
+
+    name: str
+    holder: Any
+    key: Any
+    original: Any
+    copy: Any
+    version: int
+    is_own: bool
+
+    def end(self) -> bool:
+        """Tell whether it was changed. A copy that was not gives its place back."""
+        changed = self._is_changed()
+        if not changed and self.copy is not None:
+            _exchange(self.holder, self.key, self.copy, self.original)
+        return changed
+
+    def _is_changed(self) -> bool:
+        value = self.original if self.copy is None else self.copy
+        if isinstance(value, Tensor):
+            return version_counter(value) != self.version
+        return bool(value.tobytes() != self.original.tobytes())
 
 
 class Attributes(Extension):
@@ -40,13 +103,18 @@ class Attributes(Extension):
 
     ``versions`` gives the versions that minibatches use.
 
-    The module holds what Lightning's loop sees, except within :meth:`seen`. Only one thread at a time may use this,
-    the one that holds the lock over user code.
+    The module holds what Lightning's loop sees, except within :meth:`seen`; while nothing runs ahead, all see it. Only
+    one thread at a time may use this, the one that holds the lock over user code.
     """
 
-    def __init__(self, module: nn.Module, versions: Callable[[], Versions]) -> None:
+    def __init__(self, module: nn.Module, versions: Callable[[], Versions], way_out: str = "set in_flight=1") -> None:
         self._held = vars(module)
+        self._kind = type(module).__name__
         self._versions = versions
+        self._way_out = way_out
+        self._watched = WatchedAttributes(module, self)
+        self._now: Time | None = None
+        self._constant: dict[str, bool] = {}  # names of tensors: whether the first section left them as they were
         self.emptied(versions().empty_at)
 
     def transferring(self, minibatch: int) -> Around:
@@ -57,29 +125,59 @@ class Attributes(Extension):
 
     def emptied(self, version: int) -> None:
         """The pipeline starts empty at ``version``: all see what the module holds."""
+        self._is_idle = not self._versions().runs_ahead
         self._published = self._users()
         self._set: dict[str, list[tuple[Time, Any]]] = {}
+        self._containers: dict[int, _Container] = {}
+        self._read: dict[Hashable, set[Time]] = {}
+        self._failure: SettingError | None = None
+        for name in self._published:
+            self._watched.add(name)
+
+    def closed(self) -> None:
+        self._watched.close()
 
     def continues(self, version: int) -> None:
         """Step ``version`` is over: what callbacks have set belongs to it."""
+        if self._is_idle:
+            return
         now = self._users()
+        time = self._versions().first_reader(version), _CALLBACKS
         for name in now.keys() | self._published.keys():
             before, value = self._published.get(name, _ABSENT), now.get(name, _ABSENT)
             if value is not before:
-                self._record(name, (self._versions().first_reader(version), _CALLBACKS), before, value)
+                self._record(name, time, before, value)
         self._published = now
         seen_by_all = self._versions().version(version + 1)
         for name, assignments in self._set.items():
             old = [index for index, ((minibatch, _), _) in enumerate(assignments) if minibatch <= seen_by_all]
             self._set[name] = assignments[old[-1] :] if old else assignments
+        for container in self._containers.values():
+            contents = taken(container.held)
+            if not same(contents, container.published):
+                container.record(time, container.published, contents)
+            container.published = contents
+            while container.edits and container.edits[0][0][0] <= seen_by_all:
+                container.base = container.edits.pop(0)[1](container.base)
+        oldest = version - 4 * self._versions().in_flight
+        self._containers = {key: each for key, each in self._containers.items() if each.edits or each.last > oldest}
+        read = {key: {time for time in times if time[0] > version} for key, times in self._read.items()}
+        self._read = {key: times for key, times in read.items() if times}
 
     def arrived(self, minibatch: int) -> None:
         """Lightning's loop is at step ``minibatch``, and sees what that has set."""
+        if self._failure is not None:  # a stage may have ended the minibatch before its last section failed
+            raise self._failure
         for name, assignments in self._set.items():
             for (owner, section), value in assignments:
                 if owner == minibatch and section != _CALLBACKS:
                     self._put(name, value)
                     _assign(self._published, name, value)
+        for container in self._containers.values():
+            for (owner, section), edit in container.edits:
+                if owner == minibatch and section != _CALLBACKS:
+                    put(container.held, edit(taken(container.held)))
+                    container.published = edit(container.published)
 
     @contextmanager
     def seen(self, minibatch: int, number: int) -> Iterator[None]:
@@ -91,32 +189,175 @@ class Attributes(Extension):
             self.leave()
 
     def enter(self, minibatch: int, number: int) -> None:
-        self._now = (minibatch, float(number))
+        if self._is_idle:
+            return
+        time = (minibatch, float(number))
         loops = self._users()
-        seen = {name: self._seen(name, assignments) for name, assignments in self._set.items()}
+        seen = {name: self._seen(name, time) for name in self._set}
         for name in loops.keys() | self._published.keys():  # callbacks may have set more, which is not published yet
             seen.setdefault(name, self._published.get(name, _ABSENT))
         self._swapped = {name: loops.get(name, _ABSENT) for name in seen if loops.get(name, _ABSENT) is not seen[name]}
         for name in self._swapped:
             self._put(name, seen[name])
         self._at_start = self._users()
+        for name in self._at_start:
+            self._watched.add(name)
+        self._assigned: set[str] = set()
+        self._opened: dict[int, tuple[_Container, Any, Any]] = {}  # with the loop's contents, and those at the start
+        self._copied: list[_Copied] = []
+        self._touched: set[str] = set()
+        self._looked_into: set[int] = set()
+        self._now = time
 
     def leave(self) -> None:
-        left = self._users()
-        for name in left.keys() | self._at_start.keys():
-            before, value = self._at_start.get(name, _ABSENT), left.get(name, _ABSENT)
-            if value is not before:
-                self._record(name, self._now, self._published.get(name, _ABSENT), value)
-                self._swapped.setdefault(name, before)
-        for name, value in self._swapped.items():
-            self._put(name, value)
+        if self._now is None:
+            return
+        time, self._now = self._now, None
+        try:
+            self._end_copies(time)
+            for container, loops, seen in self._opened.values():
+                contents = taken(container.held)
+                if not same(contents, seen):
+                    container.record(time, seen, contents)
+                    self._check_readers(container.name, id(container.held), time)
+                if not same(contents, loops):
+                    put(container.held, loops)
+        finally:
+            left = self._users()
+            for name in left.keys() | self._at_start.keys() | self._assigned:
+                before, value = self._at_start.get(name, _ABSENT), left.get(name, _ABSENT)
+                if value is not before or name in self._assigned:
+                    self._record(name, time, self._published.get(name, _ABSENT), value)
+                    self._check_readers(name, name, time)
+                    self._swapped.setdefault(name, before)
+            for name, value in self._swapped.items():
+                self._put(name, value)
+        if self._failure is not None:
+            raise self._failure
 
-    def _seen(self, name: str, assignments: list[tuple[Time, Any]]) -> Any:
-        minibatch, number = self._now
-        version = self._versions().version(minibatch)
+    # What the user's code reads and sets.
+
+    def sets(self, name: str) -> None:
+        if self._now is not None:
+            self._assigned.add(name)
+
+    def reads(self, name: str) -> None:
+        if self._now is None or name in self._assigned or name in self._touched:
+            return
+        is_own = self._reads(name, name, [time for time, _ in self._set.get(name, ())])
+        value = self._held.get(name)
+        if is_container(value):
+            if fills(value):
+                self._open(name, value)
+                return
+            self._look_into(name, value, _DEPTH)
+        elif _is_data(value):
+            self._use(name, self._held, name, value, is_own)
+        self._touched.add(name)
+
+    def _open(self, name: str, held: Any) -> _Container:
+        """Have ``held`` contain what this section sees."""
+        assert self._now is not None
+        if id(held) in self._opened:
+            return self._opened[id(held)][0]
+        loops = taken(held)
+        container = self._containers.get(id(held))
+        if container is None:
+            container = self._containers[id(held)] = _Container(held, name, loops, loops)
+        now, container.last = self._now, max(container.last, self._now[0])
+        seen = container.seen(lambda time: self._sees(time, now))
+        if not same(seen, loops):
+            put(held, seen)
+        self._opened[id(held)] = container, loops, taken(held)
+        return container
+
+    def _look_into(self, name: str, held: Any, depth: int) -> None:
+        """This section reads the contents of ``held``, in which more containers and tensors may be."""
+        container = self._open(name, held)
+        if id(held) in self._looked_into:
+            return
+        self._looked_into.add(id(held))
+        self._reads(container.name, id(held), [time for time, _ in container.edits])
+        for key, item in [*items_of(taken(held))]:
+            if _is_data(item):
+                self._use(name, held, key, item, False)
+            elif depth > 1 and is_container(item):
+                self._look_into(name, item, depth - 1)
+
+    def _use(self, name: str, holder: Any, key: Any, value: Any, is_own: bool) -> None:
+        """Have ``holder`` hold a copy of the tensor or array ``value`` at ``key``, in case that it is changed in place.
+
+        A tensor that the first section leaves as it was is not copied again, and none that the minibatch has set.
+        """
+        copied: Any = None
+        version = 0
+        if isinstance(value, np.ndarray):
+            copied = value.copy()
+        elif not value.is_inference() and (is_own or value.requires_grad or self._constant.get(name, False)):
+            version = version_counter(value)
+        else:
+            with torch.inference_mode(False):  # where changes are counted
+                copied = value.clone()
+            version = version_counter(copied)
+        if copied is not None:
+            _exchange(holder, key, value, copied)
+        self._copied.append(_Copied(name, holder, key, value, copied, version, is_own))
+
+    def _end_copies(self, time: Time) -> None:
+        for each in self._copied:
+            changed = each.end()
+            if each.copy is not None:
+                self._constant[each.name] = not changed and self._constant.get(each.name, True)
+            elif changed and each.is_own:
+                self._assigned.add(each.name)
+            elif changed:
+                self._fail(
+                    f"'{each.name}' of {self._kind} holds a tensor that the step of batch {time[0]} has changed in"
+                    " place, while other batches that may read it are in flight"
+                )
+
+    def _sees(self, time: Time, reader: Time) -> bool:
+        (owner, section), (minibatch, number) = time, reader
+        return owner <= self._versions().version(minibatch) or (owner <= minibatch and section <= number)
+
+    def _is_late(self, time: Time, reader: Time) -> bool:
+        """Tell whether a plain run shows what was set at ``time`` to ``reader``, which does not see it here."""
+        return time[1] != _CALLBACKS and time[0] < reader[0] and not self._sees(time, reader)
+
+    def _reads(self, name: str, key: Hashable, times: list[Time]) -> bool:
+        """Section ``_now`` reads what was set at ``times``; tell whether that was its own minibatch."""
+        now = self._now
+        assert now is not None
+        if any(owner == now[0] and 0 <= section <= now[1] for owner, section in times):
+            return True
+        self._read.setdefault(key, set()).add(now)
+        if late := [time for time in times if self._is_late(time, now)]:
+            raise self._refuse(name, late[-1], now)
+        return False
+
+    def _check_readers(self, name: str, key: Hashable, time: Time) -> None:
+        """Refuse readers that should have seen what was set at ``time``."""
+        if late := [reader for reader in self._read.get(key, ()) if self._is_late(time, reader)]:
+            self._refuse(name, time, min(late))
+
+    def _refuse(self, name: str, time: Time, reader: Time) -> SettingError:
+        return self._fail(
+            f"'{name}' of {self._kind} is read by the step of batch {reader[0]}, and the step of batch {time[0]}, which"
+            " is in flight at the same time, changes it after a later call of a pipelined module, so that the value of"
+            " an earlier batch would be read"
+        )
+
+    def _fail(self, why: str) -> SettingError:
+        """Make this section fail, and all later ones, even if user code swallows the error."""
+        self._failure = self._failure or SettingError(f"{why}; {self._way_out}")
+        return self._failure
+
+    # Assignments.
+
+    def _seen(self, name: str, reader: Time) -> Any:
         newest = self._published.get(name, _ABSENT)
-        for (owner, section), value in assignments:  # in order of time
-            if owner <= version or (owner <= minibatch and section <= number):
+        for time, value in self._set[name]:  # in order of time
+            if self._sees(time, reader):
                 newest = value
         return newest
 
@@ -138,6 +379,23 @@ def _assign(held: dict[str, Any], name: str, value: Any) -> None:
         held.pop(name, None)
     else:
         held[name] = value
+
+
+def _is_data(value: Any) -> bool:
+    """Return True if ``value`` may be changed in place, and is no container."""
+    return type(value) is Tensor or type(value) is np.ndarray
+
+
+def _exchange(holder: Any, key: Any, old: Any, new: Any) -> None:
+    """Have ``holder`` hold ``new`` in place of ``old``, at ``key`` unless items have moved meanwhile."""
+    if isinstance(holder, list | deque):
+        for index, item in enumerate(holder):
+            if item is old:
+                holder[index] = new
+        return
+    held = holder if isinstance(holder, dict) else vars(holder)
+    if held.get(key) is old:
+        held[key] = new
 
 
 class _AttributesSection:

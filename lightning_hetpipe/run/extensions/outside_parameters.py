@@ -33,11 +33,20 @@ class OutsideParameters(Extension):
         self._pieces: list[str] = []
         self._owners: list[tuple[str, nn.Module]] = []
         self._versioned: Callable[[], Collection[int]] = tuple
+        self._is_in_flight: Callable[[], bool] = lambda: True
         self._begin()
 
-    def leave_out(self, roots: Collection[nn.Module], versioned: Callable[[], Collection[int]]) -> None:
-        """Forget what is inside ``roots``, the pieces, and what is ``versioned``: the ``id`` of each such tensor."""
-        self._versioned = versioned
+    def leave_out(
+        self,
+        roots: Collection[nn.Module],
+        versioned: Callable[[], Collection[int]],
+        is_in_flight: Callable[[], bool],
+    ) -> None:
+        """Forget what is inside ``roots``, the pieces, and what is ``versioned``: the ``id`` of each such tensor.
+
+        ``is_in_flight`` tells whether minibatches are in flight.
+        """
+        self._versioned, self._is_in_flight = versioned, is_in_flight
         self._exempt = versioned()
         self._inside = {id(part) for root in roots for part in root.modules()}
         self._pieces = [name for name, part in self._module.named_modules() if part in roots]
@@ -50,7 +59,10 @@ class OutsideParameters(Extension):
 
     def continues(self, version: int) -> None:
         """Refuse what was changed while later minibatches had read it already."""
-        self._check(f"was changed after minibatch {version}")
+        if self._is_in_flight():
+            self._check(f"was changed after minibatch {version}")
+        else:
+            self._begin()
 
     def emptied(self, version: int) -> None:
         """Take all as it is now; there may be other modules than before."""

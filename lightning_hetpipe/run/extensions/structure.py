@@ -44,11 +44,11 @@ class Structure(Extension):
     def section(self, minibatch: int) -> UserSection:
         return _Modes(self._calls)
 
-    def stepped(self, version: int) -> None:
+    def settled(self, version: int) -> None:
         changed = self._calls.fingerprint.changed()
         if changed is None:
             return
-        if not self._driver.restarts and self._engine.in_flight > 1:
+        if not self._driver.restarts and self._driver.in_flight():
             raise SettingError(
                 f"'{changed}' of the pipelined layers was changed after minibatch {version}, while later minibatches"
                 " were in flight; change it at the start or end of an epoch, or set in_flight=1"

@@ -1,0 +1,123 @@
+"""Contents of lists, dicts, sets, deques and plain objects: taken, put back, and changes of them as edits.
+
+An edit is what a section of user code did to a container: items that it appended, keys that it set. An edit can be done
+again on other contents. So each reader sees the edits of the minibatches before it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterator
+from itertools import islice
+from operator import is_
+from types import FunctionType, ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+Edit = Callable[[Any], Any]
+"""Makes new contents of other contents."""
+
+SCANNED = 16
+"""Items at each end of a container in which containers and tensors are looked for."""
+
+_SEQUENCES: frozenset[type] = frozenset({list, deque})
+_MAPPINGS: frozenset[type] = frozenset({dict, OrderedDict, defaultdict, Counter})
+_OBJECTS = frozenset({"types", "argparse"})
+_NOT_USERS = (sys.stdlib_module_names | {"torch", "lightning", "torchmetrics", "numpy", "lightning_hetpipe"}) - _OBJECTS
+_NO_STATE = nn.Module | Tensor | type | ModuleType | FunctionType | torch.Generator
+
+
+def is_container(value: Any) -> bool:
+    """Return True if ``value`` is a container, or an object of a user's class."""
+    kind = type(value)
+    if kind in _SEQUENCES or kind in _MAPPINGS or kind is set:
+        return True
+    if isinstance(value, _NO_STATE) or kind.__module__.partition(".")[0] in _NOT_USERS:
+        return False
+    return type(getattr(value, "__dict__", None)) is dict or kind is SimpleNamespace
+
+
+def taken(container: Any) -> Any:
+    """Copy the contents of ``container``, one step deep."""
+    kind = type(container)
+    if kind in _SEQUENCES:
+        return list(container)
+    if kind is set:
+        return set(container)
+    return dict(container if kind in _MAPPINGS else vars(container))
+
+
+def put(container: Any, contents: Any) -> None:
+    """Make ``contents`` those of ``container``."""
+    kind = type(container)
+    if kind is list:
+        container[:] = contents
+    elif kind is deque:
+        container.clear()
+        container.extend(contents)
+    elif kind is set:
+        container.clear()
+        container.update(contents)
+    else:
+        held = container if kind in _MAPPINGS else vars(container)
+        held.clear()
+        dict.update(held, contents)
+
+
+def same(one: Any, other: Any) -> bool:
+    """Return True if both contents are the same objects in the same order."""
+    if len(one) != len(other):
+        return False
+    if isinstance(one, list):
+        return all(map(is_, one, other))
+    if isinstance(one, set):
+        return {*map(id, one)} == {*map(id, other)}
+    return all(map(is_, one, other)) and all(map(is_, one.values(), other.values()))
+
+
+def edit_of(before: Any, after: Any, most: int | None = None) -> Edit:
+    """Find the edit that made ``after`` of ``before``. A deque holds at most ``most`` items.
+
+    Where nothing of ``before`` is left, whatever contents are replaced by ``after``.
+    """
+    if isinstance(before, list):
+        return _edit_of_list(before, after, most)
+    if isinstance(before, set):
+        added, removed = after - before, before - after
+        return (lambda now: {*after}) if before and not before & after else (lambda now: (now - removed) | added)
+    gone = [key for key in before if key not in after]
+    changed = {key: value for key, value in after.items() if key not in before or before[key] is not value}
+    if before and len(gone) == len(before):
+        return lambda now: {**after}
+    return lambda now: {key: value for key, value in now.items() if key not in gone} | changed
+
+
+def _edit_of_list(before: list[Any], after: list[Any], most: int | None) -> Edit:
+    for dropped in range(len(before)):
+        kept = len(before) - dropped
+        if kept <= len(after) and after[0] is before[dropped] and same(before[dropped:], after[:kept]):
+            added = after[kept:]
+            if most is not None:  # a full deque drops by itself
+                return lambda now: [*now, *added][-most:]
+            return lambda now: [*now[dropped:], *added]
+    if before:
+        return lambda now: [*after]
+    return lambda now: [*now, *after]
+
+
+def items_of(contents: Any) -> Iterator[tuple[Any, Any]]:
+    """The first and last items of ``contents`` with their keys, in which more containers and tensors may be."""
+    if isinstance(contents, set):
+        return
+    pairs = enumerate(contents) if isinstance(contents, list) else iter(contents.items())
+    yield from islice(pairs, SCANNED)
+    if len(contents) > SCANNED:
+        start = max(SCANNED, len(contents) - SCANNED)
+        if isinstance(contents, list):
+            yield from ((index, contents[index]) for index in range(start, len(contents)))
+        else:
+            last = [*islice(reversed(contents.items()), len(contents) - start)]
+            yield from last
