@@ -17,7 +17,7 @@ from lightning_hetpipe.capture.gradient_checkpointing import is_checkpointed
 from lightning_hetpipe.capture.layer_functions import LayerFunction, at, device_of, parts
 from lightning_hetpipe.capture.one_device import inputs_on, on_one_device
 from lightning_hetpipe.capture.variant import Mode, Variant
-from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.errors import PipelineRefusal, SettingError
 from lightning_hetpipe.pipeline.autocast import Autocast
 from lightning_hetpipe.pipeline.graph_layer import GraphLayer
 from lightning_hetpipe.pipeline.stage import Layer
@@ -82,7 +82,7 @@ class Captured:
                 if changing
                 else "pad them to the same shapes"
             )
-            raise SettingError(
+            raise PipelineRefusal(
                 f"'{self._name}' was given inputs of more than {VARIANTS} kinds, each of which needs its own graph"
                 f" (other shapes, or other numbers where they decide what is computed); {way_out}, or let training_step"
                 " itself run it, by naming the modules to pipeline (module=[...])"
@@ -140,7 +140,7 @@ class Captured:
         variant = Variant(graph, args, kwargs, self._mode(), checks, numbers)
         found = parts(graph, self._module, self._name, self.device, self._calls)
         if found is None:
-            raise SettingError(
+            raise PipelineRefusal(
                 f"'{self._name}' computes by other layers for these inputs than in the first minibatch; call it in the"
                 " same way in every minibatch"
             )
@@ -206,7 +206,7 @@ class Captured:
         for path, tensor in tensors.items():
             held = graph_layer(layer).held(path)
             if path in live and held is not tensor:
-                raise SettingError(
+                raise PipelineRefusal(
                     f"layer '{layer.name}' uses other weights for these inputs than in the first minibatch; call"
                     f" '{self._name}' in the same way in every minibatch"
                 )

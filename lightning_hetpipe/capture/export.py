@@ -22,11 +22,12 @@ import torch
 from torch import Tensor, fx, nn
 from torch.export import Dim, ShapesCollection, export
 
+from lightning_hetpipe.capture.assigned_buffers import WritesByData, replaces_buffer, write_assigned_buffers
 from lightning_hetpipe.capture.data_checks import DataChecks, Decisions, SeenAnswers, Undecidable
 from lightning_hetpipe.capture.gradient_checkpointing import without_checkpoints
 from lightning_hetpipe.capture.opaque_containers import unknown_in, without_opaque
 from lightning_hetpipe.capture.plain_attributes import attributes_restored, attributes_with_contents, refuse_changes
-from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.errors import PipelineRefusal, SettingError
 from lightning_hetpipe.torch_private.graphs import traced_as_called
 from lightning_hetpipe.torch_private.modules import without_hooks
 from lightning_hetpipe.torch_private.tensors import pytree
@@ -72,7 +73,7 @@ def graph_of(
         SettingError: if it cannot be captured; the message names the line of the user's where that shows.
     """
     if (unknown := unknown_in((args, kwargs))) is not None:
-        raise SettingError(
+        raise PipelineRefusal(
             f"'{name}' is given a {type(unknown).__name__}, of which torch.export makes no input of a graph; leave"
             " it out of the call, or give the tensors and numbers in it"
         )
@@ -130,7 +131,7 @@ def _traced(
         with (
             _as_one_call(name, module, decisions, numbers, as_called=as_called),
             without_checkpoints(module),
-            _left_alone(name, module),
+            _left_alone(name, module) as assigned,
             _silently(),
         ):
             dynamic = shapes.dynamic_shapes(module, (args, kwargs))
@@ -140,11 +141,12 @@ def _traced(
     except Exception as error:
         raise _refusal(name, error, kwargs) from error
     if states != (random.getstate(), _numpy_state()):
-        raise SettingError(
+        raise PipelineRefusal(
             f"'{name}' draws random numbers of Python or numpy in forward, which its graph would repeat for ever; draw"
             " them with torch, or in training_step"
         )
     assert isinstance(graph, fx.GraphModule)
+    write_assigned_buffers(name, graph, dict(module.named_buffers(remove_duplicate=False)), assigned)
     inputs = graph.graph.find_nodes(op="placeholder")
     for number in numbers:
         for user in list(inputs[number].users):
@@ -173,7 +175,7 @@ def _refusal(name: str, error: Exception, kwargs: Mapping[str, Any]) -> SettingE
     reason = next((text.strip() for text in str(error).splitlines() if text.strip()), type(error).__name__)
     if "data-dependent" in str(error) or "DataDependent" in type(error).__name__:
         return decides(name, where, kwargs)
-    return SettingError(
+    return PipelineRefusal(
         f"'{name}' cannot be captured by torch.export{where} ({reason.rstrip('.')}); {_without_labels(kwargs)}write"
         " that part in another way, or let training_step itself run the module, by naming the ones to pipeline"
         " (module=[...])"
@@ -194,7 +196,7 @@ def decides(name: str, where: str = "", kwargs: Mapping[str, Any] | None = None)
         way_out = "give the distribution validate_args=False, or make it in training_step"
     elif _IS_NUMBER.search(where):
         way_out = f"give it that number as an argument (a size, say, as size= of a pooling over graphs), or {way_out}"
-    return SettingError(
+    return PipelineRefusal(
         f"'{name}' decides by the values of its data what to compute{where}, and stages run a graph that is the same"
         f" for every minibatch; {_without_labels(kwargs or {})}{way_out}"
     )
@@ -211,33 +213,37 @@ def _users_line(error: Exception) -> str | None:
 
 
 @contextmanager
-def _left_alone(name: str, module: nn.Module) -> Iterator[None]:
+def _left_alone(name: str, module: nn.Module) -> Iterator[set[str]]:
     """Undo what tracing leaves in the modules' attributes, such as weights that ``torch.nn.utils`` computes.
 
-    What ``forward`` sets in attributes of the user's is refused, as a graph would not; so is a tensor that it puts in
-    the place of a buffer. (Tracing runs it, not for the first time: what it sets in its first call only, it has set by
+    What ``forward`` sets in attributes of the user's is refused, as a graph would not; so is a tensor of another kind
+    that it puts in the place of a buffer. (Tracing runs it, not for the first time: what it sets in its first call only, it has set by
     now.) Hooks of the module itself run around its graph, so they are no part of it.
+
+    Yields:
+        The paths, in the module, of buffers that it has assigned.
     """
     seen = [(part, attributes_with_contents(part)) for part in module.modules()]
     buffers: dict[str, Tensor] = {}
+    assigned: set[str] = set()
 
     def begin(*call: Any) -> None:
-        buffers.update(module.named_buffers(prefix=name))  # what stands for them while it is traced
+        buffers.update(module.named_buffers())  # what stands for them while it is traced
 
     def check(*call: Any) -> None:
         for part, earlier in seen:
             refuse_changes(name, part, earlier)
-        for path, buffer in module.named_buffers(prefix=name):
-            if buffers.get(path) is not buffer:
-                raise SettingError(
-                    f"'{name}' puts another tensor in the place of its buffer '{path}' in forward, which its graph"
-                    " would not; change the buffer in place, as by copy_()"
-                )
+        for path, buffer in module.named_buffers():
+            if (before := buffers.get(path)) is buffer:
+                continue
+            if before is None or any(getattr(before, a) != getattr(buffer, a) for a in ("shape", "dtype", "device")):
+                raise replaces_buffer(name, f"{name}.{path}")
+            assigned.add(path)
 
     with attributes_restored(module), without_hooks(module):
         module.register_forward_pre_hook(begin)
         module.register_forward_hook(check)
-        yield
+        yield assigned
 
 
 @contextmanager
@@ -259,7 +265,7 @@ def _as_one_call(
         args, kwargs = pytree.tree_unflatten(leaves, spec)
         held["forward"] = forward
         try:
-            with decisions, traced_as_called() if as_called else contextlib.nullcontext():
+            with decisions, WritesByData(module), traced_as_called() if as_called else contextlib.nullcontext():
                 output = without_opaque(name, forward(*args, **kwargs))
             return output, decisions.asked
         finally:

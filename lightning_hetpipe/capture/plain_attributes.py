@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.errors import PipelineRefusal
 from lightning_hetpipe.pipeline.computed_weights import computed_names
 from lightning_hetpipe.pipeline.random import generators
 from lightning_hetpipe.pipeline.values import equal
@@ -65,7 +65,7 @@ def changed_attribute(before: dict[str, Any], after: dict[str, Any]) -> str | No
 def refuse_changes(layer: str, module: nn.Module, before: dict[str, Any]) -> None:
     """Refuses what ``module``'s forward, in ``layer``, has changed of ``attributes_with_contents``."""
     if changed := changed_attribute(before, attributes_with_contents(module)):
-        raise SettingError(
+        raise PipelineRefusal(
             f"layer '{layer}' sets its attribute '{changed}' (of {type(module).__name__}) in forward, which only its"
             " copies in the stages would see; make it a buffer (register_buffer), or return it with the output"
         )

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.errors import PipelineRefusal
 from lightning_hetpipe.pipeline.autocast import Autocast
 from lightning_hetpipe.pipeline.streams import StreamEvent, move
 from lightning_hetpipe.pipeline.user.batch_in_flight import BatchInFlight, running
@@ -138,7 +138,7 @@ class Minibatch(BatchInFlight):
         calls, done = self._engine.calls, len(self._calls)
         if done == len(calls) or calls[done].piece != piece:
             often = sum(call.piece == piece for call in calls)
-            raise SettingError(
+            raise PipelineRefusal(
                 f"the pipelined module '{name}' was called "
                 + (f"more often than {_times(often)}" if self.calls_of(piece) == often else "out of order")
                 + (" (by a backward pass, as torch.utils.checkpoint does)" if self._in_backward else "")
@@ -202,7 +202,7 @@ class Minibatch(BatchInFlight):
         if missing:
             piece, ordinal = missing[0].piece, missing[0].ordinal
             name, often = self._engine.piece_names[piece], sum(call.piece == piece for call in self._engine.calls)
-            raise SettingError(
+            raise PipelineRefusal(
                 f"training_step called the pipelined module '{name}' {_times(ordinal)}, and {_times(often)} in the"
                 " first minibatch; call the same modules as often in every minibatch, or pipeline only those that are"
                 " (module=[...])"
