@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -14,6 +14,7 @@ from lightning_hetpipe.capture.data_checks import Answers, DataChecks, Decisions
 from lightning_hetpipe.capture.export import decides, graph_of
 from lightning_hetpipe.capture.frozen import FrozenValues
 from lightning_hetpipe.capture.gradient_checkpointing import is_checkpointed
+from lightning_hetpipe.capture.grouping import called_alike, marked_paths
 from lightning_hetpipe.capture.layer_functions import LayerFunction, at, device_of, parts
 from lightning_hetpipe.capture.one_device import inputs_on, on_one_device
 from lightning_hetpipe.capture.variant import Mode, Variant
@@ -57,6 +58,8 @@ class Captured:
         self.frozen = frozen
         self.exclusive: Callable[[], AbstractContextManager[None]] = nullcontext
         """Opened around a capture; once minibatches are in flight, within it nothing else computes."""
+        self.beside: Sequence[str] = ()
+        """Names of the other pieces."""
         self.needless_comparisons = 0
         """Number of comparisons in which a changed Python value made no difference."""
         self._name = name
@@ -66,6 +69,7 @@ class Captured:
         self._variants: list[Variant] = []
         self._constants: frozenset[int] = frozenset()  # the places of numbers of which no graph makes an input
         self._calls: list[str | None] | None = None
+        self._marked: Sequence[str] = ()  # paths of the modules that its first graph calls
         self.device = device_of(module)
         self._capture(args, kwargs)
 
@@ -139,11 +143,9 @@ class Captured:
         graph, checks = self._decided(args, kwargs, again, numbers)
         variant = Variant(graph, args, kwargs, self._mode(), checks, numbers)
         found = parts(graph, self._module, self._name, self.device, self._calls)
+        marked = marked_paths(graph.graph)
         if found is None:
-            raise PipelineRefusal(
-                f"'{self._name}' computes by other layers for these inputs than in the first minibatch; call it in the"
-                " same way in every minibatch"
-            )
+            raise self._other_layers(marked)
         if not self.layers:
             blocks = [self._module.get_submodule(part.block) for part in found]  # in which parts are called
             recomputed = [self.frozen.checkpoints or is_checkpointed(block) for block in blocks]
@@ -151,12 +153,12 @@ class Captured:
                 Layer(part.name, GraphLayer(self.device), kind=part.kind, recompute=recompute, piece=self._name)
                 for part, recompute in zip(found, recomputed, strict=True)
             ]
-            self._calls = [part.call for part in found]
+            self._calls, self._marked = [part.call for part in found], marked
         tensors = [self._tensors(part, graph) for part in found]
         if not self._variants:
             for layer, taken in zip(self.layers, tensors, strict=True):
                 graph_layer(layer).take(taken)
-        owns = [self._own(layer, taken) for layer, taken in zip(self.layers, tensors, strict=True)]
+        owns = [self._own(layer, taken, marked) for layer, taken in zip(self.layers, tensors, strict=True)]
         for layer, part, own in zip(self.layers, found, owns, strict=True):
             graph_layer(layer).code.add_graph(part.graph, own, part.changes)
         self._variants.append(variant)
@@ -200,18 +202,29 @@ class Captured:
             known = found[: first + 1]
         raise decides(self._name, f" at {checks.lines[first]}")
 
-    def _own(self, layer: Layer, tensors: Mapping[str, Tensor]) -> list[str | Tensor]:
+    def _own(self, layer: Layer, tensors: Mapping[str, Tensor], marked: Sequence[str]) -> list[str | Tensor]:
         """The paths of ``tensors``, which ``layer`` holds; a constant that it does not hold is given itself."""
         live, own = self._live(), list[str | Tensor]()
         for path, tensor in tensors.items():
             held = graph_layer(layer).held(path)
             if path in live and held is not tensor:
-                raise PipelineRefusal(
-                    f"layer '{layer.name}' uses other weights for these inputs than in the first minibatch; call"
-                    f" '{self._name}' in the same way in every minibatch"
-                )
+                raise self._other_layers(marked)
             own.append(path if held is tensor else tensor.detach())
         return own
+
+    def _other_layers(self, marked: Sequence[str]) -> PipelineRefusal:
+        """A later graph, whose nodes are in the modules of these ``marked`` paths, is divided in no way as the first."""
+        alike = called_alike(self._module, self._marked, marked)
+        names = [*self.beside, *(f"{self._name}.{path}" for path in alike)]
+        return PipelineRefusal(
+            f"'{self._name}' computes by other layers for these inputs than in the first minibatch, as where it repeats a"
+            " block more often, takes another head, or no longer freezes a part; "
+            + (
+                f"pipeline what all minibatches call alike (module={names!r})"
+                if len(alike) > 1
+                else "call it in the same way in every minibatch"
+            )
+        )
 
     def _live(self) -> dict[str, Tensor]:
         live: dict[str, Tensor] = dict(self._module.named_parameters(remove_duplicate=False))

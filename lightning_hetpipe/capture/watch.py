@@ -155,9 +155,7 @@ class TrainingWatch(Watch):
             raise never_called(self.names or (), missing[0])
         if not any(p.requires_grad for call in self._calls for p in call.piece.module.parameters()):
             asked = f" (of module={list(self.names)!r})" if self.names else ""
-            raise PipelineRefusal(
-                f"training_step called no module with trainable parameters{asked}; call one"
-            )
+            raise PipelineRefusal(f"training_step called no module with trainable parameters{asked}; call one")
         held = {id(weight) for call in self._calls for weight in call.piece.module.parameters()}
         for name, weight in self.root.named_parameters():
             versioned = weight.requires_grad or id(weight) in held  # others are read as they are
