@@ -68,7 +68,8 @@ def write_assigned_buffers(
                 read = nodes.call_function(torch.ops.aten.clone.default, (buffer,))
             read.meta |= {key: others[0].meta[key] for key in ("nn_module_stack",) if key in others[0].meta}
             read.meta["val"] = buffer.meta.get("val", value.meta["val"])
-            buffer.replace_all_uses_with(read, lambda user: user is not write and user is not read)
+            for user in others:
+                user.replace_input_with(buffer, read)
         after.append(write)
     nodes.lint()
     graph.recompile()
@@ -94,6 +95,6 @@ def _changed_in_place(node: fx.Node) -> fx.Node:
 def replaces_buffer(name: str, path: str) -> PipelineRefusal:
     """``forward`` assigns a buffer in a way that no graph can."""
     return PipelineRefusal(
-        f"'{name}' puts another tensor in the place of its buffer '{path}' in forward, of another shape or dtype, or one"
-        f" that requires a gradient or is a view of the buffer; change the buffer in place, as by {path}.copy_()"
+        f"'{name}' puts another tensor in the place of its buffer '{path}' in forward, of another shape or dtype, or"
+        f" one that requires a gradient or is a view of the buffer; change the buffer in place, as by {path}.copy_()"
     )

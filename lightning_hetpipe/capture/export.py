@@ -217,8 +217,8 @@ def _left_alone(name: str, module: nn.Module) -> Iterator[set[str]]:
     """Undo what tracing leaves in the modules' attributes, such as weights that ``torch.nn.utils`` computes.
 
     What ``forward`` sets in attributes of the user's is refused, as a graph would not; so is a tensor of another kind
-    that it puts in the place of a buffer. (Tracing runs it, not for the first time: what it sets in its first call only, it has set by
-    now.) Hooks of the module itself run around its graph, so they are no part of it.
+    that it puts in the place of a buffer. (Tracing runs it, not for the first time: what it sets in its first call
+    only, it has set by now.) Hooks of the module itself run around its graph, so they are no part of it.
 
     Yields:
         The paths, in the module, of buffers that it has assigned.

@@ -38,6 +38,14 @@ class Varies(nn.Module):
         return self.heads["ab"[step % 2] if self.kind == "heads" else "a"](h)
 
 
+class Branches(Varies):
+    def forward(self, x: Tensor, step: int) -> Tensor:
+        h = torch.relu(self.a(x))
+        h = h + self.block(h) if h.sum() > 10 * step else h * 2
+        found: Tensor = self.heads["a"](h)
+        return found
+
+
 def varying(module: Any, x: Tensor, y: Tensor, batch_idx: int) -> Any:
     return F.cross_entropy(module.net(x, batch_idx), y)
 
@@ -88,6 +96,7 @@ CASES: dict[str, Callable[[], L.LightningModule]] = {
     "loops": of_varying("loops"),
     "heads": of_varying("heads"),
     "thaws": of_varying("thaws"),
+    "branches": lambda: Learner(varying, Branches("branches")),
     "forces": lambda: Learner(forces),
     "pseudo labels": lambda: Learner(pseudo_labels),
     "data-dependent": lambda: Learner(data_dependent, scale=nn.Parameter(torch.ones(()))),
@@ -107,13 +116,13 @@ def trained(make: Callable[[], L.LightningModule], strategy: Any) -> list[Tensor
 def test_ways_out_are_named_and_train(case: str) -> None:
     make = CASES[case]
     plain = trained(make, "auto")
-    with pytest.raises(SettingError, match=", or set in_flight=1$") as refusal:
+    with pytest.raises(SettingError, match=r", or set in_flight=1$") as refusal:
         trained(make, HetPipeStrategy(stages=2, in_flight=3, weights="sync"))
     settings: list[dict[str, Any]] = [{"in_flight": 1}]
     if named := re.search(r"module=(\[.+?\])", str(refusal.value)):
         names = re.findall(r"'(.+?)'", named.group(1))
         settings.append({"in_flight": 3, "weights": "sync", "module": names})
-    assert len(settings) == 1 + (case in ("loops", "heads", "thaws"))
+    assert len(settings) == 1 + (case in ("loops", "heads", "thaws", "branches"))
     for each in settings:
         found = trained(make, HetPipeStrategy(stages=2, **each))
         assert all(map(torch.equal, found, plain)), each
@@ -121,5 +130,5 @@ def test_ways_out_are_named_and_train(case: str) -> None:
 
 def test_what_is_left_out_beside_one_in_flight() -> None:
     """With one in flight a stage that computes forwards again is refused, too."""
-    with pytest.raises(SettingError, match=", or set in_flight=1 and leave recompute out$"):
+    with pytest.raises(SettingError, match=r", or set in_flight=1 and leave recompute out$"):
         trained(CASES["hook"], HetPipeStrategy(stages=2, in_flight=3, recompute=True))

@@ -142,7 +142,8 @@ class Minibatch(BatchInFlight):
                 f"the pipelined module '{name}' was called "
                 + (f"more often than {_times(often)}" if self.calls_of(piece) == often else "out of order")
                 + (" (by a backward pass, as torch.utils.checkpoint does)" if self._in_backward else "")
-                + f"; call the pipelined modules as often and in the same order as in the first minibatch{_SKIPPED}"
+                + "; call the pipelined modules as often and in the same order as in the first minibatch"
+                + f"{self._without(name)}{_SKIPPED}"
             )
         call = PieceCall(calls[done], Value.of(inputs), Autocast.current(), self._engine.streams.user)
         self._calls.append(call)
@@ -197,6 +198,11 @@ class Minibatch(BatchInFlight):
         event = self._engine.streams.user.record(gradient.device for gradient in found.values()) if found else None
         self.sums.update((live, Sum(gradient, event)) for live, gradient in found.items())
 
+    def _without(self, name: str) -> str:
+        """Say how to pipeline all pieces but ``name``; nothing if there is no other piece."""
+        others = [each for each in self._engine.piece_names if each != name]
+        return f", or pipeline only modules that are (module={others!r})" if others else ""
+
     def _check_calls(self) -> None:
         missing = self._engine.calls[len(self._calls) :]
         if missing:
@@ -204,11 +210,10 @@ class Minibatch(BatchInFlight):
             name, often = self._engine.piece_names[piece], sum(call.piece == piece for call in self._engine.calls)
             raise PipelineRefusal(
                 f"training_step called the pipelined module '{name}' {_times(ordinal)}, and {_times(often)} in the"
-                " first minibatch; call the same modules as often in every minibatch, or pipeline only those that are"
-                " (module=[...])"
+                f" first minibatch; call the same modules as often in every minibatch{self._without(name)}"
                 if ordinal
                 else f"training_step did not call the pipelined module '{name}' this time; call the same modules in"
-                f" every minibatch, or pipeline only those that are (module=[...]){_SKIPPED}"
+                f" every minibatch{self._without(name)}{_SKIPPED}"
             )
 
 
