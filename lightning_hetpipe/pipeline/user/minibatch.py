@@ -199,9 +199,13 @@ class Minibatch(BatchInFlight):
         self.sums.update((live, Sum(gradient, event)) for live, gradient in found.items())
 
     def _without(self, name: str) -> str:
-        """Say how to pipeline all pieces but ``name``; nothing if there is no other piece."""
+        """Say how to pipeline all pieces but ``name``; nothing if these are too few for the stages."""
         others = [each for each in self._engine.piece_names if each != name]
-        return f", or pipeline only modules that are (module={others!r})" if others else ""
+        return (
+            f", or pipeline only modules that are (module={others!r})"
+            if len(others) >= len(self._engine.stages)
+            else ""
+        )
 
     def _check_calls(self) -> None:
         missing = self._engine.calls[len(self._calls) :]
