@@ -217,8 +217,8 @@ class Captured:
         alike = called_alike(self._module, self._marked, marked)
         names = [*self.beside, *(f"{self._name}.{path}" for path in alike)]
         return PipelineRefusal(
-            f"'{self._name}' computes by other layers for these inputs than in the first minibatch, as where it"
-            " repeats a block more often, takes another head, or no longer freezes a part; "
+            f"'{self._name}' computes by other layers for these inputs than in the first minibatch, as where"
+            " it repeats a block more often, takes another head, or no longer freezes a part; "
             + (
                 f"pipeline what all minibatches call alike (module={names!r})"
                 if len(alike) > 1

@@ -122,7 +122,7 @@ def test_ways_out_are_named_and_train(case: str) -> None:
     if named := re.search(r"module=(\[.+?\])", str(refusal.value)):
         names = re.findall(r"'(.+?)'", named.group(1))
         settings.append({"in_flight": 3, "weights": "sync", "module": names})
-    assert len(settings) == 1 + (case in ("loops", "heads", "thaws"))
+    assert len(settings) == 1 + (case in ("loops", "heads", "thaws", "branches"))
     for each in settings:
         found = trained(make, HetPipeStrategy(stages=2, **each))
         assert all(map(torch.equal, found, plain)), each

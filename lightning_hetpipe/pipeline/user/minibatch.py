@@ -138,12 +138,14 @@ class Minibatch(BatchInFlight):
         calls, done = self._engine.calls, len(self._calls)
         if done == len(calls) or calls[done].piece != piece:
             often = sum(call.piece == piece for call in calls)
+            again = self.calls_of(piece) == often
+            expected = name if again else self._engine.piece_names[calls[done].piece]
             raise PipelineRefusal(
                 f"the pipelined module '{name}' was called "
-                + (f"more often than {_times(often)}" if self.calls_of(piece) == often else "out of order")
+                + (f"more often than {_times(often)}" if again else "out of order")
                 + (" (by a backward pass, as torch.utils.checkpoint does)" if self._in_backward else "")
                 + "; call the pipelined modules as often and in the same order as in the first minibatch"
-                + f"{self._without(name)}{_SKIPPED}"
+                + f"{self._without(expected)}{_SKIPPED}"
             )
         call = PieceCall(calls[done], Value.of(inputs), Autocast.current(), self._engine.streams.user)
         self._calls.append(call)
