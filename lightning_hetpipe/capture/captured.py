@@ -213,7 +213,7 @@ class Captured:
         return own
 
     def _other_layers(self, marked: Sequence[str]) -> PipelineRefusal:
-        """A later graph, whose nodes are in the modules of these ``marked`` paths, is divided in no way as the first."""
+        """A later graph, whose nodes are in modules of these ``marked`` paths, cannot be divided as the first graph."""
         alike = called_alike(self._module, self._marked, marked)
         names = [*self.beside, *(f"{self._name}.{path}" for path in alike)]
         return PipelineRefusal(
