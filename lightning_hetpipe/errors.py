@@ -18,7 +18,7 @@ class SettingError(_UserError):
 
 
 class PipelineRefusal(SettingError):
-    """What a pipeline cannot train, and a run without one can: the message ends with that ``way_out`` of the run."""
+    """Refusal of what a pipeline cannot train and a run without one can: the message ends with the run's ``way_out``."""
 
     way_out = ""
     """Settings that train it, as the end of a sentence; empty until the run is known."""

@@ -86,6 +86,8 @@ class Captured:
                 if changing
                 else "pad them to the same shapes"
             )
+            if any(isinstance(leaf, str) for leaf in pytree.tree_leaves((args, kwargs))):
+                way_out = "leave strings that it does not read, such as names of files, out of its call"
             raise PipelineRefusal(
                 f"'{self._name}' was given inputs of more than {VARIANTS} kinds, each of which needs its own graph"
                 f" (other shapes, or other numbers where they decide what is computed); {way_out}, or let training_step"

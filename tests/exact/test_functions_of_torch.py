@@ -1,4 +1,4 @@
-"""What models do with functions and buffers that graphs, or modes around operators, used to fail with."""
+"""Functions and buffers in models with which graphs, or modes around operators, used to fail."""
 
 from __future__ import annotations
 
