@@ -18,7 +18,7 @@ class SettingError(_UserError):
 
 
 class PipelineRefusal(SettingError):
-    """Refusal of what a pipeline cannot train and a run without one can: the message ends with the run's ``way_out``."""
+    """Refusal of what a pipeline cannot train, and a run without one can: the message ends with its ``way_out``."""
 
     way_out = ""
     """Settings that train it, as the end of a sentence; empty until the run is known."""
