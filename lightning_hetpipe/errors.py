@@ -17,6 +17,16 @@ class SettingError(_UserError):
     """
 
 
+class PipelineRefusal(SettingError):
+    """Refusal of what a pipeline cannot train, and a run without one can: the message ends with its ``way_out``."""
+
+    way_out = ""
+    """Settings that train it, as the end of a sentence; empty until the run is known."""
+
+    def __str__(self) -> str:
+        return f"{super().__str__()}, or {self.way_out}" if self.way_out else super().__str__()
+
+
 class PipelineStalled(RuntimeError):
     """A wait inside the pipeline ran into its timeout. The message says who waited for whom."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -16,10 +16,11 @@ from lightning_hetpipe.capture.effects import SideEffect, untouched
 from lightning_hetpipe.capture.export import decides, graph_of
 from lightning_hetpipe.capture.frozen import FrozenValues
 from lightning_hetpipe.capture.gradient_checkpointing import is_checkpointed
+from lightning_hetpipe.capture.grouping import called_alike, marked_paths
 from lightning_hetpipe.capture.layer_functions import LayerFunction, at, device_of, parts
 from lightning_hetpipe.capture.one_device import inputs_on, on_one_device
 from lightning_hetpipe.capture.variant import Mode, Variant
-from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.errors import PipelineRefusal, SettingError
 from lightning_hetpipe.pipeline.autocast import Autocast
 from lightning_hetpipe.pipeline.graph_layer import GraphLayer
 from lightning_hetpipe.pipeline.operands import across_devices_of
@@ -61,6 +62,8 @@ class Captured:
         self.frozen = frozen
         self.exclusive: Callable[[], AbstractContextManager[None]] = nullcontext
         """Opened around a capture; once minibatches are in flight, within it nothing else computes."""
+        self.beside: Sequence[str] = ()
+        """Names of the other pieces."""
         self.needless_comparisons = 0
         """Number of comparisons in which a changed Python value made no difference."""
         self._name = name
@@ -70,6 +73,7 @@ class Captured:
         self._variants: list[Variant] = []
         self._constants: frozenset[int] = frozenset()  # the places of numbers of which no graph makes an input
         self._calls: list[str | None] | None = None
+        self._marked: Sequence[str] = ()  # paths of the modules that its first graph calls
         self.device = device_of(module)
         self._capture(args, kwargs)
 
@@ -86,7 +90,9 @@ class Captured:
                 if changing
                 else "pad them to the same shapes"
             )
-            raise SettingError(
+            if any(isinstance(leaf, str) for leaf in pytree.tree_leaves((args, kwargs))):
+                way_out = "leave strings that it does not read, such as names of files, out of its call"
+            raise PipelineRefusal(
                 f"'{self._name}' was given inputs of more than {VARIANTS} kinds, each of which needs its own graph"
                 f" (other shapes, or other numbers where they decide what is computed); {way_out}, or let training_step"
                 " itself run it, by naming the modules to pipeline (module=[...])"
@@ -143,11 +149,9 @@ class Captured:
         graph, checks = self._decided(args, kwargs, again, numbers)
         variant = Variant(graph, args, kwargs, self._mode(), checks, numbers)
         found = parts(graph, self._module, self._name, self.device, self._calls)
+        marked = marked_paths(graph.graph)
         if found is None:
-            raise SettingError(
-                f"'{self._name}' computes by other layers for these inputs than in the first minibatch; call it in the"
-                " same way in every minibatch"
-            )
+            raise self._other_layers(marked)
         if not self.layers:
             blocks = [self._module.get_submodule(part.block) for part in found]  # in which parts are called
             recomputed = [self.frozen.checkpoints or is_checkpointed(block) for block in blocks]
@@ -155,12 +159,12 @@ class Captured:
                 Layer(part.name, GraphLayer(self.device), kind=part.kind, recompute=recompute, piece=self._name)
                 for part, recompute in zip(found, recomputed, strict=True)
             ]
-            self._calls = [part.call for part in found]
+            self._calls, self._marked = [part.call for part in found], marked
         tensors = [self._tensors(part, graph) for part in found]
         if not self._variants:
             for layer, taken in zip(self.layers, tensors, strict=True):
                 graph_layer(layer).take(taken)
-        owns = [self._own(layer, taken) for layer, taken in zip(self.layers, tensors, strict=True)]
+        owns = [self._own(layer, taken, marked) for layer, taken in zip(self.layers, tensors, strict=True)]
         for layer, part, own in zip(self.layers, found, owns, strict=True):
             graph_layer(layer).code.add_graph(part.graph, own, part.changes)
         self._variants.append(variant)
@@ -244,18 +248,29 @@ class Captured:
             self._module.forward(*args, **kwargs)
             return not set(effect.paths).isdisjoint(trial.changed())
 
-    def _own(self, layer: Layer, tensors: Mapping[str, Tensor]) -> list[str | Tensor]:
+    def _own(self, layer: Layer, tensors: Mapping[str, Tensor], marked: Sequence[str]) -> list[str | Tensor]:
         """The paths of ``tensors``, which ``layer`` holds; a constant that it does not hold is given itself."""
         live, own = self._live(), list[str | Tensor]()
         for path, tensor in tensors.items():
             held = graph_layer(layer).held(path)
             if path in live and held is not tensor:
-                raise SettingError(
-                    f"layer '{layer.name}' uses other weights for these inputs than in the first minibatch; call"
-                    f" '{self._name}' in the same way in every minibatch"
-                )
+                raise self._other_layers(marked)
             own.append(path if held is tensor else tensor.detach())
         return own
+
+    def _other_layers(self, marked: Sequence[str]) -> PipelineRefusal:
+        """A later graph, whose nodes are in modules of these ``marked`` paths, cannot be divided as the first graph."""
+        alike = called_alike(self._module, self._marked, marked)
+        names = [*self.beside, *(f"{self._name}.{path}" for path in alike)]
+        return PipelineRefusal(
+            f"'{self._name}' computes by other layers for these inputs than in the first minibatch, as where"
+            " it repeats a block more often, takes another head, or no longer freezes a part; "
+            + (
+                f"pipeline what all minibatches call alike (module={names!r})"
+                if len(alike) > 1
+                else "call it in the same way in every minibatch"
+            )
+        )
 
     def _live(self) -> dict[str, Tensor]:
         live: dict[str, Tensor] = dict(self._module.named_parameters(remove_duplicate=False))

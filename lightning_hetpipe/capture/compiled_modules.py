@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.errors import PipelineRefusal, SettingError
 from lightning_hetpipe.redirect import Redirect
 from lightning_hetpipe.torch_private.modules import COMPILED_CALL, behind_compile, call_uncompiled
 
@@ -49,7 +49,7 @@ def is_looked_through(module: nn.Module) -> bool:
 def refuse_compiled(name: str, layer: nn.Module) -> None:
     """Refuses a compiled module inside layer ``name`` of an ``nn.Sequential``, of which stages run copies."""
     if any(behind_compile(module) is not None for module in layer.modules()):
-        raise SettingError(
+        raise PipelineRefusal(
             f"layer '{name}' holds a module that is compiled by torch.compile, whose copies in stages would be compiled"
             " again; compile the whole nn.Sequential, which is looked through, or none of it"
         )

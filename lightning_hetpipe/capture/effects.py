@@ -27,14 +27,14 @@ from lightning_hetpipe.capture.plain_attributes import (
     refill,
     same_objects,
 )
-from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.errors import PipelineRefusal
 from lightning_hetpipe.pipeline.values import equal
 from lightning_hetpipe.torch_private.tensors import pytree, unseen_change
 
 Plain = Tensor | np.ndarray[Any, Any]
 
 
-class SideEffect(SettingError):
+class SideEffect(PipelineRefusal):
     """Something that a module does besides returning a value, so that no graph stands for it.
 
     Attributes:
@@ -44,8 +44,8 @@ class SideEffect(SettingError):
     def __init__(self, name: str, what: str, line: str | None = None, paths: Sequence[str] = ()) -> None:
         where = f" ({line})" if line else ""
         super().__init__(
-            f"'{name}' {what} in forward{where}, which its graph would not; do it in training_step, return it with the"
-            " output, or set in_flight=1"
+            f"'{name}' {what} in forward{where}, which its graph would not; do it in training_step, or return it with"
+            " the output"
         )
         self.paths = paths
 
@@ -154,12 +154,11 @@ def refuse_seeded(name: str) -> None:
     """Refuse to pipeline the module ``name``, whose numbers a seed of the user's decides.
 
     Raises:
-        SettingError: always.
+        PipelineRefusal: always.
     """
-    raise SettingError(
+    raise PipelineRefusal(
         f"'{name}' draws random numbers after training_step has set a seed, and in stages each minibatch draws from"
-        " generators of its own; set no seed there, name the other modules to pipeline (module=[...]), or set"
-        " in_flight=1"
+        " generators of its own; set no seed there, or name the other modules to pipeline (module=[...])"
     )
 
 

@@ -101,7 +101,7 @@ class EvaluationWatch(Watch):
         """Run the module of ``piece`` as it is, then try whether its layers do the same one by one."""
         args, kwargs = call.args, call.kwargs
         parts, buffers = list(piece.module.modules()), list(piece.module.buffers())
-        counters = [version_counter(buffer) for buffer in buffers]
+        counters = [(id(buffer), version_counter(buffer)) for buffer in buffers]
         attributes = [attributes_with_contents(part) for part in parts]
         # A module may change what it is given.
         own_args, own_kwargs = pytree.tree_map_only(Tensor, torch.clone, (args, kwargs))
@@ -114,7 +114,7 @@ class EvaluationWatch(Watch):
                 raise SettingError("it is called with gradients")
             if any(part.training for part in parts):
                 raise SettingError("it is in training mode")
-            if counters != [version_counter(buffer) for buffer in buffers]:
+            if counters != [(id(buffer), version_counter(buffer)) for buffer in piece.module.buffers()]:
                 raise SettingError("it changes its buffers")
             scripted = any(map(is_scripted, parts))
             apart = self.names is None and not self._known and piece.needs_graph() and not scripted

@@ -22,13 +22,14 @@ import torch
 from torch import Tensor, fx, nn
 from torch.export import Dim, ShapesCollection, export
 
+from lightning_hetpipe.capture.assigned_buffers import WritesByData, replaces_buffer, write_assigned_buffers
 from lightning_hetpipe.capture.data_checks import DataChecks, Decisions, SeenAnswers, Undecidable
 from lightning_hetpipe.capture.effects import Given, SideEffect, untouched
 from lightning_hetpipe.capture.frozen import FrozenValues
 from lightning_hetpipe.capture.gradient_checkpointing import without_checkpoints
 from lightning_hetpipe.capture.opaque_containers import unknown_in, without_opaque
 from lightning_hetpipe.capture.plain_attributes import sets_attribute
-from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.errors import PipelineRefusal, SettingError
 from lightning_hetpipe.torch_private.graphs import traced_as_called
 from lightning_hetpipe.torch_private.modules import without_hooks
 from lightning_hetpipe.torch_private.tensors import pytree
@@ -75,7 +76,7 @@ def graph_of(
         SettingError: if it cannot be captured; the message names the line of the user's where that shows.
     """
     if (unknown := unknown_in((args, kwargs))) is not None:
-        raise SettingError(
+        raise PipelineRefusal(
             f"'{name}' is given a {type(unknown).__name__}, of which torch.export makes no input of a graph; leave"
             " it out of the call, or give the tensors and numbers in it"
         )
@@ -134,7 +135,7 @@ def _traced(
         with (
             _as_one_call(name, module, decisions, numbers, as_called=as_called),
             without_checkpoints(module),
-            _left_alone(name, module, frozen),
+            _left_alone(name, module, frozen) as assigned,
             _silently(),
         ):
             dynamic = shapes.dynamic_shapes(module, (args, kwargs))
@@ -144,11 +145,12 @@ def _traced(
     except Exception as error:
         raise _refusal(name, error, kwargs) from error
     if states != (random.getstate(), _numpy_state()):
-        raise SettingError(
+        raise PipelineRefusal(
             f"'{name}' draws random numbers of Python or numpy in forward, which its graph would repeat for ever; draw"
             " them with torch, or in training_step"
         )
     assert isinstance(graph, fx.GraphModule)
+    write_assigned_buffers(name, graph, dict(module.named_buffers(remove_duplicate=False)), assigned)
     inputs = graph.graph.find_nodes(op="placeholder")
     for number in numbers:
         for user in list(inputs[number].users):
@@ -177,7 +179,7 @@ def _refusal(name: str, error: Exception, kwargs: Mapping[str, Any]) -> SettingE
     reason = next((text.strip() for text in str(error).splitlines() if text.strip()), type(error).__name__)
     if "data-dependent" in str(error) or "DataDependent" in type(error).__name__:
         return decides(name, where, kwargs)
-    return SettingError(
+    return PipelineRefusal(
         f"'{name}' cannot be captured by torch.export{where} ({reason.rstrip('.')}); {_without_labels(kwargs)}write"
         " that part in another way, or let training_step itself run the module, by naming the ones to pipeline"
         " (module=[...])"
@@ -198,7 +200,7 @@ def decides(name: str, where: str = "", kwargs: Mapping[str, Any] | None = None)
         way_out = "give the distribution validate_args=False, or make it in training_step"
     elif _IS_NUMBER.search(where):
         way_out = f"give it that number as an argument (a size, say, as size= of a pooling over graphs), or {way_out}"
-    return SettingError(
+    return PipelineRefusal(
         f"'{name}' decides by the values of its data what to compute{where}, and stages run a graph that is the same"
         f" for every minibatch; {_without_labels(kwargs or {})}{way_out}"
     )
@@ -215,28 +217,32 @@ def _users_line(error: Exception) -> str | None:
 
 
 @contextmanager
-def _left_alone(name: str, module: nn.Module, frozen: FrozenValues) -> Iterator[None]:
+def _left_alone(name: str, module: nn.Module, frozen: FrozenValues) -> Iterator[set[str]]:
     """Undo what tracing leaves in the modules' attributes, such as weights that ``torch.nn.utils`` computes.
 
-    A side effect of ``forward`` is refused, as a graph would not have it; so is a tensor that ``forward`` puts in the
-    place of a buffer. (Tracing runs ``forward``, not for the first time: what it sets in its first call only, it has
-    set by now.) Hooks of the module itself run around its graph, so they are no part of it.
+    A side effect of ``forward`` is refused, as a graph would not have it; so is a tensor of another kind that
+    ``forward`` puts in the place of a buffer. (Tracing runs ``forward``, not for the first time: what it sets in its
+    first call only, it has set by now.) Hooks of the module itself run around its graph, so they are no part of it.
+
+    Yields:
+        The paths, in the module, of buffers that it has assigned.
     """
     buffers: dict[str, Tensor] = {}
+    assigned: set[str] = set()
 
     def begin(*call: Any) -> None:
-        buffers.update(module.named_buffers(prefix=name))  # what stands for them while it is traced
+        buffers.update(module.named_buffers())  # what stands for them while it is traced
 
     def check(*call: Any) -> None:
         if (changed := trial.changed_attribute()) is not None:
             part, attribute = changed
             raise sets_attribute(name, part, attribute, frozen.line_of(attribute))
-        for path, buffer in module.named_buffers(prefix=name):
-            if buffers.get(path) is not buffer:
-                raise SettingError(
-                    f"'{name}' puts another tensor in the place of its buffer '{path}' in forward, which its graph"
-                    " would not; change the buffer in place, as by copy_()"
-                )
+        for path, buffer in module.named_buffers():
+            if (before := buffers.get(path)) is buffer:
+                continue
+            if before is None or any(getattr(before, a) != getattr(buffer, a) for a in ("shape", "dtype", "device")):
+                raise replaces_buffer(name, f"{name}.{path}")
+            assigned.add(path)
         if paths := trial.changed():
             told = paths[0] if "'" in paths[0] else f"'{paths[0]}'"
             raise SideEffect(name, f"changes {told}", frozen.line_of(paths[0]), paths)
@@ -244,7 +250,7 @@ def _left_alone(name: str, module: nn.Module, frozen: FrozenValues) -> Iterator[
     with untouched(module, frozen) as trial, without_hooks(module):
         module.register_forward_pre_hook(begin)
         module.register_forward_hook(check)
-        yield
+        yield assigned
 
 
 @contextmanager
@@ -267,7 +273,7 @@ def _as_one_call(
         given = Given(name, forward, args, kwargs)
         held["forward"] = forward
         try:
-            with decisions, traced_as_called() if as_called else contextlib.nullcontext():
+            with decisions, WritesByData(module), traced_as_called() if as_called else contextlib.nullcontext():
                 output = without_opaque(name, forward(*args, **kwargs))
             given.refuse_changes()
             return output, decisions.asked

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lightning_hetpipe.capture.pieces import Piece, refuse_hooks
 from lightning_hetpipe.capture.plain_attributes import attributes_with_contents, changed_attribute, plain_attributes
-from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.errors import PipelineRefusal
 from lightning_hetpipe.torch_private.modules import contents, has_hooks
 from lightning_hetpipe.torch_private.tensors import version_counter
 
@@ -105,7 +105,7 @@ class Fingerprint:
             for name, module in now:
                 refuse_hooks(name, module)
             if [module for _, module in now] != [layer.module for layer in piece.layers]:
-                raise SettingError(
+                raise PipelineRefusal(
                     f"layers of '{piece.name}' were added, removed or replaced after the first minibatch, which has"
                     " shown the pipeline what there is; do it before fit, or in setup or configure_model"
                 )

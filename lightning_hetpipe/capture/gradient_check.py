@@ -16,7 +16,7 @@ from torch import Tensor
 from lightning_hetpipe.capture.call_tree import WatchedCall
 from lightning_hetpipe.capture.captured import graph_layer
 from lightning_hetpipe.capture.pieces import Piece
-from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.errors import PipelineRefusal
 from lightning_hetpipe.pipeline.graph_layer import GraphLayer, own_path
 from lightning_hetpipe.pipeline.values import Value, tensors_of
 from lightning_hetpipe.torch_private.autograd import graph_leaves, graph_start
@@ -41,7 +41,7 @@ def refuse_other_gradients(
         copied: Makes a copy of a layer, with the buffers from before the call.
 
     Raises:
-        SettingError: which names the first input or weight with another gradient.
+        PipelineRefusal: which names the first input or weight with another gradient.
     """
     outputs = [tensor for tensor in call.outputs if tensor.requires_grad]
     if not outputs:
@@ -61,10 +61,10 @@ def refuse_other_gradients(
     largest = max((_norm(gradient) for gradient in of_module if gradient is not None), default=0.0)
     for name, one, other in zip(wanted, of_module, found, strict=True):
         if not _alike(one, other, largest):
-            raise SettingError(
+            raise PipelineRefusal(
                 f"the graph that torch.export makes of '{piece.name}' gives other gradients than the module itself, of"
                 f" {name} first, so that the module does something in its backward that the graph does not see; do"
-                " that in training_step, or set in_flight=1"
+                " that in training_step"
             )
 
 

@@ -17,6 +17,7 @@ import operator
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -99,6 +100,37 @@ def compute_nodes(graph: fx.Graph) -> Iterator[fx.Node]:
 def path_of(node: fx.Node) -> str:
     """The path of the innermost module that runs ``node``."""
     return _unmarked(_marked_path(node))
+
+
+def marked_paths(graph: fx.Graph) -> list[str]:
+    """The paths of the modules that run the nodes of ``graph``, in order; calls of one module again are marked."""
+    return [path for path, _ in groupby(map(_marked_path, compute_nodes(graph)))]
+
+
+def called_alike(module: nn.Module, one: Sequence[str], other: Sequence[str]) -> list[str]:
+    """The paths of the outermost parts of ``module`` with weights that two graphs call alike, and in one order.
+
+    Args:
+        module: The captured module.
+        one: The marked paths of a graph.
+        other: The marked paths of another graph.
+    """
+    found: list[str] = []
+    pending = list(reversed(_children(module, "")))
+    while pending:
+        path, part = pending.pop()
+        calls = _calls_in([path], one)
+        is_called = calls and not isinstance(part, nn.ModuleList | nn.ModuleDict)
+        if is_called and any(True for _ in part.parameters()) and calls == _calls_in([path], other):
+            found.append(path)
+        else:
+            pending += reversed(_children(part, path))
+    return found if _calls_in(found, one) == _calls_in(found, other) else []
+
+
+def _calls_in(parts: Sequence[str], marked: Sequence[str]) -> list[str]:
+    """Those of the ``marked`` paths that lie in ``parts``."""
+    return [path for path in marked if any(f"{_unmarked(path)}.".startswith(f"{part}.") for part in parts)]
 
 
 def _marked_path(node: fx.Node) -> str:
@@ -200,7 +232,8 @@ def _is_a_look(node: fx.Node) -> bool:
 def changed_buffers(nodes: Iterable[fx.Node]) -> Iterator[str]:
     """The paths of the buffers that ``nodes`` change in place."""
     for node in nodes:
-        yield from (str(value.target) for value in _written_and_viewed(node)[0] if value.op == "get_attr")
+        bases = [base_of(value) for value in _written_and_viewed(node)[0]]  # a view of a buffer may be changed
+        yield from (str(base.target) for base in bases if base.op == "get_attr")
 
 
 def written_by(node: fx.Node) -> list[fx.Node]:
@@ -226,7 +259,7 @@ def _spans(graph: fx.Graph, found: Sequence[LayerNodes]) -> Iterator[tuple[int, 
         written, viewed = _written_and_viewed(node)
         for value in written:
             same = shares.setdefault(value, {value})
-            if value.op == "get_attr":  # a buffer: whoever reads it has to be with whoever changes it
+            if base_of(value).op == "get_attr":  # a buffer: whoever reads it has to be with whoever changes it
                 users = [layer[user] for one in same for user in (one, *one.users) if user in layer]
                 yield min(users), max(users)
             else:

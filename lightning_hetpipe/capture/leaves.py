@@ -7,7 +7,7 @@ from collections.abc import Collection
 from torch import Tensor, nn
 
 from lightning_hetpipe.capture.compiled_modules import refuse_scripted
-from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.errors import PipelineRefusal
 from lightning_hetpipe.torch_private.autograd import graph_leaves, graph_start
 
 
@@ -29,7 +29,7 @@ def refuse_leaves(root: nn.Module, allowed: Collection[int], loss: Tensor, made_
         return
     name = next((name for name, parameter in root.named_parameters() if parameter is reached), None)
     if name is None:
-        raise SettingError(
+        raise PipelineRefusal(
             f"the loss depends on a tensor of shape {tuple(reached.shape)} that requires a gradient and is no"
             f" parameter of {type(root).__name__}, and the pipeline would give it none; register a parameter in a"
             " module that training_step calls, and leave requires_grad_() of a batch out"
@@ -37,7 +37,7 @@ def refuse_leaves(root: nn.Module, allowed: Collection[int], loss: Tensor, made_
     for path, module in root.named_modules():
         if any(parameter is reached for parameter in module.parameters(recurse=False)):
             refuse_scripted(path, module)
-    raise SettingError(
+    raise PipelineRefusal(
         f"training_step gives the parameter '{name}' to a compiled function, or to one written in C++, where the"
         f" pipeline cannot put this minibatch's version in its place; give it {name}.clone(), or move what uses it into"
         " a module that training_step calls"
@@ -54,7 +54,7 @@ def refuse_foreign_leaf(layer: str, root: nn.Module, leaf: Tensor) -> None:
     what = found or (
         f"a tensor of shape {tuple(leaf.shape)} that requires a gradient (as with torch.func.functional_call)"
     )
-    raise SettingError(
+    raise PipelineRefusal(
         f"layer '{layer}' computes with {what}, which is not its own, so that its stage would neither follow nor train"
         " it; let a module in the layer hold it as a parameter, too, or give it to the call as an argument"
     )

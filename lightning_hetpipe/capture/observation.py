@@ -17,7 +17,7 @@ from lightning_hetpipe.capture.leaves import refuse_foreign_leaf
 from lightning_hetpipe.capture.opaque_containers import opaque_in
 from lightning_hetpipe.capture.pieces import class_of, refuse_hooks
 from lightning_hetpipe.capture.plain_attributes import refuse_changes
-from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.errors import PipelineRefusal, SettingError
 from lightning_hetpipe.pipeline.reentrant_checkpoints import is_reentrant_checkpoint, reentrant_checkpoint
 from lightning_hetpipe.pipeline.stage import Layer
 from lightning_hetpipe.pipeline.values import blocks, tensors_of
@@ -90,14 +90,14 @@ class Observation:
         name, module = self.name, self.module
         refuse_hooks(name, module)
         if owner := next((part for part in module.modules() if _holds_generator(part)), None):
-            raise SettingError(
+            raise PipelineRefusal(
                 f"layer '{name}' keeps a random generator of its own (in {type(owner).__name__}), which the copies of"
                 " the layer would not share; draw without it, then every minibatch has its own random numbers"
             )
         for leaf in self.foreign[:1]:
             refuse_foreign_leaf(name, root, leaf)
         if self._changes_weights:
-            raise SettingError(
+            raise PipelineRefusal(
                 f"layer '{name}' changes its own weights in forward (as nn.Embedding(max_norm=...) does), which only"
                 " its copies would see; change them in a callback, after the optimizer's step"
             )
@@ -111,7 +111,7 @@ class Observation:
             if is_reentrant_checkpoint(node):
                 raise reentrant_checkpoint()
             function = type(node).__name__.removesuffix("Backward")
-            raise SettingError(
+            raise PipelineRefusal(
                 f"'{self.name}' has a backward pass of its own, the torch.autograd.Function {function}, which"
                 " torch.export does not keep; write it with torch's operators, or call it in training_step between two"
                 " modules"
@@ -119,7 +119,7 @@ class Observation:
 
 
 def changes_input(layer: str, piece: str) -> SettingError:
-    return SettingError(
+    return PipelineRefusal(
         f"layer '{layer}' changes the input of the pipelined module '{piece}' in place, which training_step could not"
         " see; make it work out of place (inplace=False)"
     )
@@ -128,7 +128,7 @@ def changes_input(layer: str, piece: str) -> SettingError:
 def refuse_opaque(what: str, value: Any) -> None:
     """Refuse an object in ``value`` that holds tensors; ``what`` is said to be or have it."""
     if (opaque := opaque_in(value)) is not None:
-        raise SettingError(
+        raise PipelineRefusal(
             f"{what} a {type(opaque).__name__} that holds tensors, whose gradients would be lost on the way through"
             " the pipeline; put tensors into tuples, lists, dicts or plain dataclasses"
         )

@@ -26,7 +26,7 @@ from lightning_hetpipe.capture.noticed_calls import HOOK, INFERENCE, JOINT_HOOK,
 from lightning_hetpipe.capture.opaque_containers import without_opaque
 from lightning_hetpipe.capture.pieces import Piece
 from lightning_hetpipe.capture.plain_attributes import PLAIN
-from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.errors import PipelineRefusal
 from lightning_hetpipe.pipeline.graph_layer import GraphLayer
 from lightning_hetpipe.pipeline.operands import across_devices_of
 from lightning_hetpipe.pipeline.random.generators import RandomGenerators
@@ -58,7 +58,7 @@ def capture(piece: Piece, calls: Sequence[WatchedCall], generators: RandomGenera
         if call.was_changed:  # what it was given or gave is not there any more: the next minibatch compares them
             continue
         if call.gave is None or not equal_outputs(found, call.gave):
-            raise SettingError(
+            raise PipelineRefusal(
                 f"the graph that torch.export makes of '{piece.name}' gives other values than the module itself, so"
                 " that the module depends on something that the graph does not see, such as an attribute that forward"
                 " reads and others set; make it a buffer or an argument, or call the module's parts from training_step"
@@ -124,7 +124,7 @@ def compare(
             other = "gradients"
         if other is not None and _equal((gave, autograd), run()):
             batch = f"minibatch {minibatch}" if isinstance(minibatch, int) else "an evaluation"
-            raise SettingError(
+            raise PipelineRefusal(
                 f"'{piece.name}' computes other {other} in {batch} than its graph, which has frozen what"
                 f" forward reads from Python outside the module: {changed or 'something'} changed after it was"
                 " captured; give it to the module as a tensor argument, or keep it in a buffer of the module's"

@@ -16,7 +16,7 @@ from torch import nn
 
 from lightning_hetpipe.capture.captured import Captured
 from lightning_hetpipe.capture.sequentials import has_users_layers, is_plain_sequential, layers_of, shares_draws
-from lightning_hetpipe.errors import SettingError, nearest
+from lightning_hetpipe.errors import PipelineRefusal, SettingError, nearest
 from lightning_hetpipe.pipeline.autocast import Autocast
 from lightning_hetpipe.pipeline.random.generators import RandomGenerators
 from lightning_hetpipe.pipeline.stage import Layer
@@ -167,7 +167,7 @@ def named_pieces(root: nn.Module, setting: str | Sequence[str] | None) -> list[s
 
 def never_called(names: Collection[str], name: str) -> SettingError:
     """The ``module`` setting has a name that is never called."""
-    return SettingError(
+    return PipelineRefusal(
         f"module={list(names)!r} names '{name}', which training_step did not call, or only inside another pipelined"
         " module; leave it out of module, or call it in every training_step"
     )
@@ -184,7 +184,7 @@ def refuse_hooks(name: str, layer: nn.Module) -> None:
     """Refuses hooks of the user's on layer ``name``, or on anything in it."""
     hooked = next((module for module in layer.modules() if has_hooks(module)), None)
     if hooked is not None:
-        raise SettingError(
+        raise PipelineRefusal(
             f"layer '{name}' has a hook (on {type(hooked).__name__}), which a stage would run at the same time as other"
             " user code; remove it (a profiler's with PyTorchProfiler(record_module_names=False)), or put it on the"
             " pipelined module itself"

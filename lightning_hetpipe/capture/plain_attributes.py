@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.errors import PipelineRefusal
 from lightning_hetpipe.pipeline.computed_weights import computed_names
 from lightning_hetpipe.pipeline.random import generators
 from lightning_hetpipe.redirect import Redirect
@@ -67,10 +67,10 @@ def refuse_changes(layer: str, module: nn.Module, before: dict[str, Any]) -> Non
         raise sets_attribute(layer, module, changed)
 
 
-def sets_attribute(layer: str, module: nn.Module, attribute: str, line: str | None = None) -> SettingError:
+def sets_attribute(layer: str, module: nn.Module, attribute: str, line: str | None = None) -> PipelineRefusal:
     """The forward of ``layer`` changes an ``attribute`` of ``module`` in it, in this ``line`` of the user's."""
     where = f" ({line})" if line else ""
-    return SettingError(
+    return PipelineRefusal(
         f"layer '{layer}' sets its attribute '{attribute}' (of {type(module).__name__}) in forward{where}, which only"
         " its copies in the stages would see; make it a buffer (register_buffer), or return it with the output"
     )

@@ -33,7 +33,7 @@ from lightning_hetpipe.capture.piece_search import CAPTURE_TIMEOUT, PieceSearch,
 from lightning_hetpipe.capture.pieces import Piece, never_called
 from lightning_hetpipe.capture.plain_attributes import attributes_with_contents
 from lightning_hetpipe.capture.user_code import user_bytes
-from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.errors import PipelineRefusal, SettingError
 from lightning_hetpipe.pipeline.random.generators import RandomGenerators
 from lightning_hetpipe.pipeline.reentrant_checkpoints import is_reentrant_checkpoint, reentrant_checkpoint
 from lightning_hetpipe.pipeline.stage import Layer
@@ -157,9 +157,7 @@ class TrainingWatch(Watch):
             raise never_called(self.names or (), missing[0])
         if not any(p.requires_grad for call in self._calls for p in call.piece.module.parameters()):
             asked = f" (of module={list(self.names)!r})" if self.names else ""
-            raise SettingError(
-                f"training_step called no module with trainable parameters{asked}; call one, or use another strategy"
-            )
+            raise PipelineRefusal(f"training_step called no module with trainable parameters{asked}; call one")
         held = {id(weight) for call in self._calls for weight in call.piece.module.parameters()}
         for name, weight in self.root.named_parameters():
             versioned = weight.requires_grad or id(weight) in held  # others are read as they are
@@ -202,7 +200,7 @@ class TrainingWatch(Watch):
         if all(each.piece.module is not module for each in self._calls):
             pieces = [each.piece for each in self._calls]
             if (part := next((piece for piece in pieces if piece.module in module.modules()), None)) is not None:
-                raise SettingError(
+                raise PipelineRefusal(
                     f"training_step calls '{name}' and, before it, '{part.name}', which is a part of it; call the"
                     " whole, or its parts"
                 )
@@ -236,7 +234,7 @@ class TrainingWatch(Watch):
                 node.check(partial(refuse_seeded, call.name))
             return output
         except Exception as error:
-            node.refusal = node.refusal or SettingError(
+            node.refusal = node.refusal or PipelineRefusal(
                 f"a call of '{call.name}' in the first minibatch raised {type(error).__name__}, which was caught; call"
                 " it only where it does not, as the pipeline makes the same calls in every minibatch"
             )
@@ -369,7 +367,7 @@ def _now() -> float:
 
 def _refuse_global_hooks() -> None:
     if has_global_hooks():
-        raise SettingError(
+        raise PipelineRefusal(
             "a hook on all modules is set (torch.nn.modules.module.register_module_...), which stages would run at"
             " the same time as other user code; remove it before fit"
         )

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.errors import PipelineRefusal, SettingError
 
 _ALWAYS = {
     torch.empty,
@@ -86,7 +86,7 @@ class _Creating(TorchFunctionMode):
         return torch.as_tensor(value, dtype=self._dtype)
 
     def _refusal(self, func: Callable[..., Any]) -> SettingError:
-        return SettingError(
+        return PipelineRefusal(
             f"a pipelined layer makes floating-point numbers of whole ones with {getattr(func, '__name__', func)}, for"
             " which torch takes the process's default dtype, and a stage has none of its own; convert its input first,"
             f" as with .to({self._dtype}), or train with precision='32-true'"

@@ -16,7 +16,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
-from lightning_hetpipe.errors import Discarded, SettingError
+from lightning_hetpipe.errors import Discarded, PipelineRefusal
 from lightning_hetpipe.pipeline.buffers import may_change
 from lightning_hetpipe.pipeline.computed_weights import compute, computed_names
 from lightning_hetpipe.pipeline.live import NO_MOVES, Live, Moves
@@ -391,9 +391,9 @@ def _check_shared_buffers(parts: Sequence[Sequence[Layer]]) -> None:
         for key, (name, changes) in here.items():
             owner, changed = owners.get(key, ("", False))
             if owner and (changes or changed):
-                raise SettingError(
+                raise PipelineRefusal(
                     f"layers {owner} and {name} share a module that has buffers, and a stage begins between them;"
-                    " give each layer a module of its own, or set stages=1"
+                    " give each layer a module of its own, set stages=1"
                 )
         owners.update(here)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NoReturn
 
-from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.errors import PipelineRefusal, SettingError
 from lightning_hetpipe.torch_private.tensors import pytree
 
 
@@ -45,7 +45,7 @@ class LeftOut:
         raise self._error("a call of it")
 
     def _error(self, used: str) -> SettingError:
-        return SettingError(
+        return PipelineRefusal(
             f"the pipelined module '{self._module}' gives a {self._kind}, of which {used} is used; the pipeline hands"
             " on tensors in tuples, lists, dicts and plain dataclasses, and has left that object out; let the module"
             " return the tensors that are needed of it, or name the modules in it to pipeline (module=[...])"

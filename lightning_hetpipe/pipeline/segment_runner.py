@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.errors import PipelineRefusal
 from lightning_hetpipe.pipeline.autocast import Autocast
 from lightning_hetpipe.pipeline.buffers import Buffers, may_change, places
 from lightning_hetpipe.pipeline.compile.compilation import Compiled, Kind, KindsOfCalls
@@ -183,7 +183,7 @@ class SegmentRunner:
             below, found = [*both[: len(saved.inputs)]], both[len(saved.inputs) :]
         del saved, outputs
         if before != self.buffers.changes(task.minibatch):
-            raise SettingError(
+            raise PipelineRefusal(
                 f"a backward pass of {self.describe()} changed buffers (as torch.utils.checkpoint around a BatchNorm"
                 " does), which the next minibatches' forwards have read already; leave such layers out of the"
                 " checkpoint"
@@ -195,7 +195,7 @@ class SegmentRunner:
         numbers and state of autocast, and so the same bit for bit; it changes no buffer that anybody sees.
         """
         if saved.changes != [version_counter(tensor) for tensor in saved.inputs]:
-            raise SettingError(
+            raise PipelineRefusal(
                 f"what {self.describe()} were given was changed in place after their forward, which is to be computed"
                 " again from it (recompute=True); change a copy of it, or leave recompute out"
             )
@@ -206,7 +206,7 @@ class SegmentRunner:
         """Run the layers on ``inputs``, nested as the value of ``task`` is."""
         # A layer that changes its input in place may change neither a leaf nor what the stage before has kept.
         if self._mutates_input and len(blocks(inputs)) < sum(1 for tensor in inputs if tensor.numel()):
-            raise SettingError(
+            raise PipelineRefusal(
                 f"a layer of {self.describe()} changes its input in place, and is given several tensors in the same"
                 " memory, which part where a stage begins; make it work out of place (inplace=False)"
             )
@@ -229,7 +229,7 @@ class SegmentRunner:
                 for call in self._calls:
                     current = call(current)
         if before != [version_counter(tensor) for tensor in inputs]:
-            raise SettingError(
+            raise PipelineRefusal(
                 f"a layer of {self.describe()} changed its input in place, which it did not do in the first minibatch;"
                 " let it do so always, or never"
             )

@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.errors import PipelineRefusal
 from lightning_hetpipe.pipeline.stage_messages import Flags, Move, Version
 from lightning_hetpipe.pipeline.streams import StreamEvent
 from lightning_hetpipe.pipeline.values import all_equal, unequal
@@ -316,7 +316,7 @@ def copy_of(
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
-        raise SettingError(
+        raise PipelineRefusal(
             f"the pipelined layers cannot be copied for weight stashing ({error}); give them only attributes that"
             " copy.deepcopy can copy"
         ) from error

@@ -23,6 +23,7 @@ from torch import nn
 from lightning_hetpipe.capture.microbenchmark import measure
 from lightning_hetpipe.capture.pieces import Piece, named_pieces
 from lightning_hetpipe.lightning_private import BEFORE_TRANSFER, EvaluatingLoop
+from lightning_hetpipe.pipeline.compiled_calls import compiled_calls_apart
 from lightning_hetpipe.pipeline.operands import OperandsTogether
 from lightning_hetpipe.pipeline.random.generators import RandomGenerators
 from lightning_hetpipe.pipeline.stage import StageSettings
@@ -107,7 +108,7 @@ class Evaluation(TrainerRun):
         threads, around = torch.get_num_threads(), self._run
         torch.set_num_threads(self.settings.torch_threads)
         # A BatchSizeFinder runs the loop within that loop's own start.
-        with nullcontext() if around is None else around.suspended():
+        with nullcontext() if around is None else around.suspended(), compiled_calls_apart():
             self._run = run = EvaluationRun(self)
             try:
                 return original()

@@ -23,7 +23,7 @@ from torch import Tensor
 from lightning_hetpipe.capture.compiled_modules import look_through
 from lightning_hetpipe.capture.watch import TrainingWatch
 from lightning_hetpipe.emulation import Emulation
-from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.errors import PipelineRefusal, SettingError
 from lightning_hetpipe.hosts.remote_stage import HostLost
 from lightning_hetpipe.hosts.stages_apart import StagesApart
 from lightning_hetpipe.lightning_private import (
@@ -33,6 +33,7 @@ from lightning_hetpipe.lightning_private import (
     begun_minibatches,
     step_arguments,
 )
+from lightning_hetpipe.pipeline.compiled_calls import compiled_calls_apart
 from lightning_hetpipe.pipeline.engine import Engine
 from lightning_hetpipe.pipeline.freed_memory import keep_freed_memory
 from lightning_hetpipe.pipeline.live import Moves
@@ -221,7 +222,11 @@ class Fit(TrainerRun):
         if not self._stays:
             torch.set_num_threads(self._settings.torch_threads)
         looks_ahead = self._looks_ahead and not isinstance(fetcher, DataLoaderIterFetcher)
-        self._driver.epoch(redirect.original, fetcher, looks_ahead)
+        try:
+            self._driver.epoch(redirect.original, fetcher, looks_ahead)
+        except PipelineRefusal as refusal:
+            refusal.way_out = self._settings.way_out
+            raise
 
     # What the driver asks of the loop.
 
@@ -262,6 +267,7 @@ class Fit(TrainerRun):
         settings = self._settings
         if settings.is_spread:
             return [self._spread_run(settings)]
+        self._undo.enter_context(compiled_calls_apart())
         if (preferred := settings.weights[0]).predicts:
             self._prediction = prediction_of(preferred.name, self._trainer.optimizers[0])
             self._around.append(self._prediction)
@@ -382,6 +388,7 @@ class Fit(TrainerRun):
             piece.inputs.clear()  # the watched step's activations
             if piece.captured is not None:
                 piece.captured.exclusive = engine.compute_lock.exclusive
+                piece.captured.beside = [other.name for other in pieces if other is not piece]
         self._evaluation.take_over(pieces, layout, in_flight)
         self._evaluation.parts = parts
         telemetry = Telemetry(trainer, engine, layout, self._synchroniser.metrics)

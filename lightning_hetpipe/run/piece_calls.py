@@ -13,7 +13,7 @@ from lightning_hetpipe.capture.fingerprint import Fingerprint
 from lightning_hetpipe.capture.interceptor import NOT_TAKEN, Interceptor, ModuleCall
 from lightning_hetpipe.capture.parity_check import compare
 from lightning_hetpipe.capture.pieces import Piece
-from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.errors import PipelineRefusal
 from lightning_hetpipe.pipeline.operands import OperandsTogether
 from lightning_hetpipe.pipeline.random.generators import RandomGenerators, drawing_nothing, draws_now
 from lightning_hetpipe.pipeline.user.batch_in_flight import current
@@ -111,14 +111,14 @@ class PieceCalls(PieceForwards):
             refuse_seeded(name)
         changed = self.fingerprint.changed()
         if changed is not None and not self.fingerprint.with_own_parameters(index):
-            raise SettingError(
+            raise PipelineRefusal(
                 f"training_step calls '{name}' with other parameters than its own (as with"
                 " torch.func.functional_call), of which the pipeline keeps no versions; call it with its own"
             )
         if changed is None and (other := self.fingerprint.other_mode(self._modes)) is not None:
             changed = f"{other}.training"
         if changed is not None:
-            raise SettingError(
+            raise PipelineRefusal(
                 f"training_step changes '{changed}' before it calls '{name}', which stages, that run copies, would see"
                 " too late; give it to the call as an argument, or change it in a callback at the start of an epoch"
             )

@@ -12,7 +12,7 @@ import torch
 from lightning.fabric.utilities import move_data_to_device
 
 from lightning_hetpipe.capture.leaves import refuse_leaves
-from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.errors import PipelineRefusal
 from lightning_hetpipe.pipeline.engine import Engine
 from lightning_hetpipe.pipeline.operands import OperandsTogether
 from lightning_hetpipe.pipeline.user.minibatch import Minibatch, Step
@@ -145,7 +145,7 @@ class PipelinedSteps(Steps, Extension):
     def step(self, number: int, native: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """Wait for minibatch ``number``."""
         if number == self._last:
-            raise SettingError(
+            raise PipelineRefusal(
                 f"{type(self._trainer.optimizers[0]).__name__} evaluates the loss several times in one step, and a"
                 " pipeline runs each minibatch once; use another optimizer"
             )

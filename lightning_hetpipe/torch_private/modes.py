@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
 from types import FunctionType
@@ -23,7 +24,7 @@ from torch.overrides import (
     has_torch_function,
 )
 from torch.utils import checkpoint as _checkpoint
-from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode, _pop_mode, _push_mode
 from torch.utils.checkpoint import _infer_device_type, get_device_states
 
 
@@ -198,3 +199,16 @@ class ThreadDispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  #
         if innermost is not self:
             _push_mode(innermost)
         return innermost is self
+
+
+@contextmanager
+def without_dispatch_modes() -> Iterator[None]:
+    """Within it, no ``ThreadDispatchMode`` that is innermost in this thread is on."""
+    left: list[ThreadDispatchMode] = []
+    while isinstance(mode := _get_current_dispatch_mode(), ThreadDispatchMode):
+        left.append(_pop_mode())
+    try:
+        yield
+    finally:
+        for mode in reversed(left):
+            _push_mode(mode)

@@ -107,7 +107,7 @@ def test_the_remedy_for_a_loss_in_the_model() -> None:
 
 
 class Replaces(nn.Module):
-    """Replaces its buffer, which a graph would leave as it is."""
+    """Puts a tensor of another shape in the place of its buffer, which a graph could not write into it."""
 
     mean: Tensor
 
@@ -116,7 +116,7 @@ class Replaces(nn.Module):
         self.register_buffer("mean", torch.zeros(()))
 
     def forward(self, x: Tensor) -> Tensor:
-        self.mean = self.mean + x.detach().mean()
+        self.mean = (self.mean + x.detach().mean()).reshape(1)
         return x + self.mean
 
 

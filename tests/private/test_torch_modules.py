@@ -19,6 +19,7 @@ from lightning_hetpipe.torch_private.modes import (
     UntoldFunction,
     enter_function_mode,
     leave_function_mode,
+    without_dispatch_modes,
 )
 from lightning_hetpipe.torch_private.modules import (
     computing_hooks,
@@ -128,7 +129,7 @@ def test_without_tensors() -> None:
     assert layer(torch.ones(1, 2))[0].shape == (1, 2), "a spread RNN would have lost its list of weights"
 
 
-@guards("_python_dispatch", "_push_mode", "_pop_mode", "_should_skip_dynamo")
+@guards("_python_dispatch", "_push_mode", "_pop_mode", "_get_current_dispatch_mode", "_should_skip_dynamo")
 def test_dispatch_modes() -> None:
     mode = Counts()
     wrapped = "torch wraps each mode against torch.compile, which costs every operator of users' layers 6 us more"
@@ -136,6 +137,8 @@ def test_dispatch_modes() -> None:
     broken = "random operators of layers could not be given a generator of their own (law L7)"
     with mode:
         torch.zeros(1).add_(1)
+        with mode, without_dispatch_modes():
+            torch.ones(1)
     torch.ones(1)
     assert mode.seen == ["zeros.default", "add_.Tensor"], broken
 

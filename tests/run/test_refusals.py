@@ -206,7 +206,7 @@ def test_nothing_to_pipeline() -> None:
         return F.cross_entropy(F.linear(x, module.net[0].weight), y)
 
     module = Learner(functional)
-    assert_refused(module, "training_step called no module with trainable parameters", "call one, or use another")
+    assert_refused(module, "training_step called no module with trainable parameters", "call one, or set in_flight=1")
 
 
 @pytest.mark.parametrize("in_flight", IN_FLIGHT)

@@ -204,6 +204,9 @@ def drawn(path: str, ordinal: int, operator: Callable[..., Any], *args: Any, **k
     """Runs ``operator``, random operation ``ordinal`` of module ``path``, which stands in a captured graph."""
     if torch.compiler.is_dynamo_compiling():
         return draw_in_graph(path, ordinal, operator, *args, **kwargs)
+    if getattr(operator, "overloadpacket", None) is torch.ops.aten.randint_like:
+        # torch.randint_like gives it no tensor that requires a gradient, for which the operator lacks a derivative.
+        args = (args[0].detach(), *args[1:])
     draws = _thread.draws
     if draws is None:
         return operator(*args, **kwargs)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.errors import PipelineRefusal
 from lightning_hetpipe.pipeline.autocast import Autocast
 from lightning_hetpipe.pipeline.streams import StreamEvent, move
 from lightning_hetpipe.pipeline.user.batch_in_flight import BatchInFlight, running
@@ -138,11 +138,14 @@ class Minibatch(BatchInFlight):
         calls, done = self._engine.calls, len(self._calls)
         if done == len(calls) or calls[done].piece != piece:
             often = sum(call.piece == piece for call in calls)
-            raise SettingError(
+            again = self.calls_of(piece) == often
+            expected = name if again else self._engine.piece_names[calls[done].piece]
+            raise PipelineRefusal(
                 f"the pipelined module '{name}' was called "
-                + (f"more often than {_times(often)}" if self.calls_of(piece) == often else "out of order")
+                + (f"more often than {_times(often)}" if again else "out of order")
                 + (" (by a backward pass, as torch.utils.checkpoint does)" if self._in_backward else "")
-                + f"; call the pipelined modules as often and in the same order as in the first minibatch{_SKIPPED}"
+                + "; call the pipelined modules as often and in the same order as in the first minibatch"
+                + f"{self._without(expected)}{_SKIPPED}"
             )
         call = PieceCall(calls[done], Value.of(inputs), Autocast.current(), self._engine.streams.user)
         self._calls.append(call)
@@ -197,18 +200,26 @@ class Minibatch(BatchInFlight):
         event = self._engine.streams.user.record(gradient.device for gradient in found.values()) if found else None
         self.sums.update((live, Sum(gradient, event)) for live, gradient in found.items())
 
+    def _without(self, name: str) -> str:
+        """Say how to pipeline all pieces but ``name``; nothing if these are too few for the stages."""
+        others = [each for each in self._engine.piece_names if each != name]
+        return (
+            f", or pipeline only modules that are (module={others!r})"
+            if len(others) >= len(self._engine.stages)
+            else ""
+        )
+
     def _check_calls(self) -> None:
         missing = self._engine.calls[len(self._calls) :]
         if missing:
             piece, ordinal = missing[0].piece, missing[0].ordinal
             name, often = self._engine.piece_names[piece], sum(call.piece == piece for call in self._engine.calls)
-            raise SettingError(
+            raise PipelineRefusal(
                 f"training_step called the pipelined module '{name}' {_times(ordinal)}, and {_times(often)} in the"
-                " first minibatch; call the same modules as often in every minibatch, or pipeline only those that are"
-                " (module=[...])"
+                f" first minibatch; call the same modules as often in every minibatch{self._without(name)}"
                 if ordinal
                 else f"training_step did not call the pipelined module '{name}' this time; call the same modules in"
-                f" every minibatch, or pipeline only those that are (module=[...]){_SKIPPED}"
+                f" every minibatch{self._without(name)}{_SKIPPED}"
             )
 
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hetpipe.accelerator import accelerates
-from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.errors import PipelineRefusal, SettingError
 from lightning_hetpipe.pipeline.live import Live
 from lightning_hetpipe.pipeline.weight_stash import VersionedLayers
 from lightning_hetpipe.rules.versions import Reading
@@ -109,7 +109,7 @@ class _StandIn:
         """
         live, later = self._now()
         if live is not self._nodes[0]:
-            raise SettingError(
+            raise PipelineRefusal(
                 f"training_step uses a tensor of shape {tuple(self.live.shape)} that it gave to a pipelined module and"
                 " has changed in place meanwhile by way of another tensor (a view of it, or what it is a view of);"
                 " change a clone() of that"
@@ -262,7 +262,7 @@ class ParameterView(OwnMode):
                 result = found.live
         for buffer, counter in zip(buffers, before, strict=True):
             if version_counter(buffer.live) != counter:
-                raise SettingError(
+                raise PipelineRefusal(
                     f"training_step changes the buffer '{buffer.name}' of a pipelined module in place, which stages"
                     " would not see; do it in a callback or hook, such as on_train_batch_end"
                 )
@@ -277,13 +277,12 @@ class ParameterView(OwnMode):
         buffers: Sequence[_Buffer],
     ) -> None:
         if weights and func is torch.autograd.grad:
-            raise SettingError(
+            raise PipelineRefusal(
                 f"training_step asks for the gradient of the parameter '{weights[0].name}', and the pipeline computes"
-                " gradients once, of the loss that training_step returns; use them in on_before_optimizer_step, or"
-                " train with another strategy where the loss itself needs them"
+                " gradients once, of the loss that training_step returns; use them in on_before_optimizer_step"
             )
         if weights and (name in _LASTING or kind in ("__set__", "__delete__") or name == "grad"):
-            raise SettingError(_refusal(weights[0].name, name, kind))
+            raise PipelineRefusal(_refusal(weights[0].name, name, kind))
         for buffer in buffers:
             if self._ahead and buffer.changes:
                 raise SettingError(
@@ -302,7 +301,7 @@ class ParameterView(OwnMode):
                 elif (other := stand_ins.get(id(value))) is not None:
                     found.append(other)
                 elif (inner := behind_functorch(value)) is not None and (one := known.get(id(inner))) is not None:
-                    raise SettingError(
+                    raise PipelineRefusal(
                         f"training_step gives '{one.name}' to a function of torch.func, where the pipeline cannot put"
                         f" this minibatch's version in its place; give it {one.name}.clone()"
                     )
@@ -341,7 +340,7 @@ class ParameterView(OwnMode):
 
 
 def changes_parameter(name: str) -> SettingError:
-    return SettingError(
+    return PipelineRefusal(
         f"training_step changes the parameter '{name}' in place, which stages would not see; do it in a callback or"
         " hook, such as on_train_batch_end"
     )
@@ -359,8 +358,8 @@ def _refusal(parameter: str, name: str, kind: str) -> str:
     if name == "grad":
         return (
             f"training_step uses the gradient of '{parameter}', which Lightning's loop changes at a moment that depends"
-            " on timing while minibatches are in flight; use it in on_before_optimizer_step, leave zero_grad() to"
-            " Lightning, or set in_flight=1"
+            " on timing while minibatches are in flight; use it in on_before_optimizer_step, or leave zero_grad()"
+            " to Lightning"
         )
     what = f"sets {name} of" if kind else f"calls {name}() of"
     return (

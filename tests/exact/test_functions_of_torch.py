@@ -1,0 +1,158 @@
+"""Functions and buffers in models with which graphs, or modes around operators, used to fail."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.attention.flex_attention import flex_attention
+
+from lightning_hetpipe import HetPipeStrategy
+from tests.support.small import Learner, batches
+from tests.support.trainers import quiet_trainer
+
+
+class Net(nn.Module):
+    mean: Tensor
+    steps: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 3)
+        self.d = nn.Linear(8, 8)
+        self.register_buffer("mean", torch.zeros(8))
+        self.register_buffer("steps", torch.zeros(()))
+
+    def between(self, h: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.c(torch.relu(self.b(self.between(torch.relu(self.a(x))))))
+        return y
+
+
+class DecidesByFunctions(Net):
+    def between(self, h: Tensor) -> Tensor:
+        found: Tensor = torch.cond(h.sum() > 3, lambda v: v.sin(), lambda v: v.cos(), (h,))
+        return found
+
+
+class DecidesByWeights(Net):
+    def between(self, h: Tensor) -> Tensor:
+        found: Tensor = torch.cond(h.mean() > 0.3, lambda v: F.linear(v, self.d.weight), lambda v: v * 2, (h,))
+        return found
+
+
+class InPlace(Net):
+    def between(self, h: Tensor) -> Tensor:
+        self.mean.lerp_(h.detach().mean(0), 0.1)
+        self.steps.add_(1)
+        return (h - self.mean) / (1 + 0.01 * self.steps)
+
+
+class Assigned(Net):
+    def between(self, h: Tensor) -> Tensor:
+        self.mean = torch.lerp(self.mean, h.detach().mean(0), 0.1)
+        self.steps += 1
+        return (h - self.mean) / (1 + 0.01 * self.steps)
+
+
+class AssignedWithoutGradients(Net):
+    def between(self, h: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.mean = torch.lerp(self.mean, h.mean(0), 0.1)
+            self.steps += 1
+        return (h - self.mean) / (1 + 0.01 * self.steps)
+
+
+class ByData(Net):
+    def between(self, h: Tensor) -> Tensor:
+        self.mean.data.copy_(torch.lerp(self.mean, h.detach().mean(0), 0.1))
+        self.steps.data.add_(1)
+        return (h - self.mean) / (1 + 0.01 * self.steps)
+
+
+class ReadsBefore(Net):
+    """The backward needs what the buffer was before it was assigned."""
+
+    def between(self, h: Tensor) -> Tensor:
+        scaled = h * (1 + self.mean)
+        self.mean = torch.lerp(self.mean, h.detach().mean(0), 0.1)
+        return scaled * (1 + self.mean)
+
+
+def trained(net: type[nn.Module], strategy: Any) -> list[Tensor]:
+    L.seed_everything(0, verbose=False)
+    module = Learner(net=net())
+    quiet_trainer(strategy).fit(module, batches())
+    return [tensor.detach() for tensor in module.state_dict().values()]
+
+
+def pipelined(weights: str) -> HetPipeStrategy:
+    return HetPipeStrategy(stages=2, in_flight=3, weights=weights)  # type: ignore[arg-type]
+
+
+BUFFERS = [InPlace, Assigned, AssignedWithoutGradients, ByData]
+
+
+@pytest.mark.parametrize("net", [DecidesByFunctions, DecidesByWeights, ReadsBefore, *BUFFERS])
+def test_they_train_as_in_a_plain_run(net: type[nn.Module]) -> None:
+    """Errors of torch's tracer stayed in the process, so that plain runs after them failed, too."""
+    synchronous, plain = trained(net, pipelined("sync")), trained(net, "auto")
+    assert all(map(torch.equal, synchronous, plain))
+    assert all(map(torch.equal, trained(net, pipelined("stash")), trained(net, pipelined("stash"))))
+
+
+@pytest.mark.parametrize("net", BUFFERS[1:])
+def test_buffers_are_as_with_changes_in_place(net: type[nn.Module]) -> None:
+    """They were "outside the pipelined modules", or made one layer of all."""
+    assert all(map(torch.equal, trained(net, pipelined("stash")), trained(InPlace, pipelined("stash"))))
+
+
+def test_whole_numbers_of_the_size_of_a_tensor_with_a_gradient() -> None:
+    """A stage ended with "derivative for aten::randint_like is not implemented"."""
+
+    class Noisy(Net):
+        def between(self, h: Tensor) -> Tensor:
+            return h + 0.1 * torch.randint_like(h, 0, 3)
+
+    assert all(map(torch.equal, trained(Noisy, pipelined("stash")), trained(Noisy, pipelined("stash"))))
+
+
+def test_flex_attention_in_a_validation() -> None:
+    """Dynamo traced a mode of ours."""
+
+    class Attends(Net):
+        def between(self, h: Tensor) -> Tensor:
+            q = h[:, None, None].expand(-1, 1, 16, -1)
+            found: Tensor = flex_attention(q, q, q, score_mod=lambda s, b, h, i, j: s - 0.1 * (i - j).abs())  # type: ignore[assignment]
+            return found.mean((1, 2))
+
+    class Validates(Learner):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("loss", F.cross_entropy(self.net(batch[0]), batch[1]))
+
+    def validated(strategy: Callable[[], Any]) -> Any:
+        L.seed_everything(0, verbose=False)
+        return quiet_trainer(strategy()).validate(Validates(net=Attends()), batches(), verbose=False)
+
+    assert validated(lambda: pipelined("stash")) == validated(lambda: "auto")
+
+
+def test_torch_forgets_what_it_could_not_compile() -> None:
+    """A branch function that was imported before the fit is refused, and a plain run trains it afterwards."""
+    cond = torch.cond
+
+    class Imported(Net):
+        def between(self, h: Tensor) -> Tensor:
+            found: Tensor = cond(h.mean() > 0.3, lambda v: self.b(v), lambda v: v * 2, (h,))
+            return found
+
+    with pytest.raises(Exception, match=r"could not compile .*; call torch.cond by that name, .*, or set in_flight=1$"):
+        trained(Imported, pipelined("stash"))
+    assert trained(Imported, "auto")
