@@ -50,7 +50,7 @@ def capture(piece: Piece, calls: Sequence[WatchedCall], generators: RandomGenera
             if piece.captured is None:
                 piece.captured = Captured(piece.name, piece.module, args, kwargs, call.frozen)
                 piece.layers = piece.captured.layers
-            value = piece.value(args, kwargs)
+            value = piece.value(*call.given.tree(call.given.leaves()))  # which want gradients, if those did
             if piece.captured.decides is not None and not piece.needs_graph():
                 raise decides(piece.name, f" at {piece.captured.decides}")
             found, inputs = _run_graph(piece, value, call.buffers, generators, minibatch, ordinal)

@@ -239,6 +239,25 @@ def test_other_gradients_are_found_whatever_makes_them(monkeypatch: pytest.Monke
         trained(lambda: Task(Net(hook_a_node)), synchronous(module="net"))
 
 
+class TwoParts(Task):
+    """Calls two captured modules, one after the other."""
+
+    def __init__(self) -> None:
+        super().__init__(Net(lambda net, h: h))
+        self.head = nn.ModuleList([Net(lambda net, h: h.tanh())])
+        self.between = nn.Linear(CLASSES, 6)
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        return F.cross_entropy(self.head[0](self.between(self.net(batch[0]))), batch[1])
+
+
+def test_gradients_of_inputs_are_compared_too(caplog: pytest.LogCaptureFixture) -> None:
+    """The gradient of the second module's input is the graph's, so that the module stays whole."""
+    with caplog.at_level("INFO"):
+        trained(TwoParts, synchronous())
+    assert "taken apart" not in caplog.text
+
+
 class Masked(L.LightningModule):
     """Sets one seed before two calls of a dropout, which so draw the same mask."""
 

@@ -14,7 +14,13 @@ from numpy.random.mtrand import get_bit_generator, set_bit_generator
 
 from lightning_hetpipe.pipeline.user import user_section
 from lightning_hetpipe.pipeline.user.numpy_state import BYTES
-from lightning_hetpipe.pipeline.user.user_section import ProcessSection, ProcessState, own_state
+from lightning_hetpipe.pipeline.user.user_section import (
+    ProcessSection,
+    ProcessState,
+    UserSections,
+    has_own_seed,
+    own_state,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -216,3 +222,21 @@ def test_a_gpu_that_is_first_used_within_a_stretch(monkeypatch: pytest.MonkeyPat
     section.leave()
     section.enter()
     section.leave(for_good=True)
+
+
+def test_all_sections_leave_whatever_one_raises() -> None:
+    """The process's state would stay swapped: the next run would draw from that of the minibatch that failed."""
+
+    class Refuses:
+        def enter(self) -> None: ...
+
+        def leave(self, for_good: bool = False) -> None:
+            raise LookupError
+
+    outside = torch.get_rng_state()
+    sections = UserSections([ProcessSection(ProcessState.seeded(7, 0, 1)), Refuses()])
+    sections.enter()
+    with pytest.raises(LookupError):
+        sections.leave()
+    assert torch.equal(torch.get_rng_state(), outside)
+    assert not has_own_seed()

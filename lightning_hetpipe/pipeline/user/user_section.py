@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -31,7 +31,7 @@ class UserSection(Protocol):
 
 
 class UserSections:
-    """Several of these as one; the last one to enter is the first to leave."""
+    """Several of these as one; the last one to enter is the first to leave. All leave, whatever one of them raises."""
 
     def __init__(self, sections: Sequence[UserSection]) -> None:
         self._sections = sections
@@ -41,8 +41,9 @@ class UserSections:
             section.enter()
 
     def leave(self, for_good: bool = False) -> None:
-        for section in reversed(self._sections):
-            section.leave(for_good)
+        with ExitStack() as stack:
+            for section in self._sections:
+                stack.callback(section.leave, for_good)
 
 
 NO_SECTION: UserSection = UserSections(())
