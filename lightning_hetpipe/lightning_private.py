@@ -28,7 +28,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
+from lightning_hetpipe.errors import warn_if_untested
 from lightning_hetpipe.redirect import Redirect
+
+warn_if_untested("lightning", L.__version__)
 
 BaseLauncher = _Launcher
 DataFetcher = _DataFetcher
