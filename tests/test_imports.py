@@ -39,9 +39,9 @@ BELOW: dict[str, set[str]] = {
     "pipeline": {"planning", "rules"},
     "planning": {"rules"},
     "rules": set(),
-    "lightning_private": {"redirect"},
-    "torch_private": {"accelerator"},
-    "accelerator": set(),
+    "lightning_private": {"redirect", "errors"},
+    "torch_private": {"errors"},
+    "accelerator": {"errors"},
     "redirect": set(),
     "errors": set(),
 }

@@ -78,7 +78,7 @@ class Worker(Generic[T]):
 
 
 class Held(Generic[T]):
-    """A thing that each thread holds for itself, also in the hooks and functions of a backward pass that the thread runs.
+    """A thing that each thread holds for itself, also in the hooks and functions of its backward passes.
 
     Autograd has threads of its own for accelerators, which would not hold the thing. While a thread holds one, its
     backward passes run in the thread itself.

@@ -9,12 +9,24 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.overrides import (
-    has_torch_function,
-)
+from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP
+from torch.overrides import has_torch_function
 
 GRAPH_GUARDS = "_guards_fn"
 """The submodule of an exported graph that checks whether inputs are of the kind that it was made for."""
+
+
+class _NotANumber:
+    """The name ``nan`` in the checks of exported graphs, which equals each NaN."""
+
+    def __eq__(self, other: object) -> bool:
+        return other != other
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+# Up to torch 2.12 the check of an argument that is NaN names "nan", which its code does not know.
+SYMPY_INTERP.setdefault("nan", _NotANumber())
 
 SAFE_SOFTMAX = torch.ops.aten._safe_softmax.default
 """Softmax as attention has it: zeros where all is hidden."""

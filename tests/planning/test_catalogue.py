@@ -61,7 +61,8 @@ def test_every_entry_is_complete_and_plausible() -> None:
         assert gpu.source
 
 
-@pytest.mark.parametrize(("wrong", "says"),
+@pytest.mark.parametrize(
+    ("wrong", "says"),
     [
         ("RTX-3O90", "did you mean 'RTX-3090'?"),
         ("1080ti", "did you mean 'GTX-1080-Ti'?"),  # once "H100", which has as many letters in common

@@ -118,7 +118,7 @@ def test_custom_functions_whose_modes_are_not_told_are_refused() -> None:
             assert before(one) == 2
             return
         for early in (lambda: before(one), lambda: Passes.apply(one, before)):
-            with pytest.raises(SettingError, match="'Doubles.apply', which the model calls, was looked up before"):
+            with pytest.raises(SettingError, match=r"'Doubles\.apply', which the model calls, was looked up before"):
                 early()
         assert Passes.apply(one, Doubles.apply) == 2, "the way out that the error names"
     assert before(one) == 2

@@ -105,7 +105,7 @@ def nearest_gpu(name: str, names: Iterable[str]) -> str:
     A name with the same number is closer than any other: "1080ti" means a GTX 1080 Ti, not an H100.
     """
     keys = {_key(each): each for each in names}
-    numbers = {number for number in re.findall(r"\d{2,}", name)}
+    numbers = set(re.findall(r"\d{2,}", name))
     alike = [key for key in keys if numbers.intersection(re.findall(r"\d{2,}", key))]
     found = difflib.get_close_matches(_key(name), alike, n=1, cutoff=0.3) or difflib.get_close_matches(
         _key(name), list(keys), n=1, cutoff=0.8
