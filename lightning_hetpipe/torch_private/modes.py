@@ -74,7 +74,7 @@ class OwnMode(TorchFunctionMode):
                 if _APPLY_IS_PYTHON:
                     _calls.apply = classmethod(_apply)
                 else:
-                    BackwardCFunction.__init__ = _refuse_unheard  # type: ignore[method-assign]
+                    _nodes.__init__ = _refuse_unheard
                 _clipping._group_tensors_by_device_and_dtype = in_order
                 _vectors._check_param_device = _unchecked
                 _checkpoints.get_device_states = _states_of_devices
@@ -92,7 +92,7 @@ class OwnMode(TorchFunctionMode):
                 if _APPLY_IS_PYTHON:
                     del _calls.apply
                 else:
-                    del BackwardCFunction.__init__
+                    del _nodes.__init__
                 _clipping._group_tensors_by_device_and_dtype = _group_tensors_by_device_and_dtype
                 _vectors._check_param_device = _check_param_device
                 _checkpoints.get_device_states = get_device_states
@@ -102,6 +102,9 @@ _calls: Any = _SingleLevelFunction  # up to torch 2.13 ``torch.autograd.Function
 
 
 _functions: Any = torch.autograd.Function
+
+
+_nodes: Any = BackwardCFunction
 
 
 TORCHS_APPLY = vars(torch.autograd.Function)["apply"]

@@ -8,6 +8,7 @@ import queue
 import threading
 import weakref
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -189,7 +190,7 @@ class TestHeld:
         crash: torch 2.11 keeps no reference to what it carries, and lets nobody take it out."""
         held: Held[str] = Held()
         seen: list[tuple[str | None, int]] = []
-        weight = torch.ones(2, device=f"{NAME}:0", requires_grad=True)
+        weight: Any = torch.ones(2, device=f"{NAME}:0", requires_grad=True)
         weight.register_hook(lambda _: seen.append((held.get(), threading.get_ident())))
         with held.holding("minibatch"):
             (weight * 2).sum().backward()

@@ -112,15 +112,17 @@ def test_custom_functions_whose_modes_are_not_told_are_refused() -> None:
     """From torch 2.14 on ``apply`` is C code: one that was looked up before the import of the package asks nobody."""
     base: Any = super(torch.autograd.function._SingleLevelFunction, Doubles)
     before, one = base.apply, torch.ones(())
+    passes: Any = Passes.apply
+    double: Any = Doubles.apply
     assert before(one) == 2
     with Told([]):
         if isinstance(modes.TORCHS_APPLY, classmethod):  # calls one that can be replaced
             assert before(one) == 2
             return
-        for early in (lambda: before(one), lambda: Passes.apply(one, before)):
+        for early in (lambda: before(one), lambda: passes(one, before)):
             with pytest.raises(SettingError, match=r"'Doubles\.apply', which the model calls, was looked up before"):
                 early()
-        assert Passes.apply(one, Doubles.apply) == 2, "the way out that the error names"
+        assert passes(one, double) == 2, "the way out that the error names"
     assert before(one) == 2
 
 
