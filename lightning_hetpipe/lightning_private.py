@@ -161,8 +161,10 @@ def asks_at_every_step(callback: Any) -> bool:
 
 def is_fitting(module: L.LightningModule | None) -> bool:
     """Tell whether ``module`` is in a fit; it may be attached to no Trainer."""
-    trainer: L.Trainer | None = getattr(module, "_trainer", None)
-    return trainer is not None and trainer.state.fn == TrainerFn.FITTING
+    try:
+        return module is not None and module.trainer.state.fn == TrainerFn.FITTING
+    except RuntimeError:  # it is attached to none
+        return False
 
 
 Counters = tuple[int, int, int]
@@ -244,7 +246,7 @@ def share_profiling(fetcher: _DataFetcher, inner: _DataFetcher) -> None:
 
 def set_checkpoint_io(strategy: ParallelStrategy, io: CheckpointIO | None) -> None:
     """Do as the setter of ``strategy.checkpoint_io``."""
-    strategy._checkpoint_io = io
+    ParallelStrategy.checkpoint_io.__set__(strategy, io)
 
 
 def synchronises_batchnorm(strategy: ParallelStrategy) -> bool:

@@ -77,7 +77,7 @@ class Worker(Generic[T]):
             del item  # an idle thread must not keep the last minibatch's activations
 
 
-class Held(Generic[T]):
+class PerThread(Generic[T]):
     """A thing that each thread holds for itself, also in the hooks and functions of its backward passes.
 
     Autograd has threads of its own for accelerators, which would not hold the thing. While a thread holds one, its

@@ -18,7 +18,6 @@ from torch.nn.utils.clip_grad import _group_tensors_by_device_and_dtype  # type:
 from torch.nn.utils.convert_parameters import _check_param_device
 from torch.overrides import (
     TorchFunctionMode,
-    _get_current_function_mode,
     _get_current_function_mode_stack,
     has_torch_function,
 )
@@ -33,10 +32,14 @@ def enter_function_mode(mode: TorchFunctionMode) -> None:
     mode.__enter__()  # type: ignore[no-untyped-call]  # torch has no types here
 
 
+def _innermost_mode() -> TorchFunctionMode | None:
+    modes: Callable[[], list[TorchFunctionMode]] = _get_current_function_mode_stack  # torch has no types here
+    return next(reversed(modes()), None)
+
+
 def leave_function_mode(mode: TorchFunctionMode) -> bool:
     """Leaves ``mode`` until its ``__enter__``, if it is the innermost one of this thread; returns whether it is."""
-    innermost: Callable[[], TorchFunctionMode | None] = _get_current_function_mode  # torch has no types here
-    if innermost() is not mode:
+    if _innermost_mode() is not mode:
         return False
     mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
     return True
@@ -130,8 +133,7 @@ _enter_lock = threading.Lock()
 
 
 def _seen_by_others(values: Iterable[Any]) -> bool:
-    innermost: Callable[[], TorchFunctionMode | None] = _get_current_function_mode
-    if isinstance(innermost(), OwnMode) and all(type(value) in (Tensor, nn.Parameter) for value in values):
+    if isinstance(_innermost_mode(), OwnMode) and all(type(value) in (Tensor, nn.Parameter) for value in values):
         return False
     return has_torch_function(values)
 

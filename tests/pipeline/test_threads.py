@@ -15,7 +15,7 @@ import torch
 
 from lightning_hetpipe.errors import PipelineStalled
 from lightning_hetpipe.pipeline import threads
-from lightning_hetpipe.pipeline.threads import Held, Watchdog, Worker
+from lightning_hetpipe.pipeline.threads import PerThread, Watchdog, Worker
 from tests.support.accelerator import NAME, TestAccelerator
 
 
@@ -172,9 +172,9 @@ class TestWatchdog:
         assert max(scene.waits) == 1.0
 
 
-class TestHeld:
+class TestPerThread:
     def test_a_thread_holds_its_own(self) -> None:
-        held: Held[str] = Held()
+        held: PerThread[str] = PerThread()
         seen: list[str | None] = [held.get()]
         with held.holding("outer"):
             thread = threading.Thread(target=lambda: seen.append(held.get()))
@@ -188,7 +188,7 @@ class TestHeld:
     def test_hooks_on_an_accelerator_know_it(self, accelerator: TestAccelerator) -> None:
         """Autograd would run them in threads of its own, of which the table that torch carries to them has been a
         crash: torch 2.11 keeps no reference to what it carries, and lets nobody take it out."""
-        held: Held[str] = Held()
+        held: PerThread[str] = PerThread()
         seen: list[tuple[str | None, int]] = []
         weight: Any = torch.ones(2, device=f"{NAME}:0", requires_grad=True)
         weight.register_hook(lambda _: seen.append((held.get(), threading.get_ident())))

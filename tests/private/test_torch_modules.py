@@ -44,7 +44,7 @@ class Sees(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-@guards("_get_current_function_mode")
+@guards("_get_current_function_mode_stack")
 def test_function_modes_can_be_left() -> None:
     outer, inner = Sees(), Sees()
     enter_function_mode(outer)
@@ -111,7 +111,8 @@ class Passes(torch.autograd.Function):
 def test_custom_functions_whose_modes_are_not_told_are_refused() -> None:
     """From torch 2.14 on ``apply`` is C code: one that was looked up before the import of the package asks nobody."""
     base: Any = super(torch.autograd.function._SingleLevelFunction, Doubles)
-    before, one = base.apply, torch.ones(())
+    before: Any = base.apply
+    one = torch.ones(())
     passes: Any = Passes.apply
     double: Any = Doubles.apply
     assert before(one) == 2
@@ -119,7 +120,8 @@ def test_custom_functions_whose_modes_are_not_told_are_refused() -> None:
         if isinstance(modes.TORCHS_APPLY, classmethod):  # calls one that can be replaced
             assert before(one) == 2
             return
-        for early in (lambda: before(one), lambda: passes(one, before)):
+        calls: list[Any] = [lambda: before(one), lambda: passes(one, before)]
+        for early in calls:
             with pytest.raises(SettingError, match=r"'Doubles\.apply', which the model calls, was looked up before"):
                 early()
         assert passes(one, double) == 2, "the way out that the error names"

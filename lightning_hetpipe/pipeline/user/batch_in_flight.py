@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 from lightning_hetpipe.errors import Discarded
 from lightning_hetpipe.pipeline.streams import StreamEvent
-from lightning_hetpipe.pipeline.threads import Held, Watchdog
+from lightning_hetpipe.pipeline.threads import PerThread, Watchdog
 from lightning_hetpipe.pipeline.user.lock import Precedence, Ticket, UserLock
 from lightning_hetpipe.pipeline.user.user_section import NO_SECTION, UserSection
 
@@ -200,7 +200,7 @@ class BatchInFlight:
             self._pipeline.lock.release()
 
 
-_current: Held[BatchInFlight] = Held()
+_current: PerThread[BatchInFlight] = PerThread()
 
 
 def current() -> BatchInFlight | None:

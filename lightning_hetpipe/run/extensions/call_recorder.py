@@ -12,7 +12,7 @@ import lightning as L
 from torch import Tensor
 
 from lightning_hetpipe.errors import SettingError
-from lightning_hetpipe.pipeline.threads import Held
+from lightning_hetpipe.pipeline.threads import PerThread
 from lightning_hetpipe.redirect import Redirect
 from lightning_hetpipe.run.extensions.found_metrics import (
     CHANGES,
@@ -44,7 +44,7 @@ class CallRecorder:
     def __init__(self, module: L.LightningModule) -> None:
         self._module = module
         self._here = _ThreadRecord()
-        self._record: Held[Record] = Held()
+        self._record: PerThread[Record] = PerThread()
         self._open: list[Record] = []  # begun and not fully replayed, in order of minibatches
         self._log = {name: Redirect(module, name, self._on_log) for name in ("log", "log_dict")}
         self._signatures = {name: inspect.signature(redirect.original) for name, redirect in self._log.items()}
