@@ -93,6 +93,16 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f"; did you mean '{found[0]}'?" if found else ""
 
 
+def of_import(error: RuntimeError) -> RuntimeError | SettingError:
+    """Return the error that a user is shown for ``error``, with which an import ended: torchvision's has no way out."""
+    if "torchvision::" not in str(error):
+        return error
+    return SettingError(
+        "torchvision is of another build than torch, so that Lightning cannot be imported; install both from the same"
+        " index (pip install --force-reinstall torch torchvision), or remove it (pip uninstall torchvision)"
+    )
+
+
 def warn_if_untested(library: str, version: str) -> None:
     """Warn of a ``version`` of ``library`` that this release was not tested with: private names may have changed."""
     first = FIRST_UNTESTED[library]

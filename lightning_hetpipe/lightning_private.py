@@ -246,7 +246,8 @@ def share_profiling(fetcher: _DataFetcher, inner: _DataFetcher) -> None:
 
 def set_checkpoint_io(strategy: ParallelStrategy, io: CheckpointIO | None) -> None:
     """Do as the setter of ``strategy.checkpoint_io``."""
-    ParallelStrategy.checkpoint_io.__set__(strategy, io)
+    of_lightning: Any = ParallelStrategy.checkpoint_io  # a property, whose types mypy takes for a function's
+    of_lightning.__set__(strategy, io)
 
 
 def synchronises_batchnorm(strategy: ParallelStrategy) -> bool:

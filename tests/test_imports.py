@@ -23,7 +23,7 @@ LEAVES = {"accelerator", "errors", "redirect", "torch_private", "lightning_priva
 """Files of the root that any part may import."""
 COMPUTES = {"capture", "pipeline", "emulation", "reporting", "planning", "rules"}
 BELOW: dict[str, set[str]] = {
-    "__init__": {"strategy", "launch", "planning"},
+    "__init__": {"strategy", "launch", "planning", "errors"},
     "cli": {"strategy", "run", "placement", "workers", "hosts", "launch", "server", "demo", "conf", *COMPUTES},
     "demo": {"strategy", "server", *COMPUTES},
     "strategy": {"run", "placement", "workers", "launch", "server", *COMPUTES},

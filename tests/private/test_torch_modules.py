@@ -120,10 +120,10 @@ def test_custom_functions_whose_modes_are_not_told_are_refused() -> None:
         if isinstance(modes.TORCHS_APPLY, classmethod):  # calls one that can be replaced
             assert before(one) == 2
             return
-        calls: list[Any] = [lambda: before(one), lambda: passes(one, before)]
-        for early in calls:
+        calls: list[tuple[Any, tuple[Any, ...]]] = [(before, (one,)), (passes, (one, before))]
+        for early, given in calls:
             with pytest.raises(SettingError, match=r"'Doubles\.apply', which the model calls, was looked up before"):
-                early()
+                early(*given)
         assert passes(one, double) == 2, "the way out that the error names"
     assert before(one) == 2
 
