@@ -9,6 +9,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from lightning_hetpipe.errors import of_import
 from lightning_hetpipe.launch import parent_watch
 from lightning_hetpipe.strategy import registration
 
@@ -28,7 +29,12 @@ else:
     def __getattr__(name: str) -> object:
         if name not in _MODULES:
             raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
-        return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+        try:
+            return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+        except RuntimeError as error:
+            if (said := of_import(error)) is error:
+                raise
+            raise said from error
 
     def __dir__() -> list[str]:
         return __all__

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from lightning_hetpipe.errors import SettingError
+
 
 def accelerates(device: torch.device) -> bool:
     """Return True if ``device`` computes by itself, in streams, while threads go on."""
@@ -28,14 +30,45 @@ def device_module(device: torch.device) -> Any:
     return torch.get_device_module(device)
 
 
+def free_memory(device: torch.device) -> int:
+    """Return the bytes that are free on ``device``, without the memory that torch keeps for this process.
+
+    Raises:
+        SettingError: if torch cannot tell.
+    """
+    free, _ = _asked(device, "mem_get_info")
+    return int(free)
+
+
+def total_memory(device: torch.device) -> int:
+    """Return all bytes of ``device``; otherwise as :func:`free_memory`."""
+    return int(_asked(device, "get_device_properties").total_memory)
+
+
+def name_of(device: torch.device) -> str:
+    """Return torch's name of ``device``; otherwise as :func:`free_memory`."""
+    return str(_asked(device, "get_device_properties").name)
+
+
+def _asked(device: torch.device, function: str) -> Any:
+    module = device_module(device)
+    if not hasattr(module, function):
+        raise SettingError(
+            f"accelerator='{device.type}' has no torch.{device.type}.{function}, by which stages are placed; set"
+            " Trainer(accelerator='cpu')"
+        )
+    return getattr(module, function)(device)
+
+
 def is_initialized() -> bool:
     """Return True if this process has used its accelerator; to ask starts none."""
     device = torch.accelerator.current_accelerator()
-    return device is not None and bool(device_module(device).is_initialized())
+    # MPS does not tell. No stage lies on it, because nobody can ask for its memory.
+    asked = getattr(device_module(device), "is_initialized", None) if device is not None else None
+    return asked is not None and bool(asked())
 
 
 def default_generators() -> Sequence[torch.Generator]:
     """The default random generators of all accelerators here; none until the process uses one."""
     device = torch.accelerator.current_accelerator()
-    found: Sequence[torch.Generator] = () if device is None else device_module(device).default_generators
-    return found
+    return () if device is None else getattr(device_module(device), "default_generators", ())

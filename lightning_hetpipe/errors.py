@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import difflib
+import warnings
 from collections.abc import Iterable
+
+FIRST_UNTESTED = {"torch": (2, 15), "lightning": (2, 7)}
+"""First minor versions of libraries that this release was not tested with: ``make compat`` tests those below."""
 
 
 class _UserError(Exception):
@@ -97,3 +101,26 @@ def nearest(name: str, known: Iterable[str]) -> str:
     """``"; did you mean 'x'?"`` for the known name closest to ``name``, or an empty string if none is close."""
     found = difflib.get_close_matches(name, list(known), n=1)
     return f"; did you mean '{found[0]}'?" if found else ""
+
+
+def of_import(error: RuntimeError) -> RuntimeError | SettingError:
+    """Return the error that a user is shown for ``error``, with which an import ended: torchvision's has no way out."""
+    if "torchvision::" not in str(error):
+        return error
+    return SettingError(
+        "torchvision is of another build than torch, so that Lightning cannot be imported; install both from the same"
+        " index (pip install --force-reinstall torch torchvision), or remove it (pip uninstall torchvision)"
+    )
+
+
+def warn_if_untested(library: str, version: str) -> None:
+    """Warn of a ``version`` of ``library`` that this release was not tested with: private names may have changed."""
+    first = FIRST_UNTESTED[library]
+    major, minor = version.split(".")[:2]
+    if (int(major), int(minor)) >= first:
+        bound = ".".join(map(str, first))
+        warnings.warn(
+            f"lightning_hetpipe was not tested with {library} {version}, whose private names it uses;"
+            f" if a run fails, pip install '{library}<{bound}'",
+            stacklevel=2,
+        )

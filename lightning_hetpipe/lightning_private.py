@@ -28,7 +28,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
+from lightning_hetpipe.errors import warn_if_untested
 from lightning_hetpipe.redirect import Redirect
+
+warn_if_untested("lightning", L.__version__)
 
 BaseLauncher = _Launcher
 DataFetcher = _DataFetcher
@@ -158,8 +161,10 @@ def asks_at_every_step(callback: Any) -> bool:
 
 def is_fitting(module: L.LightningModule | None) -> bool:
     """Tell whether ``module`` is in a fit; it may be attached to no Trainer."""
-    trainer: L.Trainer | None = getattr(module, "_trainer", None)
-    return trainer is not None and trainer.state.fn == TrainerFn.FITTING
+    try:
+        return module is not None and module.trainer.state.fn == TrainerFn.FITTING
+    except RuntimeError:  # it is attached to none
+        return False
 
 
 Counters = tuple[int, int, int]
@@ -241,7 +246,8 @@ def share_profiling(fetcher: _DataFetcher, inner: _DataFetcher) -> None:
 
 def set_checkpoint_io(strategy: ParallelStrategy, io: CheckpointIO | None) -> None:
     """Do as the setter of ``strategy.checkpoint_io``."""
-    strategy._checkpoint_io = io
+    of_lightning: Any = ParallelStrategy.checkpoint_io  # a property, whose types mypy takes for a function's
+    of_lightning.__set__(strategy, io)
 
 
 def synchronises_batchnorm(strategy: ParallelStrategy) -> bool:

@@ -23,7 +23,7 @@ LEAVES = {"accelerator", "errors", "redirect", "torch_private", "lightning_priva
 """Files of the root that any part may import."""
 COMPUTES = {"capture", "pipeline", "emulation", "reporting", "planning", "rules"}
 BELOW: dict[str, set[str]] = {
-    "__init__": {"strategy", "launch", "planning"},
+    "__init__": {"strategy", "launch", "planning", "errors"},
     "cli": {"strategy", "run", "placement", "workers", "hosts", "launch", "server", "demo", "conf", *COMPUTES},
     "demo": {"strategy", "server", *COMPUTES},
     "strategy": {"run", "placement", "workers", "launch", "server", *COMPUTES},
@@ -39,9 +39,9 @@ BELOW: dict[str, set[str]] = {
     "pipeline": {"planning", "rules"},
     "planning": {"rules"},
     "rules": set(),
-    "lightning_private": {"redirect"},
-    "torch_private": {"accelerator"},
-    "accelerator": set(),
+    "lightning_private": {"redirect", "errors"},
+    "torch_private": {"errors"},
+    "accelerator": {"errors"},
     "redirect": set(),
     "errors": set(),
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from omegaconf import ListConfig, OmegaConf
 
 import lightning_hetpipe
 from lightning_hetpipe import HetPipeStrategy
+from lightning_hetpipe.errors import warn_if_untested
 from tests.support.small import Learner, batches
 from tests.support.trainers import quiet_trainer
 
@@ -121,3 +123,23 @@ def test_lightning_finds_no_fault_with_its_distributed_side() -> None:
     trainer: L.Trainer = quiet_trainer(strategy)
     assert (trainer.world_size, trainer.global_rank, trainer.local_rank, trainer.node_rank) == (1, 0, 0, 0)
     assert (trainer.num_nodes, trainer.is_global_zero, strategy.is_distributed) == (1, True, False)
+
+
+@pytest.mark.parametrize(
+    ("library", "version", "warns"),
+    [
+        ("torch", "2.14.1+cu130", False),
+        ("torch", "2.15.0", True),
+        ("torch", "3.0.0a0+git", True),
+        ("lightning", "2.6.9", False),
+        ("lightning", "2.7.0", True),
+    ],
+)
+def test_versions_that_were_not_tested_are_warned_of(library: str, version: str, warns: bool) -> None:
+    """pip would have refused them, for everybody, on the day that they were released."""
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        warn_if_untested(library, version)
+    assert [str(each.message).startswith(f"lightning_hetpipe was not tested with {library}") for each in told] == [
+        True
+    ] * warns

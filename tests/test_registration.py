@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -68,3 +71,19 @@ def test_as_a_plugin_of_pytest(tmp_path: Path) -> None:
     command = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "lightning_hetpipe"]
     run = forks.run(*command, loaded="libraries", cwd=tmp_path)
     assert run.returncode == 0, run.stdout + run.stderr
+
+
+@pytest.mark.parametrize(
+    "program",
+    ["from lightning_hetpipe import HetPipeStrategy", "from lightning_hetpipe.cli import start_up; start_up.train()"],
+)
+def test_a_torchvision_of_another_build_is_named(program: str, tmp_path: Path) -> None:
+    """Lightning imports it for its metrics, and the error was of an operator "torchvision::nms"."""
+    (tmp_path / "torchvision.py").write_text('raise RuntimeError("operator torchvision::nms does not exist")')
+    (tmp_path / "lightning.py").write_text("import torchvision")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
+    run = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, cwd=tmp_path, timeout=200
+    )
+    assert run.returncode == 1
+    assert "torchvision is of another build than torch, so that Lightning cannot be imported; install" in run.stderr

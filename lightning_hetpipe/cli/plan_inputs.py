@@ -18,11 +18,11 @@ from lightning_hetpipe.cli.cluster_plans import COMPARE, ClusterSettings
 from lightning_hetpipe.cli.config_sections import written
 from lightning_hetpipe.cli.console_script import ConsoleScript
 from lightning_hetpipe.cli.targets import locate
-from lightning_hetpipe.errors import SettingError, nearest, of_file
+from lightning_hetpipe.errors import SettingError, of_file
 from lightning_hetpipe.placement.device_placement import discovered_cluster
 from lightning_hetpipe.placement.progress import on_terminal
 from lightning_hetpipe.planning.allocation.groupings import ALLOCATIONS
-from lightning_hetpipe.planning.model.catalogue import PRECISIONS, gpus, known
+from lightning_hetpipe.planning.model.catalogue import PRECISIONS, gpus, known, nearest_gpu
 from lightning_hetpipe.planning.model.cluster import PCIE, Cluster, DeviceSlot, Link, Node
 from lightning_hetpipe.planning.model.profile import Profile
 from lightning_hetpipe.planning.model.units import seconds_of
@@ -245,7 +245,7 @@ def _strange(cluster: Cluster, profile: Profile) -> str | None:
 def _unknown(name: str, profile: Profile, way_out: str = "") -> str:
     """Tell that nobody knows the device ``name``, as the end of a sentence, and what is meant, or else ``way_out``."""
     profiled = ", ".join(sorted(profile.times))
-    alike = nearest(name, {*profile.times, *gpus()}) or way_out
+    alike = nearest_gpu(name, {*profile.times, *gpus()}) or way_out
     return f"neither in the profile, which has {profiled}, nor in the catalogue of GPUs{alike}"
 
 

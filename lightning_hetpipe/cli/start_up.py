@@ -6,6 +6,7 @@ import sys
 from importlib import import_module
 
 from lightning_hetpipe.cli.console_script import INTERRUPTED
+from lightning_hetpipe.errors import of_import
 
 
 def train() -> None:
@@ -40,4 +41,8 @@ def _start(name: str) -> None:
     except KeyboardInterrupt:
         print(f"\n{name}: interrupted.", file=sys.stderr)
         sys.exit(INTERRUPTED)
+    except RuntimeError as error:
+        if (said := of_import(error)) is error:
+            raise
+        sys.exit(f"{name}: {said}.")
     main()

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_hetpipe.accelerator import accelerates, all_devices, default_generators, device_module
+from lightning_hetpipe import accelerator
+from lightning_hetpipe.accelerator import accelerates, all_devices, default_generators
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.hosts import orders
 from lightning_hetpipe.hosts.host_memory import CPU
@@ -109,10 +110,10 @@ def _accelerator(number: int, name: str | None, host: str) -> torch.device:
 
 def name_of(device: torch.device) -> str:
     """The catalogue's name of ``device``, or torch's where that does not know it."""
-    return canonical(device_module(device).get_device_properties(device).name)
+    return canonical(accelerator.name_of(device))
 
 
 def told_devices() -> str:
     """Accelerators of this machine for people, with their memory; nothing where there are none."""
-    sizes = {each: device_module(each).get_device_properties(each).total_memory for each in all_devices()}
+    sizes = {each: accelerator.total_memory(each) for each in all_devices()}
     return ", ".join(f"{each} ({name_of(each)}, {in_bytes(size)})" for each, size in sizes.items())

@@ -1,4 +1,4 @@
-"""Named threads with an inbox, and waits that explain themselves."""
+"""Named threads with an inbox, what one thread holds, and waits that explain themselves."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Generic, TypeVar
 
 import torch
@@ -74,6 +75,33 @@ class Worker(Generic[T]):
         while (item := self._aside.popleft() if self._aside else self._inbox.get()) is not None:
             self._handle(item)
             del item  # an idle thread must not keep the last minibatch's activations
+
+
+class PerThread(Generic[T]):
+    """A thing that each thread holds for itself, also in the hooks and functions of its backward passes.
+
+    Autograd has threads of its own for accelerators, which would not hold the thing. While a thread holds one, its
+    backward passes run in the thread itself.
+    """
+
+    def __init__(self) -> None:
+        self._own = threading.local()
+
+    def get(self) -> T | None:
+        """Return what this thread holds."""
+        held: T | None = getattr(self._own, "held", None)
+        return held
+
+    @contextmanager
+    def holding(self, thing: T) -> Iterator[None]:
+        """Hold ``thing``, and hold again afterwards what was held before."""
+        outer = self.get()
+        with torch.autograd.set_multithreading_enabled(False):
+            self._own.held = thing
+            try:
+                yield
+            finally:
+                self._own.held = outer
 
 
 class Watchdog:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from lightning_hetpipe.accelerator import accelerates, all_devices, device_module
+from lightning_hetpipe.accelerator import accelerates, all_devices, free_memory, name_of
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.planning.model.catalogue import canonical, fragmented
 from lightning_hetpipe.planning.model.cluster import LEAST_MEMORY, NO_LINK, PCIE, Cluster, Device, DeviceSlot, Node
@@ -37,9 +37,8 @@ def discovered_cluster(devices: Sequence[torch.device] | None = None) -> Cluster
 def _discovered(device: torch.device) -> Device:
     if not accelerates(device):
         return Device(device.type)
-    module = device_module(device)
-    free, _ = module.mem_get_info(device)  # without this process's context, and what other processes hold
-    name = canonical(module.get_device_properties(device).name)
+    free = free_memory(device)  # without this process's context, and what other processes hold
+    name = canonical(name_of(device))
     memory = fragmented(free + torch.accelerator.memory_reserved(device))
     if memory < LEAST_MEMORY:
         raise SettingError(

@@ -10,7 +10,7 @@ from typing import Literal, TypeVar
 import torch
 from torch import nn
 
-from lightning_hetpipe.accelerator import accelerates, device_module
+from lightning_hetpipe.accelerator import accelerates, name_of
 from lightning_hetpipe.capture.pieces import Piece
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.pipeline.engine import Engine
@@ -173,4 +173,4 @@ def device_name(device: torch.device) -> str:
     """The device for people: "cpu", or the GPU's name with its index."""
     if not accelerates(device):
         return str(device)
-    return f"{device} ({device_module(device).get_device_name(device)})"
+    return f"{device} ({name_of(device)})"

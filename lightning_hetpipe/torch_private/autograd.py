@@ -1,19 +1,13 @@
-"""Private names of torch for backward passes, the graphs that they follow, and the threads that they run in."""
+"""Private names of torch for backward passes, and the graphs that they follow."""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
-
-from lightning_hetpipe.accelerator import is_initialized
-
-T = TypeVar("T")
-
 
 _engine: Any = torch.autograd.Variable._execution_engine
 
@@ -38,34 +32,6 @@ def run_backward(
         accumulate_grad=False,
     )
     return found
-
-
-class Carried(Generic[T]):
-    """Something that each thread holds for itself, and autograd's own threads (it has one for each GPU) hold while they
-    run hooks and functions of a backward pass that the thread has begun.
-
-    Whoever sets it sets it to None before the thread ends: torch would let go of it later, and wait for Python. What
-    torch carries costs autograd 1 us for each operator, so that it is asked to only where GPUs are used.
-    """
-
-    def __init__(self, name: str) -> None:
-        self.own = threading.local()
-        self.name = f"lightning_hetpipe {name} {id(self)}"  # as torch's table of a thread has it
-
-    def get(self) -> T | None:
-        held: T | None = getattr(self.own, "held", None)
-        if held is None and torch._C._is_key_in_tls(self.name):
-            held = torch._C._get_obj_in_tls(self.name)
-        return held
-
-    def set(self, value: T | None) -> None:
-        self.own.held = value
-        if value is not None:
-            if is_initialized():
-                torch._C._stash_obj_in_tls(self.name, value)
-        elif torch._C._is_key_in_tls(self.name):
-            remove: Any = torch._C._remove_obj_from_tls  # torch has no types here
-            remove(self.name)
 
 
 def graph_nodes(starts: Iterable[Node | None], barred: Iterable[Node | None]) -> Iterator[Node]:

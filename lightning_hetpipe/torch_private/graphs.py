@@ -9,12 +9,20 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.overrides import (
-    has_torch_function,
-)
+from torch.overrides import has_torch_function
 
 GRAPH_GUARDS = "_guards_fn"
 """The submodule of an exported graph that checks whether inputs are of the kind that it was made for."""
+
+
+class _NotANumber:
+    """The name ``nan`` in the checks of exported graphs, which equals each NaN."""
+
+    def __eq__(self, other: object) -> bool:
+        return other != other
+
+    __hash__ = None  # type: ignore[assignment]
+
 
 SAFE_SOFTMAX = torch.ops.aten._safe_softmax.default
 """Softmax as attention has it: zeros where all is hidden."""
@@ -45,6 +53,10 @@ def traced_as_called() -> Iterator[None]:
     questions by which torch.nn's modules for attention take fused operators, as they do in evaluations. Products of
     experts are traced in all dtypes in which they are computed.
     """
+    from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP  # here, as it imports sympy
+
+    # Torch 2.11 checks an argument that is NaN by the name "nan", which the code of its checks does not know.
+    SYMPY_INTERP.setdefault("nan", _NotANumber())
     hidden: list[tuple[Any, str, Any]] = [
         (torch.compiler, "_is_compiling_flag", False),
         (torch.compiler, "_is_exporting_flag", False),

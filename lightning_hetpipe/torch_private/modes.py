@@ -13,13 +13,12 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import _SingleLevelFunction
+from torch.autograd.function import BackwardCFunction, _SingleLevelFunction
 from torch.nn.utils import clip_grad, convert_parameters
 from torch.nn.utils.clip_grad import _group_tensors_by_device_and_dtype  # type: ignore[attr-defined]  # imported there
 from torch.nn.utils.convert_parameters import _check_param_device
 from torch.overrides import (
     TorchFunctionMode,
-    _get_current_function_mode,
     _get_current_function_mode_stack,
     has_torch_function,
 )
@@ -27,15 +26,21 @@ from torch.utils import checkpoint as _checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode, _pop_mode, _push_mode
 from torch.utils.checkpoint import _infer_device_type, get_device_states
 
+from lightning_hetpipe.errors import SettingError
+
 
 def enter_function_mode(mode: TorchFunctionMode) -> None:
     mode.__enter__()  # type: ignore[no-untyped-call]  # torch has no types here
 
 
+def _innermost_mode() -> TorchFunctionMode | None:
+    modes: Callable[[], list[TorchFunctionMode]] = _get_current_function_mode_stack  # torch has no types here
+    return next(reversed(modes()), None)
+
+
 def leave_function_mode(mode: TorchFunctionMode) -> bool:
     """Leaves ``mode`` until its ``__enter__``, if it is the innermost one of this thread; returns whether it is."""
-    innermost: Callable[[], TorchFunctionMode | None] = _get_current_function_mode  # torch has no types here
-    if innermost() is not mode:
+    if _innermost_mode() is not mode:
         return False
     mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
     return True
@@ -70,7 +75,10 @@ class OwnMode(TorchFunctionMode):
         with _enter_lock:
             if not _entered:
                 torch.overrides.has_torch_function = _seen_by_others  # type: ignore[assignment]  # a parameter's name
-                _calls.apply = classmethod(_apply)
+                if _APPLY_IS_PYTHON:
+                    _calls.apply = classmethod(_apply)
+                else:
+                    _nodes.__init__ = _refuse_unheard
                 _clipping._group_tensors_by_device_and_dtype = in_order
                 _vectors._check_param_device = _unchecked
                 _checkpoints.get_device_states = _states_of_devices
@@ -85,13 +93,29 @@ class OwnMode(TorchFunctionMode):
             _entered -= 1
             if not _entered:
                 torch.overrides.has_torch_function = has_torch_function
-                del _calls.apply
+                if _APPLY_IS_PYTHON:
+                    del _calls.apply
+                else:
+                    del _nodes.__init__
                 _clipping._group_tensors_by_device_and_dtype = _group_tensors_by_device_and_dtype
                 _vectors._check_param_device = _check_param_device
                 _checkpoints.get_device_states = get_device_states
 
 
-_calls: Any = _SingleLevelFunction  # whose ``apply`` is the one that ``torch.autograd.Function.apply`` calls
+_calls: Any = _SingleLevelFunction  # up to torch 2.13 ``torch.autograd.Function.apply`` calls the ``apply`` of this
+
+
+_functions: Any = torch.autograd.Function
+
+
+_nodes: Any = BackwardCFunction
+
+
+TORCHS_APPLY = vars(torch.autograd.Function)["apply"]
+"""The ``apply`` of torch's own. From torch 2.14 on it is no Python code, and calls nothing that could be replaced."""
+
+
+_APPLY_IS_PYTHON = isinstance(TORCHS_APPLY, classmethod)
 
 
 _clipping: Any = clip_grad
@@ -110,8 +134,7 @@ _enter_lock = threading.Lock()
 
 
 def _seen_by_others(values: Iterable[Any]) -> bool:
-    innermost: Callable[[], TorchFunctionMode | None] = _get_current_function_mode
-    if isinstance(innermost(), OwnMode) and all(type(value) in (Tensor, nn.Parameter) for value in values):
+    if isinstance(_innermost_mode(), OwnMode) and all(type(value) in (Tensor, nn.Parameter) for value in values):
         return False
     return has_torch_function(values)
 
@@ -161,11 +184,52 @@ class CustomFunction:
 
 def _apply(function: Any, *args: Any, **kwargs: Any) -> Any:
     apply: Callable[..., Any] = super(_SingleLevelFunction, function).apply
-    if issubclass(function, torch.autograd.Function) and not issubclass(function, UntoldFunction):
+    if _entered and issubclass(function, torch.autograd.Function) and not issubclass(function, UntoldFunction):
         modes: Callable[[], list[TorchFunctionMode]] = _get_current_function_mode_stack
         for mode in modes():
-            apply = CustomFunction(mode, apply) if isinstance(mode, OwnMode) else apply
+            if isinstance(mode, OwnMode):
+                apply = CustomFunction(mode, apply if isinstance(apply, CustomFunction) else _Heard(function, apply))
     return apply(*args, **kwargs)
+
+
+class _HeardFunction(threading.local):
+    """The custom autograd function whose modes were told that this thread applies it now."""
+
+    function: Any = None
+
+
+_heard = _HeardFunction()
+
+
+@dataclass(frozen=True)
+class _Heard:
+    """The ``apply`` of torch's for ``function``, once modes were told."""
+
+    function: Any
+    apply: Callable[..., Any]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        _heard.function = self.function
+        return self.apply(*args, **kwargs)
+
+
+def _refuse_unheard(node: Any) -> None:
+    """Begin as the node of a custom autograd function, which torch makes before it calls the function's ``forward``."""
+    function, heard = node._forward_cls, _heard.function
+    _heard.function = None
+    if function is heard or not issubclass(function, torch.autograd.Function) or issubclass(function, UntoldFunction):
+        return
+    modes: Callable[[], list[TorchFunctionMode]] = _get_current_function_mode_stack
+    if any(isinstance(mode, OwnMode) for mode in modes()):
+        raise SettingError(
+            f"'{function.__name__}.apply', which the model calls, was looked up before lightning_hetpipe was imported,"
+            f" and torch {torch.__version__} tells nobody of its calls: the model would compute with other weights;"
+            f" import lightning_hetpipe first, or write {function.__name__}.apply(...) where it is called"
+        )
+
+
+if not _APPLY_IS_PYTHON:
+    _functions.apply = classmethod(_apply)
 
 
 class ThreadDispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no types here

@@ -81,6 +81,16 @@ def test_a_device_that_is_full_already(accelerator: TestAccelerator) -> None:
         trainer.fit(Skewed(), rows())
 
 
+@pytest.mark.parametrize("function", ["mem_get_info", "get_device_properties"])
+def test_a_device_whose_memory_nobody_tells(
+    accelerator: TestAccelerator, function: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """MPS is one: an AttributeError came from inside. The CPU, which the error names, trains."""
+    monkeypatch.delattr(getattr(torch, NAME), function)
+    with pytest.raises(SettingError, match=rf"accelerator='{NAME}' has no torch.{NAME}.{function}, by which stages"):
+        trainer_on(accelerator, stashing()).fit(Skewed(), rows())
+
+
 def test_training(accelerator: TestAccelerator) -> None:
     """Weights, two versions, gradients, the optimizer's state, its step: the plan by time alone was only warned of."""
     expected = expect(Skewed(), rows(), 2, max_epochs=1)

@@ -8,13 +8,15 @@ import queue
 import threading
 import weakref
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from lightning_hetpipe.errors import PipelineStalled
 from lightning_hetpipe.pipeline import threads
-from lightning_hetpipe.pipeline.threads import Watchdog, Worker
+from lightning_hetpipe.pipeline.threads import PerThread, Watchdog, Worker
+from tests.support.accelerator import NAME, TestAccelerator
 
 
 class TestWorker:
@@ -168,3 +170,28 @@ class TestWatchdog:
         scene.ready_at = 50.0
         scene.wait()
         assert max(scene.waits) == 1.0
+
+
+class TestPerThread:
+    def test_a_thread_holds_its_own(self) -> None:
+        held: PerThread[str] = PerThread()
+        seen: list[str | None] = [held.get()]
+        with held.holding("outer"):
+            thread = threading.Thread(target=lambda: seen.append(held.get()))
+            thread.start()
+            thread.join(10)
+            with held.holding("inner"):
+                seen.append(held.get())
+            seen.append(held.get())
+        assert [*seen, held.get()] == [None, None, "inner", "outer", None]
+
+    def test_hooks_on_an_accelerator_know_it(self, accelerator: TestAccelerator) -> None:
+        """Autograd would run them in threads of its own, of which the table that torch carries to them has been a
+        crash: torch 2.11 keeps no reference to what it carries, and lets nobody take it out."""
+        held: PerThread[str] = PerThread()
+        seen: list[tuple[str | None, int]] = []
+        weight: Any = torch.ones(2, device=f"{NAME}:0", requires_grad=True)
+        weight.register_hook(lambda _: seen.append((held.get(), threading.get_ident())))
+        with held.holding("minibatch"):
+            (weight * 2).sum().backward()
+        assert seen == [("minibatch", threading.get_ident())]

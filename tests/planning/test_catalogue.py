@@ -28,6 +28,12 @@ from tests.planning.reference import MISSING, OPT_350M
         ("NVIDIA A100-SXM4-40GB", "A100-40"),
         ("NVIDIA A100 80GB PCIe", "A100-PCIe-80"),
         ("NVIDIA H100 80GB HBM3", "H100-80"),
+        ("NVIDIA A10G", "A10G"),
+        ("Tesla K80", "K80"),
+        ("Tesla M40 24GB", "M40-24"),
+        ("NVIDIA H20", "H20-96"),
+        ("NVIDIA A800-SXM4-80GB", "A800-80"),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", "RTX-4090-Laptop"),
         ("NVIDIA H200", "H200"),
         ("NVIDIA RTX 6000 Ada Generation", "RTX-6000-Ada"),
         ("Quadro RTX 8000", "Quadro-RTX-8000"),
@@ -55,7 +61,16 @@ def test_every_entry_is_complete_and_plausible() -> None:
         assert gpu.source
 
 
-@pytest.mark.parametrize(("wrong", "says"), [("RTX-3O90", "did you mean 'RTX-3090'?"), ("abacus", "it has GTX-1060, ")])
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ("RTX-3O90", "did you mean 'RTX-3090'?"),
+        ("1080ti", "did you mean 'GTX-1080-Ti'?"),  # once "H100", which has as many letters in common
+        ("4070 mobile", "did you mean 'RTX-4070"),
+        ("V100-64", "did you mean 'V100-"),
+        ("abacus", "it has K80, "),
+    ],
+)
 def test_an_unknown_name_is_refused_with_the_nearest(wrong: str, says: str) -> None:
     with pytest.raises(SettingError, match=f"'{wrong}' is no GPU of the catalogue; ") as refused:
         find(wrong)

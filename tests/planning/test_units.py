@@ -45,6 +45,17 @@ def test_what_is_no_amount_is_refused_with_an_example(text: str, says: str) -> N
         bytes_of(text, "memory")
 
 
+@pytest.mark.parametrize(
+    ("text", "meant"),
+    [("10 Gbps", "Gbit/s"), ("10 gbps", "Gbit/s"), ("100 Mbps", "Mbit/s"), ("10 Gb/s", "Gbit/s"), ("10 GB", None)],
+)
+def test_bits_are_named_where_a_unit_could_be_them(text: str, meant: str | None) -> None:
+    """Links are sold in "Gbps", which no error explained."""
+    with pytest.raises(SettingError, match="which is not among") as refused:
+        bandwidth_of(text, "bandwidth")
+    assert str(refused.value).endswith(f"; did you mean '{meant}'?") == (meant is not None)
+
+
 def test_bytes_for_people() -> None:
     assert [in_bytes(n) for n in (0, 1023, 1536, 24 << 30, 3 << 50)] == [
         "0 bytes",

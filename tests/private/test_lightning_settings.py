@@ -20,7 +20,7 @@ from tests.support.small import Learner, batches
 from tests.support.trainers import quiet_trainer
 
 
-@guards("_checkpoint_io")
+@guards()
 def test_the_writer_of_checkpoints() -> None:
     strategy, io = HetPipeStrategy(), TorchCheckpointIO()
     of_lightning.set_checkpoint_io(strategy, io)
@@ -34,7 +34,7 @@ def test_synchronised_batchnorm() -> None:
     assert asked == [False, True], "sync_batchnorm=True would be dropped silently"
 
 
-@guards("_trainer")
+@guards()
 def test_whether_a_module_is_in_a_fit() -> None:
     class Asking(Learner):
         def training_step(self, batch: Any, batch_idx: int) -> Any:

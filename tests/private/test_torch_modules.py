@@ -13,6 +13,8 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_hetpipe import lightning_private as of_lightning
+from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.torch_private import modes
 from lightning_hetpipe.torch_private.modes import (
     OwnMode,
     ThreadDispatchMode,
@@ -44,7 +46,7 @@ class Sees(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-@guards("_get_current_function_mode")
+@guards("_get_current_function_mode_stack")
 def test_function_modes_can_be_left() -> None:
     outer, inner = Sees(), Sees()
     enter_function_mode(outer)
@@ -84,7 +86,7 @@ class DoublesUntold(UntoldFunction):
 
 @guards("_SingleLevelFunction", "_get_current_function_mode_stack")
 def test_modes_are_told_of_custom_functions() -> None:
-    """Also where ``apply`` was taken before; the innermost mode is told first, and hands on to the next."""
+    """Also where ``apply`` was looked up before; the innermost mode is told first, and hands on to the next."""
     seen: list[str] = []
     double: Any = Doubles.apply
     untold: Any = DoublesUntold.apply
@@ -92,13 +94,40 @@ def test_modes_are_told_of_custom_functions() -> None:
     with Told(seen), Told(seen):
         double(one)
     broken = "operands of custom functions would stay on their devices, and parameters would be of another version"
-    assert seen[:2] == ["CustomFunction", "builtin_function_or_method"], broken
+    assert seen[:2] == ["CustomFunction", "_Heard"], broken
     seen.clear()
     with Told(seen):
         untold(one)
     assert seen == ["method_descriptor"], "the boundary of a piece would have all its tensors moved to one device"
     assert double(one) == 2
     assert "apply" not in vars(torch.autograd.function._SingleLevelFunction)
+
+
+class Passes(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Any, inner: Any) -> Any:
+        return inner(x)
+
+
+@guards("_forward_cls")
+def test_custom_functions_whose_modes_are_not_told_are_refused() -> None:
+    """From torch 2.14 on ``apply`` is C code: one that was looked up before the import of the package asks nobody."""
+    base: Any = super(torch.autograd.function._SingleLevelFunction, Doubles)
+    before: Any = base.apply
+    one = torch.ones(())
+    passes: Any = Passes.apply
+    double: Any = Doubles.apply
+    assert before(one) == 2
+    with Told([]):
+        if isinstance(modes.TORCHS_APPLY, classmethod):  # calls one that can be replaced
+            assert before(one) == 2
+            return
+        calls: list[tuple[Any, tuple[Any, ...]]] = [(before, (one,)), (passes, (one, before))]
+        for early, given in calls:
+            with pytest.raises(SettingError, match=r"'Doubles\.apply', which the model calls, was looked up before"):
+                early(*given)
+        assert passes(one, double) == 2, "the way out that the error names"
+    assert before(one) == 2
 
 
 class Counts(ThreadDispatchMode):

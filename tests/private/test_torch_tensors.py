@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-import threading
 from typing import Any
 
 import pytest
@@ -14,8 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.nn.utils import clip_grad
 
-from lightning_hetpipe.torch_private import autograd
-from lightning_hetpipe.torch_private.autograd import Carried, graph_leaves, graph_start, run_backward
+from lightning_hetpipe.torch_private.autograd import graph_leaves, graph_start, run_backward
 from lightning_hetpipe.torch_private.modes import OwnMode, in_order
 from lightning_hetpipe.torch_private.tensors import (
     behind_functorch,
@@ -152,62 +148,6 @@ def test_parts_of_sparse_tensors() -> None:
         blocks = (1, 1) if layout in (torch.sparse_bsr, torch.sparse_bsc) else None
         parts = strided_parts(torch.eye(2).to_sparse(layout=layout, blocksize=blocks))
         assert [part.layout for part in parts] == [torch.strided] * 3, "a GPU refuses such an input of a module"
-
-
-@guards("_is_key_in_tls", "_get_obj_in_tls", "_stash_obj_in_tls", "_remove_obj_from_tls")
-@pytest.mark.parametrize("gpu", [False, True])
-def test_carried(gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(autograd, "is_initialized", lambda: gpu)
-    held: Carried[str] = Carried("test")
-    broken = "a GPU's hooks would not know their minibatch"
-    assert held.get() is None, broken
-    held.set("mine")
-    seen: list[str | None] = []
-    thread = threading.Thread(target=lambda: seen.append(held.get()))
-    thread.start()
-    thread.join(10)
-    assert (held.get(), seen) == ("mine", [None]), broken
-    held.set(None)
-    held.set(None)
-    assert held.get() is None, broken
-
-
-IN_ANOTHER_THREAD = """
-import os, threading, torch
-from lightning_hetpipe.torch_private import autograd
-from lightning_hetpipe.torch_private.autograd import Carried
-
-autograd.is_initialized = lambda: True  # as where a GPU is used
-held = Carried("test")
-seen = {}
-
-class Deep(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, further):
-        ctx.further = further
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        seen[threading.get_ident()] = held.get()
-        if ctx.further:
-            with torch.enable_grad():
-                Deep.apply(torch.ones((), requires_grad=True), ctx.further - 1).backward()
-        return gradient, None
-
-held.set("mine")
-Deep.apply(torch.ones((), requires_grad=True), 80).backward()
-held.set(None)
-print(list(seen.values()), flush=True)
-os._exit(0)  # such a thread of torch's ends no process in peace
-"""
-
-
-@pytest.mark.slow
-def test_what_is_carried_is_in_threads_of_autograds() -> None:
-    """Without a GPU it has threads of its own only for backward passes deep within one another."""
-    ran = subprocess.run([sys.executable, "-c", IN_ANOTHER_THREAD], capture_output=True, text=True, timeout=120)
-    assert ran.stdout.strip() == "['mine', 'mine']", ran.stderr
 
 
 @guards("_execution_engine")

@@ -15,16 +15,15 @@ from __future__ import annotations
 import contextvars
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from lightning_hetpipe.errors import Discarded
 from lightning_hetpipe.pipeline.streams import StreamEvent
-from lightning_hetpipe.pipeline.threads import Watchdog
+from lightning_hetpipe.pipeline.threads import PerThread, Watchdog
 from lightning_hetpipe.pipeline.user.lock import Precedence, Ticket, UserLock
 from lightning_hetpipe.pipeline.user.user_section import NO_SECTION, UserSection
-from lightning_hetpipe.torch_private.autograd import Carried
 
 UNWINDING = 4.0
 """Seconds for which user code that is to unwind waits for the lock; fewer than the pipeline waits for its threads."""
@@ -201,19 +200,14 @@ class BatchInFlight:
             self._pipeline.lock.release()
 
 
-_current: Carried[BatchInFlight] = Carried("batch")
+_current: PerThread[BatchInFlight] = PerThread()
 
 
 def current() -> BatchInFlight | None:
-    """The batch whose user code runs in this thread, if any; hooks of its backward pass run in one of autograd's."""
+    """Return the batch whose user code runs in this thread, if any."""
     return _current.get()
 
 
-@contextmanager
-def running(batch: BatchInFlight) -> Iterator[None]:
-    """Within it, this thread runs the user code of ``batch``."""
-    _current.set(batch)
-    try:
-        yield
-    finally:
-        _current.set(None)
+def running(batch: BatchInFlight) -> AbstractContextManager[None]:
+    """Run the user code of ``batch`` in this thread until the end of the context."""
+    return _current.holding(batch)

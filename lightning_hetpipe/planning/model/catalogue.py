@@ -6,14 +6,15 @@ it is shown.
 
 from __future__ import annotations
 
+import difflib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 
-from lightning_hetpipe.errors import SettingError, nearest
+from lightning_hetpipe.errors import SettingError
 
 INTENSITY = 16.0
 """FLOP for each byte of device memory traffic in the workload that :func:`relative_speed` supposes."""
@@ -93,9 +94,23 @@ def find(name: str) -> Gpu:
     found = known(name)
     if found is None:
         names = [gpu.name for gpu in gpus().values()]
-        near = nearest(name, names) or f"; it has {', '.join(names)}"
+        near = nearest_gpu(name, names) or f"; it has {', '.join(names)}"
         raise SettingError(f"'{name}' is no GPU of the catalogue{near}")
     return found
+
+
+def nearest_gpu(name: str, names: Iterable[str]) -> str:
+    """Return the end of an error that suggests the closest of ``names``, or an empty string.
+
+    A name with the same number is closer than any other: "1080ti" means a GTX 1080 Ti, not an H100.
+    """
+    keys = {_key(each): each for each in names}
+    numbers = set(re.findall(r"\d{2,}", name))
+    alike = [key for key in keys if numbers.intersection(re.findall(r"\d{2,}", key))]
+    found = difflib.get_close_matches(_key(name), alike, n=1, cutoff=0.3) or difflib.get_close_matches(
+        _key(name), list(keys), n=1, cutoff=0.8
+    )
+    return f"; did you mean '{keys[found[0]]}'?" if found else ""
 
 
 def known(name: str) -> Gpu | None:

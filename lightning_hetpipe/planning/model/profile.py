@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from lightning_hetpipe.errors import SettingError, nearest
-from lightning_hetpipe.planning.model.catalogue import canonical, gpus, known
+from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.planning.model.catalogue import canonical, gpus, known, nearest_gpu
 from lightning_hetpipe.planning.model.cluster import Device, Link
 from lightning_hetpipe.planning.model.layer_widths import LayerWidths
 
@@ -165,7 +165,7 @@ class Profile:
             raise SettingError(
                 f"the profile of {self.model} has no times of '{device.name}'; it has those of"
                 f" {', '.join(sorted(self.times))}, and the catalogue of GPUs does not know it"
-                f"{nearest(device.name, {*self.times, *gpus()}) or self._way_out(profiled)}"
+                f"{nearest_gpu(device.name, {*self.times, *gpus()}) or self._way_out(profiled)}"
             )
         return list(measured) if device.speed == 1.0 else [each.divided(device.speed) for each in measured]
 

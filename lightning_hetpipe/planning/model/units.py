@@ -79,6 +79,9 @@ def _amount(text: str, setting: str, units: Mapping[str, Decimal], example: str)
         return number
     factor = units.get(unit)
     if factor is None:
-        alike = next((f"; did you mean '{each}'?" for each in units if each.lower() == unit.lower()), "")
+        # "Gbps" and "Gb/s" are how networks are sold.
+        spelled = (unit if unit.endswith("b/s") else unit.lower()).replace("bps", "bit/s").replace("b/s", "bit/s")
+        meant = [each for way in (spelled, unit) for each in units if each.lower() == way.lower()]
+        alike = f"; did you mean '{meant[0]}'?" if meant else ""
         raise SettingError(f"{setting}={text!r} has the unit '{unit}', which is not among {', '.join(units)}{alike}")
     return number * factor

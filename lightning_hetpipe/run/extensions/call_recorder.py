@@ -12,6 +12,7 @@ import lightning as L
 from torch import Tensor
 
 from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.pipeline.threads import PerThread
 from lightning_hetpipe.redirect import Redirect
 from lightning_hetpipe.run.extensions.found_metrics import (
     CHANGES,
@@ -23,7 +24,6 @@ from lightning_hetpipe.run.extensions.found_metrics import (
 )
 from lightning_hetpipe.run.extensions.recorded_calls import LogCall, MetricCall, Record, caller
 from lightning_hetpipe.run.extensions.shadow_metric import ShadowMetric
-from lightning_hetpipe.torch_private.autograd import Carried
 from lightning_hetpipe.torch_private.tensors import pytree
 
 
@@ -44,7 +44,7 @@ class CallRecorder:
     def __init__(self, module: L.LightningModule) -> None:
         self._module = module
         self._here = _ThreadRecord()
-        self._record: Carried[Record] = Carried("record")
+        self._record: PerThread[Record] = PerThread()
         self._open: list[Record] = []  # begun and not fully replayed, in order of minibatches
         self._log = {name: Redirect(module, name, self._on_log) for name in ("log", "log_dict")}
         self._signatures = {name: inspect.signature(redirect.original) for name, redirect in self._log.items()}
@@ -64,16 +64,14 @@ class CallRecorder:
         """Records what this thread logs and counts inside, into the record that is given."""
         if self._children != child_ids(self._module):
             self._find_metrics()  # a hook has replaced a metric
-        record, outer = Record(), self._record.get()
+        record = Record()
         self._open.append(record)
-        self._record.set(record)
         try:
-            yield record
+            with self._record.holding(record):
+                yield record
         except BaseException:
             self.discard(record)
             raise
-        finally:
-            self._record.set(outer)
 
     def discard(self, record: Record) -> None:
         """Forgets a record that will not be replayed, because its look-ahead is thrown away."""
