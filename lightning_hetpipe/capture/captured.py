@@ -242,11 +242,11 @@ class Captured:
         with (
             self.exclusive(),
             own_state(ProcessState.seeded(0, 0, "capture")),
-            untouched(self._module, self.frozen, runs=True) as trial,
+            untouched(self._module, self.frozen, runs=True) as before_run,
             across_devices_of(self._module, devices),
         ):
             self._module.forward(*args, **kwargs)
-            return not set(effect.paths).isdisjoint(trial.changed())
+            return not set(effect.paths).isdisjoint(before_run.changed())
 
     def _own(self, layer: Layer, tensors: Mapping[str, Tensor], marked: Sequence[str]) -> list[str | Tensor]:
         """The paths of ``tensors``, which ``layer`` holds; a constant that it does not hold is given itself."""

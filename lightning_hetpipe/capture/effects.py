@@ -1,4 +1,4 @@
-"""What a module does besides returning a value: found, and undone, around each time that we run it ourselves.
+"""Side effects of a module: what its forward does besides returning a value, found and undone around runs of ours.
 
 A module runs once more to be traced, and to be compared with its graph. Whatever it changes then beside its weights is
 put back: attributes and buffers of its own, what they hold, and what its functions reach outside of it
@@ -35,7 +35,7 @@ Plain = Tensor | np.ndarray[Any, Any]
 
 
 class SideEffect(PipelineRefusal):
-    """Something that a module does besides returning a value, so that no graph stands for it.
+    """Refusal of a graph for a module that does something besides returning a value.
 
     Attributes:
         paths: What it changes outside of itself, if it was that and the module was only traced so far.
@@ -50,7 +50,7 @@ class SideEffect(PipelineRefusal):
         self.paths = paths
 
 
-class Trial:
+class StateBefore:
     """The state of ``module``, and of what its functions reach, before it runs for our sake."""
 
     def __init__(self, module: nn.Module, frozen: FrozenValues) -> None:
@@ -92,7 +92,7 @@ class Trial:
 
 
 @contextmanager
-def untouched(module: nn.Module, frozen: FrozenValues, *, runs: bool = False) -> Iterator[Trial]:
+def untouched(module: nn.Module, frozen: FrozenValues, *, runs: bool = False) -> Iterator[StateBefore]:
     """Undo what is done within it to ``module`` and to what it reaches; its weights are not looked at.
 
     Args:
@@ -100,18 +100,18 @@ def untouched(module: nn.Module, frozen: FrozenValues, *, runs: bool = False) ->
         frozen: What it reaches, as was noted when it ran.
         runs: Whether it runs on values within, and not only on their shapes, so that buffers may have others.
     """
-    trial = Trial(module, frozen)
+    before_run = StateBefore(module, frozen)
     buffers = [(buffer, buffer.clone()) for buffer in module.buffers()] if runs else []
     with ExitStack() as stack:
         for each in frozen.plain.values():
             if isinstance(each, Tensor) and not each.is_inference():
                 stack.enter_context(unseen_change(each))  # a backward that is still to come may have saved it
-        stack.callback(_undo, trial, buffers)
-        yield trial
+        stack.callback(_undo, before_run, buffers)
+        yield before_run
 
 
-def _undo(trial: Trial, buffers: Sequence[tuple[Tensor, Tensor]]) -> None:
-    trial.undo()
+def _undo(before_run: StateBefore, buffers: Sequence[tuple[Tensor, Tensor]]) -> None:
+    before_run.undo()
     with torch.no_grad():
         for buffer, earlier in buffers:
             if not equal(buffer, earlier):  # to write what it has would count as a change of it

@@ -234,7 +234,7 @@ def _left_alone(name: str, module: nn.Module, frozen: FrozenValues) -> Iterator[
         buffers.update(module.named_buffers())  # what stands for them while it is traced
 
     def check(*call: Any) -> None:
-        if (changed := trial.changed_attribute()) is not None:
+        if (changed := before_run.changed_attribute()) is not None:
             part, attribute = changed
             raise sets_attribute(name, part, attribute, frozen.line_of(attribute))
         for path, buffer in module.named_buffers():
@@ -243,11 +243,11 @@ def _left_alone(name: str, module: nn.Module, frozen: FrozenValues) -> Iterator[
             if before is None or any(getattr(before, a) != getattr(buffer, a) for a in ("shape", "dtype", "device")):
                 raise replaces_buffer(name, f"{name}.{path}")
             assigned.add(path)
-        if paths := trial.changed():
+        if paths := before_run.changed():
             told = paths[0] if "'" in paths[0] else f"'{paths[0]}'"
             raise SideEffect(name, f"changes {told}", frozen.line_of(paths[0]), paths)
 
-    with untouched(module, frozen) as trial, without_hooks(module):
+    with untouched(module, frozen) as before_run, without_hooks(module):
         module.register_forward_pre_hook(begin)
         module.register_forward_hook(check)
         yield assigned

@@ -1,4 +1,4 @@
-"""What a forward does besides returning a value: as in a plain run, or the module is left to user code."""
+"""Side effects of a forward: as in a plain run, where the module runs as user code around its parts."""
 
 from __future__ import annotations
 
