@@ -94,7 +94,7 @@ def trained(net: type[nn.Module], strategy: Any) -> list[Tensor]:
 
 
 def pipelined(weights: str) -> HetPipeStrategy:
-    return HetPipeStrategy(stages=2, in_flight=3, weights=weights)  # type: ignore[arg-type]
+    return HetPipeStrategy(stages=2, in_flight=3, weights=weights)
 
 
 BUFFERS = [InPlace, Assigned, AssignedWithoutGradients, ByData]
@@ -130,7 +130,7 @@ def test_flex_attention_in_a_validation() -> None:
     class Attends(Net):
         def between(self, h: Tensor) -> Tensor:
             q = h[:, None, None].expand(-1, 1, 16, -1)
-            found: Tensor = flex_attention(q, q, q, score_mod=lambda s, b, h, i, j: s - 0.1 * (i - j).abs())  # type: ignore[assignment]
+            found: Tensor = flex_attention(q, q, q, score_mod=lambda s, b, h, i, j: s - 0.1 * (i - j).abs())
             return found.mean((1, 2))
 
     class Validates(Learner):

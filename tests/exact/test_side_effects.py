@@ -70,7 +70,8 @@ def round_what_is_saved(net: Net, h: Tensor) -> Tensor:
 def freeze(net: Net, h: Tensor) -> Tensor:
     with torch.inference_mode():
         still = net.second(h).relu()
-    return still.clone() + h
+    frozen: Tensor = still.clone()
+    return frozen + h
 
 
 def remember_batches(net: Net, h: Tensor) -> Tensor:

@@ -35,7 +35,8 @@ class Varies(nn.Module):
             h = torch.relu(self.a(x))
         for _ in range(1 + step % 2 if self.kind == "loops" else 1):
             h = h + self.block(h)
-        return self.heads["ab"[step % 2] if self.kind == "heads" else "a"](h)
+        scores: Tensor = self.heads["ab"[step % 2] if self.kind == "heads" else "a"](h)
+        return scores
 
 
 class Branches(Varies):
@@ -87,9 +88,10 @@ class Sharpness(Learner):
 
 
 def hooked() -> L.LightningModule:
-    module = Learner()
+    module: Any = Learner()
     module.net[0].register_forward_hook(lambda *_: None)
-    return module
+    found: L.LightningModule = module
+    return found
 
 
 CASES: dict[str, Callable[[], L.LightningModule]] = {
