@@ -67,6 +67,8 @@ class NoticedCalls(dict[str, tuple[str, str]]):
 
     def c_call(self, frame: FrameType, function: Any) -> None:
         """Look at ``function``, which is written in C and called in ``frame``."""
+        if torch.compiler.is_dynamo_compiling():  # torch 2.11 traces profilers, and fails at such names
+            return
         found = _C_CALLS.get(getattr(function, "__name__", ""))
         if found is not None and found[0] not in self and isinstance(function.__self__, autograd_graph.Node):
             self[found[0]] = (found[1], _users_line(frame))
