@@ -26,6 +26,11 @@ class WritesByData(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func == _DATA.__get__ and any(args[0] is buffer for buffer in self._module.buffers()):
             return args[0].detach()
+        if func == _DATA.__set__ and any(args[0] is buffer for buffer in self._module.buffers()):
+            buffer, value = args
+            if buffer.shape == value.shape and buffer.dtype == value.dtype:
+                with torch.no_grad():
+                    return buffer.copy_(value)
         return func(*args, **(kwargs or {}))
 
 
@@ -70,6 +75,9 @@ def write_assigned_buffers(
             read.meta["val"] = buffer.meta.get("val", value.meta["val"])
             for user in others:
                 user.replace_input_with(buffer, read)
+        order = {node: place for place, node in enumerate(nodes.nodes)}
+        changes = [n for n in nodes.nodes if n is not write and base_of(value) in map(base_of, written_by(n))]
+        after = max([after, *changes], key=order.__getitem__)
         after.append(write)
     nodes.lint()
     graph.recompile()

@@ -38,16 +38,20 @@ class SideEffect(PipelineRefusal):
     """Refusal of a graph for a module that does something besides returning a value.
 
     Attributes:
-        paths: What it changes outside of itself, if it was that and the module was only traced so far.
+        paths: What it changes below its attributes, or outside of itself, while it is traced.
+        is_shared: Whether it changes what is no attribute of its own: a global, a closure, a class.
     """
 
-    def __init__(self, name: str, what: str, line: str | None = None, paths: Sequence[str] = ()) -> None:
+    def __init__(
+        self, name: str, what: str, line: str | None = None, paths: Sequence[str] = (), *, is_shared: bool = False
+    ) -> None:
         where = f" ({line})" if line else ""
         super().__init__(
             f"'{name}' {what} in forward{where}, which its graph would not; do it in training_step, or return it with"
             " the output"
         )
         self.paths = paths
+        self.is_shared = is_shared
 
 
 class StateBefore:

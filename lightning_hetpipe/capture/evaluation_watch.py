@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lightning_hetpipe.capture.captured import Captured
 from lightning_hetpipe.capture.compiled_modules import is_compiled, is_scripted, refuse_scripted
-from lightning_hetpipe.capture.effects import refuse_noticed, untouched
+from lightning_hetpipe.capture.effects import SideEffect, refuse_noticed, untouched
 from lightning_hetpipe.capture.export import decides
 from lightning_hetpipe.capture.frozen import FrozenValues
 from lightning_hetpipe.capture.interceptor import NOT_TAKEN, ModuleCall
@@ -48,6 +48,7 @@ class EvaluationWatch(Watch):
         reasons: Why a pipeline cannot run the others, by their names.
         without_graph: Why Sequentials of the user's modules have no graph, a line for each.
         apart: Modules that were taken apart, by their names.
+        shares: Whether a module has a side effect that batches in flight would see of each other.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class EvaluationWatch(Watch):
         self.reasons: dict[str, str] = {}
         self.without_graph: list[str] = []
         self.apart: dict[str, nn.Module] = {}
+        self.shares = False
         self._batch = batch
         self._known = {piece.module: piece for piece in known}
         self._called: list[nn.Module] = []
@@ -140,6 +142,7 @@ class EvaluationWatch(Watch):
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # whatever it is, the module itself has computed
+            self.shares |= isinstance(error, SideEffect) and error.is_shared
             self.reasons[piece.name] = reason_of(error)
             if apart and unknown_in((args, kwargs)) is None:  # such as a cache, to which it would add once more
                 self._take_apart(call, own_args, own_kwargs, frozen)

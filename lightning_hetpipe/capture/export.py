@@ -245,7 +245,8 @@ def _left_alone(name: str, module: nn.Module, frozen: FrozenValues) -> Iterator[
             assigned.add(path)
         if paths := before_run.changed():
             told = paths[0] if "'" in paths[0] else f"'{paths[0]}'"
-            raise SideEffect(name, f"changes {told}", frozen.line_of(paths[0]), paths)
+            is_shared = not all(map(frozen.is_own, paths))
+            raise SideEffect(name, f"changes {told}", frozen.line_of(paths[0]), paths, is_shared=is_shared)
 
     with untouched(module, frozen) as before_run, without_hooks(module):
         module.register_forward_pre_hook(begin)

@@ -101,6 +101,7 @@ class FrozenValues:
         self.plain: dict[str, Tensor | np.ndarray[Any, Any]] = {}
         """Tensors and arrays among these values, by their paths: no parameters, and no buffers of ``module``."""
         self._tolerated: set[str] = set()
+        self._own: list[str] = []
         self._module = module
         self._called: dict[tuple[CodeType, int], dict[str, Any]] = {}
         self._names: frozenset[str] = frozenset()
@@ -187,6 +188,10 @@ class FrozenValues:
                     found.append(".".join(filter(None, [source.path, *source.names[index : index + 1]])))
         return [path for path in dict.fromkeys(found) if path not in self._tolerated]
 
+    def is_own(self, path: str) -> bool:
+        """Tell whether ``path`` is an attribute of the module or of its parts, or lies in one."""
+        return any(path == own or path.startswith((f"{own}.", f"{own}[")) for own in self._own)
+
     def line_of(self, path: str) -> str | None:
         """The first line of the functions that were called which names the last part of ``path``, for people."""
         name = path.partition("' in the closure")[0].rpartition("'")[2] or path
@@ -201,7 +206,7 @@ class FrozenValues:
 
     def _find(self) -> None:
         parts = dict(self._module.named_modules())
-        self.plain = {}
+        self.plain, self._own = {}, []
         self._sources, self._seen = [], {id(part) for part in parts.values()}
         self._replaced = self._stale = False
         codes = {id(code): code for code, _ in self._called}
@@ -216,7 +221,8 @@ class FrozenValues:
             self._class(type(part), DEPTH)
             attributes = plain_attributes(part)  # fingerprint.py sees to these themselves
             for name in sorted(self._names & attributes.keys()):
-                self._pending.append((f"{path or type(part).__name__}.{name}", attributes[name], DEPTH))
+                self._own.append(f"{path or type(part).__name__}.{name}")
+                self._pending.append((self._own[-1], attributes[name], DEPTH))
         while self._pending:  # what is near first
             self._follow(*self._pending.popleft())
 

@@ -40,6 +40,7 @@ class TakenApart:
         pieces: Names of the pieces, in them and beside them.
         share: Part of ``training_step``'s seconds that it spent in pieces.
         timed_out: Whether the time was over before everything was tried.
+        shared: The first side effect that is on more than the module itself, so that minibatches in flight share it.
     """
 
     modules: Mapping[str, nn.Module] = field(default_factory=dict)
@@ -47,6 +48,12 @@ class TakenApart:
     pieces: Sequence[str] = ()
     share: float = 1.0
     timed_out: bool = False
+    shared: SideEffect | None = None
+
+    def refuse_shared(self) -> None:
+        """Refuse a side effect that minibatches in flight would see of each other."""
+        if self.shared is not None:
+            raise self.shared
 
     def __bool__(self) -> bool:
         return bool(self.modules)
@@ -137,6 +144,7 @@ class PieceSearch:
             [piece.name for piece in self._found],
             min(1.0, sum(node.seconds for node in self._nodes(self._calls)) / max(seconds, 1e-9)),
             self._timed_out,
+            next((r for r in (call.refusal for call in left) if isinstance(r, SideEffect) and r.is_shared), None),
         )
 
     def _settle(self, node: CallNode, whole: bool) -> Exception | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -99,7 +99,9 @@ def refill(container: Any, items: Sequence[Any]) -> None:
     container.clear()
     if isinstance(container, dict):
         half = len(items) // 2
-        container.update(zip(items[:half], items[half:], strict=True))
+        (dict if isinstance(container, Counter) else type(container)).update(
+            container, zip(items[:half], items[half:], strict=True)
+        )
     elif isinstance(container, set):
         container.update(items)
     else:

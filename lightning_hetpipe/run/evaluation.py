@@ -53,6 +53,7 @@ class Evaluation(TrainerRun):
         pieces: What a pipeline may run, once it is known.
         layout: The stages that they lie on.
         parts: Modules around these pieces that were taken apart, and run as user code.
+        is_inline: Whether batches share something that these change, so that one runs after the other.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class Evaluation(TrainerRun):
         self.layout: Layout | None = None
         self.in_flight = 1
         self.parts: Sequence[nn.Module] = ()
+        self.is_inline = False
         self._run: EvaluationRun | None = None
         self.operands = OperandsTogether(settings.devices)
         self._undo = ExitStack()

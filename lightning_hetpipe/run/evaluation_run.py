@@ -104,13 +104,18 @@ class EvaluationRun:
             with watch.watching(), evaluation.operands.told(evaluation.overflow()):
                 output = self._driver.step_inline(1, native, args)
             pieces = watch.pieces
+            evaluation.is_inline |= watch.shares
             if watch.apart:
                 evaluation.parts = user_parts(watch.apart.values(), [piece.module for piece in pieces])
             evaluation.warn(watch.reasons)
             for line in watch.without_graph:
                 rank_zero_info(line)
         waited = evaluation.settings.waited_in() is not None  # with the other virtual workers, which wait in each step
-        if pieces and not waited:
+        if pieces and evaluation.is_inline:
+            evaluation.warn(
+                {piece.name: "code around it changes what batches in flight would share" for piece in pieces}
+            )
+        elif pieces and not waited:
             self._start(self._stand_in(pieces))
         return output
 

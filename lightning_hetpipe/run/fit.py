@@ -378,7 +378,9 @@ class Fit(TrainerRun):
         parts = user_parts(apart.modules.values(), modules)
         add(ModulesApart(apart.modules, modules, self._generators))
         if in_flight > 1:
-            outside.check_step()
+            if versions(number - 1).runs_ahead:
+                outside.check_step()
+                apart.refuse_shared()
             add(outside, TrainerCounters(trainer), RandomStates(self._state), Replay(self._module, context))
             way_out = "set in_flight=1" + (", or weights='sync'" if trainer.accumulate_grad_batches == 1 else "")
             attributes = [Attributes(part, lambda: engine.versions, way_out) for part in (self._module, *parts)]
@@ -391,6 +393,7 @@ class Fit(TrainerRun):
                 piece.captured.beside = [other.name for other in pieces if other is not piece]
         self._evaluation.take_over(pieces, layout, in_flight)
         self._evaluation.parts = parts
+        self._evaluation.is_inline = apart.shared is not None
         telemetry = Telemetry(trainer, engine, layout, self._synchroniser.metrics)
         self._report = lambda: replace(telemetry.report(), taken_apart=apart.reasons)
         self._steps = steps = PipelinedSteps(

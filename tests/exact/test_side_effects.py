@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 from typing import Any
 
@@ -35,6 +35,10 @@ class Net(nn.Module):
         self.count = torch.zeros(1)
         self.array = np.zeros(1, dtype=np.float32)
         self.norms: list[float] = []
+        self.kinds = Counter[str]()
+        self.order = OrderedDict[str, int]()
+        self.bank: Tensor
+        self.register_buffer("bank", torch.zeros(8, 16))
 
     def forward(self, x: Tensor) -> Tensor:
         h: Tensor = self.effect(self, self.first(x).relu())
@@ -94,6 +98,32 @@ def count_in_an_array(net: Net, h: Tensor) -> Tensor:
     return h / torch.from_numpy(net.array.copy()).to(h)
 
 
+def count_by_data(net: Net, h: Tensor) -> Tensor:
+    net.count.data.add_(1)
+    return h / net.count
+
+
+def count_in_a_counter(net: Net, h: Tensor) -> Tensor:
+    net.kinds["batches"] += 1
+    return h / net.kinds["batches"]
+
+
+def count_in_order(net: Net, h: Tensor) -> Tensor:
+    net.order[str(len(net.order) % 3)] = len(net.order)
+    return h / len(list(net.order))
+
+
+def roll_a_buffer(net: Net, h: Tensor) -> Tensor:
+    net.bank = net.bank.roll(-4, 0)
+    net.bank[-4:] = h.detach()
+    return h - net.bank.mean(0)
+
+
+def set_the_data_of_a_buffer(net: Net, h: Tensor) -> Tensor:
+    net.bank.data = 0.9 * net.bank + 0.1 * h.detach().mean(0)
+    return h - net.bank.mean(0)
+
+
 def fill_a_global(net: Net, h: Tensor) -> Tensor:
     AUX.append(h.pow(2).mean())
     return h
@@ -115,6 +145,11 @@ EFFECTS = [
     average,
     count_in_place,
     count_in_an_array,
+    count_by_data,
+    count_in_a_counter,
+    count_in_order,
+    roll_a_buffer,
+    set_the_data_of_a_buffer,
     fill_a_global,
     shuffle,
 ]
@@ -151,6 +186,9 @@ def test_side_effects_are_those_of_a_plain_run(effect: Callable[[Net, Tensor], T
     plain, ours = (trained(lambda: Task(Net(effect)), strategy) for strategy in ("auto", synchronous()))
     for (name, one), other in zip(plain.named_parameters(), ours.parameters(), strict=True):
         assert torch.equal(one, other), name
+    assert torch.equal(plain.net.bank, ours.net.bank)
+    assert plain.net.kinds == ours.net.kinds
+    assert [*plain.net.order.items()] == [*ours.net.order.items()]
     assert torch.equal(plain.net.count, ours.net.count)
     assert plain.net.array == ours.net.array
     assert torch.equal(plain.net.held[0], ours.net.held[0])
@@ -175,6 +213,37 @@ def test_one_sentence_names_effect_and_line(effect: Callable[[Net, Tensor], Tens
     assert what in said
     assert line in said
     assert "set in_flight=1" in said
+
+
+def test_what_minibatches_in_flight_would_share_is_refused() -> None:
+    """User code of several minibatches would find the tensors of others in a global list."""
+    with pytest.raises(
+        SettingError, match=r"changes 'tests.exact.test_side_effects.AUX' in forward .* set in_flight=1"
+    ):
+        trained(lambda: Task(Net(fill_a_global)), HetPipeStrategy(stages=2, in_flight=3, weights="stash"))
+    trained(lambda: Task(Net(fill_a_global)), HetPipeStrategy(stages=2, in_flight=1))
+
+
+class EvaluatedGlobal(Task):
+    def __init__(self) -> None:
+        super().__init__(Net(fill_a_global))
+        self.sums: list[float] = []
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        AUX.clear()
+        self.net(batch[0])
+        self.sums.append(float(sum(AUX)))
+
+
+def test_an_evaluation_of_what_batches_would_share() -> None:
+    """Its batches run one after the other, in Lightning's own thread."""
+    loader, found = vectors(24, 4), []
+    for strategy in ("auto", synchronous()):
+        torch.manual_seed(3)
+        task = EvaluatedGlobal()
+        quiet_trainer(strategy=strategy, max_epochs=1).fit(task, loader, loader)
+        found.append(task.sums)
+    assert found[0] == found[1]
 
 
 class Filled(nn.Module):

@@ -64,7 +64,7 @@ def put(container: Any, contents: Any) -> None:
     else:
         held = container if kind in _MAPPINGS else vars(container)
         held.clear()
-        dict.update(held, contents)
+        (dict if kind is Counter else type(held)).update(held, contents)
 
 
 def same(one: Any, other: Any) -> bool:

@@ -33,6 +33,7 @@ from torch import Tensor, nn
 
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.pipeline.user.user_section import UserSection
+from lightning_hetpipe.pipeline.values import equal
 from lightning_hetpipe.rules.versions import Versions
 from lightning_hetpipe.run.extensions.container_contents import Edit, edit_of, is_container, items_of, put, same, taken
 from lightning_hetpipe.run.extensions.watched_attributes import WatchedAttributes, fills
@@ -94,6 +95,8 @@ class _Copied:
     def _is_changed(self) -> bool:
         value = self.original if self.copy is None else self.copy
         if isinstance(value, Tensor):
+            if self.copy is not None and not equal(self.copy, self.original):  # by .data or numpy, which do not count
+                return True
             return version_counter(value) != self.version
         return bool(value.tobytes() != self.original.tobytes())
 
