@@ -1,4 +1,34 @@
-"""The private names of Lightning that this package touches, in one place; ``tests/private`` guards each."""
+"""The private names of Lightning that this package touches, in one place; ``tests/private`` guards each.
+
+Where Lightning, or torch for it, does not have a name, what fails raises an ImportError or AttributeError with it:
+
+- ``_Launcher``, ``_DataFetcher``, ``_DataLoaderIterDataFetcher``, ``_EvaluationLoop``, ``_PredictionLoop``,
+  ``_TunerExitException``, ``_MultiProcessingDataLoaderIter``: this module cannot be imported.
+- ``_layer_sync``, ``_signal_connector``, ``_sigterm_notifier_fn``, ``_slurm_sigusr_handler_fn``: a fit
+  fails when it begins.
+- ``_build_kwargs``, ``_on_before_batch_transfer``: training and evaluation fail, at their first batch at the latest.
+- ``_state_dicts``, ``_start_profiler``, ``_stop_profiler``, ``_iterator``: fetching ahead of Lightning's loop fails.
+- ``_get_iterator``, ``_get_data``: training fails with DataLoaders that have workers.
+- ``_build_step_args_from_hook_kwargs``, ``_data_fetcher``: evaluation and prediction fail at their first batch.
+- ``_combined_loader``, ``_mode``: the same, and fits of several virtual workers fail when they look for their loaders.
+- ``_max_batches``: a fit of several virtual workers fails when it counts its batches anew.
+- ``_last_train_dl_reload_epoch``, ``_last_val_dl_reload_epoch``: a fit fails when a virtual worker comes back to it.
+- ``_restarting``: with ``max_steps``, a virtual worker that comes back is taken to be in the epoch before, which has no
+  batch left. No error says so.
+- ``_checkpoint_connector``, ``_is_training_done``: a fit that a signal tells to end fails, and may not be saved.
+- ``_can_stop_early``: with several virtual workers, a validation fails once the Trainer is told to stop.
+- ``_train_time_interval``, ``_interval``: a fit of several virtual workers fails with a ModelCheckpoint, or with a
+  Timer that has a duration.
+- ``_every_n_train_steps``, ``_monitor_candidates``: a fit with a ModelCheckpoint fails where virtual workers have
+  unequal shares, or unequal numbers of batches.
+- ``_val_check_time_interval``: virtual workers validate at different minibatches where ``val_check_interval`` is a
+  time. No error says so.
+- ``_average_model``, ``_device``: fits on several devices, or of several virtual workers, fail with callbacks that
+  average weights.
+- ``_optimizer_step_post_hooks``: each optimizer is taken for one without hooks. Then ``weights='auto'`` is ``'stash'``,
+  and settings that need hooks are refused.
+- ``_fit_impl``: a fit that is started again does not resume from its own checkpoint, and no error says so.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +44,6 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.fabric.plugins import CheckpointIO
-from lightning.fabric.strategies import _StrategyRegistry
 from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging, Timer, WeightAveraging
 from lightning.pytorch.loops import _EvaluationLoop, _PredictionLoop
 from lightning.pytorch.loops.fetchers import _DataFetcher, _DataLoaderIterDataFetcher
@@ -37,7 +66,6 @@ BaseLauncher = _Launcher
 DataFetcher = _DataFetcher
 EvaluatingLoop = _EvaluationLoop | _PredictionLoop
 DataLoaderIterFetcher = _DataLoaderIterDataFetcher
-StrategyRegistry = _StrategyRegistry
 TunerExit = _TunerExitException
 
 BEFORE_TRANSFER = "_on_before_batch_transfer"
@@ -155,7 +183,7 @@ def on_monitor_candidates(callback: ModelCheckpoint, handler: Callable[..., Any]
 def asks_at_every_step(callback: Any) -> bool:
     """Tell whether ``callback`` lets virtual worker 0 decide by time, after every step."""
     if isinstance(callback, Timer):
-        return callback._duration is not None and callback._interval == "step"
+        return callback.time_remaining() is not None and callback._interval == "step"
     return isinstance(callback, ModelCheckpoint) and callback._train_time_interval is not None
 
 
@@ -198,8 +226,8 @@ def step_arguments(trainer: L.Trainer, batch: Any, batch_idx: int) -> tuple[Any,
 
 def evaluation_arguments(loop: EvaluatingLoop, hook: str, batch: Any, batch_idx: int, dataloader_idx: int) -> Any:
     """The arguments with which ``loop`` calls the step ``hook``."""
-    sequential = loop._is_sequential if isinstance(loop, _EvaluationLoop) else True
-    several = sequential and loop.num_dataloaders > 1
+    loader = loop._combined_loader
+    several = loader is not None and loader._mode == "sequential" and loop.num_dataloaders > 1
     kwargs = loop._build_kwargs(batch, batch_idx, dataloader_idx if several else None)
     return loop._build_step_args_from_hook_kwargs(kwargs, hook)
 

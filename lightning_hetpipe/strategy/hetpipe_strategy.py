@@ -21,7 +21,6 @@ from torch import nn
 
 from lightning_hetpipe.capture.piece_search import CAPTURE_TIMEOUT
 from lightning_hetpipe.lightning_private import (
-    StrategyRegistry,
     average_on_host,
     evaluating_loop,
     synchronises_batchnorm,
@@ -384,7 +383,7 @@ class HetPipeStrategy(PlannedDevices):
         self._resumed_changes = []
 
     @classmethod
-    def register_strategies(cls, strategy_registry: StrategyRegistry) -> None:
+    def register_strategies(cls, strategy_registry: Any) -> None:
         other_lightning.let_in(cls)
         strategy_registry.register(cls.strategy_name, cls, description=(cls.__doc__ or "").partition("\n")[0])
 

@@ -1,4 +1,8 @@
-"""The private names of torch that this package touches, in one place; ``tests/private`` guards each."""
+"""The private names of torch that this package touches, in one place; ``tests/private`` guards each.
+
+The docstring of each module says what happens where torch has a name no longer. Whatever fails there raises an
+ImportError or an AttributeError that holds the name, unless the docstring says otherwise.
+"""
 
 import torch
 

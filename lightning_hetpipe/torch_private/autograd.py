@@ -1,4 +1,9 @@
-"""Private names of torch for backward passes, and the graphs that they follow."""
+"""Private names of torch for backward passes, and the graphs that they follow.
+
+Where torch does not have a name:
+
+- ``_execution_engine``: this module cannot be imported.
+"""
 
 from __future__ import annotations
 

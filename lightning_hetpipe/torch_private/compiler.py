@@ -1,4 +1,11 @@
-"""Private names of torch for what ``torch.compile`` compiles, and the compilers behind it."""
+"""Private names of torch for what ``torch.compile`` compiles, and the compilers behind it.
+
+Where torch does not have a name:
+
+- ``_dynamo``, ``_subclasses``: this module cannot be imported.
+- ``_inductor``: the check of ``compile`` fails where the backend is inductor.
+- ``_TorchCompileInductorWrapper``: the check of ``compile`` fails where options of inductor are given.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,18 @@
-"""Private names of torch for graphs that it exports, their operators, and what a module is told while it is traced."""
+"""Private names of torch for graphs that it exports, their operators, and what a module is told while it is traced.
+
+Where torch does not have a name:
+
+- ``_subclasses``, ``_ops``, ``_safe_softmax``, ``_local_scalar_dense``, ``_assert_tensor_metadata``: this module cannot
+  be imported.
+- ``_is_compiling_flag``, ``_is_exporting_flag``, ``_is_make_fx_tracing``, ``_meta_registrations``,
+  ``_meta_grouped_mm_common``: nothing is hidden from modules while they are traced. Some are traced in operators that
+  they do not call otherwise, whose last bits may differ, and no error says so.
+- ``_create_grouped_mm_output_tensor``: the same holds for modules that call ``grouped_mm``.
+- ``_codegen``, and ``_replace`` of its named tuple: each capture fails.
+- ``_schema``: each division of a graph into layers fails.
+- ``_guards_fn``: the checks that torch makes of a graph's inputs are left out, and no error says so. A graph may then
+  be run on sizes that it is not for.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,12 @@
-"""Private names of torch for modes, under which Python calls its functions and operators."""
+"""Private names of torch for modes, under which Python calls its functions and operators.
+
+Where torch does not have a name:
+
+- ``_SingleLevelFunction``, ``_group_tensors_by_device_and_dtype``, ``_check_param_device``, ``_infer_device_type``,
+  ``_get_current_function_mode_stack``, ``_python_dispatch``, ``_get_current_dispatch_mode``, ``_pop_mode``,
+  ``_push_mode``: this module cannot be imported.
+- ``_forward_cls``: from torch 2.14 on, each custom autograd function fails while a mode of ours is entered.
+"""
 
 from __future__ import annotations
 

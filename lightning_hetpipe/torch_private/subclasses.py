@@ -1,4 +1,12 @@
-"""Private names of torch for subclasses of Tensor that hold no memory."""
+"""Private names of torch for subclasses of Tensor that hold no memory. Stages at other hosts need all of them.
+
+Where torch does not have a name:
+
+- ``_foreach_utils``: this module cannot be imported.
+- ``_foreach_supported_types``, ``_make_wrapper_subclass``, ``_C``, ``_swap_tensor_impl``, ``_backward_hooks``: a
+  stage's weights cannot be put at another host.
+- ``_post_accumulate_grad_hooks``: these hooks may change their tensors when two are exchanged, and no error says so.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +21,7 @@ from torch.utils import _foreach_utils
 
 T = TypeVar("T", bound=Tensor)
 
-as_plain: Callable[[], AbstractContextManager[None]] = torch._C.DisableTorchFunctionSubclass
+as_plain: Callable[[], AbstractContextManager[None]] = torch.DisableTorchFunctionSubclass
 """Gives a context in which functions of subclasses run as those of a plain tensor, down to their operators."""
 
 

@@ -130,7 +130,7 @@ def test_sigterm(tmp_path: Path) -> None:
     assert ends == [False, False, True], "a run would be saved before its epoch has ended"
 
 
-@guards("_every_n_train_steps", "_train_time_interval", "_duration", "_interval", "_val_check_time_interval")
+@guards("_every_n_train_steps", "_train_time_interval", "_interval", "_val_check_time_interval")
 def test_what_decides_by_steps_or_by_time() -> None:
     hour = timedelta(hours=1)
     callbacks: list[L.Callback] = [
@@ -324,7 +324,6 @@ class Evaluates(Learner):
     "_build_kwargs",
     "_build_step_args_from_hook_kwargs",
     "_data_fetcher",
-    "_is_sequential",
 )
 @pytest.mark.parametrize("task", ["validate", "predict"])
 @pytest.mark.parametrize("loaders", [1, 2])

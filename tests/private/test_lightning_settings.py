@@ -9,7 +9,7 @@ import pytest
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging
-from lightning.pytorch.strategies import ParallelStrategy, SingleDeviceStrategy, StrategyRegistry
+from lightning.pytorch.strategies import ParallelStrategy, SingleDeviceStrategy
 from lightning.pytorch.tuner.tuning import Tuner
 
 from lightning_hetpipe import HetPipeStrategy
@@ -81,11 +81,6 @@ def test_several_optimizers() -> None:
     with pytest.raises(RuntimeError) as raised:
         quiet_trainer("auto").fit(Two(), batches(1))
     assert of_lightning.wants_several_optimizers(raised.value), "users would be advised manual optimization"
-
-
-@guards("_StrategyRegistry")
-def test_the_registry() -> None:
-    assert isinstance(StrategyRegistry, of_lightning.StrategyRegistry), "strategy='hetpipe' would be unknown"
 
 
 @guards("log_every_n_steps")
