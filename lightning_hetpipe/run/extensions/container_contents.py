@@ -81,7 +81,7 @@ def same(one: Any, other: Any) -> bool:
 def edit_of(before: Any, after: Any, most: int | None = None) -> Edit:
     """Find the edit that made ``after`` of ``before``. A deque holds at most ``most`` items.
 
-    Where nothing of ``before`` is left, whatever contents are replaced by ``after``.
+    Where nothing of ``before`` is left, or its items have another order, whatever contents are replaced by ``after``.
     """
     if isinstance(before, list):
         return _edit_of_list(before, after, most)
@@ -92,7 +92,11 @@ def edit_of(before: Any, after: Any, most: int | None = None) -> Edit:
     changed = {key: value for key, value in after.items() if key not in before or before[key] is not value}
     if before and len(gone) == len(before):
         return lambda now: {**after}
-    return lambda now: {key: value for key, value in now.items() if key not in gone} | changed
+
+    def edited(now: dict[Any, Any]) -> dict[Any, Any]:
+        return {key: value for key, value in now.items() if key not in gone} | changed
+
+    return edited if same(edited(before), after) else lambda now: {**after}
 
 
 def _edit_of_list(before: list[Any], after: list[Any], most: int | None) -> Edit:
