@@ -245,7 +245,7 @@ def _strange(cluster: Cluster, profile: Profile) -> str | None:
 def _unknown(name: str, profile: Profile, way_out: str = "") -> str:
     """Tell that nobody knows the device ``name``, as the end of a sentence, and what is meant, or else ``way_out``."""
     profiled = ", ".join(sorted(profile.times))
-    alike = nearest_gpu(name, {*profile.times, *gpus()}) or way_out
+    alike = nearest_gpu(name, [*gpus(), *profile.times]) or way_out
     return f"neither in the profile, which has {profiled}, nor in the catalogue of GPUs{alike}"
 
 

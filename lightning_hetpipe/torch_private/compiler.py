@@ -24,6 +24,9 @@ __all__ = ["CompilerError", "CompilerLimit"]
 C = TypeVar("C", bound=Callable[..., Any])
 
 
+_compile: Any = torch.compile  # torch's own, also while another stands in its place; it does not keep the type
+
+
 def compiled(function: C, options: Mapping[str, Any], check: Callable[[fx.GraphModule], None]) -> C:
     """``torch.compile(function, fullgraph=True, **options)``, where ``check`` sees each graph before its backend does.
 
@@ -43,8 +46,7 @@ def compiled(function: C, options: Mapping[str, Any], check: Callable[[fx.GraphM
         check(graph)
         return compile_graph(graph, inputs, **keywords)
 
-    compile_function: Any = torch.compile  # it does not say that it keeps the type
-    made: C = compile_function(
+    made: C = _compile(
         function,
         fullgraph=True,
         dynamic=options.get("dynamic"),

@@ -216,6 +216,10 @@ class _Heard:
     function: Any
     apply: Callable[..., Any]
 
+    @property
+    def __name__(self) -> str:
+        return "apply"
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         _heard.function = self.function
         return self.apply(*args, **kwargs)

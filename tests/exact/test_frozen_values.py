@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import os
 import re
 import warnings
@@ -421,14 +422,14 @@ def test_all_that_changed_is_named() -> None:
 
 
 def test_a_module_that_differs_from_itself_is_not_refused() -> None:
-    """Its graph cannot be told from it."""
-    calls: list[None] = []
+    """Its graph cannot be told from it. Nobody watches what an iterator counts."""
+    calls, since = itertools.count(1), [8]
 
     def scale(body: Any, x: Tensor) -> Tensor:
-        calls.append(None)
-        return x * (1 + len(calls) * 1e-3) if len(calls) > 8 else x
+        call = next(calls)
+        return x * (1 + call * 1e-3) if call > since[0] else x
 
-    record = fitted(Model(scale), lambda _: calls.extend([None] * 100))
+    record = fitted(Model(scale), lambda _: since.append(0))
     assert len(record.outputs) == 12
 
 

@@ -102,13 +102,14 @@ def find(name: str) -> Gpu:
 def nearest_gpu(name: str, names: Iterable[str]) -> str:
     """Return the end of an error that suggests the closest of ``names``, or an empty string.
 
-    A name with the same number is closer than any other: "1080ti" means a GTX 1080 Ti, not an H100.
+    A name with the same number is closer than any other: "1080ti" means a GTX 1080 Ti, not an H100. Of two names of one
+    GPU the later one is suggested.
     """
     keys = {_key(each): each for each in names}
     numbers = set(re.findall(r"\d{2,}", name))
     alike = [key for key in keys if numbers.intersection(re.findall(r"\d{2,}", key))]
     found = difflib.get_close_matches(_key(name), alike, n=1, cutoff=0.3) or difflib.get_close_matches(
-        _key(name), list(keys), n=1, cutoff=0.8
+        _key(name), list(keys), n=1, cutoff=0.8 if numbers else 0.6
     )
     return f"; did you mean '{keys[found[0]]}'?" if found else ""
 

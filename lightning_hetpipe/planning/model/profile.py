@@ -165,7 +165,7 @@ class Profile:
             raise SettingError(
                 f"the profile of {self.model} has no times of '{device.name}'; it has those of"
                 f" {', '.join(sorted(self.times))}, and the catalogue of GPUs does not know it"
-                f"{nearest_gpu(device.name, {*self.times, *gpus()}) or self._way_out(profiled)}"
+                f"{nearest_gpu(device.name, [*gpus(), *self.times]) or self._way_out(profiled)}"
             )
         return list(measured) if device.speed == 1.0 else [each.divided(device.speed) for each in measured]
 
