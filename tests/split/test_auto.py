@@ -99,7 +99,7 @@ def test_a_fit_divides_the_layer_that_no_cut_balances(profiles: list[Profile]) -
     loader = colours(14, 4)
     strategy = HetPipeStrategy(cluster=BOX, split="auto", in_flight=1, weights="stash")
     together = fit(image_task(), loader, strategy=strategy, precision="64-true")
-    unsplit = Pinned((0,), 1)  # a pipeline, too, whose dropouts draw from the minibatch's generators
+    unsplit = Pinned((0, 2), 1)  # a pipeline, too, whose dropouts draw from the minibatch's generators
     alone = fit(image_task(), loader, strategy=unsplit, precision="64-true")
     (stage,) = strategy.last_run.stages
     assert "+" in str(stage.device)

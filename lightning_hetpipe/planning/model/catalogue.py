@@ -107,7 +107,7 @@ def nearest_gpu(name: str, names: Iterable[str]) -> str:
     """
     keys = {_key(each): each for each in names}
     numbers = set(re.findall(r"\d{2,}", name))
-    alike = [key for key in keys if numbers.intersection(re.findall(r"\d{2,}", key))]
+    alike = [key for key, each in keys.items() if numbers.intersection(re.findall(r"\d{2,}", each))]
     found = difflib.get_close_matches(_key(name), alike, n=1, cutoff=0.3) or difflib.get_close_matches(
         _key(name), list(keys), n=1, cutoff=0.8 if numbers else 0.6
     )
