@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import traceback
-from typing import Any
+from typing import itertools
 
+import Any
 import pytest
 import torch
 from torch import Tensor, nn
@@ -84,19 +85,18 @@ class Breaking(torch.autograd.Function):
 class Fragile(nn.Module):
     """Fails in a forward, or in the backward, of one minibatch."""
 
-    forwards = 0  # of the class, so that copies of the module count together
+    forwards = itertools.count(1)  # of the class, so that copies count together; an iterator is no side effect to see
 
     def __init__(self, at: int, backward: bool) -> None:
         super().__init__()
         self.at = at
         self.backward = backward
-        Fragile.forwards = 0
+        Fragile.forwards = itertools.count(1)
 
     def forward(self, x: Tensor) -> Tensor:
         if x.isnan().any():  # as it decides by its data, the net has no graph: stages run this code
             return x
-        Fragile.forwards += 1
-        if Fragile.forwards == self.at:
+        if next(Fragile.forwards) == self.at:
             if not self.backward:
                 raise ArithmeticError("in the forward")
             return Breaking.apply(x)  # type: ignore[no-any-return, no-untyped-call]  # torch leaves it untyped
