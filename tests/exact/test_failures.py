@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import traceback
-from typing import itertools
+from typing import Any
 
-import Any
 import pytest
 import torch
 from torch import Tensor, nn
