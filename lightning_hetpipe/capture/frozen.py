@@ -154,16 +154,10 @@ class FrozenValues:
         if before[0][0] is not now[0][0]:
             return "what it reads"
         found: list[str] = []
-        for source, ones, others in zip(self._sources, before[1:], now[1:], strict=True):
-            if len(ones) != len(others):
-                found.append(source.path)
-                self._replaced = True
-            for index, (one, other) in enumerate(zip(ones, others, strict=False)):
-                if not same(one, other):
-                    name = ".".join(filter(None, [source.path, *source.names[index : index + 1]]))
-                    plain = isinstance(one, PLAIN) and isinstance(other, PLAIN)
-                    found.append(f"{name} (it was {one!r}, and is {other!r})" if plain else name)
-                    self._replaced |= not plain
+        for path, one, other in self._differences(before, now):
+            plain = isinstance(one, PLAIN) and isinstance(other, PLAIN)
+            found.append(f"{path} (it was {one!r}, and is {other!r})" if plain else path)
+            self._replaced |= not plain
         return ", and ".join(dict.fromkeys(found[:NAMED])) or None
 
     def put_back(self, before: Values) -> None:
@@ -178,15 +172,17 @@ class FrozenValues:
 
     def changes(self, before: Values) -> list[str]:
         """The paths of values that are not as they were ``before``, except of those that are tolerated."""
-        found = []
-        for source, ones, others in zip(self._sources, before[1:], self.now()[1:], strict=True):
+        found = dict.fromkeys(path for path, _, _ in self._differences(before, self.now()))
+        return [path for path in found if path not in self._tolerated]
+
+    def _differences(self, before: Values, now: Values) -> Iterator[tuple[str, Any, Any]]:
+        """Yield the path of each value that differs, with both values; for another length the container's path."""
+        for source, ones, others in zip(self._sources, before[1:], now[1:], strict=True):
             if len(ones) != len(others):
-                found.append(source.path)
-                continue
-            for index, (one, other) in enumerate(zip(ones, others, strict=True)):
+                yield source.path, ones, others
+            for index, (one, other) in enumerate(zip(ones, others, strict=False)):
                 if not same(one, other):
-                    found.append(".".join(filter(None, [source.path, *source.names[index : index + 1]])))
-        return [path for path in dict.fromkeys(found) if path not in self._tolerated]
+                    yield ".".join(filter(None, [source.path, *source.names[index : index + 1]])), one, other
 
     def is_own(self, path: str) -> bool:
         """Tell whether ``path`` is an attribute of the module or of its parts, or lies in one."""
