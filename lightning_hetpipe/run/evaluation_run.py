@@ -35,6 +35,7 @@ from lightning_hetpipe.run.extensions.module_attributes import Attributes
 from lightning_hetpipe.run.extensions.modules_apart import user_parts
 from lightning_hetpipe.run.extensions.random_states import RandomStates
 from lightning_hetpipe.run.extensions.replay import Replay
+from lightning_hetpipe.run.extensions.shared_values import SharedValues
 from lightning_hetpipe.run.lifecycle import Extension
 from lightning_hetpipe.run.look_ahead import LookAhead
 from lightning_hetpipe.run.piece_calls import PieceForwards
@@ -197,6 +198,7 @@ class EvaluationRun:
             UnchangedWeights(evaluation.pieces),
             RandomStates(self._state),
             Replay(evaluation.module, partial(evaluation.context, self._hook)),
+            SharedValues(evaluation.module, [piece.module for piece in evaluation.pieces], lambda: versions),
             # After the stand-ins of Replay, which all see.
             *[Attributes(part, lambda: versions) for part in (evaluation.module, *evaluation.parts)],
         )

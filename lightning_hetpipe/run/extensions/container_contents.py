@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from operator import is_
 from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -125,3 +126,28 @@ def items_of(contents: Any) -> Iterator[tuple[Any, Any]]:
         else:
             last = [*islice(reversed(contents.items()), len(contents) - start)]
             yield from last
+
+
+def overlapping(values: Sequence[Any]) -> set[int]:
+    """The ``id`` of each tensor or array among ``values`` whose memory another one of them has, too."""
+    spans = sorted((*span, id(value)) for value in values if (span := _span(value)) is not None)
+    found: set[int] = set()
+    for index, (_, end, first) in enumerate(spans):
+        for start, _, other in islice(spans, index + 1, None):
+            if start >= end:
+                break
+            found |= {first, other}
+    return found
+
+
+def _span(value: Any) -> tuple[int, int] | None:
+    """First address and end of the memory that ``value`` is a view of; None if it has none of its own."""
+    while isinstance(value, np.ndarray) and value.base is not None:
+        value = value.base
+    if isinstance(value, np.ndarray):
+        start: int = value.__array_interface__["data"][0]
+        return start, start + value.nbytes
+    if not isinstance(value, Tensor) or value.layout is not torch.strided or value.is_meta:
+        return None
+    storage = value.untyped_storage()
+    return storage.data_ptr(), storage.data_ptr() + storage.nbytes()
