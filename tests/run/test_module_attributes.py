@@ -274,6 +274,11 @@ FILLS: dict[str, tuple[Callable[[], Any], Callable[[Any, int], Any], Callable[[A
     "array": (lambda: np.zeros(1), add_to_array, lambda kept: kept.item()),
     "tensor in a list": (lambda: [torch.zeros(1)], add_in_list, lambda kept: kept[0].item()),
     "window by hand": (lambda: [0, 0], lambda m, p: (m.kept.pop(0), m.kept.append(p)), list),
+    "turned window": (
+        lambda: deque([0, 1, 0, 1], 4),
+        lambda m, p: (m.kept.appendleft(p % 2), m.kept.rotate(1)),
+        list,
+    ),
     "item that is set": (lambda: [0], lambda m, p: m.kept.__setitem__(0, p), list),
 }
 

@@ -54,6 +54,8 @@ class Module(L.LightningModule):
         self.held = held
         self.seen = SimpleNamespace(steps=[])
         self.part = Counting()
+        self.idle = nn.Identity()
+        self.idle.calls = 0
         self.change = change
 
     def step(self) -> None:
@@ -103,6 +105,7 @@ DEEP = {
     "a tensor with a view": (views, lambda module: module.held.run.add_(1)),
     "an array that views a tensor": (views, lambda module: module.held.window.__iadd__(1)),
     "one tensor under two names": (lambda: [torch.zeros(1)] * 2, lambda module: module.held[0].add_(1)),
+    "an attribute of a part": (list, lambda module: setattr(module.idle, "calls", module.idle.calls + 1)),
     "a part that counts": (list, lambda module: module.part(1)),
 }
 

@@ -80,12 +80,20 @@ def same(one: Any, other: Any) -> bool:
 
 
 def edit_of(before: Any, after: Any, most: int | None = None) -> Edit:
-    """Find the edit that made ``after`` of ``before``. A deque holds at most ``most`` items.
+    """Find the edit that made ``after`` of ``before``.
 
-    Where nothing of ``before`` is left, or its items have another order, whatever contents are replaced by ``after``.
+    Where items of ``before`` are gone, or have another order, whatever contents are replaced by ``after``.
+
+    Args:
+        most: The most items of a deque to which a step did no more than to append.
     """
     if isinstance(before, list):
-        return _edit_of_list(before, after, most)
+        for dropped in range(len(before) + 1 if most is not None else 1):
+            kept = before[dropped:]
+            if same(kept, after[: len(kept)]):
+                added = after[len(kept) :]
+                return lambda now: [*now, *added][-(most or len(now) + len(added)) :]
+        return lambda now: [*after]
     if isinstance(before, set):
         added, removed = after - before, before - after
         return (lambda now: {*after}) if before and not before & after else (lambda now: (now - removed) | added)
@@ -98,19 +106,6 @@ def edit_of(before: Any, after: Any, most: int | None = None) -> Edit:
         return {key: value for key, value in now.items() if key not in gone} | changed
 
     return edited if same(edited(before), after) else lambda now: {**after}
-
-
-def _edit_of_list(before: list[Any], after: list[Any], most: int | None) -> Edit:
-    for dropped in range(len(before)):
-        kept = len(before) - dropped
-        if kept <= len(after) and after[0] is before[dropped] and same(before[dropped:], after[:kept]):
-            added = after[kept:]
-            if most is not None:  # a full deque drops by itself
-                return lambda now: [*now, *added][-most:]
-            return lambda now: [*now[dropped:], *added]
-    if before:
-        return lambda now: [*after]
-    return lambda now: [*now, *after]
 
 
 def items_of(contents: Any) -> Iterator[tuple[Any, Any]]:

@@ -78,7 +78,8 @@ class _Container:
         return contents
 
     def record(self, time: Time, before: Any, after: Any) -> None:
-        self.edits.append((time, edit_of(before, after, getattr(self.held, "maxlen", None))))
+        only_fills = not self.users.get(time[0], True)
+        self.edits.append((time, edit_of(before, after, getattr(self.held, "maxlen", None) if only_fills else None)))
         self.edits.sort(key=lambda edit: edit[0])
 
 

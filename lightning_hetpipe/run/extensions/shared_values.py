@@ -53,8 +53,11 @@ class SharedValues(Extension):
         self._versions = versions
         self._way_out = way_out
         inside = {part for piece in pieces for part in piece.modules()}
-        outside = [(path, part) for path, part in module.named_modules() if part not in inside and part is not module]
-        self._parts = [(path, part) for path, part in outside if _is_users(type(part)) and not isinstance(part, Metric)]
+        self._parts = [
+            (path, part)
+            for path, part in module.named_modules()
+            if path and part not in inside and not isinstance(part, Metric)
+        ]
         self._kinds = {type(part) for part in (module, *(part for _, part in self._parts))}
         self._before: tuple[Values, list[tuple[str, Any, Any]]] | None = None
         self._roots: dict[str, Any]
@@ -118,6 +121,7 @@ class SharedValues(Extension):
         while len(self._kinds) > known:  # objects of other classes may be reached by these classes' methods
             known = len(self._kinds)
             functions = functions_of(self._kinds, roots.values(), type(self._module).__module__.partition(".")[0])
+            functions = sorted(functions, key=lambda each: "step" not in each.__name__)  # first named in an error
             self._kinds |= self._reached.reach(functions, roots, self._parts, kept)
 
     def _is_compared(self, value: Any) -> bool:
