@@ -105,9 +105,9 @@ class _Copied:
     def is_changed(self) -> bool:
         value = self.original if self.copy is None else self.copy
         if isinstance(value, Tensor):
-            if self.copy is not None and not equal(self.copy, self.original):  # by .data or numpy, which do not count
+            if version_counter(value) != self.version:
                 return True
-            return version_counter(value) != self.version
+            return self.copy is not None and not equal(self.copy, self.original)  # by .data or numpy, without a count
         return bool(value.tobytes() != self.original.tobytes())
 
 
