@@ -392,13 +392,9 @@ def _line_that_names(code: CodeType, name: str) -> int | None:
     """The line of ``code`` in which it first names ``name``."""
     if name not in (*code.co_names, *code.co_freevars, *code.co_cellvars):
         return None
-    line: int | None = None
-    for instruction in dis.get_instructions(code):
-        if instruction.starts_line is not None:
-            line = instruction.positions.lineno if instruction.positions is not None else None
-        if instruction.argval == name:
-            return line
-    return None
+    naming = (each.positions for each in dis.get_instructions(code) if each.argval == name)
+    positions = next(naming, None)
+    return None if positions is None else positions.lineno
 
 
 def _put(holder: Any, key: str, value: Any) -> None:
