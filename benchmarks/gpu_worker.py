@@ -48,7 +48,7 @@ EQUAL, REFUSED, DIFFERS, ERROR = "equal", "refused", "differs", "error"
 
 @dataclass(frozen=True)
 class Result:
-    """What came of one case.
+    """Outcome of one case.
 
     Attributes:
         part: The group of cases.
@@ -66,7 +66,7 @@ class Result:
 
 
 class WantedFailed(Exception):
-    """What a case is compared with could not be made."""
+    """Failure of the run that a case is compared with."""
 
 
 Case = Callable[[], str | None]
@@ -89,7 +89,7 @@ def results(part: str, cases: Mapping[str, Case]) -> Iterator[Result]:
 
 
 def compared(wanted: Callable[[], Any], found: Callable[[], Any]) -> str | None:
-    """How ``found`` differs from what is ``wanted``; where it does, whether ``wanted`` itself repeats."""
+    """Tell how ``found`` differs from what is ``wanted``, and whether ``wanted`` itself repeats; None if equal."""
     try:
         expected = wanted()
     except SettingError:
@@ -151,7 +151,9 @@ def flex(accelerator: str) -> dict[str, Case]:
     settings = settings_on(accelerator)
 
     def run(strategy: Callable[[], HetPipeStrategy]) -> str | None:
-        outcome = partial(test_plain_run.outcome, "flex_attention", **settings)
+        def outcome(strategy: Any) -> Any:
+            return test_plain_run.outcome("flex_attention", strategy, **settings)
+
         return compared(lambda: outcome("auto"), lambda: outcome(strategy()))
 
     kinds = strategies_of_one()
@@ -251,7 +253,7 @@ def moved(value: Any, device: torch.device) -> Any:
 def against_oracle(
     name: str, recipe: str, accelerator: str, k: int, nm: int, options: Mapping[str, Any], settings: Mapping[str, Any]
 ) -> str | None:
-    """How a pipeline differs from the oracle's loop on the same card."""
+    """Tell how a pipeline differs from the oracle's loop on the same card."""
     torch.manual_seed(0)
     make, make_loader = TASKS[name]
     task, loader = make(RECIPES[recipe]), make_loader(26, 3)

@@ -1,4 +1,4 @@
-"""What chance does on a device: seeds of its own generator, and kernels whose last bits vary.
+"""Chance on a device: seeds of its own generator, and kernels whose last bits vary.
 
 Only the CPU's generator was asked whether a seed was set and whether a module drew, so that masks on a GPU were not
 those of the user's seed.
