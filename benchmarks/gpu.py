@@ -160,7 +160,7 @@ class Trial:
 
     def summary(self) -> str:
         """Counts of results, and ratios over plain by turns."""
-        lines = [("comparisons", "equal", "refused", "differs", "error")]
+        lines: list[tuple[str, ...]] = [("comparisons", "equal", "refused", "differs", "error")]
         groups: dict[str, list[str]] = {}
         for row in self.rows:
             if "seconds" in row:

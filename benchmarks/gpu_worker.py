@@ -41,13 +41,14 @@ from tests.support.models import (
     transformer,
     vectors,
 )
+from tests.support.trainers import quiet_trainer
 
 EQUAL, REFUSED, DIFFERS, ERROR = "equal", "refused", "differs", "error"
 
 
 @dataclass(frozen=True)
 class Result:
-    """What came of one case.
+    """Outcome of one case.
 
     Attributes:
         part: The group of cases.
@@ -65,7 +66,7 @@ class Result:
 
 
 class WantedFailed(Exception):
-    """What a case is compared with could not be made."""
+    """Failure of the run that a case is compared with."""
 
 
 Case = Callable[[], str | None]
@@ -88,7 +89,7 @@ def results(part: str, cases: Mapping[str, Case]) -> Iterator[Result]:
 
 
 def compared(wanted: Callable[[], Any], found: Callable[[], Any]) -> str | None:
-    """How ``found`` differs from what is ``wanted``; where it does, whether ``wanted`` itself repeats."""
+    """Tell how ``found`` differs from what is ``wanted``, and whether ``wanted`` itself repeats; None if equal."""
     try:
         expected = wanted()
     except SettingError:
@@ -115,7 +116,7 @@ def strategies_of_one() -> dict[str, Callable[[], HetPipeStrategy]]:
 def compiled_flex(body: Any, x: Tensor) -> Tensor:
     """flex_attention as people use it, with a mask of its own."""
     q = x[:, None, None].expand(-1, 1, 128, -1).repeat(1, 1, 1, 2)
-    found: Any = _flex()(q, q, q, score_mod=lambda score, b, h, i, j: torch.where(i >= j, score, -float("inf")))
+    found: Any = _flex()(q, 2 * q, 1 + q, score_mod=lambda score, b, h, i, j: torch.where(i >= j, score, -float("inf")))
     y: Tensor = body.drop(found[:, 0, 0, : x.shape[1]])
     return y
 
@@ -148,15 +149,15 @@ def flex(accelerator: str) -> dict[str, Case]:
     """flex_attention compiled; a group of its own, as compilation takes long."""
     test_plain_run.CASES["flex_attention"] = (test_plain_run.Model, compiled_flex)
     settings = settings_on(accelerator)
-    outcome = test_plain_run.outcome
-    return {
-        f"compiled flex_attention, {name}": partial(
-            compared,
-            partial(outcome, "flex_attention", "auto", **settings),
-            lambda strategy=strategy: outcome("flex_attention", strategy(), **settings),
-        )
-        for name, strategy in strategies_of_one().items()
-    }
+
+    def run(strategy: Callable[[], HetPipeStrategy]) -> str | None:
+        def outcome(strategy: Any) -> Any:
+            return test_plain_run.outcome("flex_attention", strategy, **settings)
+
+        return compared(lambda: outcome("auto"), lambda: outcome(strategy()))
+
+    kinds = strategies_of_one()
+    return {f"compiled flex_attention, {name}": partial(run, strategy) for name, strategy in kinds.items()}
 
 
 def seed_the_device(net: Any, h: Tensor) -> Tensor:
@@ -192,8 +193,8 @@ def trained(effect: Any, strategy: Any, accelerator: str) -> Any:
     net = test_side_effects.Net(effect)
     net.count, net.held = net.count.to(device), [each.to(device) for each in net.held]
     task = test_side_effects.Task(net)
-    trainer = test_side_effects.quiet_trainer(strategy=strategy, max_epochs=2, **settings_on(accelerator))
-    trainer.fit(task, test_side_effects.vectors(24, 4))
+    trainer = quiet_trainer(strategy=strategy, max_epochs=2, **settings_on(accelerator))
+    trainer.fit(task, vectors(24, 4))
     values = [*net.queue, *net.held, net.count, *test_side_effects.AUX]
     kept = [torch.as_tensor(value).detach().cpu() for value in values]
     return [task.state_dict(), kept, net.array.tolist(), net.norms, dict(net.kinds), dict(net.order)]
@@ -252,7 +253,7 @@ def moved(value: Any, device: torch.device) -> Any:
 def against_oracle(
     name: str, recipe: str, accelerator: str, k: int, nm: int, options: Mapping[str, Any], settings: Mapping[str, Any]
 ) -> str | None:
-    """How a pipeline differs from the oracle's loop on the same card."""
+    """Tell how a pipeline differs from the oracle's loop on the same card."""
     torch.manual_seed(0)
     make, make_loader = TASKS[name]
     task, loader = make(RECIPES[recipe]), make_loader(26, 3)
@@ -360,7 +361,7 @@ def seeds(accelerator: str) -> dict[str, Case]:
     def one(strategy: Any, of_device: bool) -> Any:
         L.seed_everything(4, verbose=False)
         task = SeededStep(of_device)
-        trainer = test_side_effects.quiet_trainer(strategy=strategy, max_epochs=2, **settings_on(accelerator))
+        trainer = quiet_trainer(strategy=strategy, max_epochs=2, **settings_on(accelerator))
         trainer.fit(task, vectors(24, 4))
         return task.state_dict()
 

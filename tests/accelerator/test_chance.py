@@ -1,4 +1,4 @@
-"""What chance does on a device: seeds of its own generator, and kernels whose last bits vary.
+"""Chance on a device: seeds of its own generator, and kernels whose last bits vary.
 
 Only the CPU's generator was asked whether a seed was set and whether a module drew, so that masks on a GPU were not
 those of the user's seed.
@@ -124,7 +124,8 @@ def test_last_bits_that_vary_are_no_other_values(accelerator: TestAccelerator) -
     """A graph of such a module was refused, as it gave other values in the watched minibatch."""
 
     def varying(h: Tensor) -> Tensor:
-        return h + by_chance(h.detach(), 2**-22)
+        y: Tensor = h + by_chance(h.detach(), 2**-22)
+        return y
 
     strategy = HetPipeStrategy(stages=2, in_flight=3, weights="stash", module=["net"])
     fit(Task(varying), vectors(24, 4), strategy=strategy, accelerator=accelerator, devices=2)
@@ -134,7 +135,8 @@ def test_last_bits_that_vary_are_no_other_values(accelerator: TestAccelerator) -
 
 def test_other_values_than_by_rounding_are_refused(accelerator: TestAccelerator) -> None:
     def varying(h: Tensor) -> Tensor:
-        return h + by_chance(h.detach(), 0.5)
+        y: Tensor = h + by_chance(h.detach(), 0.5)
+        return y
 
     with pytest.raises(SettingError, match="gives other values than the module itself"):
         trained(HetPipeStrategy(stages=2, in_flight=3, weights="stash", module=["net"]), accelerator, varying)
