@@ -368,12 +368,16 @@ class FrozenValues:
         def items() -> tuple[Any, ...]:
             return tuple(dict.values(value)) if kind is dict else tuple(kind.__iter__(value))
 
+        def all_of_dict() -> tuple[Any, ...]:
+            return (*dict.__iter__(value), *items())
+
+        read = all_of_dict if kind is dict else items
+
         def ends() -> tuple[Any, ...]:
             if len(value) <= ITEMS:
                 return read()
-            return len(value), *islice(kind.__iter__(value), ENDS), *islice(kind.__reversed__(value), ENDS)
+            return len(value), *islice(kind.__iter__(value), ENDS), *islice(reversed(value), ENDS)
 
-        read = (lambda: (*dict.__iter__(value), *items())) if kind is dict else items
         write = None if kind in (tuple, frozenset) else functools.partial(refill, value)
         at_ends = self._reads_ends and kind not in (set, frozenset)
         self._add(path, ends if at_ends else read, write=None if at_ends else write)

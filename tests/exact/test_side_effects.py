@@ -304,7 +304,8 @@ def test_a_table_of_classes_is_no_effect(caplog: pytest.LogCaptureFixture) -> No
 
     def normed() -> Task:
         task = Task(Net(note_classes))
-        task.net.second = nn.Sequential(nn.BatchNorm1d(16), task.net.second)  # type: ignore[assignment]
+        second: Any = task.net.second
+        task.net.second = nn.Sequential(nn.BatchNorm1d(16), second)
         return task
 
     KINDS.clear()
