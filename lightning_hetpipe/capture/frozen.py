@@ -16,7 +16,7 @@ import operator
 import os
 import sys
 import sysconfig
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -60,7 +60,7 @@ Values = Sequence[tuple[Any, ...]]
 """Contents of the sources, one after the other."""
 
 _ABSENT = object()
-_CONTAINERS = (list, tuple, set, frozenset, deque, dict)
+_CONTAINERS = (list, tuple, set, frozenset, deque, OrderedDict, dict)
 _DESCRIPTORS = (FunctionType, staticmethod, classmethod, property, GetSetDescriptorType, MemberDescriptorType)
 _PACKAGE = Path(__file__).parent.parent
 _OURS = tuple(str(path) for path in _PACKAGE.iterdir() if path.name != "demo")
@@ -333,9 +333,9 @@ class FrozenValues:
         kind: Any = next(kind for kind in _CONTAINERS if isinstance(value, kind))  # a subclass may load what it gives
 
         def items() -> tuple[Any, ...]:
-            return tuple(dict.values(value)) if kind is dict else tuple(kind.__iter__(value))
+            return tuple(kind.values(value)) if issubclass(kind, dict) else tuple(kind.__iter__(value))
 
-        read = (lambda: (*dict.__iter__(value), *items())) if kind is dict else items
+        read = (lambda: (*kind.__iter__(value), *items())) if issubclass(kind, dict) else items
         self._add(path, read, write=None if kind in (tuple, frozenset) else functools.partial(refill, value))
         followed = [item for item in items() if not isinstance(item, PLAIN)]
         self._pending.extend((f"{path}[{index}]", item, depth - 1) for index, item in enumerate(followed[:ITEMS]))
