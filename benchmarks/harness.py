@@ -51,6 +51,8 @@ class Measurement:
     loss: float | None
     """Training loss of the window's last minibatch (None where it is not known): shows whether the variant trains."""
     notes: Mapping[str, object] = field(default_factory=dict)
+    first_step: float | None = None
+    """Seconds from the call of ``fit`` to the end of the first minibatch (None where it is not known)."""
 
     def numbers(self, note: str) -> list[float]:
         """The figures that ``note`` holds."""

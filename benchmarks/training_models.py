@@ -81,6 +81,64 @@ def texts(task: Task, samples: int, generator: Generator) -> Pair:
     return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
 
 
+def word_gpt(task: Task) -> nn.Sequential:
+    """A GPT of any vocabulary without dropout; its embedding and its head are not tied."""
+    from lightning_hetpipe.demo.gpt import Block
+
+    blocks = [Block(task.width, max(4, task.width // 64), 0.0) for _ in range(task.layers)]
+    head = nn.Linear(task.width, task.words, bias=False)
+    return nn.Sequential(Places(task), *blocks, nn.LayerNorm(task.width), head)
+
+
+class Places(nn.Module):
+    """Embeddings of words and of their places."""
+
+    def __init__(self, task: Task) -> None:
+        super().__init__()
+        self.word = nn.Embedding(task.words, task.width)
+        self.place = nn.Parameter(torch.zeros(task.length, task.width))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        embedded: Tensor = self.word(ids) + self.place[: ids.shape[1]]
+        return embedded
+
+
+def gpt2(task: Task) -> nn.Module:
+    """Hugging Face's GPT-2 as its configuration has it, dropout included."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    make: Any = GPT2Config  # its types lack what all configurations take
+    config = make(
+        vocab_size=task.words,
+        n_positions=task.length,
+        n_embd=task.width,
+        n_layer=task.layers,
+        n_head=4,
+        use_cache=False,
+    )
+    return Logits(GPT2LMHeadModel(config).train())
+
+
+def long_texts(task: Task, samples: int, generator: Generator) -> Pair:
+    """Words, and those that follow."""
+    ids = torch.randint(task.words, (samples, task.length + 1), generator=generator)
+    return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+
+
+def resnet50(task: Task) -> nn.Module:
+    """torchvision's."""
+    from torchvision.models import resnet50 as make
+
+    net: nn.Module = make()
+    return net
+
+
+def pictures(task: Task, samples: int, generator: Generator) -> Pair:
+    """Noise in three colours, and one of a thousand classes."""
+    shape = (samples, 3, task.length, task.length)
+    return torch.randn(shape, generator=generator), torch.randint(1000, (samples,), generator=generator)
+
+
 def of_each_word(output: Tensor, targets: Tensor) -> Tensor:
     return functional.cross_entropy(output.flatten(0, 1), targets.flatten())
 
@@ -171,6 +229,11 @@ def cut_at(share: float) -> Callable[[nn.Sequential], tuple[nn.Module, nn.Module
     return halves
 
 
+def not_cut(net: nn.Module) -> tuple[nn.Module, nn.Module]:
+    """No benchmark asks for halves of the model."""
+    raise NotImplementedError
+
+
 def sgd(task: Task, parameters: Iterator[nn.Parameter]) -> torch.optim.Optimizer:
     return adamw(task, parameters) if task.adam else torch.optim.SGD(parameters, lr=0.01, momentum=task.momentum)
 
@@ -184,6 +247,9 @@ MODELS: Mapping[ModelName, Model] = {
     "mlp": Model(mlp, vectors, functional.mse_loss, cut_at(0.5), sgd),
     "resnet": Model(resnet, images, functional.cross_entropy, cut_at(0.5), sgd),
     "gpt": Model(gpt, texts, of_each_word, cut_at(0.5), adamw),
+    "words": Model(word_gpt, long_texts, of_each_word, cut_at(0.5), adamw),
+    "gpt2": Model(gpt2, long_texts, of_each_word, not_cut, adamw),
+    "resnet50": Model(resnet50, pictures, functional.cross_entropy, not_cut, sgd),
     "bert": Model(bert, sentences, functional.cross_entropy, bert_halves, adamw),
 }
 

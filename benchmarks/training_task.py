@@ -8,7 +8,7 @@ WORKER = "benchmarks.training_worker"
 """The module that does tasks."""
 
 Variant = Literal["plain", "strategy", "ddp", "schedule_1f1b"]
-ModelName = Literal["mlp", "resnet", "gpt", "bert"]
+ModelName = Literal["mlp", "resnet", "gpt", "bert", "words", "gpt2", "resnet50"]
 """See benchmarks.training_models."""
 
 
@@ -31,6 +31,14 @@ class Task:
     width: int = 1024
     batch: int = 256
     """Samples in a minibatch, of each worker."""
+    length: int = 64
+    """Words in a text, or the side of an image, for the models that have a choice."""
+    words: int = 256
+    """Words that there are, for the same."""
+    accelerator: str = "cpu"
+    """The Trainer's; it takes one device."""
+    precision: Literal["32-true", "bf16-mixed"] = "32-true"
+    """The Trainer's."""
     momentum: float = 0.9
     """Momentum of SGD."""
     adam: bool = False

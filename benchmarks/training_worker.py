@@ -75,18 +75,31 @@ class Window:
     loss: float | None = None
     cpu_seconds: Callable[[], float] = time.process_time
     """CPU seconds of this process and of those that work for it alone."""
+    began: float = 0.0
+    first_step: float | None = None
 
     def minibatch_done(self, loss: Tensor | None) -> None:
         """To be called after each minibatch, its optimizer step included."""
         self.finished += 1
+        if self.finished == 1:
+            self._computed()
+            self.first_step = time.perf_counter() - self.began
         if self.finished == self.task.warmup:
             if self.task.together:
                 wait_for_others()
+            self._computed()
             self.clock.append((time.perf_counter(), self.cpu_seconds()))
         elif self.finished == self.task.warmup + self.task.steps:
-            self.clock.append((time.perf_counter(), self.cpu_seconds()))
+            cpu_seconds = self.cpu_seconds()  # first: to wait for a device takes CPU time
+            self._computed()
+            self.clock.append((time.perf_counter(), cpu_seconds))
             if loss is not None:
                 self.loss = loss.item()
+
+    def _computed(self) -> None:
+        """Wait until the device has computed what it was given."""
+        if self.task.accelerator != "cpu":
+            torch.accelerator.synchronize()
 
     @property
     def seconds(self) -> float:
@@ -102,6 +115,7 @@ class Window:
             threads=torch.get_num_threads(),
             loss=self.loss,
             notes=notes or {},
+            first_step=self.first_step,
         )
 
 
@@ -149,7 +163,8 @@ def run_in(
 
     trainer = L.Trainer(
         strategy=strategy,
-        accelerator="cpu",
+        accelerator=task.accelerator,
+        precision=task.precision,
         devices=task.workers if task.variant == "ddp" else 1,
         max_epochs=1,
         callbacks=[Stopwatch()],
@@ -160,10 +175,12 @@ def run_in(
         enable_model_summary=False,
         default_root_dir=folder,
     )
+    learner = Learner()
+    window.began = time.perf_counter()
     if task.loop == "fit":
-        trainer.fit(Learner())
+        trainer.fit(learner)
     else:
-        trainer.test(Learner(), build_loader(task), verbose=False)
+        trainer.test(learner, build_loader(task), verbose=False)
     return window
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import traceback
 import warnings
 from collections.abc import Iterable
 
@@ -105,7 +106,8 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 def of_import(error: RuntimeError) -> RuntimeError | SettingError:
     """Return the error that a user is shown for ``error``, with which an import ended: torchvision's has no way out."""
-    if "torchvision::" not in str(error):
+    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
+    if not any(frame.f_globals.get("__name__", "").partition(".")[0] == "torchvision" for frame in frames):
         return error
     return SettingError(
         "torchvision is of another build than torch, so that Lightning cannot be imported; install both from the same"

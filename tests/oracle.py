@@ -184,7 +184,8 @@ def minibatches(
         optimizer.load_state_dict(copy.deepcopy(state.optimizer))
     scheduler = recipe.scheduler(optimizer) if recipe.scheduler else None
     run.states.append(State.of(model, optimizer))
-    scaler = scaler or torch.amp.GradScaler("cpu", enabled=False)
+    device = next(model.parameters()).device
+    scaler = scaler or torch.amp.GradScaler(device.type, enabled=False)
     run.scales.append(scaler.get_scale())
     moved: dict[str, Tensor] = {}  # by the last step, for ``pipeoptim``
     predictions = [predictions_of(weights, model, optimizer, moved)]
@@ -210,12 +211,14 @@ def minibatches(
                 if steps:
                     by = predictions[version - start]
                     predicted = {n: by[n](w, steps) if n in by else w for n, w in predicted.items()}
-                scaler.scale(torch.zeros(()))  # makes the scale, which unscale_ asks for
+                scaler.scale(torch.zeros((), device=device))  # makes the scale, which unscale_ asks for
                 with (
                     weights_of(model, predicted),
                     own_scale(model, run.scales[version - start], scaler) as scaled,
                 ):
-                    with torch.autocast("cpu", autocast or torch.bfloat16, autocast is not None, cache_enabled=False):
+                    with torch.autocast(
+                        device.type, autocast or torch.bfloat16, autocast is not None, cache_enabled=False
+                    ):
                         outputs = step(model, batch)
                     loss = outputs["loss"] / every
                     scaled(loss).backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
@@ -376,7 +379,7 @@ def own_scale(model: nn.Module, scale: float, scaler: torch.amp.GradScaler) -> I
         return
     before = gradients(model)
     model.zero_grad()
-    yield lambda loss: loss * torch.tensor(scale)
+    yield lambda loss: loss * torch.tensor(scale, device=loss.device)
     for name, weight in model.named_parameters():
         if weight.grad is not None:
             weight.grad *= scaler.get_scale() / scale

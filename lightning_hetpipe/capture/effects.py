@@ -65,7 +65,7 @@ class StateBefore:
         owned = (value for part in module.modules() for value in plain_attributes(part).values())
         self._containers = [(value, items_of(value)) for value in owned if isinstance(value, CONTAINERS)]
         self._before = frozen.now()
-        self._copies = [(path, each, _copy(each)) for path, each in frozen.plain.items()]
+        self._copies = [(path, each, copy_of(each)) for path, each in frozen.plain.items()]
 
     def changed_attribute(self) -> tuple[nn.Module, str] | None:
         """The first plain attribute that was set, or whose container has other items, with its module."""
@@ -77,7 +77,9 @@ class StateBefore:
     def changed(self) -> list[str]:
         """The paths of what was changed beside own attributes, and in them below their first level."""
         paths = self._frozen.changes(self._before)
-        return paths + [path for path, each, copy in self._copies if path not in paths and not _same(each, copy)]
+        return paths + [
+            path for path, each, copy in self._copies if path not in paths and not same_contents(each, copy)
+        ]
 
     def undo(self) -> None:
         """Put everything back."""
@@ -90,7 +92,7 @@ class StateBefore:
         self._frozen.put_back(self._before)
         with torch.no_grad():
             for _, each, copy in self._copies:
-                if not _same(each, copy):
+                if not same_contents(each, copy):
                     writable: Any = each
                     writable[...] = copy
 
@@ -107,7 +109,7 @@ def untouched(module: nn.Module, frozen: FrozenValues, *, runs: bool = False) ->
     before_run = StateBefore(module, frozen)
     buffers = [(buffer, buffer.clone()) for buffer in module.buffers()] if runs else []
     with ExitStack() as stack:
-        for each in frozen.plain.values():
+        for each in (*frozen.plain.values(), *(buffer for buffer, _ in buffers)):
             if isinstance(each, Tensor) and not each.is_inference():
                 stack.enter_context(unseen_change(each))  # a backward that is still to come may have saved it
         stack.callback(_undo, before_run, buffers)
@@ -188,11 +190,11 @@ def _items(value: Any) -> tuple[Any, ...]:
     return items_of(value if isinstance(value, CONTAINERS) else vars(value))
 
 
-def _copy(value: Plain) -> Plain:
+def copy_of(value: Plain) -> Plain:
     return value.copy() if isinstance(value, np.ndarray) else value.detach().clone()
 
 
-def _same(value: Plain, copy: Plain) -> bool:
+def same_contents(value: Plain, copy: Plain) -> bool:
     if isinstance(value, np.ndarray):
         return isinstance(copy, np.ndarray) and np.array_equal(value, copy, equal_nan=value.dtype.kind in "fc")
     return isinstance(copy, Tensor) and equal(value, copy)

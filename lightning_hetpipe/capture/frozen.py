@@ -47,7 +47,7 @@ from lightning_hetpipe.torch_private.tensors import version_counter
 DEPTH = 12
 """Most attributes in a row that are followed; from ``self.owner[0]`` to its Trainer's counter of steps are nine."""
 
-ITEMS = 16
+ITEMS = 256
 """Most objects of one container that are followed."""
 
 SOURCES = 2000
@@ -66,7 +66,7 @@ _PACKAGE = Path(__file__).parent.parent
 _OURS = tuple(str(path) for path in _PACKAGE.iterdir() if path.name != "demo")
 _NOT_USERS = (f"{Path(torch.__file__).parent}{os.sep}", *_OURS, "<frozen")
 _STANDARD_LIBRARY = sysconfig.get_path("stdlib")
-_PACKAGES = (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
+PACKAGES = (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
 _NOT_FOLLOWED = {"torch", "lightning_hetpipe", "numpy", *sys.stdlib_module_names} - {"argparse", "types"}
 """Packages whose modules and objects hold nothing that a user would change for ``forward``."""
 
@@ -107,6 +107,7 @@ class FrozenValues:
         self._names: frozenset[str] = frozenset()
         self._sources: list[_Source] = []
         self._seen: set[int] = set()
+        self._kinds: set[type] = set()
         self._pending: deque[tuple[str, Any, int]] = deque()
         self._replaced = False  # a value that may hold others
         self._stale = False  # what to watch is to be found anew
@@ -134,7 +135,7 @@ class FrozenValues:
                 outer.update(called)
                 outer.noticed.update(self.noticed)
             self.checkpoints |= any(code.co_filename == checkpoint.__file__ for code, _ in called)
-            new = {key: names for key, names in called.items() if key not in self._called and _is_users(key[0])}
+            new = {key: names for key, names in called.items() if key not in self._called and is_users(key[0])}
             self._stale |= bool(new) or self._replaced
             self._called |= new
 
@@ -199,6 +200,33 @@ class FrozenValues:
         return None
 
     # What to watch.
+
+    def reach(
+        self,
+        functions: Iterable[FunctionType],
+        roots: Mapping[str, Any],
+        parts: Iterable[tuple[str, nn.Module]],
+        left_out: Iterable[object],
+    ) -> set[type]:
+        """Watch what ``functions`` may reach by their names, from ``roots`` and from attributes of ``parts``; neither
+        what is in ``left_out`` nor globals and closures.
+
+        Returns:
+            The classes of the objects that are watched.
+        """
+        self._sources, self.plain, self._kinds = [], {}, set()
+        for each in functions:
+            self._called |= {(code, id(each.__globals__)): each.__globals__ for code in _codes(each.__code__)}
+        self._names = frozenset(name for code, _ in self._called for name in _names(code))
+        self._seen = {*map(id, left_out), *map(id, self._module.modules())}
+        self._pending.extend((path, value, DEPTH) for path, value in roots.items() if path in self._names)
+        for path, part in parts:
+            defaults = {name for base in type(part).__mro__ for name, value in vars(base).items() if _is_value(value)}
+            names = self._names & (plain_attributes(part).keys() | defaults)
+            self._namespace(path, vars(part), names, DEPTH, defaults)
+        while self._pending:
+            self._follow(*self._pending.popleft())
+        return self._kinds
 
     def _find(self) -> None:
         parts = dict(self._module.named_modules())
@@ -282,7 +310,7 @@ class FrozenValues:
             if id(base) not in self._seen and _top(str(base.__module__)) not in _NOT_FOLLOWED:
                 self._seen.add(id(base))
                 held = vars(base)
-                names = [name for name in self._names & held.keys() if not isinstance(held[name], _DESCRIPTORS)]
+                names = [name for name in self._names & held.keys() if _is_value(held[name])]
                 self._namespace(base.__qualname__, held, names, depth, kind=base)
 
     def _follow(self, path: str, value: Any, depth: int) -> None:
@@ -308,6 +336,7 @@ class FrozenValues:
         elif isinstance(value, type):
             self._class(value, depth)
         elif isinstance(value, nn.Module) or _top(str(type(value).__module__)) not in _NOT_FOLLOWED:
+            self._kinds.add(type(value))
             self._class(type(value), depth)
             self._slots(path, value, depth)
             held = _attributes(value)
@@ -363,13 +392,9 @@ def _line_that_names(code: CodeType, name: str) -> int | None:
     """The line of ``code`` in which it first names ``name``."""
     if name not in (*code.co_names, *code.co_freevars, *code.co_cellvars):
         return None
-    line: int | None = None
-    for instruction in dis.get_instructions(code):
-        if instruction.starts_line is not None:
-            line = instruction.positions.lineno if instruction.positions is not None else None
-        if instruction.argval == name:
-            return line
-    return None
+    naming = (each.positions for each in dis.get_instructions(code) if each.argval == name)
+    positions = next(naming, None)
+    return None if positions is None else positions.lineno
 
 
 def _put(holder: Any, key: str, value: Any) -> None:
@@ -382,12 +407,17 @@ def _put(holder: Any, key: str, value: Any) -> None:
         holder[key] = value
 
 
-def _is_users(code: CodeType) -> bool:
+def is_users(code: CodeType) -> bool:
     """Tell whether it is neither torch's code, nor Python's, nor ours."""
     file = code.co_filename
     if file.startswith(_NOT_USERS):
         return False
-    return file.startswith(_PACKAGES) or not file.startswith(_STANDARD_LIBRARY)
+    return file.startswith(PACKAGES) or not file.startswith(_STANDARD_LIBRARY)
+
+
+def _is_value(attribute: Any) -> bool:
+    """Return True if ``attribute`` of a class is neither a method nor a property."""
+    return not isinstance(attribute, _DESCRIPTORS)
 
 
 def _top(module: str) -> str:
@@ -398,6 +428,14 @@ def _names(code: CodeType) -> Iterator[str]:
     """The names that it reads; also those that it may give to ``getattr``."""
     yield from code.co_names
     yield from (value for value in code.co_consts if isinstance(value, str) and value.isidentifier())
+
+
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    """``code`` and the code of the functions within it."""
+    yield code
+    for each in code.co_consts:
+        if isinstance(each, CodeType):
+            yield from _codes(each)
 
 
 def _attributes(value: Any) -> dict[str, Any]:

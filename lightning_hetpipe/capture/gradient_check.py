@@ -8,6 +8,7 @@ are computed layer by layer, from the last one to the first, so that one layer's
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import compress
 
 import torch
@@ -17,16 +18,28 @@ from lightning_hetpipe.capture.call_tree import WatchedCall
 from lightning_hetpipe.capture.captured import graph_layer
 from lightning_hetpipe.capture.pieces import Piece
 from lightning_hetpipe.errors import PipelineRefusal
+from lightning_hetpipe.pipeline.autocast import Autocast
 from lightning_hetpipe.pipeline.graph_layer import GraphLayer, own_path
 from lightning_hetpipe.pipeline.values import Value, tensors_of
 from lightning_hetpipe.torch_private.autograd import graph_leaves, graph_start
 from lightning_hetpipe.torch_private.tensors import has_gradient_hooks
 
-TOLERANCE = {torch.float64: 1e-3, torch.float32: 1e-3, torch.complex64: 1e-3, torch.complex128: 1e-3}
-"""Largest part of a gradient by which another one may differ, as sums associate otherwise; of other dtypes a tenth."""
 
-NEGLIGIBLE = 1e-5
-"""Part of the piece's largest gradient that is taken for rounding errors."""
+@dataclass(frozen=True)
+class Tolerance:
+    """By how much two gradients may differ.
+
+    Attributes:
+        part: Of a gradient, as its sums associate otherwise.
+        negligible: Of the piece's largest gradient, which is taken for rounding errors.
+    """
+
+    part: float
+    negligible: float
+
+
+EXACT, ROUGH = Tolerance(1e-3, 1e-5), Tolerance(0.1, 1e-2)
+"""For gradients in 32 bits or more, and for those that were computed in fewer, as under autocast."""
 
 
 def refuse_other_gradients(
@@ -60,7 +73,7 @@ def refuse_other_gradients(
     found = [of_graph.get(id(tensor)) for tensor in wanted.values()]
     largest = max((_norm(gradient) for gradient in of_module if gradient is not None), default=0.0)
     for name, one, other in zip(wanted, of_module, found, strict=True):
-        if not _alike(one, other, largest):
+        if not alike(one, other, tolerance_of(call.autocast, one), largest):
             raise PipelineRefusal(
                 f"the graph that torch.export makes of '{piece.name}' gives other gradients than the module itself, of"
                 f" {name} first, so that the module does something in its backward that the graph does not see; do"
@@ -106,13 +119,20 @@ def _of_graph(
     return found
 
 
-def _alike(one: Tensor | None, other: Tensor | None, largest: float) -> bool:
+def tolerance_of(autocast: Autocast, tensor: Tensor | None) -> Tolerance:
+    """By how much ``tensor`` may differ, if it was computed under ``autocast``."""
+    low = any(dtype is not None for _, dtype in autocast.dtypes)
+    return ROUGH if low or (tensor is not None and tensor.element_size() < 4) else EXACT
+
+
+def alike(one: Tensor | None, other: Tensor | None, tolerance: Tolerance, largest: float = 0.0) -> bool:
+    """Tell whether two tensors of one shape are the same up to rounding, beside a tensor of norm ``largest``."""
     if one is None or other is None:
         return one is other
     size, difference = _norm(one), _norm(one - other.to(one.device))
     if difference != difference:  # both may have infinite entries, from the made-up gradients of outputs
         return not bool(torch.isfinite(one).all()) and not bool(torch.isfinite(other).all())
-    return difference <= max(TOLERANCE.get(one.dtype, 0.1) * size, NEGLIGIBLE * largest)
+    return difference <= max(tolerance.part * size, tolerance.negligible * largest)
 
 
 def _norm(tensor: Tensor) -> float:

@@ -17,7 +17,9 @@ from torch import Tensor
 from torch.autograd import graph as autograd_graph
 from torch.utils import checkpoint
 
-HOOK, JOINT_HOOK, INFERENCE, SEED = "hook", "joint hook", "inference mode", "seed"
+from lightning_hetpipe.accelerator import default_generators
+
+HOOK, JOINT_HOOK, INFERENCE, SEED, STATE = "hook", "joint hook", "inference mode", "seed", "random state"
 
 _TORCH = str(Path(torch.__file__).parent)
 
@@ -39,17 +41,23 @@ _CALLS: dict[CodeType, tuple[str, str]] = {
     _code(autograd_graph.saved_tensors_hooks.__enter__): (HOOK, "packs what autograd saves (saved_tensors_hooks)"),
     _code(torch.inference_mode.__enter__): (INFERENCE, "computes in torch.inference_mode()"),
     _code(torch.manual_seed): (SEED, "sets a seed (torch.manual_seed)"),
-    _code(torch.cuda.manual_seed): (SEED, "sets a seed (torch.cuda.manual_seed)"),
-    _code(torch.cuda.manual_seed_all): (SEED, "sets a seed (torch.cuda.manual_seed_all)"),
-    _code(torch.set_rng_state): (SEED, "sets the state of a random generator (torch.set_rng_state)"),
 }
 """Functions by their code, each with the kind of the call and the words for it."""
 
-_C_CALLS: dict[str, tuple[str, str]] = {
+_OF_NODES: dict[str, tuple[str, str]] = {
     "register_prehook": (HOOK, "puts a hook on a node of autograd's graph"),
     "register_hook": (HOOK, "puts a hook on a node of autograd's graph"),
 }
 """Methods of autograd's nodes, which have no code of Python's."""
+
+_OF_GENERATORS: dict[str, tuple[str, str]] = {
+    "manual_seed": (SEED, "sets a seed of one device"),
+    "seed": (SEED, "sets a seed of one device"),
+    "set_state": (STATE, "sets the state of a default random generator (set_rng_state)"),
+}
+"""Methods of default generators, by which every device's functions set seeds and states; they are written in C."""
+
+_FORK = _code(torch.random.fork_rng)
 
 
 class NoticedCalls(dict[str, tuple[str, str]]):
@@ -69,8 +77,13 @@ class NoticedCalls(dict[str, tuple[str, str]]):
         """Look at ``function``, which is written in C and called in ``frame``."""
         if torch.compiler.is_dynamo_compiling():  # torch 2.11 traces profilers, and fails at such names
             return
-        found = _C_CALLS.get(getattr(function, "__name__", ""))
-        if found is not None and found[0] not in self and isinstance(function.__self__, autograd_graph.Node):
+        name, owner = getattr(function, "__name__", ""), getattr(function, "__self__", None)
+        found = None
+        if isinstance(owner, autograd_graph.Node):
+            found = _OF_NODES.get(name)
+        elif isinstance(owner, torch.Generator) and name in _OF_GENERATORS and _is_default(owner):
+            found = None if _is_torchs_own(frame) else _OF_GENERATORS[name]
+        if found is not None and found[0] not in self:
             self[found[0]] = (found[1], _users_line(frame))
 
     def told(self, *kinds: str) -> tuple[str, str] | None:
@@ -81,6 +94,23 @@ class NoticedCalls(dict[str, tuple[str, str]]):
 def line_for_people(file: str, line: int) -> str:
     """The name of ``file``, the number of a ``line`` in it, and its text."""
     return f"{Path(file).name}:{line}, `{linecache.getline(file, line).strip()}`"
+
+
+def _is_default(generator: torch.Generator) -> bool:
+    return any(generator is each for each in (torch.default_generator, *default_generators()))
+
+
+def _is_torchs_own(frame: FrameType | None) -> bool:
+    """Tell whether a part of torch that is no function for seeds and states sets them, to put back what it found."""
+    while frame is not None and (_is_of_random(frame.f_code) or frame.f_code.co_name == "_lazy_call"):
+        if frame.f_code is _FORK:
+            return True
+        frame = frame.f_back
+    return frame is not None and frame.f_code.co_filename.startswith(_TORCH)
+
+
+def _is_of_random(code: CodeType) -> bool:
+    return code.co_filename.startswith(_TORCH) and Path(code.co_filename).name == "random.py"
 
 
 def _users_line(frame: FrameType | None) -> str:

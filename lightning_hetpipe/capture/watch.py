@@ -26,7 +26,7 @@ from lightning_hetpipe.capture.frozen import FrozenValues
 from lightning_hetpipe.capture.gradient_checkpointing import without_checkpoints
 from lightning_hetpipe.capture.interceptor import NOT_TAKEN, Interceptor, ModuleCall
 from lightning_hetpipe.capture.leaves import refuse_leaves
-from lightning_hetpipe.capture.noticed_calls import HOOK, INFERENCE, JOINT_HOOK, SEED
+from lightning_hetpipe.capture.noticed_calls import HOOK, INFERENCE, JOINT_HOOK, SEED, STATE
 from lightning_hetpipe.capture.observation import Attributes, Observation, changes_input, refuse_opaque
 from lightning_hetpipe.capture.opaque_containers import without_opaque
 from lightning_hetpipe.capture.piece_search import CAPTURE_TIMEOUT, PieceSearch, TakenApart
@@ -38,8 +38,8 @@ from lightning_hetpipe.pipeline.random.generators import RandomGenerators
 from lightning_hetpipe.pipeline.reentrant_checkpoints import is_reentrant_checkpoint, reentrant_checkpoint
 from lightning_hetpipe.pipeline.stage import Layer
 from lightning_hetpipe.pipeline.user.parameter_view import changes_parameter
-from lightning_hetpipe.pipeline.user.user_section import ProcessState, has_own_seed, own_state
-from lightning_hetpipe.pipeline.values import Value, equal, tensors_of
+from lightning_hetpipe.pipeline.user.user_section import ProcessState, has_own_seed, own_state, states_of_torch
+from lightning_hetpipe.pipeline.values import Value, all_equal, equal, tensors_of
 from lightning_hetpipe.planning.model.profile import UserBytes
 from lightning_hetpipe.torch_private.autograd import graph_nodes
 from lightning_hetpipe.torch_private.modules import behind_compile, has_global_hooks
@@ -223,14 +223,14 @@ class TrainingWatch(Watch):
         began, before = _now(), self._observing
         earlier = [each for each in self._calls if each.piece.module is call.module and not self._open]
         node = CallNode(earlier[0].piece if earlier else Piece.of(call.name, call.module, self._wants_graphs))
-        seeded = torch.get_rng_state() if has_own_seed() else None
+        seeded = states_of_torch() if has_own_seed() else None
         (self._open[-1].inner if self._open else self._calls).append(node)
         self._open.append(node)
         try:
             run = self._run_whole if node.piece.needs_graph() else self._run_layers
             output = run(node, call, earlier)
             node.ends((call.args, call.kwargs), output)
-            if seeded is not None and not torch.equal(seeded, torch.get_rng_state()):
+            if seeded is not None and not all_equal(zip(seeded, states_of_torch(), strict=True)):
                 node.check(partial(refuse_seeded, call.name))
             return output
         except Exception as error:
@@ -267,7 +267,8 @@ class TrainingWatch(Watch):
         if observation.mutates:
             node.refusal = node.refusal or changes_input(name, name)
         node.check(observation.refuse_custom_function)
-        refuse_noticed(name, graph.frozen, JOINT_HOOK)  # nor as user code: each backward of a piece is one for itself
+        # Nor as user code: each backward of a piece is one for itself, and this minibatch draws from other generators.
+        refuse_noticed(name, graph.frozen, JOINT_HOOK, STATE)
         node.check(partial(refuse_noticed, name, graph.frozen, HOOK, INFERENCE, SEED))
         if self.names is not None and node.refusal is not None:
             raise node.refusal

@@ -68,5 +68,5 @@ def _below(own: RichProgressBar, what: str, of: int | None) -> Iterator[Callable
     try:
         yield tick
     finally:
-        progress.remove_task(task)
+        progress.update(task, visible=False)  # not removed, as Lightning 2.6.0 finds its own tasks by their places
         progress.refresh()

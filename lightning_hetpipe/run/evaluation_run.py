@@ -27,7 +27,13 @@ from lightning_hetpipe.pipeline.evaluator import EvaluationBatch, Evaluator
 from lightning_hetpipe.pipeline.operands import OperandsTogether
 from lightning_hetpipe.pipeline.random.generators import draws_now
 from lightning_hetpipe.pipeline.user.batch_in_flight import current
-from lightning_hetpipe.pipeline.user.user_section import ProcessState, UserSection, has_own_seed, own_state
+from lightning_hetpipe.pipeline.user.user_section import (
+    ProcessState,
+    UserSection,
+    has_own_seed,
+    own_state,
+    seeds_of_torch,
+)
 from lightning_hetpipe.redirect import Redirect
 from lightning_hetpipe.rules.versions import STASH, Versions
 from lightning_hetpipe.run.extensions.carried_state import SHARED, CarriedState
@@ -36,6 +42,7 @@ from lightning_hetpipe.run.extensions.module_attributes import Attributes
 from lightning_hetpipe.run.extensions.modules_apart import user_parts
 from lightning_hetpipe.run.extensions.random_states import RandomStates
 from lightning_hetpipe.run.extensions.replay import Replay
+from lightning_hetpipe.run.extensions.shared_values import SharedValues
 from lightning_hetpipe.run.lifecycle import Extension
 from lightning_hetpipe.run.look_ahead import LookAhead
 from lightning_hetpipe.run.piece_calls import PieceForwards
@@ -57,7 +64,7 @@ class EvaluationRun:
         self._ahead: tuple[DataFetcher, LookAhead] | None = None
         self._steps = 0
         self._hook = ""
-        self._seed = torch.initial_seed()
+        self._seeds = seeds_of_torch()
         self._reset = Redirect(evaluation.loop, "reset", self._on_reset)
 
     def close(self) -> None:
@@ -86,7 +93,7 @@ class EvaluationRun:
         """The first step, in Lightning's own thread; then the pipeline takes over, if there is something for it."""
         evaluation, pieces = self._evaluation, self._evaluation.pieces
         self._hook = hook
-        if torch.initial_seed() != self._seed:
+        if seeds_of_torch() != self._seeds:
             rank_zero_info(
                 "HetPipe: this evaluation does not run in the pipeline, because a hook has set a seed before its first"
                 " batch, and batches of a pipeline draw from random states of their own"
@@ -203,6 +210,7 @@ class EvaluationRun:
             UnchangedWeights(evaluation.pieces),
             RandomStates(self._state),
             Replay(evaluation.module, partial(evaluation.context, self._hook)),
+            SharedValues(evaluation.module, [piece.module for piece in evaluation.pieces], lambda: versions),
             # After the stand-ins of Replay, which all see.
             *[Attributes(part, lambda: versions) for part in (evaluation.module, *evaluation.parts)],
         )

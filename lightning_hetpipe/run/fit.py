@@ -61,6 +61,7 @@ from lightning_hetpipe.run.extensions.pace import Pace
 from lightning_hetpipe.run.extensions.random_states import InlineRandomStates, RandomStates
 from lightning_hetpipe.run.extensions.recording import Recording
 from lightning_hetpipe.run.extensions.replay import Replay
+from lightning_hetpipe.run.extensions.shared_values import SharedValues
 from lightning_hetpipe.run.extensions.structure import Structure
 from lightning_hetpipe.run.extensions.telemetry import Telemetry
 from lightning_hetpipe.run.extensions.thread_sections import profiled_sections, shown_to_profiler
@@ -384,6 +385,7 @@ class Fit(TrainerRun):
                 apart.refuse_shared()
             add(outside, TrainerCounters(trainer), RandomStates(self._state), Replay(self._module, context))
             way_out = "set in_flight=1" + (", or weights='sync'" if trainer.accumulate_grad_batches == 1 else "")
+            add(SharedValues(self._module, modules, lambda: engine.versions, way_out))
             attributes = [Attributes(part, lambda: engine.versions, way_out) for part in (self._module, *parts)]
             add(*attributes)  # after the stand-ins of Replay, which all see
         calls = PieceCalls(pieces, layout, self._generators)

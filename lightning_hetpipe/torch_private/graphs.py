@@ -8,6 +8,7 @@ Where torch does not have a name:
   ``_meta_grouped_mm_common``: nothing is hidden from modules while they are traced. Some are traced in operators that
   they do not call otherwise, whose last bits may differ, and no error says so.
 - ``_create_grouped_mm_output_tensor``: the same holds for modules that call ``grouped_mm``.
+- ``_transformer_encoder_layer_fwd``: this module cannot be imported.
 - ``_codegen``, and ``_replace`` of its named tuple: each capture fails.
 - ``_schema``: each division of a graph into layers fails.
 - ``_guards_fn``: the checks that torch makes of a graph's inputs are left out, and no error says so. A graph may then
@@ -71,6 +72,9 @@ def traced_as_called() -> Iterator[None]:
 
     # Torch 2.11 checks an argument that is NaN by the name "nan", which the code of its checks does not know.
     SYMPY_INTERP.setdefault("nan", _NotANumber())
+    # Torch 2.11 does not tell tracing what a fused layer of a TransformerEncoder gives.
+    if not _ENCODER_LAYER.has_kernel_for_dispatch_key(torch._C.DispatchKey.Meta):
+        _OPERATORS.impl("_transformer_encoder_layer_fwd", _encoder_layer_shape, "Meta")
     hidden: list[tuple[Any, str, Any]] = [
         (torch.compiler, "_is_compiling_flag", False),
         (torch.compiler, "_is_exporting_flag", False),
@@ -86,6 +90,14 @@ def traced_as_called() -> Iterator[None]:
     finally:
         for (owner, name, _), value in zip(hidden, before, strict=True):
             setattr(owner, name, value)
+
+
+_ENCODER_LAYER: Any = torch.ops.aten._transformer_encoder_layer_fwd.default
+_OPERATORS: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]  # torch has no types here
+
+
+def _encoder_layer_shape(tokens: Tensor, *_: Any, **__: Any) -> Tensor:
+    return torch.empty_like(tokens)
 
 
 def _grouped_mm_shape(first: Tensor, second: Tensor, *, offs: Tensor | None, out_dtype: Any, **_: Any) -> Any:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_hetpipe.capture.frozen import FrozenValues, _is_users
+from lightning_hetpipe.capture.frozen import FrozenValues, is_users
 from lightning_hetpipe.capture.parity_check import MOST_NEEDLESS
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.placement.layout import Layout
@@ -322,8 +322,8 @@ def test_whose_functions_are_looked_at() -> None:
         return compile("1", str(file), "eval")
 
     packages = Path(torch.__file__).parent.parent
-    assert _is_users(code(packages / "torchvision" / "ops" / "misc.py"))
-    assert not _is_users(code(packages / "torch" / "nn" / "functional.py"))
+    assert is_users(code(packages / "torchvision" / "ops" / "misc.py"))
+    assert not is_users(code(packages / "torch" / "nn" / "functional.py"))
 
 
 def test_equal_functions_of_two_files() -> None:

@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 from lightning_hetpipe import HetPipeStrategy
+from lightning_hetpipe.accelerator import default_generators
 from tests.support.accelerator import NAME, TestAccelerator
 from tests.support.equality import assert_same
 from tests.support.trainers import quiet_trainer
@@ -99,8 +100,12 @@ class Newton(Model):
 
 
 def dropped(body: Any, x: Tensor) -> Tensor:
-    y: Tensor = body.drop(body.second(body.drop(x)))
-    return F.dropout(body.memory(y[:, None])[0][:, 0], 0.1, body.training)
+    return F.dropout(body.drop(body.second(body.drop(x))), 0.1, body.training)
+
+
+def remembering(body: Any, x: Tensor) -> Tensor:
+    y: Tensor = body.memory(body.drop(x)[:, None])[0][:, 0]
+    return y
 
 
 def noisy(body: Any, x: Tensor) -> Tensor:
@@ -121,6 +126,17 @@ def seeded(body: Any, x: Tensor) -> Tensor:
     return y
 
 
+def forked(body: Any, x: Tensor) -> Tensor:
+    """A seed that holds for one device, from which the layers before it draw, too."""
+    own = [x.device.index] if x.is_cuda else []
+    with torch.random.fork_rng(devices=own):
+        torch.manual_seed(42)
+        order = torch.randperm(WIDTH, device=x.device)
+        noise = torch.rand_like(x)
+    y: Tensor = body.second(body.drop(x[:, order] + noise))
+    return y
+
+
 def branching(body: Any, x: Tensor) -> Tensor:
     y: Tensor = body.drop(torch.cond(x.sum() > 3, lambda v: v.sin(), lambda v: v.cos(), (x,)))
     return y
@@ -132,7 +148,7 @@ def branching_in_layers(body: Any, x: Tensor) -> Tensor:
 
 
 def attending(body: Any, x: Tensor) -> Tensor:
-    if body.training and torch.is_grad_enabled():  # on a CPU it has no backward
+    if x.device.type == "cpu" and body.training and torch.is_grad_enabled():  # where it has no backward
         return dropped(body, x)
     q = x[:, None, None].expand(-1, 1, 16, -1)
     found: Any = flex_attention(q, q, q, score_mod=lambda score, b, h, i, j: score + (i - j))
@@ -147,8 +163,10 @@ def checkpointed(body: Any, x: Tensor) -> Tensor:
 
 CASES: dict[str, tuple[type[Model], Callable[[Any, Tensor], Tensor]]] = {
     "dropout": (Model, dropped),
+    "LSTM": (Model, remembering),
     "noise": (Model, noisy),
     "seeds": (Model, seeded),
+    "fork_rng": (Model, forked),
     "cond": (Model, branching),
     "cond with layers": (Model, branching_in_layers),
     "flex_attention": (Model, attending),
@@ -166,15 +184,16 @@ def data() -> Any:
 def drawn_next() -> list[Any]:
     """The states of all default generators."""
     state: Any = np.random.get_state(legacy=False)
-    return [torch.get_rng_state(), random.getstate(), state["state"]["key"].tolist(), state["state"]["pos"]]
+    ours = [generator.get_state() for generator in (torch.default_generator, *default_generators())]
+    return [ours, random.getstate(), state["state"]["key"].tolist(), state["state"]["pos"]]
 
 
-def outcome(case: str, strategy: Any) -> list[Any]:
-    """Everything that a fit, a test and a prediction leave."""
+def outcome(case: str, strategy: Any, **settings: Any) -> list[Any]:
+    """Everything that a fit, a test and a prediction leave, of a Trainer with these ``settings``."""
     kind, inside = CASES[case]
     L.seed_everything(5, verbose=False)
     module = kind(inside)
-    trainer = quiet_trainer(strategy, max_epochs=2, num_sanity_val_steps=1, limit_val_batches=2)
+    trainer = quiet_trainer(strategy, max_epochs=2, num_sanity_val_steps=1, limit_val_batches=2, **settings)
     trainer.fit(module, data(), data())
     fitted = [{name: value.clone() for name, value in module.state_dict().items()}, drawn_next()]
     optimizers: Any = module.optimizers()

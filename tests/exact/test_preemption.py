@@ -34,7 +34,10 @@ def signals() -> Iterator[None]:
 
 
 class Told(L.Callback):
-    """Somebody sends signals to this process, when the hook ``where`` is called in step ``step``."""
+    """Somebody sends signals to this process, once, when the hook ``where`` is called in step ``step``.
+
+    Once, because a second SIGTERM ends a run whose validation takes more than ``preemption.TOGETHER``.
+    """
 
     def __init__(self, step: int, where: str = "on_train_batch_start", *signals: int) -> None:
         self.step = step
@@ -43,6 +46,7 @@ class Told(L.Callback):
 
     def tell(self, trainer: L.Trainer, *_: Any) -> None:
         if trainer.global_step == self.step - 1 and not trainer.sanity_checking:
+            self.step = 0
             for each in self.signals:
                 os.kill(os.getpid(), each)
 

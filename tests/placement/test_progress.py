@@ -111,7 +111,7 @@ def test_below_richs_bar_it_is_a_line_of_rich(
         def on_train_batch_end(self, *args: Any) -> None:
             super().on_train_batch_end(*args)
             shown: Any = self.progress
-            left.append([task.description for task in shown.tasks])
+            left.append([task.description for task in shown.tasks if task.visible])
 
     left: list[list[str]] = []
     update = rich.Progress.update

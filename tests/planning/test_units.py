@@ -47,7 +47,14 @@ def test_what_is_no_amount_is_refused_with_an_example(text: str, says: str) -> N
 
 @pytest.mark.parametrize(
     ("text", "meant"),
-    [("10 Gbps", "Gbit/s"), ("10 gbps", "Gbit/s"), ("100 Mbps", "Mbit/s"), ("10 Gb/s", "Gbit/s"), ("10 GB", None)],
+    [
+        ("10 Gbps", "Gbit/s"),
+        ("10 gbps", "Gbit/s"),
+        ("100 Mbps", "Mbit/s"),
+        ("10 Gb/s", "Gbit/s"),
+        ("10 GBps", "GB/s"),
+        ("10 GB", None),
+    ],
 )
 def test_bits_are_named_where_a_unit_could_be_them(text: str, meant: str | None) -> None:
     """Links are sold in "Gbps", which no error explained."""

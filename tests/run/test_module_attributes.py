@@ -274,6 +274,11 @@ FILLS: dict[str, tuple[Callable[[], Any], Callable[[Any, int], Any], Callable[[A
     "array": (lambda: np.zeros(1), add_to_array, lambda kept: kept.item()),
     "tensor in a list": (lambda: [torch.zeros(1)], add_in_list, lambda kept: kept[0].item()),
     "window by hand": (lambda: [0, 0], lambda m, p: (m.kept.pop(0), m.kept.append(p)), list),
+    "turned window": (
+        lambda: deque([0, 1, 0, 1], 4),
+        lambda m, p: (m.kept.appendleft(p % 2), m.kept.rotate(1)),
+        list,
+    ),
     "item that is set": (lambda: [0], lambda m, p: m.kept.__setitem__(0, p), list),
 }
 
@@ -395,3 +400,36 @@ def test_callbacks_and_training_step_see_each_others(in_flight: int, seed: int) 
         # As of its version; the pipeline starts within step 1, after its on_train_batch_start.
         expected = index + 0.5 if in_flight == 1 else version if version > 0 else 0.5
         assert module.seen[index] == [expected, expected]
+
+
+def test_a_list_whose_append_was_taken_before_a_call_of_a_module() -> None:
+    module, attributes = begun(losses=[])
+    for minibatch in (1, 2, 3):
+        with attributes.seen(minibatch, 1):
+            append = module.losses.append
+        with attributes.seen(minibatch, 2):
+            append(minibatch)
+        assert module.losses == []
+    for minibatch in (1, 2, 3):
+        attributes.arrived(minibatch)
+        assert module.losses == [*range(1, minibatch + 1)]
+        attributes.continues(minibatch)
+
+
+def test_a_dict_that_a_step_keeps_over_a_call_of_a_module() -> None:
+    module, attributes = begun(kept={})
+    with attributes.seen(1, 1):
+        kept = module.kept
+    with attributes.seen(1, 2):
+        kept["last"] = 1
+    assert module.kept == {}
+    with refused("'kept' of Module is read by the step of batch 2"), attributes.seen(2, 1):
+        module.kept.get("last")
+
+
+def test_a_tensor_that_a_step_keeps_over_a_call_of_a_module() -> None:
+    module, attributes = begun(bank=torch.zeros(1))
+    with attributes.seen(1, 1):
+        bank = module.bank
+    with refused("'bank' of Module holds a tensor that the step of batch 1 has got before"), attributes.seen(1, 2):
+        bank.add_(1)

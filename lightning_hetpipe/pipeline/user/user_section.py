@@ -84,8 +84,22 @@ class _Seed:
 
 
 def has_own_seed() -> bool:
-    """Tell whether user code, which calls this, has set a seed of torch's since its minibatch began."""
-    return _Seed.given is not None and torch.initial_seed() != _Seed.given
+    """Tell whether user code, which calls this, has set a seed of torch's since its minibatch began, of any device."""
+    return _Seed.given is not None and any(seed != _Seed.given for seed in seeds_of_torch())
+
+
+def seeds_of_torch() -> list[int]:
+    """The seeds of torch's default generators, of every device."""
+    return [generator.initial_seed() for generator in _generators()]
+
+
+def states_of_torch() -> list[Tensor]:
+    """The states of torch's default generators, of every device."""
+    return [generator.get_state() for generator in _generators()]
+
+
+def _generators() -> tuple[torch.Generator, ...]:
+    return (torch.default_generator, *default_generators())
 
 
 @contextmanager
@@ -136,28 +150,24 @@ class ProcessState:
 
 @dataclass(frozen=True)
 class _RandomStates:
-    torch: Tensor
-    accelerators: Sequence[Tensor]
+    torch: Sequence[Tensor]
     python: Any
     numpy: NumpyState
 
     @staticmethod
     def taken() -> _RandomStates:
-        accelerators = [generator.get_state() for generator in default_generators()]
-        return _RandomStates(torch.get_rng_state(), accelerators, random.getstate(), NumpyState.taken())
+        return _RandomStates(states_of_torch(), random.getstate(), NumpyState.taken())
 
     def restore(self) -> None:
-        torch.set_rng_state(self.torch)
-        # There are none until the process uses a GPU, which may be after this state was taken.
-        for generator, state in zip(default_generators(), self.accelerators, strict=False):
+        # Accelerators have none until the process uses one, which may be after this state was taken.
+        for generator, state in zip(_generators(), self.torch, strict=False):
             generator.set_state(state)
         random.setstate(self.python)
         self.numpy.restore()
 
 
 def _seed(seed: int) -> None:
-    torch.default_generator.manual_seed(seed)
-    for generator in default_generators():
+    for generator in _generators():
         generator.manual_seed(seed)
     random.seed(seed)
     seed_numpy(seed)

@@ -80,7 +80,7 @@ def _amount(text: str, setting: str, units: Mapping[str, Decimal], example: str)
     factor = units.get(unit)
     if factor is None:
         # "Gbps" and "Gb/s" are how networks are sold.
-        spelled = (unit if unit.endswith("b/s") else unit.lower()).replace("bps", "bit/s").replace("b/s", "bit/s")
+        spelled = unit.replace("Bps", "B/s").replace("bps", "bit/s").replace("b/s", "bit/s")
         meant = [each for way in (spelled, unit) for each in units if each.lower() == way.lower()]
         alike = f"; did you mean '{meant[0]}'?" if meant else ""
         raise SettingError(f"{setting}={text!r} has the unit '{unit}', which is not among {', '.join(units)}{alike}")

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from operator import is_
 from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -79,12 +80,20 @@ def same(one: Any, other: Any) -> bool:
 
 
 def edit_of(before: Any, after: Any, most: int | None = None) -> Edit:
-    """Find the edit that made ``after`` of ``before``. A deque holds at most ``most`` items.
+    """Find the edit that made ``after`` of ``before``.
 
-    Where nothing of ``before`` is left, or its items have another order, whatever contents are replaced by ``after``.
+    Where items of ``before`` are gone, or have another order, whatever contents are replaced by ``after``.
+
+    Args:
+        most: The most items of a deque to which a step did no more than to append.
     """
     if isinstance(before, list):
-        return _edit_of_list(before, after, most)
+        for dropped in range(len(before) + 1 if most is not None else 1):
+            kept = before[dropped:]
+            if same(kept, after[: len(kept)]):
+                added = after[len(kept) :]
+                return lambda now: [*now, *added][-(most or len(now) + len(added)) :]
+        return lambda now: [*after]
     if isinstance(before, set):
         added, removed = after - before, before - after
         return (lambda now: {*after}) if before and not before & after else (lambda now: (now - removed) | added)
@@ -97,19 +106,6 @@ def edit_of(before: Any, after: Any, most: int | None = None) -> Edit:
         return {key: value for key, value in now.items() if key not in gone} | changed
 
     return edited if same(edited(before), after) else lambda now: {**after}
-
-
-def _edit_of_list(before: list[Any], after: list[Any], most: int | None) -> Edit:
-    for dropped in range(len(before)):
-        kept = len(before) - dropped
-        if kept <= len(after) and after[0] is before[dropped] and same(before[dropped:], after[:kept]):
-            added = after[kept:]
-            if most is not None:  # a full deque drops by itself
-                return lambda now: [*now, *added][-most:]
-            return lambda now: [*now[dropped:], *added]
-    if before:
-        return lambda now: [*after]
-    return lambda now: [*now, *after]
 
 
 def items_of(contents: Any) -> Iterator[tuple[Any, Any]]:
@@ -125,3 +121,28 @@ def items_of(contents: Any) -> Iterator[tuple[Any, Any]]:
         else:
             last = [*islice(reversed(contents.items()), len(contents) - start)]
             yield from last
+
+
+def overlapping(values: Sequence[Any]) -> set[int]:
+    """The ``id`` of each tensor or array among ``values`` whose memory another one of them has, too."""
+    spans = sorted((*span, id(value)) for value in values if (span := _span(value)) is not None)
+    found: set[int] = set()
+    for index, (_, end, first) in enumerate(spans):
+        for start, _, other in islice(spans, index + 1, None):
+            if start >= end:
+                break
+            found |= {first, other}
+    return found
+
+
+def _span(value: Any) -> tuple[int, int] | None:
+    """First address and end of the memory that ``value`` is a view of; None if it has none of its own."""
+    while isinstance(value, np.ndarray) and value.base is not None:
+        value = value.base
+    if isinstance(value, np.ndarray):
+        start: int = value.__array_interface__["data"][0]
+        return start, start + value.nbytes
+    if not isinstance(value, Tensor) or value.layout is not torch.strided or value.is_meta:
+        return None
+    storage = value.untyped_storage()
+    return storage.data_ptr(), storage.data_ptr() + storage.nbytes()

@@ -21,7 +21,7 @@ array that is changed in place counts as replaced: a section of a minibatch gets
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -35,7 +35,16 @@ from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.pipeline.user.user_section import UserSection
 from lightning_hetpipe.pipeline.values import equal
 from lightning_hetpipe.rules.versions import Versions
-from lightning_hetpipe.run.extensions.container_contents import Edit, edit_of, is_container, items_of, put, same, taken
+from lightning_hetpipe.run.extensions.container_contents import (
+    Edit,
+    edit_of,
+    is_container,
+    items_of,
+    overlapping,
+    put,
+    same,
+    taken,
+)
 from lightning_hetpipe.run.extensions.watched_attributes import WatchedAttributes, fills
 from lightning_hetpipe.run.lifecycle import Around, Extension
 from lightning_hetpipe.torch_private.tensors import version_counter
@@ -59,7 +68,7 @@ class _Container:
     base: Any
     published: Any
     edits: list[tuple[Time, Edit]] = field(default_factory=list)
-    last: int = 0  # the last minibatch that has used it
+    users: dict[int, bool] = field(default_factory=dict)  # minibatches in flight: whether they have read it
 
     def seen(self, sees: Callable[[Time], bool]) -> Any:
         contents = self.base
@@ -69,7 +78,8 @@ class _Container:
         return contents
 
     def record(self, time: Time, before: Any, after: Any) -> None:
-        self.edits.append((time, edit_of(before, after, getattr(self.held, "maxlen", None))))
+        only_fills = not self.users.get(time[0], True)
+        self.edits.append((time, edit_of(before, after, getattr(self.held, "maxlen", None) if only_fills else None)))
         self.edits.sort(key=lambda edit: edit[0])
 
 
@@ -87,17 +97,17 @@ class _Copied:
 
     def end(self) -> bool:
         """Tell whether it was changed. A copy that was not gives its place back."""
-        changed = self._is_changed()
+        changed = self.is_changed()
         if not changed and self.copy is not None:
             _exchange(self.holder, self.key, self.copy, self.original)
         return changed
 
-    def _is_changed(self) -> bool:
+    def is_changed(self) -> bool:
         value = self.original if self.copy is None else self.copy
         if isinstance(value, Tensor):
-            if self.copy is not None and not equal(self.copy, self.original):  # by .data or numpy, which do not count
+            if version_counter(value) != self.version:
                 return True
-            return version_counter(value) != self.version
+            return self.copy is not None and not equal(self.copy, self.original)  # by .data or numpy, without a count
         return bool(value.tobytes() != self.original.tobytes())
 
 
@@ -132,8 +142,10 @@ class Attributes(Extension):
         self._published = self._users()
         self._set: dict[str, list[tuple[Time, Any]]] = {}
         self._containers: dict[int, _Container] = {}
+        self._lent: dict[int, list[_Copied]] = {}
         self._read: dict[Hashable, set[Time]] = {}
         self._failure: SettingError | None = None
+        self._aliases = overlapping([*_data_in(self._published.values())]) if not self._is_idle else set()
         for name in self._published:
             self._watched.add(name)
 
@@ -162,8 +174,9 @@ class Attributes(Extension):
             container.published = contents
             while container.edits and container.edits[0][0][0] <= seen_by_all:
                 container.base = container.edits.pop(0)[1](container.base)
-        oldest = version - 4 * self._versions().in_flight
-        self._containers = {key: each for key, each in self._containers.items() if each.edits or each.last > oldest}
+            container.users = {user: reads for user, reads in container.users.items() if user > version}
+        self._containers = {key: each for key, each in self._containers.items() if each.edits or each.users}
+        self._lent = {user: copies for user, copies in self._lent.items() if user > version}
         read = {key: {time for time in times if time[0] > version} for key, times in self._read.items()}
         self._read = {key: times for key, times in read.items() if times}
 
@@ -211,6 +224,10 @@ class Attributes(Extension):
         self._touched: set[str] = set()
         self._looked_into: set[int] = set()
         self._now = time
+        for container in [each for each in self._containers.values() if minibatch in each.users]:
+            self._open(container.name, container.held)  # the step may have kept what it got before
+            if container.users[minibatch]:
+                self._reads(container.name, id(container.held), [then for then, _ in container.edits])
 
     def leave(self) -> None:
         if self._now is None:
@@ -267,7 +284,8 @@ class Attributes(Extension):
         container = self._containers.get(id(held))
         if container is None:
             container = self._containers[id(held)] = _Container(held, name, loops, loops)
-        now, container.last = self._now, max(container.last, self._now[0])
+        now = self._now
+        container.users.setdefault(now[0], False)
         seen = container.seen(lambda time: self._sees(time, now))
         if not same(seen, loops):
             put(held, seen)
@@ -280,6 +298,8 @@ class Attributes(Extension):
         if id(held) in self._looked_into:
             return
         self._looked_into.add(id(held))
+        if self._now is not None:
+            container.users[self._now[0]] = True
         self._reads(container.name, id(held), [time for time, _ in container.edits])
         for key, item in [*items_of(taken(held))]:
             if _is_data(item):
@@ -291,10 +311,15 @@ class Attributes(Extension):
         """Have ``holder`` hold a copy of the tensor or array ``value`` at ``key``, in case that it is changed in place.
 
         A tensor that the first section leaves as it was is not copied again, and none that the minibatch has set.
+        Tensors and arrays that share memory have no copies: ``shared_values.py`` refuses changes of them.
         """
         copied: Any = None
         version = 0
-        if isinstance(value, np.ndarray):
+        if id(value) in self._aliases:  # a copy would not change with the other one
+            if isinstance(value, np.ndarray):
+                return
+            version = version_counter(value)
+        elif isinstance(value, np.ndarray):
             copied = value.copy()
         elif not value.is_inference() and (is_own or value.requires_grad or self._constant.get(name, False)):
             version = version_counter(value)
@@ -307,8 +332,16 @@ class Attributes(Extension):
         self._copied.append(_Copied(name, holder, key, value, copied, version, is_own))
 
     def _end_copies(self, time: Time) -> None:
+        for each in self._lent.setdefault(time[0], []):
+            if each.is_changed():
+                self._fail(
+                    f"'{each.name}' of {self._kind} holds a tensor that the step of batch {time[0]} has got before a"
+                    " call of a pipelined module, and changes in place after it"
+                )
         for each in self._copied:
             changed = each.end()
+            if each.copy is not None and not changed:
+                self._lent[time[0]].append(each)
             if each.copy is not None:
                 self._constant[each.name] = not changed and self._constant.get(each.name, True)
             elif changed and each.is_own:
@@ -382,6 +415,15 @@ def _assign(held: dict[str, Any], name: str, value: Any) -> None:
         held.pop(name, None)
     else:
         held[name] = value
+
+
+def _data_in(values: Iterable[Any], depth: int = _DEPTH) -> Iterator[Any]:
+    """Yield the tensors and arrays among ``values``, and those that their containers hold."""
+    for value in values:
+        if _is_data(value):
+            yield value
+        elif depth and is_container(value):
+            yield from _data_in((item for _, item in items_of(taken(value))), depth - 1)
 
 
 def _is_data(value: Any) -> bool:

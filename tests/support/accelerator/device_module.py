@@ -52,6 +52,10 @@ def is_initialized() -> bool:
     return _state.visible
 
 
+def _lazy_init() -> None:
+    """Torch 2.11 takes a device for unused, and waits for nothing on it, while its module has no such function."""
+
+
 def is_bf16_supported() -> bool:
     return True
 

@@ -1,0 +1,174 @@
+"""Values that user code reaches from its module, and that all minibatches in flight share.
+
+Each minibatch has its own attributes, and its own contents of what they hold (``module_attributes.py``). Values that
+lie deeper have one state for all minibatches: an object in a dict in a list, an attribute of a submodule, a view of
+another tensor's memory. A step that changes such a value is refused by name.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Collection, Iterable, Iterator
+from types import CodeType, FunctionType
+from typing import Any
+
+import lightning as L
+from torch import Tensor, nn
+from torchmetrics import Metric
+
+from lightning_hetpipe.capture.effects import copy_of, same_contents
+from lightning_hetpipe.capture.frozen import PACKAGES, FrozenValues, Values, is_users
+from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.pipeline.user.user_section import UserSection
+from lightning_hetpipe.rules.versions import Versions
+from lightning_hetpipe.run.lifecycle import Extension
+
+_NOT_USERS = {"torch", "lightning", "pytorch_lightning", "torchmetrics", "builtins"}
+_COMPARED = 64
+"""Sections, from an empty pipeline on, in which contents of tensors and of large arrays are compared as well."""
+_SMALL = 4096
+"""Most bytes of an array whose contents are compared in each section."""
+
+
+class SharedValues(Extension):
+    """Refuses changes, by the user's step, of values that minibatches in flight share.
+
+    Comes before the :class:`Attributes` of a run: what those keep apart is as it was when they have left.
+
+    Args:
+        module: The LightningModule.
+        pieces: The pipelined modules, whose stages run without user code.
+        versions: Gives the versions that minibatches use.
+        way_out: What a user can do, for the error.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        pieces: Collection[nn.Module],
+        versions: Callable[[], Versions],
+        way_out: str = "set in_flight=1",
+    ) -> None:
+        self._module = module
+        self._versions = versions
+        self._way_out = way_out
+        inside = {part for piece in pieces for part in piece.modules()}
+        self._parts = [
+            (path, part)
+            for path, part in module.named_modules()
+            if path and part not in inside and not isinstance(part, Metric)
+        ]
+        self._kinds = {type(part) for part in (module, *(part for _, part in self._parts))}
+        self._before: tuple[Values, list[tuple[str, Any, Any]]] | None = None
+        self._roots: dict[str, Any]
+        self.emptied(0)
+
+    def section(self, minibatch: int) -> UserSection:
+        return _SharedSection(self, minibatch)
+
+    def emptied(self, version: int) -> None:
+        """The pipeline starts empty: take what the module holds now."""
+        self._failure: SettingError | None = None
+        self._replaced: set[str] = set()
+        self._sections = 0
+        self._find()
+
+    def arrived(self, minibatch: int) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+    def enter(self) -> None:
+        held = vars(self._module)
+        if replaced := {name for name, value in self._roots.items() if held.get(name) is not value}:
+            self._replaced |= replaced  # by each minibatch, which has its own then
+            self._find()
+        self._sections += 1
+        plain = self._reached.plain.items()
+        copies = [(path, each, copy_of(each)) for path, each in plain if self._is_compared(each)]
+        self._before = self._reached.now(), copies
+
+    def leave(self, minibatch: int) -> None:
+        if self._before is None:  # `enter` has failed
+            return
+        (values, copies), self._before = self._before, None
+        changed = self._reached.changed(values) or next(
+            (path for path, each, copy in copies if not same_contents(each, copy)), None
+        )
+        if changed is not None and self._failure is None:
+            line = self._reached.line_of(changed.partition(" ")[0])
+            self._failure = SettingError(
+                f"the step of batch {minibatch} changes {changed} of {type(self._module).__name__}"
+                f"{f' ({line})' if line else ''}, which batches in flight share, so that what a batch reads there would"
+                f" depend on timing; {self._way_out}"
+            )
+        if self._failure is not None:
+            raise self._failure
+
+    def closed(self) -> None:
+        self._roots.clear()
+        self._reached = FrozenValues(self._module)
+
+    def _find(self) -> None:
+        held = vars(self._module)
+        self._reached = FrozenValues(self._module)
+        self._roots = {}
+        if not self._versions().runs_ahead:
+            return
+        self._roots = {name: each for name, each in held.items() if name not in _LIGHTNINGS_OWN | self._replaced}
+        kept = [*self._module.parameters(), *self._module.buffers(), held["_trainer"]]
+        roots = {**self._roots, "hparams": held.get("_hparams")}
+        known = -1
+        while len(self._kinds) > known:  # objects of other classes may be reached by these classes' methods
+            known = len(self._kinds)
+            functions = functions_of(self._kinds, roots.values(), type(self._module).__module__.partition(".")[0])
+            functions = sorted(functions, key=lambda each: "step" not in each.__name__)  # first named in an error
+            self._kinds |= self._reached.reach(functions, roots, self._parts, kept)
+
+    def _is_compared(self, value: Any) -> bool:
+        if self._sections <= _COMPARED:
+            return True
+        return not isinstance(value, Tensor) and value.nbytes <= _SMALL
+
+
+class _SharedSection:
+    """Compares around each section of one minibatch's user code."""
+
+    def __init__(self, shared: SharedValues, minibatch: int) -> None:
+        self._shared = shared
+        self._minibatch = minibatch
+
+    def enter(self) -> None:
+        self._shared.enter()
+
+    def leave(self, for_good: bool = False) -> None:
+        self._shared.leave(self._minibatch)
+
+
+_LIGHTNINGS_OWN = frozenset(vars(L.LightningModule()))
+
+
+def functions_of(kinds: Iterable[type], values: Iterable[object], package: str) -> Iterator[FunctionType]:
+    """Yield the methods of ``kinds`` and of their bases, the functions among ``values``, and the functions that these
+    name: all that belong to the user, or to ``package``."""
+    bases = {base: None for kind in kinds for base in kind.__mro__ if _is_users(base)}
+    pending = [*values, *(each for base in bases for each in vars(base).values())]
+    seen: set[CodeType] = set()
+    while pending:
+        value: Any = pending.pop()
+        value = getattr(value, "__func__", getattr(value, "fget", value))  # of a classmethod, of a property
+        function = inspect.unwrap(value) if isinstance(value, FunctionType) else value
+        if not isinstance(function, FunctionType) or function.__code__ in seen:
+            continue
+        file = function.__code__.co_filename
+        if is_users(function.__code__) and (_top(function) == package or not file.startswith(PACKAGES)):
+            seen.add(function.__code__)
+            yield function
+            pending.extend(filter(None, map(function.__globals__.get, function.__code__.co_names)))
+
+
+def _is_users(kind: type) -> bool:
+    return _top(kind) not in _NOT_USERS
+
+
+def _top(value: type | FunctionType) -> str:
+    return (value.__module__ or "").partition(".")[0]
