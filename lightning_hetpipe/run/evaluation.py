@@ -40,7 +40,6 @@ from lightning_hetpipe.run.prepared_batch import before_transfer
 from lightning_hetpipe.run.run_settings import RunSettings
 from lightning_hetpipe.run.trainer_run import TrainerRun
 
-
 _STAGES = {
     RunningStage.SANITY_CHECKING: "validation",
     RunningStage.VALIDATING: "validation",

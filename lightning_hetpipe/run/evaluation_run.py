@@ -36,8 +36,8 @@ from lightning_hetpipe.pipeline.user.user_section import (
 )
 from lightning_hetpipe.redirect import Redirect
 from lightning_hetpipe.rules.versions import STASH, Versions
-from lightning_hetpipe.run.extensions.carried_state import SHARED, CarriedState
 from lightning_hetpipe.run.driver import Driver, Opened
+from lightning_hetpipe.run.extensions.carried_state import SHARED, CarriedState
 from lightning_hetpipe.run.extensions.module_attributes import Attributes
 from lightning_hetpipe.run.extensions.modules_apart import user_parts
 from lightning_hetpipe.run.extensions.random_states import RandomStates

@@ -51,8 +51,8 @@ from lightning_hetpipe.run import first_minibatch, spread_run
 from lightning_hetpipe.run.around_step import AroundStep
 from lightning_hetpipe.run.clipping import clip_by_norm
 from lightning_hetpipe.run.driver import Driver
-from lightning_hetpipe.run.extensions.carried_state import SHARED
 from lightning_hetpipe.run.evaluation import Evaluation
+from lightning_hetpipe.run.extensions.carried_state import SHARED
 from lightning_hetpipe.run.extensions.loss_scale import LossScale
 from lightning_hetpipe.run.extensions.module_attributes import Attributes
 from lightning_hetpipe.run.extensions.modules_apart import ModulesApart, user_parts

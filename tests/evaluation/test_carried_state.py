@@ -39,8 +39,9 @@ class Carries(L.LightningModule):
         self.last, self.seen, self.slots, self.items = 0.0, [0.0], Slots(), Items()
         self.nested = {"a": [[0] for _ in range(100)]}
         self.order = OrderedDict(a=1, b=2)
-        self.part = nn.Identity()
-        self.part.count = 0
+        part: Any = nn.Identity()
+        part.count = 0
+        self.part = part
         self.save_hyperparameters({"factor": 1.0})
         self.register_buffer("total", torch.zeros(()))
 
@@ -99,7 +100,7 @@ def buffer(task: Any, after: bool) -> float:
     return float(task.total)
 
 
-KINDS = {
+KINDS: dict[Callable[[Any, bool], float], str] = {
     last: "last",
     appended: "seen",
     slots: "slots",

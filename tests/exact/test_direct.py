@@ -348,6 +348,9 @@ class Halved(L.Callback):
 class ReadsStatistics(Pieces):
     """Reads buffers of two pieces before, between and after their calls."""
 
+    encoder: Any
+    decoder: Any
+
     def __init__(self) -> None:
         super().__init__(SGD)
         self.encoder = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 8), nn.BatchNorm1d(8))

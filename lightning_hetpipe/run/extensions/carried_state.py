@@ -6,7 +6,7 @@ another way: its batches run one after the other, as in a plain run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 import lightning as L
@@ -32,7 +32,7 @@ _LIGHTNINGS_OWN = frozenset(vars(L.LightningModule()))
 
 
 class CarriedState:
-    """What the first batch of an evaluation of ``root`` reads and changes, while this is open.
+    """Reads and changes of the first batch of an evaluation of ``root``, while this is open.
 
     Args:
         root: The LightningModule.
@@ -69,11 +69,10 @@ class CarriedState:
         for part, reads in self._watched.items():
             if part not in inside and (attribute := reads.late([call in pieces for call in self._calls])) is not None:
                 return self._told(part, attribute)
-        for part, before in self._contents.items():
+        for part, earlier in self._contents.items():
             now = _contents_of_attributes(part) if part not in inside else {}
-            reads = self._watched.get(part)
-            for attribute in before.keys() & now.keys():
-                if _is_carried(before[attribute], now[attribute], reads, attribute):
+            for attribute in earlier.keys() & now.keys():
+                if _is_carried(earlier[attribute], now[attribute], self._watched.get(part), attribute):
                     return self._told(part, attribute)
         return None
 
@@ -111,7 +110,7 @@ def _contents_of_attributes(part: nn.Module) -> dict[str, Any]:
 
 
 def _contents(value: Any, depth: int, left: Iterator[int]) -> Iterator[Any]:
-    """What is in ``value``, to be compared, as long as there are numbers ``left``."""
+    """Yield the items of ``value``, to be compared, as long as there are numbers ``left``."""
     if isinstance(value, Tensor):
         yield version_counter(value)
     elif isinstance(value, np.ndarray):
