@@ -7,7 +7,7 @@ module that cannot be captured is taken apart, as in training: the calls that it
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -31,7 +31,7 @@ from lightning_hetpipe.errors import SettingError, reason_of
 from lightning_hetpipe.pipeline.random.generators import RandomGenerators
 from lightning_hetpipe.pipeline.stage import Layer
 from lightning_hetpipe.pipeline.user.user_section import ProcessState, own_state
-from lightning_hetpipe.pipeline.values import Value
+from lightning_hetpipe.pipeline.values import Value, equal
 from lightning_hetpipe.torch_private.tensors import pytree, version_counter
 
 
@@ -43,6 +43,8 @@ class EvaluationWatch(Watch):
         batch: Names the batch, for its random numbers.
         known: The pieces of the training that goes on; then no others are looked for.
         capture_timeout: Seconds after which nothing more is taken apart.
+        calls: Gets each module that was called.
+        on_apart: Told of each module before it is run again to be taken apart.
 
     Attributes:
         reasons: Why a pipeline cannot run the others, by their names.
@@ -59,6 +61,8 @@ class EvaluationWatch(Watch):
         batch: str,
         known: Sequence[Piece] = (),
         capture_timeout: float = CAPTURE_TIMEOUT,
+        calls: list[nn.Module] | None = None,
+        on_apart: Callable[[nn.Module], None] = lambda module: None,
     ) -> None:
         super().__init__(root, names, generators)
         self.reasons: dict[str, str] = {}
@@ -69,6 +73,8 @@ class EvaluationWatch(Watch):
         self._known = {piece.module: piece for piece in known}
         self._called: list[nn.Module] = []
         self._capture_timeout = capture_timeout
+        self._calls = [] if calls is None else calls
+        self._on_apart = on_apart
         self._apart_since: float | None = None
         self._refused: set[type[nn.Module]] = set()
 
@@ -77,6 +83,12 @@ class EvaluationWatch(Watch):
         return ((name, module) for name, module in modules if self._is_wanted(name, module))
 
     def answer(self, call: ModuleCall) -> Any:
+        try:
+            return self._answer(call)
+        finally:
+            self._calls.append(call.module)
+
+    def _answer(self, call: ModuleCall) -> Any:
         module, ordinal = call.module, self._called.count(call.module)
         if ordinal:
             piece = next((piece for piece in self.pieces if piece.module is module), None)
@@ -102,8 +114,8 @@ class EvaluationWatch(Watch):
     def _try(self, piece: Piece, call: ModuleCall) -> Any:
         """Run the module of ``piece`` as it is, then try whether its layers do the same one by one."""
         args, kwargs = call.args, call.kwargs
-        parts, buffers = list(piece.module.modules()), list(piece.module.buffers())
-        counters = [(id(buffer), version_counter(buffer)) for buffer in buffers]
+        parts = list(piece.module.modules())
+        buffers = [(buffer, version_counter(buffer), buffer.clone()) for buffer in piece.module.buffers()]
         attributes = [attributes_with_contents(part) for part in parts]
         # A module may change what it is given.
         own_args, own_kwargs = pytree.tree_map_only(Tensor, torch.clone, (args, kwargs))
@@ -116,7 +128,7 @@ class EvaluationWatch(Watch):
                 raise SettingError("it is called with gradients")
             if any(part.training for part in parts):
                 raise SettingError("it is in training mode")
-            if counters != [(id(buffer), version_counter(buffer)) for buffer in piece.module.buffers()]:
+            if any(map(_is_other, buffers, piece.module.buffers())):
                 raise SettingError("it changes its buffers")
             scripted = any(map(is_scripted, parts))
             apart = self.names is None and not self._known and piece.needs_graph() and not scripted
@@ -191,6 +203,7 @@ class EvaluationWatch(Watch):
         self._refused.add(type(call.module))
         self._called.remove(call.module)
         self.apart[call.name] = call.module
+        self._on_apart(call.module)
         # What it gives is of no use.
         with (
             own_state(ProcessState.seeded(0, 0, "capture")),
@@ -233,6 +246,11 @@ def _find_layers(
     for name, layer in [] if graph else piece.modules_of_layers():
         refuse_hooks(name, layer)
         piece.layers.append(Layer(name, layer, kind=class_of(layer)))
+
+
+def _is_other(before: tuple[Tensor, int, Tensor], now: Tensor) -> bool:
+    buffer, counter, value = before  # which writes by .data change without a count
+    return now is not buffer or version_counter(now) != counter or not equal(now, value)
 
 
 def _other_values(module: nn.Module) -> SettingError:

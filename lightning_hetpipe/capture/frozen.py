@@ -16,7 +16,7 @@ import operator
 import os
 import sys
 import sysconfig
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -63,7 +63,7 @@ Values = Sequence[tuple[Any, ...]]
 """Contents of the sources, one after the other."""
 
 _ABSENT = object()
-_CONTAINERS = (list, tuple, set, frozenset, deque, dict)
+_CONTAINERS = (list, tuple, set, frozenset, deque, OrderedDict, dict)
 _DESCRIPTORS = (FunctionType, staticmethod, classmethod, property, GetSetDescriptorType, MemberDescriptorType)
 _PACKAGE = Path(__file__).parent.parent
 _OURS = tuple(str(path) for path in _PACKAGE.iterdir() if path.name != "demo")
@@ -366,12 +366,12 @@ class FrozenValues:
         kind: Any = next(kind for kind in _CONTAINERS if isinstance(value, kind))  # a subclass may load what it gives
 
         def items() -> tuple[Any, ...]:
-            return tuple(dict.values(value)) if kind is dict else tuple(kind.__iter__(value))
+            return tuple(kind.values(value)) if issubclass(kind, dict) else tuple(kind.__iter__(value))
 
         def all_of_dict() -> tuple[Any, ...]:
-            return (*dict.__iter__(value), *items())
+            return (*kind.__iter__(value), *items())
 
-        read = all_of_dict if kind is dict else items
+        read = all_of_dict if issubclass(kind, dict) else items
 
         def ends() -> tuple[Any, ...]:
             if len(value) <= ITEMS:

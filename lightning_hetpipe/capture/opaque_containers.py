@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_hetpipe.capture.plain_attributes import PLAIN
+from lightning_hetpipe.capture.plain_attributes import PLAIN, attributes_of
 from lightning_hetpipe.pipeline.left_out import LeftOut
 from lightning_hetpipe.torch_private.tensors import pytree
 
@@ -88,9 +88,4 @@ def _parts(item: Any) -> Iterable[Any]:
         yield from item.values()
     elif isinstance(item, (tuple, list, set, frozenset)):
         yield from item
-    yield from getattr(item, "__dict__", {}).values()
-    for owner in type(item).__mro__:
-        slots = vars(owner).get("__slots__", ())
-        for name in (slots,) if isinstance(slots, str) else slots:
-            if hasattr(item, name):
-                yield getattr(item, name)
+    yield from attributes_of(item).values()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections import Counter, deque
 from collections.abc import Sequence
+from types import MemberDescriptorType
 from typing import Any
 
 from torch import nn
@@ -106,6 +107,15 @@ def refill(container: Any, items: Sequence[Any]) -> None:
         container.update(items)
     else:
         container.extend(items)
+
+
+def attributes_of(value: Any) -> dict[str, Any]:
+    """The attributes that ``value`` itself holds, in its ``__dict__`` and in slots."""
+    found = dict(getattr(value, "__dict__", {}))
+    for owner in type(value).__mro__:
+        slots = (name for name, each in vars(owner).items() if isinstance(each, MemberDescriptorType))
+        found |= {name: getattr(value, name) for name in slots if hasattr(value, name)}
+    return found
 
 
 def same_objects(ones: Sequence[Any], others: Sequence[Any]) -> bool:

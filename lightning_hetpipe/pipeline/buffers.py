@@ -49,7 +49,6 @@ class Buffers:
 
     def __init__(self, layers: Sequence[nn.Module], in_flight: int, device: torch.device) -> None:
         self._names = [(name, type(module).__name__) for module, name in places(layers)]
-        self._ahead = in_flight > 1
         self._left = [[tensor_at(place).to(device, copy=True) for place in places(layers)] for _ in range(in_flight)]
 
     def begin(self, minibatch: int, live: Sequence[Tensor]) -> None:
@@ -120,14 +119,19 @@ class Buffers:
         if self._names:
             self._left[minibatch % len(self._left)] = [*left]
 
-    def publish(self, minibatch: int, live: Sequence[Tensor]) -> bool:
+    def publish(self, minibatch: int, live: Sequence[Tensor], *, ahead: bool) -> bool:
         """Takes over what callbacks did to the ``live`` buffers after ``minibatch``, or refuses it by name.
+
+        Args:
+            minibatch: The one that is over.
+            live: Buffers as they are now.
+            ahead: Later forwards may have started from the unchanged buffers already.
 
         Returns:
             Whether they did anything.
 
         Raises:
-            SettingError: where later forwards have started from the unchanged buffers already.
+            SettingError: for a change, if later forwards run ahead.
         """
         if not self._names:
             return False
@@ -137,7 +141,7 @@ class Buffers:
         for index, ((name, owner), (now, left)) in enumerate(zip(self._names, pairs, strict=True)):
             if equal(now, left):
                 continue
-            if self._ahead:
+            if ahead:
                 raise SettingError(
                     f"the buffer {name!r} of a pipelined {owner} was changed by hand after"
                     f" minibatch {minibatch}, while later minibatches were in flight; set in_flight=1, or change it"

@@ -173,7 +173,7 @@ class Engine(RunnerPool[Minibatch]):
     def submit(self, number: int, step: Step) -> None:
         """Starts minibatch ``number``, the next one."""
         weights = self.versions.reading(number)
-        view = ParameterView(self._weights, weights, self.in_flight > 1, self.root_device)
+        view = ParameterView(self._weights, weights, self.versions.runs_ahead, self.root_device)
         self.launch(Minibatch(self, number, weights, step, view))
 
     def finish(self, number: int) -> Minibatch:
@@ -283,6 +283,14 @@ class Engine(RunnerPool[Minibatch]):
         ]
 
     # The runners' side.
+
+    def show_buffers(self, number: int, pieces: Collection[int]) -> None:
+        """Makes the live buffers of ``pieces`` what their last call in minibatch ``number`` left, which is alone."""
+        for stage, live in zip(self.stages, self.live, strict=True):
+            if live.shows:
+                stage.stream.synchronize()
+                with torch.no_grad():
+                    live.show(stage.state(number), [segment.piece in pieces for segment in stage.segments])
 
     def forward(self, minibatch: Minibatch, call: PieceCall) -> None:
         """Sends a piece's inputs into the pipeline; its outputs will be delivered to ``minibatch``."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import compress
 
 from torch import nn
 
@@ -49,9 +50,10 @@ class Live:
             tuple([module.training for module in self._modules]),
         )
 
-    def show(self, state: StageState) -> None:
-        """Makes the buffers what a forward has left."""
-        for own, left in zip(self._buffers, state.buffers, strict=True):
+    def show(self, state: StageState, shown: Sequence[bool] | None = None) -> None:
+        """Makes the buffers what a forward has left, of all segments or of those that are to be ``shown``."""
+        buffers = compress(zip(self._buffers, state.buffers, strict=True), shown or [True] * len(self._buffers))
+        for own, left in buffers:
             for place, tensor in zip(own, left, strict=True):
                 if not may_change(*place):
                     continue

@@ -240,7 +240,7 @@ class Stage(StageThread):
         self.stream.join(None, self.stash.publish(version))
         self.memory.publish(self.stash.held_bytes)
         for runner, buffers in zip(self._runners.values(), version.buffers, strict=True):
-            if runner.buffers.publish(version.number, buffers):
+            if runner.buffers.publish(version.number, buffers, ahead=version.is_late):
                 self.stream.join(None, runner.buffers.all())
         self._mark(version)
 

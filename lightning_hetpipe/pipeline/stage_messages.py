@@ -86,6 +86,11 @@ class Version(NamedTuple):
     needed: Sequence[Reading]
     moves: Sequence[Move | None] = ()
 
+    @property
+    def is_late(self) -> bool:
+        """True if minibatches that use an earlier version may have begun already."""
+        return any(reading.version < self.number for reading in self.needed)
+
 
 class StageState(NamedTuple):
     """State that a minibatch's forward has left in a stage: for each of its segments the tensors in order.

@@ -18,10 +18,12 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.trainer.states import RunningStage
 from torch import nn
 
 from lightning_hetpipe.capture.microbenchmark import measure
 from lightning_hetpipe.capture.pieces import Piece, named_pieces
+from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.lightning_private import BEFORE_TRANSFER, EvaluatingLoop
 from lightning_hetpipe.pipeline.compiled_calls import compiled_calls_apart
 from lightning_hetpipe.pipeline.operands import OperandsTogether
@@ -38,6 +40,13 @@ from lightning_hetpipe.run.prepared_batch import before_transfer
 from lightning_hetpipe.run.run_settings import RunSettings
 from lightning_hetpipe.run.trainer_run import TrainerRun
 
+_STAGES = {
+    RunningStage.SANITY_CHECKING: "validation",
+    RunningStage.VALIDATING: "validation",
+    RunningStage.TESTING: "test",
+    RunningStage.PREDICTING: "prediction",
+}
+
 
 class Evaluation(TrainerRun):
     """The runs of one of Lightning's evaluating loops.
@@ -53,7 +62,7 @@ class Evaluation(TrainerRun):
         pieces: What a pipeline may run, once it is known.
         layout: The stages that they lie on.
         parts: Modules around these pieces that were taken apart, and run as user code.
-        is_inline: Whether batches share something that these change, so that one runs after the other.
+        shared: What batches change that the next ones may read, so that one runs after the other; None for nothing.
     """
 
     def __init__(
@@ -74,7 +83,7 @@ class Evaluation(TrainerRun):
         self.layout: Layout | None = None
         self.in_flight = 1
         self.parts: Sequence[nn.Module] = ()
-        self.is_inline = False
+        self.shared: str | None = None
         self._run: EvaluationRun | None = None
         self.operands = OperandsTogether(settings.devices)
         self._undo = ExitStack()
@@ -114,6 +123,9 @@ class Evaluation(TrainerRun):
             self._run = run = EvaluationRun(self)
             try:
                 return original()
+            except SettingError as error:
+                error.args = (f"in this {_STAGES[self.trainer.state.stage]}, {error.args[0]}", *error.args[1:])
+                raise
             finally:
                 self._run = around
                 try:

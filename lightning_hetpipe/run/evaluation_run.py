@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, closing
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_hetpipe.capture.evaluation_watch import EvaluationWatch
 from lightning_hetpipe.capture.interceptor import NOT_TAKEN, ModuleCall
@@ -37,6 +37,7 @@ from lightning_hetpipe.pipeline.user.user_section import (
 from lightning_hetpipe.redirect import Redirect
 from lightning_hetpipe.rules.versions import STASH, Versions
 from lightning_hetpipe.run.driver import Driver, Opened
+from lightning_hetpipe.run.extensions.carried_state import SHARED, CarriedState
 from lightning_hetpipe.run.extensions.module_attributes import Attributes
 from lightning_hetpipe.run.extensions.modules_apart import user_parts
 from lightning_hetpipe.run.extensions.random_states import RandomStates
@@ -100,6 +101,9 @@ class EvaluationRun:
             return self._driver.step_inline(1, native, args)
         evaluation.settings.waited_in()
         with own_state(self._state(1)):  # which depends on no thread's timing, as that of later batches
+            calls: list[nn.Module] = []
+            state = CarriedState(evaluation.module, calls)
+            state.watch([evaluation.module, *evaluation.parts])
             watch = EvaluationWatch(
                 evaluation.module,
                 evaluation.names,
@@ -107,21 +111,23 @@ class EvaluationRun:
                 self._tag(1),
                 pieces,
                 evaluation.settings.capture_timeout,
+                calls,
+                lambda module: state.watch(user_parts([module], ())),
             )
-            with watch.watching(), evaluation.operands.told(evaluation.overflow()):
+            with closing(state), watch.watching(), evaluation.operands.told(evaluation.overflow()):
                 output = self._driver.step_inline(1, native, args)
             pieces = watch.pieces
-            evaluation.is_inline |= watch.shares
+            modules = {piece.module for piece in pieces}
+            evaluation.shared = evaluation.shared or (SHARED if watch.shares else state.found(modules))
             if watch.apart:
-                evaluation.parts = user_parts(watch.apart.values(), [piece.module for piece in pieces])
+                evaluation.parts = user_parts(watch.apart.values(), modules)
             evaluation.warn(watch.reasons)
             for line in watch.without_graph:
                 rank_zero_info(line)
         waited = evaluation.settings.waited_in() is not None  # with the other virtual workers, which wait in each step
-        if pieces and evaluation.is_inline:
-            evaluation.warn(
-                {piece.name: "code around it changes what batches in flight would share" for piece in pieces}
-            )
+        if pieces and evaluation.shared is not None:
+            names = "', '".join(piece.name for piece in pieces)
+            evaluation.warn({names: f"code around it changes {evaluation.shared}, which the next batch may read"})
         elif pieces and not waited:
             self._start(self._stand_in(pieces))
         return output

@@ -52,6 +52,7 @@ from lightning_hetpipe.run.around_step import AroundStep
 from lightning_hetpipe.run.clipping import clip_by_norm
 from lightning_hetpipe.run.driver import Driver
 from lightning_hetpipe.run.evaluation import Evaluation
+from lightning_hetpipe.run.extensions.carried_state import SHARED
 from lightning_hetpipe.run.extensions.loss_scale import LossScale
 from lightning_hetpipe.run.extensions.module_attributes import Attributes
 from lightning_hetpipe.run.extensions.modules_apart import ModulesApart, user_parts
@@ -395,7 +396,7 @@ class Fit(TrainerRun):
                 piece.captured.beside = [other.name for other in pieces if other is not piece]
         self._evaluation.take_over(pieces, layout, in_flight)
         self._evaluation.parts = parts
-        self._evaluation.is_inline = apart.shared is not None
+        self._evaluation.shared = apart.shared and SHARED
         telemetry = Telemetry(trainer, engine, layout, self._synchroniser.metrics)
         self._report = lambda: replace(telemetry.report(), taken_apart=apart.reasons)
         self._steps = steps = PipelinedSteps(

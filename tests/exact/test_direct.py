@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
+import lightning as L
 import pytest
 import torch
 from torch import Tensor, nn
@@ -335,6 +336,46 @@ def read_constants(task: Any) -> None:
 
 def change_constant(task: Any) -> None:
     task.net[1].constant.add_(1)
+
+
+class Halved(L.Callback):
+    """Changes a buffer of the pipelined module after each step."""
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, *args: Any) -> None:
+        pl_module.encoder[1].running_var.mul_(0.5)
+
+
+class ReadsStatistics(Pieces):
+    """Reads buffers of two pieces before, between and after their calls."""
+
+    encoder: Any
+    decoder: Any
+
+    def __init__(self) -> None:
+        super().__init__(SGD)
+        self.encoder = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 8), nn.BatchNorm1d(8))
+        self.decoder = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 6))
+
+    def statistics(self) -> Tensor:
+        norms = self.encoder[1], self.encoder[3], self.decoder[1]
+        return torch.stack([torch.stack([norm.running_mean.sum(), norm.running_var.prod()]) for norm in norms])
+
+    def compute(self, batch: Batch) -> Outputs:
+        x, _ = batch
+        read = [self.statistics()]
+        z = self.encoder(x)
+        read.append(self.statistics())
+        y = self.decoder(z * read[-1].mean())
+        read.append(self.statistics())
+        return {"loss": F.mse_loss(y, x) * read[-1].mean(), "read": torch.stack(read)}
+
+
+@pytest.mark.parametrize("strategy", [even(7, 3, 3, weights="sync"), Pinned((0, 2), 1)], ids=["sync", "one in flight"])
+def test_nothing_that_runs_ahead_reads_and_changes_buffers_as_the_plain_trainer_does(strategy: Pinned) -> None:
+    torch.manual_seed(5)
+    task = ReadsStatistics()
+    runs = [fit(copy.deepcopy(task), vectors(18, 4), [Halved()], strategy=each) for each in ("auto", strategy)]
+    assert_same_run(*runs)
 
 
 def test_buffers_that_training_step_uses() -> None:

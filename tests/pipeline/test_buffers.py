@@ -65,7 +65,8 @@ class Segment:
         self.buffers.begin(minibatch, self.of_live.version(0, []).buffers[0])
 
     def publish(self, minibatch: int) -> None:
-        self.buffers.publish(minibatch, self.of_live.version(minibatch, []).buffers[0])
+        live, is_ahead = self.of_live.version(minibatch, []).buffers[0], len(self.copies) > 1
+        self.buffers.publish(minibatch, live, ahead=is_ahead)
 
     def show(self, minibatch: int) -> None:
         self.of_live.show(StageState([self.buffers.left(minibatch)]))

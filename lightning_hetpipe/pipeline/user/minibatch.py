@@ -92,6 +92,7 @@ class Minibatch(BatchInFlight):
         self._engine = engine
         self._step = step
         self._view = view
+        self._view.show_buffers = self._show_buffers
         self._calls: list[PieceCall] = []
         self._in_backward = False
         self._loss: Loss | None = None
@@ -157,6 +158,9 @@ class Minibatch(BatchInFlight):
         connected = call.connect(tensors_of(inputs), outputs)
         self._view.stand_in(call.later_inputs)
         return connected
+
+    def _show_buffers(self) -> None:
+        self._engine.show_buffers(self.number, {call.which.piece for call in self._calls})
 
     def _backward(self, total: Tensor) -> None:
         """Run the backward pass, from the user's code after the last call down to that before the first."""

@@ -168,7 +168,7 @@ class ParameterView(OwnMode):
     Args:
         tensors: Those that have versions.
         weights: Those of the minibatch.
-        ahead: Later minibatches may be in flight, so that live buffers and gradients are of another moment.
+        ahead: Minibatches may run ahead, so that live buffers and gradients are of another moment.
         device: The one on which user code computes.
     """
 
@@ -180,6 +180,9 @@ class ParameterView(OwnMode):
         self._device = device
         self.region = 0
         """Calls of pieces so far: each has gradients of its own for what is used after it."""
+        self.show_buffers: Callable[[], None] = lambda: None
+        """Makes the live buffers what the calls so far have left; never called while minibatches run ahead."""
+        self._shown = 0  # the region in which it was called last
         self._used: dict[tuple[int, int], UsedParameter] = {}
         self._stand_ins: dict[int, _StandIn] = {}
         self._suspended = False
@@ -250,6 +253,10 @@ class ParameterView(OwnMode):
         if weights and name == "grad" and func is not torch.autograd.grad and not self._ahead:
             return func(*args, **kwargs)
         self._refuse(func, name, kind, weights, buffers)
+        if self._shown != self.region and any(buffer.changes for buffer in buffers):
+            self._shown = self.region
+            with self.suspended():
+                self.show_buffers()
         before = [version_counter(buffer.live) for buffer in buffers]
         if weights and name == "data":  # in-place changes of .data are not counted, those of a detached tensor are
             result = self._use(weights[0]).seen.detach()
