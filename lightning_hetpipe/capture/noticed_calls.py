@@ -7,6 +7,7 @@ the default generators (seeds). ``FrozenValues`` profiles the module while it ru
 from __future__ import annotations
 
 import linecache
+import os
 from collections.abc import Callable
 from pathlib import Path
 from types import CodeType, FrameType
@@ -19,7 +20,7 @@ from torch.utils import checkpoint
 
 HOOK, JOINT_HOOK, INFERENCE, SEED = "hook", "joint hook", "inference mode", "seed"
 
-_TORCH = str(Path(torch.__file__).parent)
+_TORCH = f"{Path(torch.__file__).parent}{os.sep}"
 
 
 def _code(function: Callable[..., Any]) -> CodeType:
