@@ -16,7 +16,7 @@ from lightning_hetpipe.capture.effects import SideEffect, untouched
 from lightning_hetpipe.capture.export import decides, graph_of
 from lightning_hetpipe.capture.frozen import FrozenValues
 from lightning_hetpipe.capture.gradient_checkpointing import is_checkpointed
-from lightning_hetpipe.capture.grouping import called_alike, marked_paths
+from lightning_hetpipe.capture.grouping import called_alike, joined_by_buffer, marked_paths
 from lightning_hetpipe.capture.layer_functions import LayerFunction, at, device_of, parts
 from lightning_hetpipe.capture.one_device import inputs_on, on_one_device
 from lightning_hetpipe.capture.variant import Mode, Variant
@@ -66,6 +66,8 @@ class Captured:
         """Names of the other pieces."""
         self.needless_comparisons = 0
         """Number of comparisons in which a changed Python value made no difference."""
+        self.joined: tuple[str, list[str]] | None = None
+        """Where it is one layer: the buffer whose changes join its parts, and the paths of these."""
         self._name = name
         self._module = module
         self._example = (args, kwargs)
@@ -160,6 +162,7 @@ class Captured:
                 for part, recompute in zip(found, recomputed, strict=True)
             ]
             self._calls, self._marked = [part.call for part in found], marked
+            self.joined = joined_by_buffer(graph.graph, self._module) if len(found) == 1 else None
         tensors = [self._tensors(part, graph) for part in found]
         if not self._variants:
             for layer, taken in zip(self.layers, tensors, strict=True):

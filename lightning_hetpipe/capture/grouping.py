@@ -56,6 +56,21 @@ class LayerNodes:
 
 def groups(graph: fx.Graph, module: nn.Module) -> list[LayerNodes]:
     """The layers of ``graph``, in order, with all its nodes but inputs, weights and the output."""
+    found = _runs(graph, module)
+    return _joined(found or [LayerNodes(None)], (span for span, _ in _spans(graph, found)))
+
+
+def joined_by_buffer(graph: fx.Graph, module: nn.Module) -> tuple[str, list[str]] | None:
+    """The path of the buffer whose changes join most runs of nodes into one layer, and the paths of these runs."""
+    found = _runs(graph, module)
+    spans = [(last - first, first, last, path) for (first, last), path in _spans(graph, found) if path]
+    width, first, last, path = max(spans, default=(0, 0, 0, ""))
+    parts = dict.fromkeys(group.part for group in found[first : last + 1])
+    return (path, list(filter(None, parts))) if width else None
+
+
+def _runs(graph: fx.Graph, module: nn.Module) -> list[LayerNodes]:
+    """Runs of nodes of one block, or of a part of one, in order."""
     blocks = dict(_blocks(module))
     found: list[LayerNodes] = []
     where: dict[fx.Node, LayerNodes] = {}
@@ -72,7 +87,7 @@ def groups(graph: fx.Graph, module: nn.Module) -> list[LayerNodes]:
                 group.call, group.within = call or group.call or block, block or group.within
         group.nodes.append(node)
         where[node] = group
-    return _joined(found or [LayerNodes(None)], _spans(graph, found))
+    return found
 
 
 def alike(found: Sequence[LayerNodes], calls: Sequence[str | None]) -> list[LayerNodes] | None:
@@ -251,19 +266,21 @@ def base_of(node: fx.Node) -> fx.Node:
     return node
 
 
-def _spans(graph: fx.Graph, found: Sequence[LayerNodes]) -> Iterator[tuple[int, int]]:
-    """Ranges of groups that belong together, as one changes in place what another has made."""
+def _spans(graph: fx.Graph, found: Sequence[LayerNodes]) -> Iterator[tuple[tuple[int, int], str]]:
+    """Ranges of groups that belong together, as one changes in place what another has made; with a buffer's path."""
     layer = {node: index for index, group in enumerate(found) for node in group.nodes}
     shares: dict[fx.Node, set[fx.Node]] = {}  # the nodes whose values may lie in the same memory
     for node in compute_nodes(graph):
         written, viewed = _written_and_viewed(node)
         for value in written:
             same = shares.setdefault(value, {value})
-            if base_of(value).op == "get_attr":  # a buffer: whoever reads it has to be with whoever changes it
+            if (
+                base := base_of(value)
+            ).op == "get_attr":  # a buffer: whoever reads it has to be with whoever changes it
                 users = [layer[user] for one in same for user in (one, *one.users) if user in layer]
-                yield min(users), max(users)
+                yield (min(users), max(users)), str(base.target)
             else:
-                yield min([layer[node], *(layer[one] for one in same if one in layer)]), layer[node]
+                yield (min([layer[node], *(layer[one] for one in same if one in layer)]), layer[node]), ""
         together = {node}.union(*(shares.setdefault(value, {value}) for value in viewed))
         for one in together:
             shares[one] = together

@@ -12,7 +12,7 @@ from torch import nn
 
 from lightning_hetpipe.accelerator import accelerates, name_of
 from lightning_hetpipe.capture.pieces import Piece
-from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.errors import PipelineRefusal, SettingError
 from lightning_hetpipe.pipeline.engine import Engine
 from lightning_hetpipe.pipeline.graph_layer import GraphLayer
 from lightning_hetpipe.pipeline.out_of_memory import less
@@ -103,8 +103,16 @@ class Layout:
         return device_name(self.devices[stage]) if names is None else names[stage]
 
 
-def stage_count(stages: int | Literal["auto"], devices: int, layers: int) -> int:
+def stage_count(
+    stages: int | Literal["auto"], devices: int, layers: int, joined: tuple[str, Sequence[str]] | None = None
+) -> int:
     """k: as asked, or one for each device while there are layers.
+
+    Args:
+        stages: The setting.
+        devices: Of this virtual worker.
+        layers: Of all pieces.
+        joined: A buffer whose changes join parts of a piece into one layer, and the paths of these parts.
 
     Raises:
         SettingError: if more stages are asked for than there are layers.
@@ -126,6 +134,14 @@ def stage_count(stages: int | Literal["auto"], devices: int, layers: int) -> int
                 stacklevel=2,
             )
         return min(devices, layers)
+    if stages > layers and joined is not None:
+        buffer, parts = joined
+        raise PipelineRefusal(
+            f"stages={stages} is more than the {layers} layer{'s' if layers != 1 else ''} of the pipelined module, since"
+            f" the buffer '{buffer}' is read in one of its parts and changed in a later one, which joins {len(parts)} of"
+            " them into a layer; change the buffer in the part that reads it, or in on_train_batch_end, or set"
+            f" weights='sync' and pipeline only the parts (module={list(parts)!r})"
+        )
     if stages > layers:
         raise SettingError(
             f"stages={stages} is more than the {layers} layer{'s' if layers != 1 else ''} of the pipelined module;"

@@ -192,7 +192,7 @@ class Planner:
     def _divide_equally(self, profiling: ProfilingInput) -> Decision:
         """Plan for devices that are all the same: equal stages on the devices in their order, k + 1 in flight."""
         names, slots = _names(profiling), self.placement.cluster.slots
-        stages = stage_count(self.stages, len(slots), len(names))
+        stages = stage_count(self.stages, len(slots), len(names), _joined(profiling))
         seconds = [0.0] * len(names)
         if stages > 1 or self.reported:
             seconds = layer_seconds(profiling, None, self.bar)
@@ -283,7 +283,7 @@ class Planner:
         cluster = self.placement.cluster
         stages = None
         if self.stages != "auto":
-            stages = stage_count(self.stages, len(cluster.slots), len(profile.layers))
+            stages = stage_count(self.stages, len(cluster.slots), len(profile.layers), _joined(profiling))
             if stages > len(cluster.slots) and not self._shares:
                 return self._shared(profile, profiling, stages)
         asked = None if self.in_flight == "auto" else self.in_flight
@@ -411,6 +411,15 @@ class _Unfit(SettingError):
 
 def _names(profiling: ProfilingInput) -> list[str]:
     return [layer.name for layer, _, _ in profiling.layers]
+
+
+def _joined(profiling: ProfilingInput) -> tuple[str, list[str]] | None:
+    """The buffer that joins the parts of a piece into one layer, and these parts, by their paths."""
+    for piece in profiling.pieces:
+        if piece.captured is not None and piece.captured.joined is not None:
+            buffer, parts = piece.captured.joined
+            return f"{piece.name}.{buffer}", [f"{piece.name}.{part}" for part in parts]
+    return None
 
 
 def _planned(found: Estimate) -> list[PlannedMemory]:

@@ -171,6 +171,40 @@ def test_a_pipelined_buffer_that_a_callback_changes() -> None:
     assert_refused(module, message, "set in_flight=1", strategy=pipeline(3), callbacks=[Resets()])
 
 
+class ReadFirst(nn.Module):
+    """Reads a buffer in its first layer, and changes it behind its last one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 3)
+        self.mean: Tensor
+        self.register_buffer("mean", torch.zeros(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.second((self.first(x) - self.mean).tanh())
+        y: Tensor = self.third(h)
+        if self.training:
+            self.mean.mul_(0.9).add_(h.detach().mean(0), alpha=0.1)
+        return y
+
+
+def test_a_buffer_that_joins_all_layers() -> None:
+    message = "the buffer 'net.mean' is read in one of its parts and changed in a later one, which joins 3 of them"
+    remedy = "set weights='sync' and pipeline only the parts (module=['net.first', 'net.second', 'net.third'])"
+    assert_refused(Learner(net=ReadFirst()), message, remedy, strategy=pipeline(3))
+
+
+def test_the_remedy_for_such_a_buffer() -> None:
+    weights = list[dict[str, Tensor]]()
+    parts = ["net.first", "net.second", "net.third"]
+    for strategy in ("auto", pipeline(3, weights="sync", module=parts)):
+        torch.manual_seed(0)
+        module = Learner(net=ReadFirst())
+        quiet_trainer(strategy).fit(module, batches())
+        weights.append(module.state_dict())
+    assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
+
+
 # Layers that cannot be run elsewhere.
 
 
