@@ -124,7 +124,9 @@ class Evaluation(TrainerRun):
             try:
                 return original()
             except SettingError as error:
-                error.args = (f"in this {_STAGES[self.trainer.state.stage]}, {error.args[0]}", *error.args[1:])
+                stage = self.trainer.state.stage
+                assert stage is not None
+                error.args = (f"in this {_STAGES[stage]}, {error.args[0]}", *error.args[1:])
                 raise
             finally:
                 self._run = around
