@@ -87,7 +87,7 @@ class _Container:
 
 
 @dataclass
-class _Opened:
+class _OpenContainer:
     """A container within a section: the loop's contents, those at the start, and whether the section only fills it."""
 
     container: _Container
@@ -232,7 +232,7 @@ class Attributes(Extension):
         for name in self._at_start:
             self._watched.add(name)
         self._assigned: set[str] = set()
-        self._opened: dict[int, _Opened] = {}
+        self._opened: dict[int, _OpenContainer] = {}
         self._copied: list[_Copied] = []
         self._touched: set[str] = set()
         self._looked_into: set[int] = set()
@@ -306,7 +306,7 @@ class Attributes(Extension):
         start = type(loops)() if fills else container.seen(lambda time: self._sees(time, now))
         if not same(start, loops):
             put(held, start)
-        self._opened[id(held)] = _Opened(container, loops, start, fills)
+        self._opened[id(held)] = _OpenContainer(container, loops, start, fills)
         if added:
             put(held, edit_of(type(loops)(), added)(start))
         return container
