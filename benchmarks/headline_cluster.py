@@ -21,8 +21,8 @@ from lightning_hetpipe.placement.emulated_speeds import pads
 from lightning_hetpipe.planning.model.catalogue import relative_speed
 from lightning_hetpipe.planning.model.cluster import Cluster, Device, DeviceSlot, Link, Node
 from lightning_hetpipe.planning.model.cluster_simulation import ClusterSimulation, simulate_cluster
-from lightning_hetpipe.planning.model.pipeline_run import PlacedWeights, WorkerPipeline
 from lightning_hetpipe.planning.model.profile import LayerBytes, Profile, Times
+from lightning_hetpipe.planning.model.simulate import PlacedWeights, WorkerPipeline
 from lightning_hetpipe.planning.search.choice import Choice, best_plan
 from lightning_hetpipe.rules.shares import wave_lengths
 

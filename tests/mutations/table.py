@@ -616,7 +616,7 @@ MUTATIONS = (
     Mutation(
         "planning",
         "virtual workers do not take turns on a device that they share",
-        "planning/model/shared_device.py",
+        "planning/model/shared_links.py",
         "if self._busy:",
         "if False:",
         ("tests/planning/test_cluster_simulation.py",),

@@ -16,8 +16,8 @@ from lightning_hetpipe.planning.allocation.grouping_search import ENOUGH, best_a
 from lightning_hetpipe.planning.allocation.groupings import GROUPINGS, Grouping
 from lightning_hetpipe.planning.allocation.worker_pipeline import worker_pipelines
 from lightning_hetpipe.planning.model.cluster import Cluster, Device, Link, Node
-from lightning_hetpipe.planning.model.pipeline_run import Crossing
 from lightning_hetpipe.planning.model.profile import LayerBytes, Profile, Times
+from lightning_hetpipe.planning.model.simulate import Crossing
 from lightning_hetpipe.planning.plan.document import Plan
 from lightning_hetpipe.planning.search.choice import best_plan
 from lightning_hetpipe.rules.versions import SYNC

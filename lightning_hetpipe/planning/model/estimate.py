@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from lightning_hetpipe.planning.model.cluster import Cluster, DeviceSlot
 from lightning_hetpipe.planning.model.divided_stage import DividedStage
 from lightning_hetpipe.planning.model.profile import Profile
-from lightning_hetpipe.planning.model.simulate import Simulation, StageLoad, StageTimes, Visits, simulate_within
+from lightning_hetpipe.planning.model.simulate import Simulation, StageLoad, StageTimes, Visits, simulate
 from lightning_hetpipe.planning.model.spread_memory import SpreadMemory
 from lightning_hetpipe.planning.model.stage_memory import Sizes, StageMemory, stage_memory
 from lightning_hetpipe.rules.schedule import calls, segments
@@ -193,33 +192,28 @@ def simulated(
     versions: Versions,
     recompute: bool = False,
     synchronise: float = 0.0,
-) -> SimulatedStages:
-    """Simulate stages as :func:`estimate` does, without a look at their memory."""
-    found = simulated_within(profile, cluster, slots, splits, versions, recompute, synchronise)
-    assert found is not None, "a run without limits comes to its end"
-    return found
-
-
-def simulated_within(
-    profile: Profile,
-    cluster: Cluster,
-    slots: Sequence[DeviceSlot],
-    splits: Sequence[int],
-    versions: Versions,
-    recompute: bool = False,
-    synchronise: float = 0.0,
     room: Sequence[float] | None = None,
-) -> SimulatedStages | None:
-    """Simulate stages; None where one holds more minibatches than it has ``room`` for."""
+) -> SimulatedStages:
+    """Simulate stages as :func:`estimate` does, without a look at their memory.
+
+    Raises:
+        NoRoom: where a stage holds more minibatches than it has ``room`` for.
+    """
     times = stage_times_on(profile, cluster, slots, splits, recompute)
     step = step_on(profile, slots, splits)
     period = versions.period
     waves = max(WAVES, -(-MINIBATCHES // period))
     parts, visits = visits_on(profile, slots, splits, times, recompute)
-    settings: dict[str, Any] = {"step": step, "synchronise": synchronise, "visits": visits, "versions": versions}
-    run = simulate_within(parts, versions.in_flight, waves * period, room, **settings)
-    if run is None:
-        return None
+    run = simulate(
+        parts,
+        versions.in_flight,
+        waves * period,
+        step=step,
+        synchronise=synchronise,
+        visits=visits,
+        versions=versions,
+        room=room,
+    )
     begin, end = waves // 3 * period, (waves - 1) * period
     seconds = run.published[end - 1] - run.published[begin - 1]
     # Versions come in bunches, so that a window may begin behind one and end behind another: up to 2% too many.

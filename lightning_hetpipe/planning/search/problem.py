@@ -13,9 +13,9 @@ import numpy as np
 
 from lightning_hetpipe.planning.model.cluster import Cluster, DeviceSlot
 from lightning_hetpipe.planning.model.costs import Costs, Floats, StageBytes, kinds_of
-from lightning_hetpipe.planning.model.estimate import Estimate, SimulatedStages, estimate, simulated_within
+from lightning_hetpipe.planning.model.estimate import Estimate, SimulatedStages, estimate, simulated
 from lightning_hetpipe.planning.model.profile import Profile
-from lightning_hetpipe.planning.model.simulate import StageLoad
+from lightning_hetpipe.planning.model.simulate import NoRoom, StageLoad
 from lightning_hetpipe.planning.model.spread_memory import SpreadMemory
 from lightning_hetpipe.planning.search.divider import MOST_BOUNDARIES, Divider
 from lightning_hetpipe.planning.search.division import Division, Fits, Room
@@ -201,9 +201,13 @@ class PlanningProblem:
         slots, versions = self.costs.slots(division.kinds), self.versions(in_flight)
         room = None if self.profile.calls else self._most_held(division, versions.copies)
         where = (self.profile, self.cluster, slots, division.splits, versions, self.recompute, self.synchronise)
-        run = simulated_within(*where, room)
-        self.progress()
-        return None if run is None or run.rate <= above else self.estimate(slots, division.splits, in_flight, run=run)
+        try:
+            run = simulated(*where, room)
+        except NoRoom:
+            return None
+        finally:
+            self.progress()
+        return self.estimate(slots, division.splits, in_flight, run=run) if run.rate > above else None
 
     def _most_held(self, division: Division, copies: int) -> list[float]:
         """Minibatches for whose activations each stage has room, the last one left out, which holds one at a time."""
