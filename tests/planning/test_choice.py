@@ -222,7 +222,13 @@ def test_nm_is_the_smallest_that_is_fast_enough(profile: Profile, cluster: Clust
         assert found.in_flight == 1
         return
     fast = {each.in_flight: each.rate for each in found.tried if each.rate is not None}
-    assert found.in_flight == min(n for n, rate in fast.items() if rate >= ENOUGH * max(fast.values()))
+    least = next(each for each in found.tried if each.rate and each.rate >= ENOUGH * max(fast.values()))
+    if found.in_flight > least.in_flight:  # for stages that do not always take the same time
+        assert least.rate is not None
+        assert least.bottleneck is not None
+        assert least.rate * least.bottleneck >= ENOUGH, "only where the slowest stage is always busy"
+    else:
+        assert found.in_flight == least.in_flight
     assert found.rate == fast[found.in_flight]
     assert all(best_plan(profile, cluster, in_flight=n).fits for n in fast)
 
