@@ -40,7 +40,6 @@ from lightning_hetpipe.planning.model.profile import Profile
 from lightning_hetpipe.planning.model.units import digits
 from lightning_hetpipe.planning.plan import profile_file
 from lightning_hetpipe.planning.plan.document import Plan
-from lightning_hetpipe.planning.search.advice import ways_out
 from lightning_hetpipe.planning.search.choice import Choice, best_plan
 from lightning_hetpipe.planning.search.grouped_plans import plan_with_groups
 from lightning_hetpipe.reporting.plots import draw
@@ -191,7 +190,7 @@ def _show(
 
 def _advise(choice: Choice) -> None:
     """Say what would make it fit."""
-    ways = [f"- {way}" for way in ways_out(choice, cli=True)]
+    ways = [f"- {way}" for way in choice.ways_out(cli=True)]
     print(
         "No plan was found that fits into memory; this one lacks the least.",
         *(["It would fit with:"] if ways else []),

@@ -43,12 +43,10 @@ from lightning_hetpipe.planning.model.catalogue import canonical
 from lightning_hetpipe.planning.model.cluster import DeviceSlot
 from lightning_hetpipe.planning.model.estimate import Estimate, StageEstimate, estimate
 from lightning_hetpipe.planning.model.profile import Profile, Times
-from lightning_hetpipe.planning.model.spread_memory import SpreadMemory
-from lightning_hetpipe.planning.model.stage_memory import optimizer_state
+from lightning_hetpipe.planning.model.stage_memory import SpreadMemory, optimizer_state
 from lightning_hetpipe.planning.model.units import in_bytes
 from lightning_hetpipe.planning.plan.document import Plan
 from lightning_hetpipe.planning.plan.profile_cache import ProfileCache
-from lightning_hetpipe.planning.search.advice import ways_out
 from lightning_hetpipe.planning.search.choice import Choice, best_plan
 from lightning_hetpipe.planning.search.grouped_plans import plan_with_groups, plan_with_shares
 from lightning_hetpipe.planning.search.split_points import partition, split_points_in_order, stage_times
@@ -292,7 +290,7 @@ class Planner:
             other = ["other shares in split"] if self._shares else []
             if stages is not None and not self._shares and self._best_plan(profile, profiling, asked).fits:
                 other = ["stages='auto'"]
-            raise self._unfit(choice, [*other, *ways_out(choice)], profile)
+            raise self._unfit(choice, [*other, *choice.ways_out()], profile)
         return choice
 
     @property

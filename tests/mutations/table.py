@@ -600,7 +600,7 @@ MUTATIONS = (
     Mutation(
         "planning",
         "the memory of a spread run leaves the optimizer's step out",
-        "planning/model/spread_memory.py",
+        "planning/model/stage_memory.py",
         "workspace = max(sizes.largest, int(self.step * trained) - sizes.kept - passing)",
         "workspace = sizes.largest",
         ("tests/planning/test_spread_plan.py", "-k", "TestMemory"),

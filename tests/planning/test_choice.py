@@ -14,8 +14,14 @@ from lightning_hetpipe.planning.model.cluster import Cluster, Device, Link, Node
 from lightning_hetpipe.planning.model.estimate import estimate
 from lightning_hetpipe.planning.model.profile import LayerBytes, Profile, Times
 from lightning_hetpipe.planning.model.simulate import StageLoad
-from lightning_hetpipe.planning.model.spread_memory import SpreadMemory
-from lightning_hetpipe.planning.model.stage_memory import OPTIMIZERS, STEP, Sizes, optimizer_state, stage_memory
+from lightning_hetpipe.planning.model.stage_memory import (
+    OPTIMIZERS,
+    STEP,
+    Sizes,
+    SpreadMemory,
+    optimizer_state,
+    stage_memory,
+)
 from lightning_hetpipe.planning.search.choice import NEGLIGIBLE, best_plan
 from lightning_hetpipe.planning.search.plans import ENOUGH, PlansAt
 from lightning_hetpipe.planning.search.problem import PlanningProblem

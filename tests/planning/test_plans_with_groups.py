@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from lightning_hetpipe.planning.model.cluster import Cluster, Device, DeviceSlot, Link, Node
 from lightning_hetpipe.planning.model.group_times import MEMBER_CALL
-from lightning_hetpipe.planning.model.layer_widths import LayerWidths
-from lightning_hetpipe.planning.model.profile import LayerBytes, Profile, Times
+from lightning_hetpipe.planning.model.profile import LayerBytes, LayerWidths, Profile, Times
 from lightning_hetpipe.planning.plan.document import Plan
 from lightning_hetpipe.planning.search.choice import Choice, best_plan
 from lightning_hetpipe.planning.search.grouped_plans import MOST_DEVICES, WORTH, plan_with_groups

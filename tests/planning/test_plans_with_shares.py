@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from lightning_hetpipe.planning.model.cluster import Cluster, DeviceSlot, Link, Node
 from lightning_hetpipe.planning.model.group_times import MEMBER_CALL
-from lightning_hetpipe.planning.model.layer_widths import LayerWidths
-from lightning_hetpipe.planning.model.profile import LayerBytes, Profile, Times
+from lightning_hetpipe.planning.model.profile import LayerBytes, LayerWidths, Profile, Times
 from lightning_hetpipe.planning.search.grouped_plans import plan_with_shares
 from lightning_hetpipe.planning.search.plans import ENOUGH
 from lightning_hetpipe.rules.channel_layouts import apportioned

@@ -9,8 +9,7 @@ import pytest
 
 from lightning_hetpipe.planning.model.cluster import Cluster, Device, Node
 from lightning_hetpipe.planning.model.profile import LayerBytes, Profile, Times, UserBytes
-from lightning_hetpipe.planning.model.spread_memory import SpreadMemory
-from lightning_hetpipe.planning.model.stage_memory import Sizes
+from lightning_hetpipe.planning.model.stage_memory import Sizes, SpreadMemory
 from lightning_hetpipe.planning.search.choice import Choice, best_plan
 from lightning_hetpipe.planning.search.problem import PlanningProblem
 from lightning_hetpipe.planning.search.spread_plan import spread_plan

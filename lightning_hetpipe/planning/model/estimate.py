@@ -9,8 +9,7 @@ from lightning_hetpipe.planning.model.cluster import Cluster, DeviceSlot
 from lightning_hetpipe.planning.model.divided_stage import DividedStage
 from lightning_hetpipe.planning.model.profile import Profile
 from lightning_hetpipe.planning.model.simulate import Simulation, StageLoad, StageTimes, Visits, simulate
-from lightning_hetpipe.planning.model.spread_memory import SpreadMemory
-from lightning_hetpipe.planning.model.stage_memory import Sizes, StageMemory, stage_memory
+from lightning_hetpipe.planning.model.stage_memory import Sizes, SpreadMemory, StageMemory, stage_memory
 from lightning_hetpipe.rules.schedule import calls, segments
 from lightning_hetpipe.rules.versions import STASH, Versions
 

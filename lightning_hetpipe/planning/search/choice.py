@@ -22,9 +22,8 @@ from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.planning.model.cluster import Cluster, DeviceSlot
 from lightning_hetpipe.planning.model.estimate import Estimate
 from lightning_hetpipe.planning.model.profile import Profile
-from lightning_hetpipe.planning.model.spread_memory import SpreadMemory
-from lightning_hetpipe.planning.model.stage_memory import optimizer_state
-from lightning_hetpipe.planning.model.units import digits, in_seconds
+from lightning_hetpipe.planning.model.stage_memory import SpreadMemory, optimizer_state
+from lightning_hetpipe.planning.model.units import digits, in_bytes, in_seconds
 from lightning_hetpipe.planning.search.divider import FEW_BOUNDARIES, MOST_BOUNDARIES
 from lightning_hetpipe.planning.search.division import Division
 from lightning_hetpipe.planning.search.plans import ENOUGH, GLIMPSE, MUCH, WORK, PlansAt
@@ -113,6 +112,27 @@ class Choice(Estimate):
     def help(self) -> Help | None:
         """Changes that would make it fit; None where it does."""
         return None if self.advise is None else self.advise()
+
+    def ways_out(self, cli: bool = False) -> list[str]:
+        """List a phrase for each way to make it fit; none where it fits, or where nothing helps.
+
+        Args:
+            cli: Whether settings are given on the command line, not in Python.
+        """
+        if (found := self.help) is None:
+            return []
+        prefix, true = ("strategy.", "true") if cli else ("", "True")
+        lines = []
+        if found.in_flight is not None:
+            lines.append(f"{prefix}in_flight={found.in_flight}{' or fewer' if found.in_flight > 1 else ''}")
+        if found.recompute is not None:
+            fewer = " or fewer" if found.recompute > 1 else ""
+            lines.append(f"{prefix}recompute={true}, with {prefix}in_flight={found.recompute}{fewer}")
+        if found.lacking:
+            slots = {stage: self.stages[stage].slot for stage in sorted(found.lacking)}
+            each = [f"{in_bytes(found.lacking[n])} on {slot}" for n, slot in slots.items()]
+            lines.append(f"more memory: {' and '.join(each)}")
+        return lines
 
 
 def best_plan(

@@ -18,8 +18,7 @@ from lightning_hetpipe.planning.model.cluster import Cluster, Device, DeviceSlot
 from lightning_hetpipe.planning.model.divided_stage import DividedStage
 from lightning_hetpipe.planning.model.estimate import StageEstimate, estimate
 from lightning_hetpipe.planning.model.group_times import group_times
-from lightning_hetpipe.planning.model.layer_widths import LayerWidths
-from lightning_hetpipe.planning.model.profile import Profile
+from lightning_hetpipe.planning.model.profile import LayerWidths, Profile
 from lightning_hetpipe.planning.model.stage_memory import optimizer_state
 from lightning_hetpipe.planning.search.choice import Choice, best_plan
 

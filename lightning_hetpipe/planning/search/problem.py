@@ -16,7 +16,7 @@ from lightning_hetpipe.planning.model.costs import Costs, Floats, StageBytes, ki
 from lightning_hetpipe.planning.model.estimate import Estimate, SimulatedStages, estimate, simulated
 from lightning_hetpipe.planning.model.profile import Profile
 from lightning_hetpipe.planning.model.simulate import NoRoom, StageLoad
-from lightning_hetpipe.planning.model.spread_memory import SpreadMemory
+from lightning_hetpipe.planning.model.stage_memory import SpreadMemory
 from lightning_hetpipe.planning.search.divider import MOST_BOUNDARIES, Divider
 from lightning_hetpipe.planning.search.division import Division, Fits, Room
 from lightning_hetpipe.rules.versions import STASH, Versions, WeightPolicy
