@@ -79,7 +79,7 @@ CLUSTERS: Mapping[str, tuple[int, int, bool, int]] = {
 
 
 def divided(profile: Profile, cluster: Cluster, ordered: bool = False) -> Division | None:
-    problem = PlanningProblem(profile, cluster, cluster.slots, ordered, STATE)
+    problem = PlanningProblem(profile, cluster, optimizer=STATE, ordered=ordered)
     found = problem.divider.least(MANY, problem.room(IN_FLIGHT, problem.lightest(IN_FLIGHT)))
     return found[0] if found else None
 
@@ -89,7 +89,7 @@ def seconds_of_plans(quick: bool) -> dict[str, float]:
     found = {}
     for name, (nodes, devices, mixed, blocks) in [*CLUSTERS.items()][: 2 if quick else None]:
         began = time.process_time()
-        best_plan(transformer(blocks), rack(nodes, devices, mixed), optimizer=OPTIMIZER)
+        best_plan(PlanningProblem(transformer(blocks), rack(nodes, devices, mixed), optimizer=OPTIMIZER))
         found[name] = time.process_time() - began
     return found
 
@@ -129,7 +129,10 @@ def _mix(profile: Profile, devices: Sequence[str]) -> dict[str, dict[bool, Estim
         how: {again: best_in_flight(profile, cluster, splits, state, again) for again in (False, True)}
         for how, splits in by_hand(profile, cluster.slots).items()
     }
-    plans = {again: best_plan(profile, cluster, optimizer=OPTIMIZER, recompute=again) for again in (False, True)}
+    plans = {
+        again: best_plan(PlanningProblem(profile, cluster, optimizer=OPTIMIZER, recompute=again))
+        for again in (False, True)
+    }
     found["planned"] = {again: plan if plan.fits else None for again, plan in plans.items()}
     return found
 

@@ -15,11 +15,11 @@ from __future__ import annotations
 import math
 from functools import cached_property
 
-from lightning_hetpipe.planning.model.estimate import MINIBATCHES, WAVES, Estimate
+from lightning_hetpipe.planning.model.estimate import Estimate
 from lightning_hetpipe.planning.search.divider import CLOSE
 from lightning_hetpipe.planning.search.division import Division
 from lightning_hetpipe.planning.search.local_search import changes
-from lightning_hetpipe.planning.search.problem import Loads, PlanningProblem
+from lightning_hetpipe.planning.search.problem import MINIBATCHES, WAVES, Loads, PlanningProblem
 
 ENOUGH = 0.99
 """Part of a bound, or of a rate, that is as good as all of it."""
