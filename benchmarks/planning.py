@@ -33,6 +33,7 @@ from benchmarks.reference_graphs import BEST, DATA, busiest, file_of, missing
 from benchmarks.schedule import task
 from benchmarks.training_task import WORKER, Task
 from lightning_hetpipe.planning.model.cluster import Cluster, Node
+from lightning_hetpipe.planning.model.costs import Division
 from lightning_hetpipe.planning.model.estimate import Estimate
 from lightning_hetpipe.planning.model.profile import Profile
 from lightning_hetpipe.planning.model.simulate import StageTimes, simulate
@@ -40,7 +41,6 @@ from lightning_hetpipe.planning.model.stage_memory import optimizer_state
 from lightning_hetpipe.planning.plan import profile_file
 from lightning_hetpipe.planning.search.choice import best_plan
 from lightning_hetpipe.planning.search.divider import CLOSE
-from lightning_hetpipe.planning.search.division import Division
 from lightning_hetpipe.planning.search.problem import PlanningProblem
 
 NAME = "planning"

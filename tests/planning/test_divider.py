@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_hetpipe.planning.model.cluster import NO_LINK, Cluster, Device, Link, Node
+from lightning_hetpipe.planning.model.costs import Division
 from lightning_hetpipe.planning.model.profile import LayerBytes, Profile, Times
 from lightning_hetpipe.planning.model.stage_memory import Sizes, stage_memory
 from lightning_hetpipe.planning.search import device_orders
 from lightning_hetpipe.planning.search.divider import CLOSE
-from lightning_hetpipe.planning.search.division import Division
 from lightning_hetpipe.planning.search.dynamic_programme import SLIGHT
 from lightning_hetpipe.planning.search.problem import Loads, PlanningProblem
 from tests.planning.instances import NAMES, Stages, clusters, divisions, profiles, takes

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from benchmarks.planning_problems import neo, rack, transformer
 from lightning_hetpipe.planning.model.cluster import Cluster, Device, Link, Node
+from lightning_hetpipe.planning.model.costs import Division
 from lightning_hetpipe.planning.model.profile import LayerBytes, Profile, Times
 from lightning_hetpipe.planning.model.simulate import StageLoad
 from lightning_hetpipe.planning.search import plans
 from lightning_hetpipe.planning.search.choice import Choice, best_plan
-from lightning_hetpipe.planning.search.division import Division
 from lightning_hetpipe.planning.search.plans import PlansAt
 from lightning_hetpipe.planning.search.problem import Loads, PlanningProblem
 from tests.planning.instances import divisions, takes

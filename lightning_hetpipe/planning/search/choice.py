@@ -1,7 +1,7 @@
 """Choice of the plan of one virtual worker: which layers run on which device, and how many minibatches are in flight.
 
 For a given Nm the fastest plan that fits is looked for (``plans``): layers are divided by dynamic programming
-(``divider``), divisions are simulated, and single changes tried (``local_search``). Where few devices leave few orders
+(``divider``), divisions are simulated, and single changes tried. Where few devices leave few orders
 (eight of any kinds do) and the effort suffices, no plan at this Nm is faster by more than 1%.
 
 Where Nm is to be chosen, it begins with the least at which the time of all stages allows 1 / T_max. If memory is short
@@ -20,10 +20,10 @@ from functools import cached_property
 
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.planning.model.cluster import DeviceSlot
+from lightning_hetpipe.planning.model.costs import Division
 from lightning_hetpipe.planning.model.estimate import Estimate
 from lightning_hetpipe.planning.model.stage_memory import SpreadMemory
 from lightning_hetpipe.planning.model.units import digits, in_bytes, in_seconds
-from lightning_hetpipe.planning.search.division import Division
 from lightning_hetpipe.planning.search.plans import ENOUGH, GLIMPSE, MUCH, WORK, PlansAt
 from lightning_hetpipe.planning.search.problem import Loads, PlanningProblem
 from lightning_hetpipe.planning.search.spread_plan import spread_plan

@@ -21,10 +21,9 @@ from typing import TypeAlias
 
 import numpy as np
 
-from lightning_hetpipe.planning.model.costs import Costs
+from lightning_hetpipe.planning.model.costs import Costs, Division, Room
 from lightning_hetpipe.planning.model.estimate import INSTANT
 from lightning_hetpipe.planning.search.device_orders import Block, DeviceOrder, Rows, Twins, orders_of_blocks
-from lightning_hetpipe.planning.search.division import Division, Room
 from lightning_hetpipe.planning.search.dynamic_programme import SLIGHT, StageTakes, Ways
 
 MOST_BOUNDARIES = 128

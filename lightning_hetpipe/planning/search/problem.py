@@ -12,7 +12,7 @@ from typing import TypeAlias
 import numpy as np
 
 from lightning_hetpipe.planning.model.cluster import Cluster, DeviceSlot
-from lightning_hetpipe.planning.model.costs import Costs, Floats, StageBytes, kinds_of
+from lightning_hetpipe.planning.model.costs import Costs, Division, Fits, Floats, Room, StageBytes, kinds_of
 from lightning_hetpipe.planning.model.estimate import (
     INSTANT,
     Estimate,
@@ -26,7 +26,6 @@ from lightning_hetpipe.planning.model.profile import Profile
 from lightning_hetpipe.planning.model.simulate import NoRoom, StageLoad, simulate
 from lightning_hetpipe.planning.model.stage_memory import Sizes, SpreadMemory, optimizer_state, stage_memory
 from lightning_hetpipe.planning.search.divider import FEW_BOUNDARIES, MOST_BOUNDARIES, Divider
-from lightning_hetpipe.planning.search.division import Division, Fits, Room
 from lightning_hetpipe.rules.versions import STASH, Versions, WeightPolicy
 
 WAVES = 6

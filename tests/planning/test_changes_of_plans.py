@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_hetpipe.planning.model.cluster import Cluster
+from lightning_hetpipe.planning.model.costs import Division
 from lightning_hetpipe.planning.model.profile import Profile
-from lightning_hetpipe.planning.search.division import Division
-from lightning_hetpipe.planning.search.local_search import changes
+from lightning_hetpipe.planning.search.plans import changes
 from lightning_hetpipe.planning.search.problem import PlanningProblem
 from tests.planning.instances import clusters, divisions, profiles
 from tests.support.marks import explores
