@@ -221,7 +221,7 @@ def _lack(found: Estimate) -> int:
 
 def changes(problem: PlanningProblem, division: Division) -> Iterator[Division]:
     """Yield the divisions that differ from ``division`` by one change: a split point moves, two devices change places,
-    another is taken, one is left out or added."""
+    another is taken or added."""
     costs = problem.costs
     kinds, splits = division.kinds, division.splits
     ends = (*splits[1:], costs.layers)
@@ -249,10 +249,6 @@ def _placed(
     idle = [kind for kind, each in enumerate(problem.costs.kinds) if kinds.count(kind) < len(each.slots)]
     for index, kind in enumerate(kinds):
         before, after = kinds[:index], kinds[index + 1 :]
-        if after:
-            yield (*before, *after), (*splits[: index + 1], *splits[index + 2 :])
-        if before:
-            yield (*before, *after), (*splits[:index], *splits[index + 1 :])
         for other in idle:
             if other != kind:
                 yield (*before, other, *after), splits
