@@ -6,8 +6,8 @@ found by dynamic programming from the last stage to the first. It looks for the 
 takes more than a given time, over (devices left, device placed last, boundary at which that one starts).
 
 Devices are placed block by block. If there are few states, all are one block, and every order of every subset is looked
-through (``exact``). Otherwise blocks are nodes, or the devices of one kind on a node, in several orders: by memory, by
-speed. Any order is looked through within a block, and any devices of any block may be left out.
+through (``exact``). Otherwise blocks are nodes, or the devices of one kind on a node, as they were given or by speed,
+forwards or backwards. Any order is looked through within a block, and any devices of any block may be left out.
 """
 
 from __future__ import annotations
