@@ -137,9 +137,9 @@ def stage_count(
     if stages > layers and joined is not None:
         buffer, parts = joined
         raise PipelineRefusal(
-            f"stages={stages} is more than the {layers} layer{'s' if layers != 1 else ''} of the pipelined module, since"
-            f" the buffer '{buffer}' is read in one of its parts and changed in a later one, which joins {len(parts)} of"
-            " them into a layer; change the buffer in the part that reads it, or in on_train_batch_end, or set"
+            f"stages={stages} is more than the {layers} layer{'s' if layers != 1 else ''} of the pipelined module,"
+            f" since the buffer '{buffer}' is read in one of its parts and changed in a later one, which joins"
+            f" {len(parts)} of them into a layer; change it in the part that reads it, or in on_train_batch_end, or set"
             f" weights='sync' and pipeline only the parts (module={list(parts)!r})"
         )
     if stages > layers:
