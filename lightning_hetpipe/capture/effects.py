@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -118,6 +118,11 @@ def untouched(module: nn.Module, frozen: FrozenValues, *, runs: bool = False) ->
 
 def _undo(before_run: StateBefore, buffers: Sequence[tuple[Tensor, Tensor]]) -> None:
     before_run.undo()
+    put_back(buffers)
+
+
+def put_back(buffers: Iterable[tuple[Tensor, Tensor]]) -> None:
+    """Give buffers the values that they had earlier."""
     with torch.no_grad():
         for buffer, earlier in buffers:
             if not equal(buffer, earlier):  # to write what it has would count as a change of it
