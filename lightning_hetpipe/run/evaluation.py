@@ -40,7 +40,7 @@ from lightning_hetpipe.run.prepared_batch import before_transfer
 from lightning_hetpipe.run.run_settings import RunSettings
 from lightning_hetpipe.run.trainer_run import TrainerRun
 
-_STAGES = {
+_STAGES: dict[RunningStage | None, str] = {
     RunningStage.SANITY_CHECKING: "validation",
     RunningStage.VALIDATING: "validation",
     RunningStage.TESTING: "test",
@@ -124,7 +124,8 @@ class Evaluation(TrainerRun):
             try:
                 return original()
             except SettingError as error:
-                error.args = (f"in this {_STAGES[self.trainer.state.stage]}, {error.args[0]}", *error.args[1:])
+                stage = self.trainer.state.stage
+                error.args = (f"in this {_STAGES.get(stage, 'evaluation')}, {error.args[0]}", *error.args[1:])
                 raise
             finally:
                 self._run = around

@@ -78,7 +78,7 @@ class Checkpointed(L.LightningModule):
         self.runs = 0
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss: Any = checkpoint(self.scored, self.net(batch[0]), batch[1], use_reentrant=False)
+        loss: Tensor = checkpoint(self.scored, self.net(batch[0]), batch[1], use_reentrant=False)
         return loss
 
     def scored(self, logits: Tensor, y: Tensor) -> Tensor:

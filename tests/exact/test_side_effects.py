@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import lightning as L
 import numpy as np
@@ -213,6 +213,51 @@ def test_one_sentence_names_effect_and_line(effect: Callable[[Net, Tensor], Tens
     assert what in said
     assert line in said
     assert "set in_flight=1" in said
+
+
+class Hooks(Task):
+    """Puts hooks on the output of its module, and on what it computes of that."""
+
+    def __init__(self, joint: Literal["all", "any"] | None = None) -> None:
+        super().__init__(Net(lambda net, h: h))
+        self.joint = joint
+        self.norms: list[float] = []
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        out: Any = self.net(batch[0])
+        twice = out * 2
+        out.register_hook(lambda gradient: self.norms.append(gradient.norm().item()))
+        out.retain_grad()
+        twice.register_hook(lambda gradient: self.norms.append(out.grad is None))
+        if self.joint is not None:
+            autograd_graph.register_multi_grad_hook([out, twice], self.together, mode=self.joint)
+        return F.cross_entropy(twice, batch[1])
+
+    def together(self, found: Any) -> None:
+        self.norms += [each.norm().item() for each in ([found] if isinstance(found, Tensor) else found)]
+
+
+@pytest.mark.parametrize("joint", [None, "all", "any"])
+def test_hooks_of_training_step_run_once_for_each_minibatch(joint: Literal["all", "any"] | None) -> None:
+    """The comparison of gradients ran a hook on the output once more, with gradients that it had made up."""
+    plain, ours = (trained(lambda: Hooks(joint), strategy) for strategy in ("auto", synchronous()))
+    assert plain.norms == ours.norms
+
+
+class HooksApart(Task):
+    """Puts a joint hook on tensors before and behind the call of a module."""
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        net: Any = self.net
+        h = net.first(batch[0])
+        out = net.third(net.second(h))
+        autograd_graph.register_multi_grad_hook([h, out], lambda gradients: None)
+        return F.cross_entropy(out, batch[1])
+
+
+def test_a_joint_hook_around_a_call_is_refused() -> None:
+    with pytest.raises(SettingError, match=r"puts a joint hook \(register_multi_grad_hook\) .* set in_flight=1"):
+        trained(lambda: HooksApart(Net(lambda net, h: h)), synchronous())
 
 
 def test_what_minibatches_in_flight_would_share_is_refused() -> None:

@@ -93,6 +93,7 @@ class Minibatch(BatchInFlight):
         self._step = step
         self._view = view
         self._view.show_buffers = self._show_buffers
+        self._view.is_above = lambda tensor: bool(self._calls) and self._calls[-1].leads_to(tensor)
         self._calls: list[PieceCall] = []
         self._in_backward = False
         self._loss: Loss | None = None
