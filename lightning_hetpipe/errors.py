@@ -7,7 +7,7 @@ import traceback
 import warnings
 from collections.abc import Iterable
 
-FIRST_UNTESTED = {"torch": (2, 15), "lightning": (2, 7)}
+FIRST_UNTESTED = {"torch": (2, 16), "lightning": (2, 7)}
 """First minor versions of libraries that this release was not tested with: ``make compat`` tests those below."""
 
 

@@ -128,8 +128,8 @@ def test_lightning_finds_no_fault_with_its_distributed_side() -> None:
 @pytest.mark.parametrize(
     ("library", "version", "warns"),
     [
-        ("torch", "2.14.1+cu130", False),
-        ("torch", "2.15.0", True),
+        ("torch", "2.15.0+cu132", False),
+        ("torch", "2.16.0", True),
         ("torch", "3.0.0a0+git", True),
         ("lightning", "2.6.9", False),
         ("lightning", "2.7.0", True),

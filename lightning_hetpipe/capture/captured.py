@@ -68,7 +68,7 @@ class Captured:
         self.needless_comparisons = 0
         """Number of comparisons in which a changed Python value made no difference."""
         self.joined: tuple[str, list[str]] | None = None
-        """Where it is one layer: the buffer whose changes join its parts, and the paths of these."""
+        """The buffer whose changes join its parts into one layer, and the paths of these parts; None if none does."""
         self.has_filled = False
         """True once it has set attributes for inputs of a new kind, until whoever follows attributes has seen it."""
         self._name = name

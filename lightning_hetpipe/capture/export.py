@@ -38,7 +38,7 @@ _IS_NUMBER = re.compile(r"`.*(\bint\(|\.item\(\)|\.tolist\(\)|size).*`")
 """A line of code that turns data into a number, such as the size of an output."""
 
 _Shapes: Any = ShapesCollection  # torch has no types here
-_LIBRARIES = tuple(str(Path(inspect.getfile(module)).parent) for module in (torch, inspect, pytree))
+_LIBRARIES = tuple(f"{Path(inspect.getfile(module)).parent}{os.sep}" for module in (torch, inspect, pytree))
 _OURS = f"{Path(__file__).parent.parent}{os.sep}"
 
 
@@ -229,9 +229,11 @@ def _left_alone(name: str, module: nn.Module, frozen: FrozenValues) -> Iterator[
     """
     buffers: dict[str, Tensor] = {}
     assigned: set[str] = set()
+    patched: set[str] = set()
 
     def begin(*call: Any) -> None:
         buffers.update(module.named_buffers())  # what stands for them while it is traced
+        patched.update(before_run.changed())  # functions of `torch.fx.wrap`, for which tracing puts others
 
     def check(*call: Any) -> None:
         if (changed := before_run.changed_attribute()) is not None:
@@ -243,7 +245,7 @@ def _left_alone(name: str, module: nn.Module, frozen: FrozenValues) -> Iterator[
             if before is None or any(getattr(before, a) != getattr(buffer, a) for a in ("shape", "dtype", "device")):
                 raise replaces_buffer(name, f"{name}.{path}")
             assigned.add(path)
-        if paths := before_run.changed():
+        if paths := [path for path in before_run.changed() if path not in patched]:
             told = paths[0] if "'" in paths[0] else f"'{paths[0]}'"
             is_shared = not all(map(frozen.is_own, paths))
             raise SideEffect(name, f"changes {told}", frozen.line_of(paths[0]), paths, is_shared=is_shared)

@@ -20,7 +20,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from types import (
     CellType,
@@ -49,6 +49,9 @@ DEPTH = 12
 
 ITEMS = 256
 """Most objects of one container that are followed."""
+
+ENDS = 16
+"""Items at each end of a longer container that are compared where user code runs, which does so in each minibatch."""
 
 SOURCES = 2000
 """Most namespaces, containers and tensors that are watched."""
@@ -108,6 +111,7 @@ class FrozenValues:
         self._sources: list[_Source] = []
         self._seen: set[int] = set()
         self._kinds: set[type] = set()
+        self._reads_ends = False
         self._pending: deque[tuple[str, Any, int]] = deque()
         self._replaced = False  # a value that may hold others
         self._stale = False  # what to watch is to be found anew
@@ -214,7 +218,7 @@ class FrozenValues:
         Returns:
             The classes of the objects that are watched.
         """
-        self._sources, self.plain, self._kinds = [], {}, set()
+        self._sources, self.plain, self._kinds, self._reads_ends = [], {}, set(), True
         for each in functions:
             self._called |= {(code, id(each.__globals__)): each.__globals__ for code in _codes(each.__code__)}
         self._names = frozenset(name for code, _ in self._called for name in _names(code))
@@ -364,8 +368,19 @@ class FrozenValues:
         def items() -> tuple[Any, ...]:
             return tuple(kind.values(value)) if issubclass(kind, dict) else tuple(kind.__iter__(value))
 
-        read = (lambda: (*kind.__iter__(value), *items())) if issubclass(kind, dict) else items
-        self._add(path, read, write=None if kind in (tuple, frozenset) else functools.partial(refill, value))
+        def all_of_dict() -> tuple[Any, ...]:
+            return (*kind.__iter__(value), *items())
+
+        read = all_of_dict if issubclass(kind, dict) else items
+
+        def ends() -> tuple[Any, ...]:
+            if len(value) <= ITEMS:
+                return read()
+            return len(value), *islice(kind.__iter__(value), ENDS), *islice(reversed(value), ENDS)
+
+        write = None if kind in (tuple, frozenset) else functools.partial(refill, value)
+        at_ends = self._reads_ends and kind not in (set, frozenset)
+        self._add(path, ends if at_ends else read, write=None if at_ends else write)
         followed = [item for item in items() if not isinstance(item, PLAIN)]
         self._pending.extend((f"{path}[{index}]", item, depth - 1) for index, item in enumerate(followed[:ITEMS]))
 

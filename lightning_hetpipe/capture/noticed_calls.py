@@ -7,6 +7,7 @@ the default generators (seeds). ``FrozenValues`` profiles the module while it ru
 from __future__ import annotations
 
 import linecache
+import os
 from collections.abc import Callable
 from pathlib import Path
 from types import CodeType, FrameType
@@ -21,7 +22,7 @@ from lightning_hetpipe.accelerator import default_generators
 
 HOOK, JOINT_HOOK, INFERENCE, SEED, STATE = "hook", "joint hook", "inference mode", "seed", "random state"
 
-_TORCH = str(Path(torch.__file__).parent)
+_TORCH = f"{Path(torch.__file__).parent}{os.sep}"
 
 
 def _code(function: Callable[..., Any]) -> CodeType:

@@ -139,8 +139,8 @@ def stage_count(
         raise PipelineRefusal(
             f"stages={stages} is more than the {layers} layer{'s' if layers != 1 else ''} of the pipelined module,"
             f" since the buffer '{buffer}' is read in one of its parts and changed in a later one, which joins"
-            f" {len(parts)} of them into a layer; change it in the part that reads it, or in on_train_batch_end, or set"
-            f" weights='sync' and pipeline only the parts (module={list(parts)!r})"
+            f" {len(parts)} of them into a layer; change it in the part that reads it, or in on_train_batch_end,"
+            f" or set weights='sync' and pipeline only the parts (module={list(parts)!r})"
         )
     if stages > layers:
         raise SettingError(

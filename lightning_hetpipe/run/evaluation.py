@@ -40,7 +40,7 @@ from lightning_hetpipe.run.prepared_batch import before_transfer
 from lightning_hetpipe.run.run_settings import RunSettings
 from lightning_hetpipe.run.trainer_run import TrainerRun
 
-_STAGES: dict[RunningStage | None, str] = {
+_STAGES = {
     RunningStage.SANITY_CHECKING: "validation",
     RunningStage.VALIDATING: "validation",
     RunningStage.TESTING: "test",
@@ -125,7 +125,8 @@ class Evaluation(TrainerRun):
                 return original()
             except SettingError as error:
                 stage = self.trainer.state.stage
-                error.args = (f"in this {_STAGES.get(stage, 'evaluation')}, {error.args[0]}", *error.args[1:])
+                assert stage is not None
+                error.args = (f"in this {_STAGES[stage]}, {error.args[0]}", *error.args[1:])
                 raise
             finally:
                 self._run = around

@@ -396,7 +396,7 @@ class Fit(TrainerRun):
                 piece.captured.beside = [other.name for other in pieces if other is not piece]
         self._evaluation.take_over(pieces, layout, in_flight)
         self._evaluation.parts = parts
-        self._evaluation.shared = None if apart.shared is None else SHARED
+        self._evaluation.shared = SHARED if apart.shared else None
         telemetry = Telemetry(trainer, engine, layout, self._synchroniser.metrics)
         self._report = lambda: replace(telemetry.report(), taken_apart=apart.reasons)
         self._steps = steps = PipelinedSteps(

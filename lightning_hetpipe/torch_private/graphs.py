@@ -8,7 +8,7 @@ Where torch does not have a name:
   ``_meta_grouped_mm_common``: nothing is hidden from modules while they are traced. Some are traced in operators that
   they do not call otherwise, whose last bits may differ, and no error says so.
 - ``_create_grouped_mm_output_tensor``: the same holds for modules that call ``grouped_mm``.
-- ``_transformer_encoder_layer_fwd``: this module cannot be imported.
+- ``_transformer_encoder_layer_fwd``: this module cannot be imported. ``_C``: each capture fails.
 - ``_codegen``, and ``_replace`` of its named tuple: each capture fails.
 - ``_schema``: each division of a graph into layers fails.
 - ``_guards_fn``: the checks that torch makes of a graph's inputs are left out, and no error says so. A graph may then

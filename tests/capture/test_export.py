@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from torch.nn import functional as F
 from torch.nn.utils import prune
 
 from lightning_hetpipe.capture.export import graph_of
+from lightning_hetpipe.capture.frozen import FrozenValues
 from lightning_hetpipe.errors import SettingError
 
 X = torch.randn(4, 3)
@@ -152,6 +154,32 @@ def test_a_refusal_is_all_that_is_printed(capfd: pytest.CaptureFixture[str]) -> 
     with pytest.raises(SettingError):
         graph_of("model", Decides(), (X,), {})
     assert capfd.readouterr() == ("", "")
+
+
+def test_lines_of_libraries_whose_names_begin_as_torchs_are_named() -> None:
+    file, names = f"{Path(torch.__file__).parent}extra/nets.py", dict[str, Any]()
+    exec(compile("def forward(self, x):\n    return x + x.detach().numpy().sum()", file, "exec"), names)
+    with pytest.raises(SettingError, match=r"cannot be captured by torch.export at nets.py:2"):
+        graph_of("model", type("Net", (Linear,), {"forward": names["forward"]})(), (X,), {})
+
+
+@torch.fx.wrap
+def halved(x: Tensor) -> Tensor:
+    return x / 2
+
+
+class Halves(Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return halved(self.linear(x))
+
+
+def test_functions_that_tracing_replaces_are_no_effect() -> None:
+    """Torch puts others for functions of ``torch.fx.wrap`` while it traces."""
+    module = Halves()
+    frozen = FrozenValues(module)
+    with frozen.noted():
+        module(X)
+    graph_of("model", module, (X,), {}, frozen=frozen)
 
 
 def test_what_forward_prints_is_printed(capsys: pytest.CaptureFixture[str]) -> None:

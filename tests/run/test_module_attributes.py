@@ -433,3 +433,20 @@ def test_a_tensor_that_a_step_keeps_over_a_call_of_a_module() -> None:
         bank = module.bank
     with refused("'bank' of Module holds a tensor that the step of batch 1 has got before"), attributes.seen(1, 2):
         bank.add_(1)
+
+
+@pytest.mark.parametrize("made", [list, lambda: deque(maxlen=2), lambda: deque([0, 0], maxlen=2)])
+def test_a_container_that_is_read_after_it_was_filled(made: Callable[[], Any]) -> None:
+    module, attributes = begun(queue=made())
+    plain = made()
+    for minibatch in (1, 2, 3):
+        plain.append(minibatch)
+        with attributes.seen(minibatch, 1):
+            module.queue.append(minibatch)
+            assert list(module.queue) == list(plain)
+            module.queue.append(0)
+        plain.append(0)
+    for minibatch in (1, 2, 3):
+        attributes.arrived(minibatch)
+        attributes.continues(minibatch)
+    assert module.queue == plain

@@ -54,8 +54,9 @@ class Module(L.LightningModule):
         self.held = held
         self.seen = SimpleNamespace(steps=[])
         self.part = Counting()
-        self.idle = nn.Identity()
-        self.idle.calls = 0
+        idle: Any = nn.Identity()
+        idle.calls = 0
+        self.idle = idle
         self.change = change
 
     def step(self) -> None:
@@ -83,7 +84,9 @@ def sections(module: Module, extensions: Extensions, minibatch: int) -> None:
         section.leave()
 
 
-DEEP = {
+Kinds = dict[str, tuple[Callable[[], Any], Callable[[Any], object]]]
+
+DEEP: Kinds = {
     "an object in a list in a dict": (
         lambda: {"a": [[SimpleNamespace(count=0)]]},
         lambda module: setattr(module.held["a"][0][0], "count", 1),
@@ -137,7 +140,7 @@ def test_an_error_that_user_code_swallows_comes_again() -> None:
         extensions.tell(Extension.arrived, 1)
 
 
-HARMLESS = {
+HARMLESS: Kinds = {
     "a list": (list, lambda module: module.held.append(1)),
     "a list in a dict": (lambda: {"a": []}, lambda module: module.held["a"].append(1)),
     "an attribute": (lambda: 0, lambda module: setattr(module, "held", module.held + 1)),

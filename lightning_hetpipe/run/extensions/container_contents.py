@@ -79,21 +79,14 @@ def same(one: Any, other: Any) -> bool:
     return all(map(is_, one, other)) and all(map(is_, one.values(), other.values()))
 
 
-def edit_of(before: Any, after: Any, most: int | None = None) -> Edit:
+def edit_of(before: Any, after: Any) -> Edit:
     """Find the edit that made ``after`` of ``before``.
 
     Where items of ``before`` are gone, or have another order, whatever contents are replaced by ``after``.
-
-    Args:
-        most: The most items of a deque to which a step did no more than to append.
     """
     if isinstance(before, list):
-        for dropped in range(len(before) + 1 if most is not None else 1):
-            kept = before[dropped:]
-            if same(kept, after[: len(kept)]):
-                added = after[len(kept) :]
-                return lambda now: [*now, *added][-(most or len(now) + len(added)) :]
-        return lambda now: [*after]
+        added = after[len(before) :]
+        return (lambda now: [*now, *added]) if same(before, after[: len(before)]) else (lambda now: [*after])
     if isinstance(before, set):
         added, removed = after - before, before - after
         return (lambda now: {*after}) if before and not before & after else (lambda now: (now - removed) | added)

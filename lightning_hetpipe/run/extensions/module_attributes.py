@@ -74,13 +74,26 @@ class _Container:
         contents = self.base
         for time, edit in self.edits:
             if sees(time):
-                contents = edit(contents)
+                contents = self.edited(contents, edit)
         return contents
 
+    def edited(self, contents: Any, edit: Edit) -> Any:
+        new, most = edit(contents), getattr(self.held, "maxlen", None)
+        return new[len(new) - most :] if most is not None and len(new) > most else new
+
     def record(self, time: Time, before: Any, after: Any) -> None:
-        only_fills = not self.users.get(time[0], True)
-        self.edits.append((time, edit_of(before, after, getattr(self.held, "maxlen", None) if only_fills else None)))
+        self.edits.append((time, edit_of(before, after)))
         self.edits.sort(key=lambda edit: edit[0])
+
+
+@dataclass
+class _OpenContainer:
+    """A container within a section: the loop's contents, those at the start, and whether the section only fills it."""
+
+    container: _Container
+    loops: Any
+    start: Any
+    is_filled: bool
 
 
 @dataclass
@@ -173,7 +186,7 @@ class Attributes(Extension):
                 container.record(time, container.published, contents)
             container.published = contents
             while container.edits and container.edits[0][0][0] <= seen_by_all:
-                container.base = container.edits.pop(0)[1](container.base)
+                container.base = container.edited(container.base, container.edits.pop(0)[1])
             container.users = {user: reads for user, reads in container.users.items() if user > version}
         self._containers = {key: each for key, each in self._containers.items() if each.edits or each.users}
         self._lent = {user: copies for user, copies in self._lent.items() if user > version}
@@ -193,7 +206,7 @@ class Attributes(Extension):
             for (owner, section), edit in container.edits:
                 if owner == minibatch and section != _CALLBACKS:
                     put(container.held, edit(taken(container.held)))
-                    container.published = edit(container.published)
+                    container.published = container.edited(container.published, edit)
 
     @contextmanager
     def seen(self, minibatch: int, number: int) -> Iterator[None]:
@@ -219,14 +232,15 @@ class Attributes(Extension):
         for name in self._at_start:
             self._watched.add(name)
         self._assigned: set[str] = set()
-        self._opened: dict[int, tuple[_Container, Any, Any]] = {}  # with the loop's contents, and those at the start
+        self._opened: dict[int, _OpenContainer] = {}
         self._copied: list[_Copied] = []
         self._touched: set[str] = set()
         self._looked_into: set[int] = set()
         self._now = time
         for container in [each for each in self._containers.values() if minibatch in each.users]:
-            self._open(container.name, container.held)  # the step may have kept what it got before
-            if container.users[minibatch]:
+            reads = container.users[minibatch]
+            self._open(container.name, container.held, fills=not reads)  # the step may have kept what it got before
+            if reads:
                 self._reads(container.name, id(container.held), [then for then, _ in container.edits])
 
     def leave(self) -> None:
@@ -235,13 +249,13 @@ class Attributes(Extension):
         time, self._now = self._now, None
         try:
             self._end_copies(time)
-            for container, loops, seen in self._opened.values():
-                contents = taken(container.held)
-                if not same(contents, seen):
-                    container.record(time, seen, contents)
+            for each in self._opened.values():
+                container, contents = each.container, taken(each.container.held)
+                if not same(contents, each.start):
+                    container.record(time, each.start, contents)
                     self._check_readers(container.name, id(container.held), time)
-                if not same(contents, loops):
-                    put(container.held, loops)
+                if not same(contents, each.loops):
+                    put(container.held, each.loops)
         finally:
             left = self._users()
             for name in left.keys() | self._at_start.keys() | self._assigned:
@@ -268,28 +282,33 @@ class Attributes(Extension):
         value = self._held.get(name)
         if is_container(value):
             if fills(value):
-                self._open(name, value)
+                self._open(name, value, fills=True)
                 return
             self._look_into(name, value, _DEPTH)
         elif _is_data(value):
             self._use(name, self._held, name, value, is_own)
         self._touched.add(name)
 
-    def _open(self, name: str, held: Any) -> _Container:
-        """Have ``held`` contain what this section sees."""
+    def _open(self, name: str, held: Any, fills: bool = False) -> _Container:
+        """Have ``held`` contain what this section sees; nothing, if the section only ``fills`` it."""
         assert self._now is not None
-        if id(held) in self._opened:
-            return self._opened[id(held)][0]
+        now, added = self._now, None
+        if (opened := self._opened.get(id(held))) is not None:
+            if fills or not opened.is_filled:
+                return opened.container
+            added = taken(held)
+            put(held, opened.loops)
         loops = taken(held)
         container = self._containers.get(id(held))
         if container is None:
             container = self._containers[id(held)] = _Container(held, name, loops, loops)
-        now = self._now
         container.users.setdefault(now[0], False)
-        seen = container.seen(lambda time: self._sees(time, now))
-        if not same(seen, loops):
-            put(held, seen)
-        self._opened[id(held)] = container, loops, taken(held)
+        start = type(loops)() if fills else container.seen(lambda time: self._sees(time, now))
+        if not same(start, loops):
+            put(held, start)
+        self._opened[id(held)] = _OpenContainer(container, loops, start, fills)
+        if added:
+            put(held, edit_of(type(loops)(), added)(start))
         return container
 
     def _look_into(self, name: str, held: Any, depth: int) -> None:

@@ -120,8 +120,8 @@ class SharedValues(Extension):
         known = -1
         while len(self._kinds) > known:  # objects of other classes may be reached by these classes' methods
             known = len(self._kinds)
-            functions = functions_of(self._kinds, roots.values(), type(self._module).__module__.partition(".")[0])
-            functions = sorted(functions, key=lambda each: "step" not in each.__name__)  # first named in an error
+            found = functions_of(self._kinds, roots.values(), type(self._module).__module__.partition(".")[0])
+            functions = sorted(found, key=lambda each: "step" not in each.__name__)  # first named in an error
             self._kinds |= self._reached.reach(functions, roots, self._parts, kept)
 
     def _is_compared(self, value: Any) -> bool:
