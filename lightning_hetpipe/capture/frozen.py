@@ -16,11 +16,14 @@ import operator
 import os
 import sys
 import sysconfig
+import threading
+from array import array
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
-from itertools import chain, islice
+from itertools import chain, count, islice
 from pathlib import Path
 from types import (
     CellType,
@@ -41,7 +44,7 @@ from torch.utils import checkpoint
 
 from lightning_hetpipe.capture.data_checks import SeenAnswers
 from lightning_hetpipe.capture.noticed_calls import NoticedCalls, line_for_people
-from lightning_hetpipe.capture.plain_attributes import PLAIN, plain_attributes, refill, same
+from lightning_hetpipe.capture.plain_attributes import PLAIN, bytes_of, plain_attributes, refill, same
 from lightning_hetpipe.torch_private.tensors import version_counter
 
 DEPTH = 12
@@ -55,6 +58,9 @@ ENDS = 16
 
 SOURCES = 2000
 """Most namespaces, containers and tensors that are watched."""
+
+SMALL = 65_536
+"""Most bytes of an array that is compared whenever a graph may have fallen behind; larger ones when graphs are."""
 
 NAMED = 3
 """Most changed values that a message names."""
@@ -105,6 +111,7 @@ class FrozenValues:
         """Tensors and arrays among these values, by their paths: no parameters, and no buffers of ``module``."""
         self._tolerated: set[str] = set()
         self._own: list[str] = []
+        self._lost: list[str] = []  # context variables, what each thread has its own of, and iterators
         self._module = module
         self._called: dict[tuple[CodeType, int], dict[str, Any]] = {}
         self._names: frozenset[str] = frozenset()
@@ -193,6 +200,10 @@ class FrozenValues:
         """Tell whether ``path`` is an attribute of the module or of its parts, or lies in one."""
         return any(path == own or path.startswith((f"{own}.", f"{own}[")) for own in self._own)
 
+    def is_lost(self, path: str) -> bool:
+        """Tell whether a change of ``path`` would be in one thread alone, or cannot be put back, as an iterator's."""
+        return any(path == own or path.startswith(f"{own}.") for own in self._lost)
+
     def line_of(self, path: str) -> str | None:
         """The first line of the functions that were called which names the last part of ``path``, for people."""
         name = path.partition("' in the closure")[0].rpartition("'")[2] or path
@@ -234,7 +245,7 @@ class FrozenValues:
 
     def _find(self) -> None:
         parts = dict(self._module.named_modules())
-        self.plain, self._own = {}, []
+        self.plain, self._own, self._lost = {}, [], []
         self._sources, self._seen = [], {id(part) for part in parts.values()}
         self._replaced = self._stale = False
         codes = {id(code): code for code, _ in self._called}
@@ -257,6 +268,7 @@ class FrozenValues:
     def _function(self, function: FunctionType) -> None:
         """Watches the closure and the defaults of ``function``."""
         of = function.__qualname__
+        self._namespace(of, vars(function), self._names, DEPTH)
         cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=False))
         cells.pop("__class__", None)  # for super()
         if cells:
@@ -328,6 +340,17 @@ class FrozenValues:
                 self.plain[path] = value
         elif isinstance(value, np.ndarray):
             self.plain[path] = value
+            if value.nbytes <= SMALL:
+                self._add(path, _bytes_of(value))
+        elif isinstance(value, bytearray | array):
+            self._add(path, _bytes_of(value), write=lambda values: _put_bytes(value, *values[0]))
+        elif isinstance(value, ContextVar | threading.local):
+            self._of_thread(path, value)
+        elif isinstance(value, Iterator) and type(value).__module__ in ("builtins", "itertools"):
+            self._lost.append(path)
+            self._add(path, lambda: (repr(value) if isinstance(value, count) else operator.length_hint(value),))
+        elif isinstance(value, FunctionType):
+            self._namespace(path, vars(value), self._names, depth)
         elif isinstance(value, _CONTAINERS):
             self._container(path, value, depth)
         elif isinstance(value, MethodType):
@@ -348,6 +371,18 @@ class FrozenValues:
             defaults = {name for base in type(value).__mro__ for name in vars(base)}  # of the class, for any object
             for namespace in own if isinstance(value, nn.Module) else own[:1]:
                 self._namespace(path, namespace, self._names, depth, defaults)
+
+    def _of_thread(self, path: str, value: ContextVar[Any] | threading.local) -> None:
+        self._lost.append(path)
+        if isinstance(value, threading.local):
+            self._namespace(path, vars(value), self._names, DEPTH, self._names)
+            return
+
+        def put(values: tuple[Any, ...]) -> None:
+            if values[0] is not _ABSENT:
+                value.set(values[0])
+
+        self._add(path, lambda: (value.get(_ABSENT),), write=put)
 
     def _slots(self, path: str, value: Any, depth: int) -> None:
         named = ((name, getattr(type(value), name, None)) for name in sorted(self._names))
@@ -420,6 +455,24 @@ def _put(holder: Any, key: str, value: Any) -> None:
         holder.pop(key, None)
     else:
         holder[key] = value
+
+
+def _bytes_of(value: Any) -> Callable[[], tuple[tuple[bytes]]]:
+    """Return a function that reads the bytes of an array: one object as long as they are the same."""
+    held = (b"",)
+
+    def read() -> tuple[tuple[bytes]]:
+        nonlocal held
+        now = (bytes_of(value),)
+        held = held if held == now else now
+        return (held,)
+
+    return read
+
+
+def _put_bytes(value: bytearray | array[Any], contents: bytes) -> None:
+    del value[:]
+    value.extend(contents) if isinstance(value, bytearray) else value.frombytes(contents)
 
 
 def is_users(code: CodeType) -> bool:

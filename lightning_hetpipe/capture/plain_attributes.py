@@ -122,6 +122,11 @@ def attributes_of(value: Any) -> dict[str, Any]:
     return found
 
 
+def bytes_of(value: Any) -> bytes:
+    """The contents of a ``bytearray``, an ``array``, or an array of numpy."""
+    return bytes(value) if isinstance(value, bytearray) else bytes(value.tobytes())
+
+
 def same_objects(ones: Sequence[Any], others: Sequence[Any]) -> bool:
     """Tell whether both are the same objects in the same order."""
     return len(ones) == len(others) and all(map(operator.is_, ones, others))

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+import threading
+from array import array
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any, Literal
 
 import lightning as L
@@ -21,6 +25,8 @@ from tests.support.trainers import quiet_trainer
 
 AUX: list[Tensor] = []
 KINDS: dict[type, int] = {}
+CONTEXT = ContextVar("CONTEXT", default=0)
+LOCAL = threading.local()
 
 
 class Net(nn.Module):
@@ -37,6 +43,9 @@ class Net(nn.Module):
         self.norms: list[float] = []
         self.kinds = Counter[str]()
         self.order = OrderedDict[str, int]()
+        self.bytes = bytearray()
+        self.numbers = array("d", [0.0])
+        self.steps = itertools.count()
         self.bank: Tensor
         self.register_buffer("bank", torch.zeros(8, 16))
 
@@ -44,6 +53,32 @@ class Net(nn.Module):
         h: Tensor = self.effect(self, self.first(x).relu())
         out: Tensor = self.third(self.second(h).relu())
         return out
+
+
+def count_in_a_function(net: Net, h: Tensor) -> Tensor:
+    function: Any = count_in_a_function
+    function.calls = vars(function).get("calls", 0) + 1
+    net.numbers[0] = function.calls
+    return h / net.numbers[0]
+
+
+def fill_bytes(net: Net, h: Tensor) -> Tensor:
+    net.bytes.append(1)
+    return h / len(net.bytes)
+
+
+def set_a_context_variable(net: Net, h: Tensor) -> Tensor:
+    CONTEXT.set(CONTEXT.get() + 1)
+    return h
+
+
+def count_in_this_thread(net: Net, h: Tensor) -> Tensor:
+    LOCAL.calls = getattr(LOCAL, "calls", 0) + 1
+    return h
+
+
+def step_an_iterator(net: Net, h: Tensor) -> Tensor:
+    return h / (1 + next(net.steps))
 
 
 def clip_gradients(net: Net, h: Tensor) -> Tensor:
@@ -137,6 +172,8 @@ def shuffle(net: Net, h: Tensor) -> Tensor:
 
 
 EFFECTS = [
+    count_in_a_function,
+    fill_bytes,
     clip_gradients,
     hook_a_node,
     round_what_is_saved,
@@ -170,6 +207,7 @@ class Task(L.LightningModule):
 
 
 def trained(made: Callable[[], L.LightningModule], strategy: Any) -> Any:
+    vars(count_in_a_function).clear()
     torch.manual_seed(3)
     task = made()
     quiet_trainer(strategy=strategy, max_epochs=2).fit(task, vectors(24, 4))
@@ -191,6 +229,7 @@ def test_side_effects_are_those_of_a_plain_run(effect: Callable[[Net, Tensor], T
     assert [*plain.net.order.items()] == [*ours.net.order.items()]
     assert torch.equal(plain.net.count, ours.net.count)
     assert plain.net.array == ours.net.array
+    assert (plain.net.bytes, plain.net.numbers) == (ours.net.bytes, ours.net.numbers)
     assert torch.equal(plain.net.held[0], ours.net.held[0])
     kept = [*ours.net.queue, *ours.net.held, *AUX]
     assert {type(tensor) for tensor in kept} <= {Tensor}, "tensors of the capture are left behind"
@@ -258,6 +297,20 @@ class HooksApart(Task):
 def test_a_joint_hook_around_a_call_is_refused() -> None:
     with pytest.raises(SettingError, match=r"puts a joint hook \(register_multi_grad_hook\) .* set in_flight=1"):
         trained(lambda: HooksApart(Net(lambda net, h: h)), synchronous())
+
+
+@pytest.mark.parametrize(
+    ("effect", "what"),
+    [
+        (set_a_context_variable, "changes 'tests.exact.test_side_effects.CONTEXT'"),
+        (count_in_this_thread, "changes 'tests.exact.test_side_effects.LOCAL.calls'"),
+        (step_an_iterator, "changes 'Net.steps'"),
+    ],
+)
+def test_what_user_code_could_not_do_either_is_refused(effect: Callable[[Net, Tensor], Tensor], what: str) -> None:
+    """A thread of a minibatch has variables of its own, and an iterator cannot be put back."""
+    with pytest.raises(SettingError, match=rf"{what} in forward \(test_side_effects.py:.* set in_flight=1"):
+        trained(lambda: Task(Net(effect)), synchronous())
 
 
 def test_what_minibatches_in_flight_would_share_is_refused() -> None:
