@@ -422,8 +422,8 @@ def test_all_that_changed_is_named() -> None:
 
 
 def test_a_module_that_differs_from_itself_is_not_refused() -> None:
-    """Its graph cannot be told from it. Nobody watches what an iterator counts."""
-    calls, since = itertools.count(1), [8]
+    """Its graph cannot be told from it. Nobody watches what a generator counts."""
+    calls, since = (call for call in itertools.count(1)), [8]
 
     def scale(body: Any, x: Tensor) -> Tensor:
         call = next(calls)
