@@ -1,8 +1,8 @@
-"""`python -m benchmarks.first_step --against DIR`: the cost of the first step, beside that of another checkout.
+"""`python -m benchmarks.first_step --against DIR`: the cost of the first step, in two checkouts.
 
 The CPU seconds of a fit of one minibatch in two stages, of models of :mod:`benchmarks.models_list`: the watched step,
 the capture, its checks, and Lightning's own start. Each model has a process of its own, which makes two such fits: in
-the first one torch imports what a capture needs. The package of this checkout and that of ``DIR`` take turns. The least
+the first one torch imports what a capture needs. The packages of this checkout and of ``DIR`` take turns. The least
 of all rounds counts, since other programs can only add to it. The target is a ratio of at most 1.15:
 
     git worktree add ../before REVISION

@@ -54,7 +54,7 @@ TITLES = {
 
 
 def variants(task: Task) -> dict[str, Task]:
-    """The plain task, and those that are compared with it, by name."""
+    """The plain task, and the tasks that are compared with the plain task, by name."""
     one = replace(task, variant="strategy", stages=1, in_flight=1)
     two = replace(task, variant="strategy", stages=2, in_flight=3)
     found = {"plain": task, "k=1 Nm=1": one, "k=2 Nm=1": replace(one, stages=2)}
@@ -265,7 +265,7 @@ def timings(accelerator: str, turns: int, *, small: bool) -> list[Part]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the trial; return 1 without a GPU, and if nothing could be compared."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
-    parser.add_argument("--out", type=Path, default=ROOT / "outputs" / "gpu", help="folder of what is found")
+    parser.add_argument("--out", type=Path, default=ROOT / "outputs" / "gpu", help="folder of results")
     parser.add_argument("--cases", type=Path, help="folder of programs that print a plain and our result")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="cpu: a rehearsal, in small sizes")
     parser.add_argument("--seconds", type=float, default=520, help="after which it ends")

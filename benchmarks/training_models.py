@@ -120,7 +120,7 @@ def gpt2(task: Task) -> nn.Module:
 
 
 def long_texts(task: Task, samples: int, generator: Generator) -> Pair:
-    """Words, and those that follow."""
+    """Words, and the word that follows each."""
     ids = torch.randint(task.words, (samples, task.length + 1), generator=generator)
     return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
 

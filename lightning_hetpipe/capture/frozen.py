@@ -223,8 +223,9 @@ class FrozenValues:
         parts: Iterable[tuple[str, nn.Module]],
         left_out: Iterable[object],
     ) -> set[type]:
-        """Watch what ``functions`` may reach by their names, from ``roots`` and from attributes of ``parts``; neither
-        what is in ``left_out`` nor globals and closures.
+        """Watch what ``functions`` may reach by their names, from ``roots`` and from attributes of ``parts``.
+
+        Objects in ``left_out``, globals and closures are not watched.
 
         Returns:
             The classes of the objects that are watched.

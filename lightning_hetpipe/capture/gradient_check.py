@@ -39,7 +39,7 @@ class Tolerance:
 
 
 EXACT, ROUGH = Tolerance(1e-3, 1e-5), Tolerance(0.1, 1e-2)
-"""For gradients in 32 bits or more, and for those that were computed in fewer, as under autocast."""
+"""For gradients computed in 32 bits or more, and for gradients computed in fewer bits, as under autocast."""
 
 
 def refuse_other_gradients(

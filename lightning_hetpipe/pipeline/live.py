@@ -51,7 +51,7 @@ class Live:
         )
 
     def show(self, state: StageState, shown: Sequence[bool] | None = None) -> None:
-        """Makes the buffers what a forward has left, of all segments or of those that are to be ``shown``."""
+        """Give buffers the values that a forward has left: all buffers, or the buffers that are to be ``shown``."""
         buffers = compress(zip(self._buffers, state.buffers, strict=True), shown or [True] * len(self._buffers))
         for own, left in buffers:
             for place, tensor in zip(own, left, strict=True):

@@ -1,7 +1,7 @@
 """Chance on a device: seeds of its own generator, and kernels whose last bits vary.
 
 Only the CPU's generator was asked whether a seed was set and whether a module drew, so that masks on a GPU were not
-those of the user's seed.
+the numbers of the user's seed.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def test_seeds_and_states_of_a_device_in_a_forward_rule_with_one_in_flight(
     ],
 )
 def test_they_are_noticed_in_a_pipeline(accelerator: TestAccelerator, effect: Any, seed: Any, sentence: str) -> None:
-    """Or the modules that draw are user code, and their numbers those of the seed."""
+    """Modules that draw may run as user code, and then draw the numbers of the seed."""
     with pytest.raises(SettingError, match=sentence):
         trained(HetPipeStrategy(stages=2, in_flight=3, weights="sync", module=["net"]), accelerator, effect, seed)
 

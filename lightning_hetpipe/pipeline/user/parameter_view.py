@@ -16,7 +16,7 @@ import operator
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -167,6 +167,16 @@ class UsedParameter:
             raise changes_parameter(self.name)
 
 
+class CallsSoFar(Protocol):
+    """The calls of pieces that a minibatch has made so far."""
+
+    def show_buffers(self) -> None:
+        """Write what the calls have left into the live buffers. Never called while minibatches run ahead."""
+
+    def is_above(self, tensor: Tensor) -> bool:
+        """Tell whether ``tensor`` was computed of the last call's outputs."""
+
+
 class ParameterView(OwnMode):
     """Gives torch's functions the parameters of ``weights``; opened in the thread of one minibatch.
 
@@ -185,10 +195,8 @@ class ParameterView(OwnMode):
         self._device = device
         self.region = 0
         """Calls of pieces so far: each has gradients of its own for what is used after it."""
-        self.show_buffers: Callable[[], None] = lambda: None
-        """Makes the live buffers what the calls so far have left; never called while minibatches run ahead."""
-        self.is_above: Callable[[Tensor], bool] = lambda tensor: True
-        """Tells whether a tensor was computed of the last call's outputs."""
+        self.calls: CallsSoFar | None = None
+        """The minibatch, until :meth:`close`: it holds this view, so that the garbage collector would have to part them."""
         self._shown = 0  # the region in which it was called last
         self._used: dict[tuple[int, int], UsedParameter] = {}
         self._stand_ins: dict[int, _StandIn] = {}
@@ -215,7 +223,8 @@ class ParameterView(OwnMode):
             self._stand_ins[id(given)] = _StandIn(given, later)
 
     def close(self) -> None:
-        """Let go of the tensors that were given to pipelined modules."""
+        """Let go of the minibatch and of the tensors that were given to pipelined modules."""
+        self.calls = None
         self._stand_ins.clear()
 
     def used(self, region: int) -> list[UsedParameter]:
@@ -264,8 +273,9 @@ class ParameterView(OwnMode):
         self._refuse(func, name, kind, weights, buffers)
         if self._shown != self.region and any(buffer.changes for buffer in buffers):
             self._shown = self.region
-            with self.suspended():
-                self.show_buffers()
+            if self.calls is not None:
+                with self.suspended():
+                    self.calls.show_buffers()
         before = [version_counter(buffer.live) for buffer in buffers]
         if weights and name == "data":  # in-place changes of .data are not counted, those of a detached tensor are
             result = self._use(weights[0]).seen.detach()
@@ -292,7 +302,7 @@ class ParameterView(OwnMode):
                 frame = frame.f_back
         is_joint = frame is not None and frame.f_code is register_multi_grad_hook.__code__
         tensors: Sequence[Tensor] = frame.f_locals["tensors"] if frame is not None and is_joint else ()
-        if len(tensors) > 1 and not all(map(self.is_above, tensors)):
+        if len(tensors) > 1 and self.calls is not None and not all(map(self.calls.is_above, tensors)):
             raise PipelineRefusal(
                 "training_step puts a joint hook (register_multi_grad_hook) on tensors that are not all computed behind"
                 " the last call of a pipelined module, and the pipeline computes their gradients one after the other;"

@@ -10,14 +10,13 @@ from array import array
 from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
-import lightning as L
 import numpy as np
 from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_hetpipe.capture.plain_attributes import CONTAINERS, attributes_of, bytes_of, plain_attributes, same
 from lightning_hetpipe.pipeline.values import equal
-from lightning_hetpipe.run.extensions.watched_attributes import WatchedAttributes, fills
+from lightning_hetpipe.run.extensions.watched_attributes import WatchedAttributes, fills, users_attributes
 from lightning_hetpipe.torch_private.tensors import version_counter
 
 SHARED = "what batches in flight would share"
@@ -28,8 +27,6 @@ DEPTH = 4
 
 ITEMS = 10_000
 """Most items of an attribute that are compared."""
-
-_LIGHTNINGS_OWN = frozenset(vars(L.LightningModule()))
 
 
 class CarriedState:
@@ -106,8 +103,8 @@ class _Reads:
 
 
 def _contents_of_attributes(part: nn.Module) -> dict[str, Any]:
-    users = {name: value for name, value in plain_attributes(part).items() if name not in _LIGHTNINGS_OWN}
-    return {name: (value, *_contents(value, DEPTH, iter(range(ITEMS)))) for name, value in users.items()}
+    users = users_attributes(plain_attributes(part)).items()
+    return {name: (value, *_contents(value, DEPTH, iter(range(ITEMS)))) for name, value in users}
 
 
 def _contents(value: Any, depth: int, left: Iterator[int]) -> Iterator[Any]:

@@ -26,7 +26,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import lightning as L
 import numpy as np
 import torch
 from torch import Tensor, nn
@@ -45,7 +44,7 @@ from lightning_hetpipe.run.extensions.container_contents import (
     same,
     taken,
 )
-from lightning_hetpipe.run.extensions.watched_attributes import WatchedAttributes, fills
+from lightning_hetpipe.run.extensions.watched_attributes import WatchedAttributes, fills, users_attributes
 from lightning_hetpipe.run.lifecycle import Around, Extension
 from lightning_hetpipe.torch_private.tensors import version_counter
 
@@ -53,7 +52,6 @@ Time = tuple[int, float]
 """A minibatch, and which section of its user code: 0 is the hooks around its transfer, 1 the first of its step."""
 
 _ABSENT = object()
-_LIGHTNINGS_OWN = frozenset(vars(L.LightningModule()))
 _CALLBACKS = -1.0  # before every section of the minibatch
 _DEPTH = 2
 """Steps from the module at which contents count: an attribute's, and those of what it holds."""
@@ -423,7 +421,7 @@ class Attributes(Extension):
         assignments.sort(key=lambda assignment: assignment[0])
 
     def _users(self) -> dict[str, Any]:
-        return {name: value for name, value in self._held.items() if name not in _LIGHTNINGS_OWN}
+        return users_attributes(self._held)
 
     def _put(self, name: str, value: Any) -> None:
         _assign(self._held, name, value)
@@ -437,7 +435,7 @@ def _assign(held: dict[str, Any], name: str, value: Any) -> None:
 
 
 def _data_in(values: Iterable[Any], depth: int = _DEPTH) -> Iterator[Any]:
-    """Yield the tensors and arrays among ``values``, and those that their containers hold."""
+    """Yield the tensors and arrays among ``values``, and the tensors and arrays in their containers."""
     for value in values:
         if _is_data(value):
             yield value

@@ -12,7 +12,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from types import CodeType, FunctionType
 from typing import Any
 
-import lightning as L
 from torch import Tensor, nn
 from torchmetrics import Metric
 
@@ -21,6 +20,7 @@ from lightning_hetpipe.capture.frozen import PACKAGES, FrozenValues, Values, is_
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.pipeline.user.user_section import UserSection
 from lightning_hetpipe.rules.versions import Versions
+from lightning_hetpipe.run.extensions.watched_attributes import users_attributes
 from lightning_hetpipe.run.lifecycle import Extension
 
 _NOT_USERS = {"torch", "lightning", "pytorch_lightning", "torchmetrics", "builtins"}
@@ -114,7 +114,7 @@ class SharedValues(Extension):
         self._roots = {}
         if not self._versions().runs_ahead:
             return
-        self._roots = {name: each for name, each in held.items() if name not in _LIGHTNINGS_OWN | self._replaced}
+        self._roots = {name: each for name, each in users_attributes(held).items() if name not in self._replaced}
         kept = [*self._module.parameters(), *self._module.buffers(), held["_trainer"]]
         roots = {**self._roots, "hparams": held.get("_hparams")}
         known = -1
@@ -144,13 +144,10 @@ class _SharedSection:
         self._shared.leave(self._minibatch)
 
 
-_LIGHTNINGS_OWN = frozenset(vars(L.LightningModule()))
-
-
 def functions_of(kinds: Iterable[type], values: Iterable[object], package: str) -> Iterator[FunctionType]:
     """Yield the methods of ``kinds`` and of their bases, the functions among ``values``, and the functions that these
     name: all that belong to the user, or to ``package``."""
-    bases = {base: None for kind in kinds for base in kind.__mro__ if _is_users(base)}
+    bases = {base: None for kind in kinds for base in kind.__mro__ if _top(base) not in _NOT_USERS}
     pending = [*values, *(each for base in bases for each in vars(base).values())]
     seen: set[CodeType] = set()
     while pending:
@@ -164,10 +161,6 @@ def functions_of(kinds: Iterable[type], values: Iterable[object], package: str) 
             seen.add(function.__code__)
             yield function
             pending.extend(filter(None, map(function.__globals__.get, function.__code__.co_names)))
-
-
-def _is_users(kind: type) -> bool:
-    return _top(kind) not in _NOT_USERS
 
 
 def _top(value: type | FunctionType) -> str:

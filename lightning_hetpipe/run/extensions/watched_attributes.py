@@ -5,12 +5,20 @@ from __future__ import annotations
 import dis
 import inspect
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from types import CodeType
 from typing import Any, Protocol
 
+import lightning as L
 from torch import nn
+
+_LIGHTNINGS_OWN = frozenset(vars(L.LightningModule()))
+
+
+def users_attributes(held: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the attributes among ``held``, those of a module, that Lightning does not keep for itself."""
+    return {name: value for name, value in held.items() if name not in _LIGHTNINGS_OWN}
 
 
 class Watcher(Protocol):
