@@ -196,7 +196,7 @@ class ParameterView(OwnMode):
         self.region = 0
         """Calls of pieces so far: each has gradients of its own for what is used after it."""
         self.calls: CallsSoFar | None = None
-        """The minibatch, until :meth:`close`: it holds this view, so that the garbage collector would have to part them."""
+        """The minibatch, until :meth:`close`: the minibatch holds this view, and a cycle would keep its tensors."""
         self._shown = 0  # the region in which it was called last
         self._used: dict[tuple[int, int], UsedParameter] = {}
         self._stand_ins: dict[int, _StandIn] = {}
