@@ -23,7 +23,7 @@ from lightning_hetpipe.capture.effects import put_back, refuse_noticed, untouche
 from lightning_hetpipe.capture.export import decides
 from lightning_hetpipe.capture.gradient_check import alike, refuse_other_gradients, tolerance_of
 from lightning_hetpipe.capture.gradient_checkpointing import without_checkpoints
-from lightning_hetpipe.capture.noticed_calls import HOOK, INFERENCE, JOINT_HOOK, SEED, STATE
+from lightning_hetpipe.capture.noticed_calls import HOOK, INFERENCE, JOINT_HOOK, OUTPUT, SEED, STATE
 from lightning_hetpipe.capture.opaque_containers import without_opaque
 from lightning_hetpipe.capture.pieces import Piece
 from lightning_hetpipe.capture.plain_attributes import PLAIN, sets_attribute
@@ -124,7 +124,7 @@ def compare(
         gave, autograd = run()
         if (set_one := before_run.changed_attribute()) is not None:
             raise sets_attribute(piece.name, *set_one, captured.frozen.line_of(set_one[1]))
-        refuse_noticed(piece.name, captured.frozen, HOOK, JOINT_HOOK, INFERENCE, SEED, STATE)
+        refuse_noticed(piece.name, captured.frozen, HOOK, JOINT_HOOK, INFERENCE, OUTPUT, SEED, STATE)
         graph = partial(_run_graph, piece, value, buffers, generators, minibatch, call)
         found, _ = graph()
         is_same = equal_outputs(found, gave) or _varies(graph, found, gave, Autocast.current())

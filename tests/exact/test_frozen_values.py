@@ -22,7 +22,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_hetpipe.capture.frozen import FrozenValues, is_users
+from lightning_hetpipe.capture.frozen import FrozenValues
+from lightning_hetpipe.capture.noticed_calls import is_users
 from lightning_hetpipe.capture.parity_check import MOST_NEEDLESS
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.placement.layout import Layout

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import threading
+import warnings
 from array import array
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 from contextvars import ContextVar
+from pathlib import Path
 from typing import Any, Literal
 
 import lightning as L
@@ -320,6 +323,64 @@ def test_what_minibatches_in_flight_would_share_is_refused() -> None:
     ):
         trained(lambda: Task(Net(fill_a_global)), HetPipeStrategy(stages=2, in_flight=3, weights="stash"))
     trained(lambda: Task(Net(fill_a_global)), HetPipeStrategy(stages=2, in_flight=1))
+
+
+LOG = logging.getLogger(__name__)
+
+
+def print_the_mean(net: Net, h: Tensor) -> Tensor:
+    print(f"{h.detach().mean():.4f}")
+    return h
+
+
+def log_the_mean(net: Net, h: Tensor) -> Tensor:
+    LOG.warning("%.4f", h.detach().mean())
+    return h
+
+
+def append_the_mean(net: Net, h: Tensor) -> Tensor:
+    with Path("means").open("a") as file:
+        file.write(f"{h.detach().mean():.4f}\n")
+    return h
+
+
+def warn(net: Net, h: Tensor) -> Tensor:
+    warnings.warn("once", UserWarning, stacklevel=2)
+    return h
+
+
+class Evaluated(Task):
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        self.net(batch[0])
+
+
+@pytest.mark.parametrize("effect", [print_the_mean, log_the_mean, append_the_mean])
+def test_what_a_forward_writes_is_what_a_plain_run_writes(
+    effect: Callable[[Net, Tensor], Tensor],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A graph would write nothing, and to make it would write of tensors without values."""
+    loader, found = vectors(24, 4), []
+    for number, strategy in enumerate(("auto", synchronous())):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        monkeypatch.chdir(folder)
+        caplog.clear()
+        torch.manual_seed(3)
+        quiet_trainer(strategy=strategy, max_epochs=2).fit(Evaluated(Net(effect)), loader, loader)
+        logged = [record.getMessage() for record in caplog.records if record.name == LOG.name]
+        file = folder / "means"
+        found.append((capsys.readouterr().out, logged, file.read_text() if file.exists() else ""))
+    assert found[0] == found[1]
+    assert any(map(len, found[0]))
+
+
+@pytest.mark.filterwarnings("ignore:once")
+def test_a_warning_is_no_effect() -> None:
+    trained(lambda: Task(Net(warn)), synchronous(module="net"))
 
 
 class EvaluatedGlobal(Task):

@@ -521,7 +521,7 @@ MUTATIONS = (
         "capture",
         "a value that a graph has frozen changes unnoticed",
         "capture/frozen.py",
-        '        return ", and ".join(dict.fromkeys(found[:NAMED])) or None',
+        "        return told(found)",
         "        return None",
         ("tests/exact/test_frozen_values.py", "-k", "named"),
     ),
