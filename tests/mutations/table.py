@@ -240,7 +240,7 @@ MUTATIONS = (
         "server/protocol/recovery.py",
         "return max(pulls, key=",
         "return min(pulls, key=",
-        ("tests/server/test_protocol.py",),
+        ("tests/server/test_protocol_stories.py", "-k", "newest_pull"),
     ),
     Mutation(
         "L5",
