@@ -144,7 +144,6 @@ class HetPipeStrategy(PlannedDevices):
         grace: How long this run has, once it is told to end by SIGTERM, until it is killed: 30 seconds where torchrun,
             SLURM or Kubernetes tell it, unless they were told otherwise. Where saving it is known to take longer, a
             line says so.
-        start_method: For a later release.
         accelerator: As ``ParallelStrategy``'s.
         parallel_devices: As ``ParallelStrategy``'s.
         cluster_environment: As ``ParallelStrategy``'s.
@@ -178,7 +177,6 @@ class HetPipeStrategy(PlannedDevices):
         stage_hosts: host_setting.StageHosts = "threads",
         lr_correction: int | Literal["auto"] | None = "auto",
         wsp: Any = None,
-        start_method: str = "popen",
         timeout: timedelta | float = timedelta(minutes=5),
         capture_timeout: timedelta | float = CAPTURE_TIMEOUT,
         grace: timedelta | float = timedelta(seconds=30),
@@ -189,7 +187,6 @@ class HetPipeStrategy(PlannedDevices):
         precision_plugin: Precision | None = None,
     ) -> None:
         other_lightning.let_in(HetPipeStrategy)
-        settings.check_start_method(start_method)
         super().__init__(
             stages,
             in_flight,
