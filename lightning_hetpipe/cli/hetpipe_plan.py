@@ -85,7 +85,7 @@ def measure(config: DictConfig) -> None:
         SettingError: for a setting that only a plan needs.
     """
     check_types(config)
-    for setting in ("profile", "profile_model", "profile_microbatch", "devices", "cluster"):
+    for setting in ("profile", "devices", "cluster"):
         if config.get(setting) is not None:
             given = f"{setting}={config[setting]}" if setting != "cluster" else "a cluster"
             raise SettingError(
