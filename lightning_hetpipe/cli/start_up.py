@@ -29,11 +29,6 @@ def host() -> None:
     _start("hetpipe-host")
 
 
-def certificates() -> None:
-    """The console script hetpipe-certificates."""
-    _start("hetpipe-certificates")
-
-
 def _start(name: str) -> None:
     """Load the modules of ``name``, torch and Lightning among them, and run it."""
     try:
