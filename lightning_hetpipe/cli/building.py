@@ -28,12 +28,9 @@ def built(config: DictConfig, path: str, kind: type[T], **arguments: Any) -> T:
             cause = cause.__cause__
         raise cause from None
     if not isinstance(made, kind):
-        from lightning_hetpipe.strategy.other_lightning import is_of_other, way_out  # servers load no Lightning
-
         other, package = type(made), kind.__module__.partition(".")[0]
-        advice = way_out() if is_of_other(made) else "name such a class, or a function that makes one"
         raise SettingError(
             f"{path}._target_={node['_target_']} makes a {other.__module__}.{other.__qualname__}, but {path} must be"
-            f" a {package}.{kind.__name__}; {advice}."
+            f" a {package}.{kind.__name__}; name such a class, or a function that makes one."
         )
     return made

@@ -16,7 +16,6 @@ from omegaconf import DictConfig
 
 from lightning_hetpipe.cli import measured_links
 from lightning_hetpipe.cli.cluster_plans import cluster_plans, remarks, unused
-from lightning_hetpipe.cli.comparison import compared
 from lightning_hetpipe.cli.config_sections import written
 from lightning_hetpipe.cli.console_script import FAILED
 from lightning_hetpipe.cli.entry import enter, job
@@ -37,7 +36,6 @@ from lightning_hetpipe.placement.progress import on_terminal
 from lightning_hetpipe.planning.model.catalogue import known
 from lightning_hetpipe.planning.model.cluster import Cluster
 from lightning_hetpipe.planning.model.profile import Profile
-from lightning_hetpipe.planning.model.units import digits
 from lightning_hetpipe.planning.plan import profile_file
 from lightning_hetpipe.planning.plan.document import Plan
 from lightning_hetpipe.planning.search.advice import ways_out
@@ -72,10 +70,7 @@ def _application(config: DictConfig) -> float | None:
     if config.get("measure") is not None:
         job(measure, config, PROGRAM)
         return None
-    with compared() as figures:
-        rate = job(run, config, PROGRAM)
-        figures["minibatches per second"] = "does not fit" if rate is None else digits(rate)
-    return rate
+    return job(run, config, PROGRAM)
 
 
 def measure(config: DictConfig) -> None:

@@ -48,7 +48,6 @@ from lightning_hetpipe.strategy import (
     checks,
     compile_setting,
     host_setting,
-    other_lightning,
     plan_setting,
     settings,
     split_setting,
@@ -186,7 +185,6 @@ class HetPipeStrategy(PlannedDevices):
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
     ) -> None:
-        other_lightning.let_in(HetPipeStrategy)
         super().__init__(
             stages,
             in_flight,
@@ -233,10 +231,6 @@ class HetPipeStrategy(PlannedDevices):
         """The last stage's device; until stages are decided, that of the last provisional stage."""
         spread = self._provisional_devices() if self._wanted is None else self._wanted.spread
         return (self._run.devices or spread)[-1]
-
-    def _configure_launcher(self) -> None:
-        other_lightning.refuse_trainer(self.accelerator)
-        super()._configure_launcher()
 
     # The life of a run.
 
@@ -381,7 +375,6 @@ class HetPipeStrategy(PlannedDevices):
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
-        other_lightning.let_in(cls)
         strategy_registry.register(cls.strategy_name, cls, description=(cls.__doc__ or "").partition("\n")[0])
 
     def _fit_settings(self) -> run_settings.RunSettings:
