@@ -18,9 +18,8 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from lightning_hetpipe.cli.attribution import attributed, frames
-from lightning_hetpipe.cli.composition import refusal
-from lightning_hetpipe.cli.console_script import FAILED, INTERRUPTED, TERMINATED, WRONG_SETTING, ConsoleScript
-from lightning_hetpipe.cli.overrides import settled
+from lightning_hetpipe.cli.composition import refusal, settled
+from lightning_hetpipe.cli.start_up import FAILED, INTERRUPTED, TERMINATED, WRONG_SETTING, ConsoleScript
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.launch.parent_watch import this_child
 

@@ -14,8 +14,8 @@ from importlib import metadata
 from typing import Any, Protocol
 
 from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.server.transport.interface import RELEASE as PACKAGE
 from lightning_hetpipe.server.transport.rejections import printable
-from lightning_hetpipe.server.transport.release import RELEASE as PACKAGE
 from lightning_hetpipe.server.transport.security import Security, split
 
 RELEASE = f"lightning_hetpipe {PACKAGE} with torch {metadata.version('torch')}"

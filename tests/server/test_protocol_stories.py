@@ -44,7 +44,7 @@ from lightning_hetpipe.server.protocol.messages import (
     Request,
     TrainingSignature,
 )
-from lightning_hetpipe.server.protocol.signature import difference
+from lightning_hetpipe.server.protocol.roster import difference
 from tests.server.world import LEASE, World, parameter, signature
 
 
