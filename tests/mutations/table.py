@@ -261,7 +261,7 @@ MUTATIONS = (
     Mutation(
         "L5",
         "a lease never expires",
-        "server/protocol/leases.py",
+        "server/protocol/roster.py",
         "if now - seen > self.seconds]",
         "if now - seen > 1e9 * self.seconds]",
         (_STORIES,),

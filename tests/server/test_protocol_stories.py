@@ -45,7 +45,7 @@ from lightning_hetpipe.server.protocol.messages import (
     TrainingSignature,
 )
 from lightning_hetpipe.server.protocol.recovery import newest_pull
-from lightning_hetpipe.server.protocol.signature import difference
+from lightning_hetpipe.server.protocol.roster import difference
 from tests.server.world import LEASE, World, parameter, signature
 
 

@@ -32,8 +32,6 @@ from lightning_hetpipe.planning.model.stage_memory import optimizer_state
 from lightning_hetpipe.planning.search.choice import Choice, slowest_stage
 from lightning_hetpipe.rules.versions import Versions
 
-"""Name of the allocation."""
-
 SIMULATED = 24
 """Largest number of choices that are simulated."""
 

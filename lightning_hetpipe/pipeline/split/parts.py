@@ -1,7 +1,4 @@
-"""Parts of tensors that the members of a group hold: taken from the whole, put together, kept for each version.
-
-If a member is on the home device, a part that lies in one piece there is no copy.
-"""
+"""Parts of tensors that the members of a group hold: taken from the whole, put together again, once per version."""
 
 from __future__ import annotations
 
@@ -42,7 +39,9 @@ def _blocks(tensor: Tensor, dim: int, size: int) -> Tensor:
 
 
 class VersionParts:
-    """Parts of the weights in each version buffer.
+    """Parts of the weights in each version buffer, made once for each version, where a member first uses it.
+
+    Where a member is on the home device, a part that lies in one piece there is no copy.
 
     A buffer is known by a key, and what is in it by how often it has been filled.
     """
