@@ -17,9 +17,7 @@ from omegaconf import DictConfig
 
 from lightning_hetpipe.cli import measured_links
 from lightning_hetpipe.cli.cluster_plans import cluster_plans, remarks, unused
-from lightning_hetpipe.cli.comparison import compared
 from lightning_hetpipe.cli.config_sections import written
-from lightning_hetpipe.cli.console_script import FAILED
 from lightning_hetpipe.cli.entry import enter, job
 from lightning_hetpipe.cli.plan_inputs import (
     PROGRAM,
@@ -32,25 +30,27 @@ from lightning_hetpipe.cli.plan_inputs import (
     profile_of,
     wanted,
 )
-from lightning_hetpipe.cli.side_by_side import compared_policies, side_by_side
+from lightning_hetpipe.cli.start_up import FAILED
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.placement.progress import on_terminal
 from lightning_hetpipe.planning.model.catalogue import known
 from lightning_hetpipe.planning.model.cluster import Cluster
 from lightning_hetpipe.planning.model.profile import Profile
-from lightning_hetpipe.planning.model.units import digits
+from lightning_hetpipe.planning.model.units import digits, in_bytes
 from lightning_hetpipe.planning.plan import profile_file
 from lightning_hetpipe.planning.plan.document import Plan
+from lightning_hetpipe.planning.plan.table import aligned
 from lightning_hetpipe.planning.search.choice import Choice, best_plan
 from lightning_hetpipe.planning.search.grouped_plans import plan_with_groups
 from lightning_hetpipe.planning.search.problem import PlanningProblem
 from lightning_hetpipe.reporting.plots import draw
 from lightning_hetpipe.reporting.timeline import Timeline
-from lightning_hetpipe.rules.versions import WeightPolicy
+from lightning_hetpipe.rules.versions import POLICIES, Versions, WeightPolicy
 from lightning_hetpipe.run.automatic import planned_policies
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
 
 _unfit: list[Choice] = []
 """Choices of jobs for which no plan fits."""
@@ -73,10 +73,7 @@ def _application(config: DictConfig) -> float | None:
     if config.get("measure") is not None:
         job(measure, config, PROGRAM)
         return None
-    with compared() as figures:
-        rate = job(run, config, PROGRAM)
-        figures["minibatches per second"] = "does not fit" if rate is None else digits(rate)
-    return rate
+    return job(run, config, PROGRAM)
 
 
 def measure(config: DictConfig) -> None:
@@ -86,7 +83,7 @@ def measure(config: DictConfig) -> None:
         SettingError: for a setting that only a plan needs.
     """
     check_types(config)
-    for setting in ("profile", "profile_model", "profile_microbatch", "devices", "cluster"):
+    for setting in ("profile", "devices", "cluster"):
         if config.get(setting) is not None:
             given = f"{setting}={config[setting]}" if setting != "cluster" else "a cluster"
             raise SettingError(
@@ -239,6 +236,46 @@ def _picture(figure: Callable[[], Figure], folder: Path) -> str:
 def _timeline(choice: Choice) -> Timeline:
     times = [stage.times for stage in choice.stages]
     return Timeline.simulated(choice.simulation, times, choice.in_flight, [str(stage.slot) for stage in choice.stages])
+
+
+_HEADER = ["weights", "in flight", "minibatches per second", "memory of all stages", "steps stale"]
+
+
+def compared_policies(chosen: Sequence[WeightPolicy]) -> list[WeightPolicy]:
+    """Policies that suit an optimizer, in the order of the docs: those ``chosen`` for it, and those that suit any."""
+    return [each for each in POLICIES.values() if each in chosen or not each.predicts or each.keeps_change]
+
+
+def side_by_side(
+    policies: Sequence[WeightPolicy], plan: Callable[[WeightPolicy], Choice], in_flight: int | None, every: int
+) -> list[str]:
+    """Lay out a row for each of ``policies``, as its ``plan`` has it.
+
+    Args:
+        policies: In the order of the rows.
+        plan: Makes a plan for a policy.
+        in_flight: Nm, where it is not chosen by the plan.
+        every: Minibatches of an optimizer step.
+    """
+    rows = []
+    for policy in policies:
+        if in_flight is None or Versions(policy, in_flight, every).is_possible:
+            rows.append(_policy_row(policy, plan(policy)))
+        else:
+            needs = f"needs trainer.accumulate_grad_batches={policy.least_window(in_flight)}"
+            rows.append([policy.name, "", "", "", needs])
+    return aligned([_HEADER, *rows], left=(0, len(_HEADER) - 1))
+
+
+def _policy_row(policy: WeightPolicy, choice: Choice) -> list[str]:
+    steps = choice.versions.most_steps
+    return [
+        policy.name,
+        str(choice.in_flight),
+        digits(choice.rate) if choice.fits else "does not fit",
+        in_bytes(sum(stage.memory.total for stage in choice.stages)),
+        f"{steps}, predicted" if policy.predicts and steps else str(steps),
+    ]
 
 
 if __name__ == "__main__":

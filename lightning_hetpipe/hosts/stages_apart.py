@@ -16,7 +16,7 @@ from lightning_hetpipe.accelerator import accelerates
 from lightning_hetpipe.emulation import Emulation
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.hosts import orders
-from lightning_hetpipe.hosts.host_connection import HostConnection
+from lightning_hetpipe.hosts.host_process import HostConnection
 from lightning_hetpipe.hosts.owned_stage import Accelerator, OwnedStage
 from lightning_hetpipe.hosts.remote_stage import RemoteStage, reason_to_stay
 from lightning_hetpipe.pipeline.engine import Engine

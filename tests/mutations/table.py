@@ -240,7 +240,7 @@ MUTATIONS = (
         "server/protocol/recovery.py",
         "return max(pulls, key=",
         "return min(pulls, key=",
-        ("tests/server/test_protocol.py",),
+        ("tests/server/test_protocol_stories.py", "-k", "newest_pull"),
     ),
     Mutation(
         "L5",
@@ -261,7 +261,7 @@ MUTATIONS = (
     Mutation(
         "L5",
         "a lease never expires",
-        "server/protocol/leases.py",
+        "server/protocol/roster.py",
         "if now - seen > self.seconds]",
         "if now - seen > 1e9 * self.seconds]",
         (_STORIES,),
@@ -521,7 +521,7 @@ MUTATIONS = (
         "capture",
         "a value that a graph has frozen changes unnoticed",
         "capture/frozen.py",
-        '        return ", and ".join(dict.fromkeys(found[:NAMED])) or None',
+        "        return told(found)",
         "        return None",
         ("tests/exact/test_frozen_values.py", "-k", "named"),
     ),
