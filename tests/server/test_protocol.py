@@ -7,8 +7,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
-from lightning_hetpipe.server.protocol.actions import Goal, MemberState
 from lightning_hetpipe.server.protocol.identifiers import Refusal, RemoteFault
+from lightning_hetpipe.server.protocol.member import Goal, MemberState
 from tests.server.world import LEASE, Fault, World
 
 

@@ -9,7 +9,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lightning_hetpipe.server.protocol.actions import MemberState
 from lightning_hetpipe.server.protocol.coordinator import Coordinator
 from lightning_hetpipe.server.protocol.identifiers import (
     COORDINATOR,
@@ -20,7 +19,7 @@ from lightning_hetpipe.server.protocol.identifiers import (
     RemoteFault,
     UpdateId,
 )
-from lightning_hetpipe.server.protocol.member import Member
+from lightning_hetpipe.server.protocol.member import Member, MemberState
 from lightning_hetpipe.server.protocol.messages import (
     NOTHING,
     Answer,

@@ -159,7 +159,7 @@ def test_without_shared_memory_grpc_carries_and_it_is_said_once(
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(shared_memory, "_said", set())
+    shared_memory._say_once.cache_clear()
     if where == "allocation":
         monkeypatch.setattr(os, "posix_fallocate", full)
     shelf = Shelf(SIZE)

@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 
 from lightning_hetpipe.server.process.held_weights import decisive
-from lightning_hetpipe.server.protocol.actions import Ask, AskShards, Body, Goal, MemberState
 from lightning_hetpipe.server.protocol.coordinator import Coordinator
 from lightning_hetpipe.server.protocol.identifiers import COORDINATOR, Commit, Refusal, RemoteFault, UpdateId
-from lightning_hetpipe.server.protocol.member import Member
+from lightning_hetpipe.server.protocol.member import Ask, AskShards, Body, Goal, Member, MemberState
 from lightning_hetpipe.server.protocol.messages import (
     Answer,
     Departed,

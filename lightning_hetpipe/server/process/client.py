@@ -11,27 +11,35 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Self
+from typing import Self, TypeVar
 
 from torch import Tensor
 
-from lightning_hetpipe.server.process.held_weights import HeldWeights, WeightHolder, decisive
-from lightning_hetpipe.server.process.kept_content import KeptContent
-from lightning_hetpipe.server.process.server_requests import (
-    LONGEST_WAIT,
-    Cancelled,
-    ServerRequests,
-    ServersSilent,
-    Wait,
-)
-from lightning_hetpipe.server.protocol.actions import Ask, AskShards, Body, Goal, MemberState
+from lightning_hetpipe.server.process.held_weights import HeldWeights, ShardCall, WeightHolder, decisive
+from lightning_hetpipe.server.process.server_requests import LONGEST_WAIT, Cancelled, KeptContent, ServersSilent, Wait
+from lightning_hetpipe.server.process.service import COORDINATOR_METHOD, SHARD_METHOD
 from lightning_hetpipe.server.protocol.identifiers import COORDINATOR, LocalFault, PeerFailed, Refusal, RemoteFault
-from lightning_hetpipe.server.protocol.member import Member
-from lightning_hetpipe.server.protocol.messages import Answer, Departed, Lost, NotYet, Parameter, TrainingSignature
-from lightning_hetpipe.server.transport.interface import Channel
+from lightning_hetpipe.server.protocol.member import Ask, AskShards, Body, Goal, Member, MemberState
+from lightning_hetpipe.server.protocol.messages import (
+    Answer,
+    Departed,
+    Done,
+    Joined,
+    Lost,
+    NotYet,
+    Parameter,
+    Request,
+    ShardRequest,
+    TrainingSignature,
+    decode,
+    encode,
+)
+from lightning_hetpipe.server.transport.interface import CallRefused, Channel, Unreachable
 
 TIME_TO_LEAVE = 10.0
 """Seconds for which a VW repeats that it leaves, as the coordinator may be starting again; then its lease runs out."""
+
+News = TypeVar("News", Departed, Lost)
 
 
 class NotJoined(ServersSilent):
@@ -42,8 +50,8 @@ class NotJoined(ServersSilent):
         self.missing = tuple(missing)
 
 
-class Client(ServerRequests):
-    """Membership of one VW in a session. Its calls are made by one thread at a time; ``cancel`` by any.
+class Client:
+    """Membership of one VW in a session. Its calls are made by one thread at a time; requests and ``cancel`` by any.
 
     Args:
         channels: one per server; the first is the coordinator's.
@@ -51,14 +59,17 @@ class Client(ServerRequests):
         placement: for each server, the indices of its parameters.
         vw: i.
         incarnation: larger than that of any earlier process of this VW.
-        lease: as for ``ServerRequests``; a heartbeat goes out three times in it.
-        timeout, longest_wait: likewise.
+        lease: seconds, equal to the servers'; a heartbeat goes out three times in it.
+        timeout: seconds for which servers may be unreachable, and which one request may take; may be changed.
+        longest_wait: seconds to wait for other VWs, as long as they live; may be changed.
         join_timeout: seconds to wait in ``join`` for VWs that have not joined; by default ``longest_wait``.
         name: prefix of the threads' names.
-        lost: as for ``ServerRequests``; the call under way and all later ones raise the error.
+        lost: returns the error by which the servers are known not to come back, once there is one; the call under way
+            and all later ones raise it.
         heart: channel to the coordinator for heartbeats alone, which would wait behind weights on a slow link for
             longer than the lease; by default the first of ``channels``.
-        departed, updates_lost: as for ``ServerRequests``.
+        departed: called once for each other VW that was left out or has left, from any thread.
+        updates_lost: likewise, for updates of another VW that nobody holds any more, as it died together with servers.
         returns: as in ``Join``.
     """
 
@@ -84,7 +95,12 @@ class Client(ServerRequests):
         owned: list[tuple[Parameter, ...]] = [
             tuple(signature.parameters[index] for index in indices) for indices in placement
         ]
-        super().__init__(channels, vw, lease, timeout, longest_wait, lost, departed, updates_lost)
+        self.vw = vw
+        self.timeout, self.longest_wait = timeout, longest_wait
+        self.failure: Exception | None = None
+        """Fatal error that is known; waits end with it."""
+        self.silence = ""
+        """The transport's error of the last request without an answer; it names the server."""
         self.member = Member(vw, incarnation, signature, owned, returns)
         self.kept = KeptContent(self, incarnation)
         """Content that is left with the coordinator for VWs that come back."""
@@ -92,6 +108,12 @@ class Client(ServerRequests):
         """Reason for which the call under way waits, in the coordinator's words."""
         self.bytes_pushed = 0
         self.bytes_pulled = 0
+        self._channels = channels
+        self._lease = lease
+        self._lost, self._on_departed, self._on_updates_lost = lost, departed, updates_lost
+        self._told: set[Departed | Lost] = set()
+        self._hears = threading.Lock()
+        self._stopped = threading.Event()
         self._heart_channel = channels[COORDINATOR] if heart is None else heart
         self._held = HeldWeights(signature.parameters, placement)
         self._part = b""
@@ -205,7 +227,78 @@ class Client(ServerRequests):
         """End the membership because of a failure, with which the others end too."""
         self._leave(reason)
 
+    def cancel(self) -> None:
+        """End the wait that is under way, and all later ones, as ``Cancelled``."""
+        self._stopped.set()
+
+    def check(self) -> None:
+        """Raise the fatal error that is known, if any; to be called where nothing waits for long."""
+        if (failure := self.failure or self._lost()) is not None:
+            raise failure
+
+    def check_goes_on(self) -> None:
+        """Raise what ends a wait: that it was cancelled, or the fatal error that is known."""
+        if self._stopped.is_set():
+            raise Cancelled("the call was cancelled")
+        self.check()
+
+    def pause(self) -> None:
+        """Wait before the next request, where nothing waits at the other end; less if cancelled."""
+        self._stopped.wait(min(0.1, self._lease / 10))
+
     # Requests.
+
+    def ask(
+        self,
+        message: Request,
+        body: Sequence[memoryview] = (),
+        into: Sequence[memoryview] = (),
+        timeout: float | None = None,
+        channel: Channel | None = None,
+    ) -> Answer | RemoteFault | None:
+        """Return the coordinator's answer; ``None`` if none came.
+
+        Args:
+            message: The request.
+            body: Bytes that belong to it.
+            into: Room for the bytes that belong to the answer.
+            timeout: Seconds; by default those of the VW.
+            channel: The way to the coordinator, if not the first channel.
+        """
+        channel, timeout = channel or self._channels[COORDINATOR], timeout or self.timeout
+        return self._answered(message, lambda header: channel.call(COORDINATOR_METHOD, header, body, into, timeout))
+
+    def ask_shard(self, call: ShardCall) -> Answer | RemoteFault | None:
+        """Return the answer of a server's shard; ``None`` if none came."""
+        channel, by = self._channels[call.server], call.by
+        return self._answered(
+            call.message, lambda header: by.call(channel, SHARD_METHOD, header, call.body, call.into, self.timeout)
+        )
+
+    def _answered(self, message: Request | ShardRequest, call: Callable[[bytes], bytes]) -> Answer | RemoteFault | None:
+        try:
+            header = call(encode(message))
+        except Unreachable as silence:
+            self.silence = str(silence)
+            return None
+        except CallRefused as refused:
+            return RemoteFault.parse(str(refused))
+        answer = decode(header)
+        if not isinstance(answer, Answer):
+            raise RemoteFault(Refusal.MALFORMED, f"a server answered with a {type(answer).__name__}")
+        if isinstance(answer, Done):
+            self._tell(answer.departed, self._on_departed)
+        elif isinstance(answer, Joined):
+            self._tell(answer.lost, self._on_updates_lost)
+        return answer
+
+    def _tell(self, told: Sequence[News], listener: Callable[[News], None]) -> None:
+        with self._hears:
+            # Its own departure is an error of its calls.
+            news = [each for each in told if each not in self._told and each.vw != self.vw]
+            self._told.update(news)
+        for each in news:
+            listener(each)
 
     def _new_pool(self) -> ThreadPoolExecutor:
         """One thread for each call that is made at once, and one to join again."""

@@ -13,8 +13,8 @@ from typing import Protocol
 
 from torch import Tensor
 
-from lightning_hetpipe.server.protocol.actions import Body
 from lightning_hetpipe.server.protocol.identifiers import Refusal, RemoteFault
+from lightning_hetpipe.server.protocol.member import Body
 from lightning_hetpipe.server.protocol.messages import Answer, Parameter, Read, ShardRequest, StageUpdate
 from lightning_hetpipe.server.protocol.shard import ShardLayout, block_of, copy_finite, memory_of
 from lightning_hetpipe.server.transport.interface import Channel

@@ -21,20 +21,18 @@ class LinkProbe:
         self._buffer: memoryview | None = None
 
     def open(self, size: int) -> memoryview:
-        return self._bytes(size)
-
-    def run(self, header: bytes) -> Reply:
-        """Answer a call whose header is the number of bytes to send back."""
-        if not header.isdigit():
-            raise CallRefused(f"malformed: {header[:40]!r} is no number of bytes")
-        return Reply(b"", [self._bytes(int(header[:20]))])
-
-    def _bytes(self, size: int) -> memoryview:
+        """Return room for a body of ``size`` bytes."""
         if size > LARGEST:
             raise CallRefused(f"malformed: {size} bytes are more than a measurement takes, {LARGEST}")
         if self._buffer is None:
             self._buffer = memoryview(np.zeros(LARGEST, np.uint8))  # type: ignore[arg-type]  # arrays are buffers
         return self._buffer[:size]
+
+    def run(self, header: bytes) -> Reply:
+        """Answer a call whose header is the number of bytes to send back."""
+        if not header.isdigit():
+            raise CallRefused(f"malformed: {header[:40]!r} is no number of bytes")
+        return Reply(b"", [self.open(int(header[:20]))])
 
 
 def link_to(channel: Channel, largest: int = LARGEST) -> Link:

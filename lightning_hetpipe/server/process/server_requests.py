@@ -1,36 +1,31 @@
-"""Requests of a VW to servers: each is answered, refused, or met with silence; and waits for answers have an end."""
+"""Waits of a VW for answers of servers: how they end, and content that VWs leave and recall by such waits."""
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import TYPE_CHECKING
 
-from lightning_hetpipe.server.process.held_weights import ShardCall
-from lightning_hetpipe.server.process.service import COORDINATOR_METHOD, SHARD_METHOD
-from lightning_hetpipe.server.protocol.identifiers import COORDINATOR, Refusal, RemoteFault
+from lightning_hetpipe.server.protocol.identifiers import PeerFailed, Refusal, RemoteFault
 from lightning_hetpipe.server.protocol.messages import (
+    AboutKept,
     Answer,
-    Departed,
-    Done,
-    Joined,
-    Lost,
-    Request,
-    ShardRequest,
-    decode,
-    encode,
+    AskForKept,
+    FetchKept,
+    KeepBytes,
+    KeptSize,
+    NotYet,
 )
-from lightning_hetpipe.server.transport.interface import CallRefused, Channel, Unreachable
+
+if TYPE_CHECKING:
+    from lightning_hetpipe.server.process.client import Client
 
 LONGEST_WAIT = 3600.0
 """Default timeout of a wait for live VWs, in seconds; long, as they may be in user code."""
 
-News = TypeVar("News", Departed, Lost)
-
 
 class Cancelled(Exception):
-    """A wait was ended by ``ServerRequests.cancel``."""
+    """A wait was ended by ``Client.cancel``."""
 
 
 class ServersSilent(RuntimeError):
@@ -41,124 +36,11 @@ class ServersUnheard(ServersSilent):
     """No server has answered for ``timeout``."""
 
 
-class ServerRequests:
-    """Requests of virtual worker ``vw``, by any thread.
-
-    Args:
-        channels: one per server; the first is the coordinator's.
-        vw: i.
-        lease: seconds, equal to the servers'.
-        timeout: seconds for which servers may be unreachable, and which one request may take; may be changed.
-        longest_wait: seconds to wait for other VWs, as long as they live; may be changed.
-        lost: returns the error by which the servers are known not to come back, once there is one.
-        departed: called once for each other VW that was left out or has left, from any thread.
-        updates_lost: likewise, for updates of another VW that nobody holds any more, as it died together with servers.
-    """
-
-    def __init__(
-        self,
-        channels: Sequence[Channel],
-        vw: int,
-        lease: float,
-        timeout: float,
-        longest_wait: float,
-        lost: Callable[[], Exception | None],
-        departed: Callable[[Departed], None],
-        updates_lost: Callable[[Lost], None],
-    ) -> None:
-        self.vw = vw
-        self.timeout, self.longest_wait = timeout, longest_wait
-        self.failure: Exception | None = None
-        """Fatal error that is known; waits end with it."""
-        self.silence = ""
-        """The transport's error of the last request without an answer; it names the server."""
-        self._channels = channels
-        self._lease = lease
-        self._lost = lost
-        self._on_departed = departed
-        self._on_updates_lost = updates_lost
-        self._told: set[Departed | Lost] = set()
-        self._hears = threading.Lock()
-        self._stopped = threading.Event()
-
-    def cancel(self) -> None:
-        """End the wait that is under way, and all later ones, as ``Cancelled``."""
-        self._stopped.set()
-
-    def check(self) -> None:
-        """Raise the fatal error that is known, if any; to be called where nothing waits for long."""
-        if (failure := self.failure or self._lost()) is not None:
-            raise failure
-
-    def check_goes_on(self) -> None:
-        """Raise what ends a wait: that it was cancelled, or the fatal error that is known."""
-        if self._stopped.is_set():
-            raise Cancelled("the call was cancelled")
-        self.check()
-
-    def pause(self) -> None:
-        """Wait before the next request, where nothing waits at the other end; less if cancelled."""
-        self._stopped.wait(min(0.1, self._lease / 10))
-
-    def ask(
-        self,
-        message: Request,
-        body: Sequence[memoryview] = (),
-        into: Sequence[memoryview] = (),
-        timeout: float | None = None,
-        channel: Channel | None = None,
-    ) -> Answer | RemoteFault | None:
-        """Return the coordinator's answer; ``None`` if none came.
-
-        Args:
-            message: The request.
-            body: Bytes that belong to it.
-            into: Room for the bytes that belong to the answer.
-            timeout: Seconds; by default those of the VW.
-            channel: The way to the coordinator, if not the first channel.
-        """
-        channel, timeout = channel or self._channels[COORDINATOR], timeout or self.timeout
-        return self._answered(message, lambda header: channel.call(COORDINATOR_METHOD, header, body, into, timeout))
-
-    def ask_shard(self, call: ShardCall) -> Answer | RemoteFault | None:
-        """Return the answer of a server's shard; ``None`` if none came."""
-        channel, by = self._channels[call.server], call.by
-        return self._answered(
-            call.message, lambda header: by.call(channel, SHARD_METHOD, header, call.body, call.into, self.timeout)
-        )
-
-    def _answered(self, message: Request | ShardRequest, call: Callable[[bytes], bytes]) -> Answer | RemoteFault | None:
-        try:
-            header = call(encode(message))
-        except Unreachable as silence:
-            self.silence = str(silence)
-            return None
-        except CallRefused as refused:
-            return RemoteFault.parse(str(refused))
-        answer = decode(header)
-        if not isinstance(answer, Answer):
-            raise RemoteFault(Refusal.MALFORMED, f"a server answered with a {type(answer).__name__}")
-        if isinstance(answer, Done):
-            for departed in self._news(answer.departed):
-                self._on_departed(departed)
-        elif isinstance(answer, Joined):
-            for lost in self._news(answer.lost):
-                self._on_updates_lost(lost)
-        return answer
-
-    def _news(self, told: Sequence[News]) -> list[News]:
-        with self._hears:
-            # Its own departure is an error of its calls.
-            news = [each for each in told if each not in self._told and each.vw != self.vw]
-            self._told.update(news)
-        return news
-
-
 class Wait:
-    """A wait that begins now, of one who makes ``requests`` again until it has what it waits for."""
+    """A wait that begins now, of a ``client`` that makes requests again until it has what it waits for."""
 
-    def __init__(self, requests: ServerRequests) -> None:
-        self._requests = requests
+    def __init__(self, client: Client) -> None:
+        self._client = client
         self._began = self._heard = time.monotonic()
 
     @property
@@ -177,9 +59,104 @@ class Wait:
             ServersUnheard: after ``timeout`` without an answer.
             ServersSilent: after ``longest_wait``.
         """
-        timeout, longest_wait = self._requests.timeout, self._requests.longest_wait
+        timeout, longest_wait = self._client.timeout, self._client.longest_wait
         if time.monotonic() - self._heard > timeout:
-            silence = f"{self._requests.silence}; if it may be silent for longer, raise HetPipeStrategy(timeout=...)"
+            silence = f"{self._client.silence}; if it may be silent for longer, raise HetPipeStrategy(timeout=...)"
             raise ServersUnheard(f"{who} for {timeout:g} s for an answer: {silence}")
         if self.seconds > longest_wait:
             raise ServersSilent(f"{who} for {longest_wait:g} s for {awaited}; set a longer timeout if it may")
+
+
+Content = bytes | Callable[[], bytes]
+"""Bytes to leave with a coordinator, or what gives them."""
+
+
+class KeptContent:
+    """Content that a process of a VW leaves with the coordinator, or recalls from it; any thread may call.
+
+    Args:
+        client: The VW's client.
+        incarnation: Of the VW.
+    """
+
+    def __init__(self, client: Client, incarnation: int) -> None:
+        self._client = client
+        self._me = client.vw, incarnation
+        self._left: dict[str, Content] = {}
+
+    def leave(self, name: str, content: Content | None) -> None:
+        """Leave ``content`` with the coordinator under ``name``; None takes it away.
+
+        It is left again with a coordinator that was started again. Raises as :meth:`recall` does.
+
+        Args:
+            name: Its name.
+            content: The bytes, or where they are large and kept elsewhere, what gives them.
+        """
+        if content is None:
+            self._left.pop(name, None)
+        else:
+            self._left[name] = content
+        self._until_answered(KeepBytes(*self._me, name), _bytes_of(content))
+
+    def leave_again(self) -> None:
+        """Leave all again; another thread may leave other content, or take it away, meanwhile."""
+        for name in list(self._left):
+            sent: Content | None = None
+            while (content := self._left.get(name)) is not sent:
+                self._client.ask(KeepBytes(*self._me, name), _bytes_of(content))
+                sent = content
+
+    def recall(self, name: str, seconds: float | None = None) -> bytes | None:
+        """Return what is kept under ``name``; waits until something is, for so many ``seconds``: then None.
+
+        Raises:
+            ServersSilent: after ``timeout`` or ``longest_wait``.
+            PeerFailed: another VW has failed.
+            RemoteFault: this VW was left out.
+            Cancelled: after ``cancel``.
+        """
+        while (answer := self._until_answered(AskForKept(*self._me, name), seconds=seconds)) is not None:
+            assert isinstance(answer, KeptSize)
+            found = bytearray(answer.size)
+            try:
+                self._until_answered(FetchKept(*self._me, name, answer.size), into=[memoryview(found)])
+            except RemoteFault as fault:
+                if fault.refusal is not Refusal.STALE:
+                    raise
+            else:
+                return bytes(found)
+        return None
+
+    def _until_answered(
+        self,
+        message: AboutKept,
+        body: Sequence[memoryview] = (),
+        into: Sequence[memoryview] = (),
+        seconds: float | None = None,
+    ) -> Answer | None:
+        """The coordinator's answer to ``message``, asked again until it has one; None after so many ``seconds``."""
+        wait = Wait(self._client)
+        while True:
+            self._client.check_goes_on()
+            answer = self._client.ask(message, body, into)
+            if answer is not None:
+                wait.hear()
+            if isinstance(answer, RemoteFault):
+                if answer.refusal is Refusal.FAILED:
+                    raise PeerFailed(str(answer))
+                if answer.refusal not in (Refusal.GENERATION, Refusal.BUSY):  # the heartbeat joins again
+                    raise answer
+            elif answer is not None and not isinstance(answer, NotYet):
+                return answer
+            if seconds is not None and wait.seconds > seconds:
+                return None
+            wait.check(f"VW {self._client.vw} has waited", f"'{message.name}'")
+            if not isinstance(answer, NotYet):
+                self._client.pause()
+
+
+def _bytes_of(content: Content | None) -> Sequence[memoryview]:
+    """The body of a message that leaves ``content``; none takes away what was left before."""
+    found = content() if callable(content) else content
+    return [memoryview(found)] if found else ()

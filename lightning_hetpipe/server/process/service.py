@@ -9,7 +9,7 @@ from __future__ import annotations
 import secrets
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, get_args
 
 from lightning_hetpipe.server.protocol.coordinator import Coordinator
@@ -37,10 +37,8 @@ class Service:
 
     Args:
         lease: seconds of silence after which a VW is left out.
-        limit: bytes of weights that the shard may hold; ``None`` for no limit.
         gather_limit: bytes of one VW's part of a gather.
         longest_wait: seconds for which a request waits.
-        now: a steady clock, in seconds.
         gone: of the service whose place this one takes, its `gone`.
         note: receives every decision of the coordinator about weights; must not wait.
     """
@@ -49,27 +47,24 @@ class Service:
         self,
         lease: float,
         *,
-        limit: int | None = None,
         gather_limit: int = LIMIT,
         longest_wait: float = 2.0,
-        now: Callable[[], float] = time.monotonic,
         gone: Mapping[int, int] | None = None,
         note: Note = ignore,
     ) -> None:
         epoch = secrets.token_hex(8)
         self._longest_wait = min(longest_wait, lease / 3)  # a VW that waits is not heard
-        self._now = now
         self._coordinator = Coordinator(epoch, lease, gather_limit, gone, note)
         self._closed = False
         self._changed = threading.Condition()
-        self._shard = Shard(epoch, limit)
+        self._shard = Shard(epoch)
         self._shard_lock = threading.Lock()
 
     @property
     def finished(self) -> bool:
         """VWs have come, and all are gone."""
         with self._changed:
-            self._coordinator.tick(self._now())
+            self._coordinator.tick(time.monotonic())
             return self._coordinator.finished
 
     @property
@@ -98,7 +93,7 @@ class Service:
     def status(self) -> dict[str, Any]:
         """Phase, clocks, members and bytes, as JSON has them."""
         with self._changed:
-            status = self._coordinator.status(self._now())
+            status = self._coordinator.status(time.monotonic())
         return {**status, "held_bytes": self.bytes_held}
 
     def close(self) -> None:
@@ -154,14 +149,14 @@ class Service:
     def _run_coordinator(self, message: Request, body: bytes) -> Reply:
         with self._changed:
             try:
-                began = now = self._now()
+                began = now = time.monotonic()
                 answer, parts = self._coordinator.handle(message, now, body)
                 self._changed.notify_all()
                 while isinstance(answer, NotYet) and now - began < self._longest_wait and not self._closed:
                     expiry = self._coordinator.next_expiry()
                     rest = began + self._longest_wait - now
                     self._changed.wait(rest if expiry is None else max(0.001, min(rest, expiry - now)))
-                    now = self._now()
+                    now = time.monotonic()
                     answer, parts = self._coordinator.handle(message, now, body, again=True)
             except RemoteFault:
                 self._changed.notify_all()  # leases may have run out

@@ -7,7 +7,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -19,7 +19,6 @@ from lightning_hetpipe.server.transport.interface import (
     HEADER_LIMIT,
     LINK,
     STATUS,
-    TIMEOUT,
     CallRefused,
     Channel,
     Reply,
@@ -183,15 +182,8 @@ class SessionChannel:
         """The method ``name`` of the session, for whoever calls the server by its address."""
         return f"{self._session}/{name}"
 
-    def call(
-        self,
-        method: str,
-        header: bytes,
-        body: Sequence[memoryview] = (),
-        into: Sequence[memoryview] = (),
-        timeout: float = TIMEOUT,
-    ) -> bytes:
-        return self._channel.call(self.method(method), header, body, into, timeout)
+    def call(self, method: str, *arguments: Any, **named: Any) -> bytes:
+        return self._channel.call(self.method(method), *arguments, **named)
 
     def close(self) -> None:
         """Leave the channel to the other sessions."""

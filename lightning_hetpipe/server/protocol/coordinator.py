@@ -381,18 +381,7 @@ class Coordinator:
 
     # Requests of members.
 
-    def _serve(
-        self,
-        message: messages.Loaded
-        | messages.Pushed
-        | messages.Pull
-        | messages.Pulled
-        | messages.Arrive
-        | messages.Gather
-        | messages.Fetch
-        | messages.Heartbeat,
-        body: bytes,
-    ) -> tuple[Answer, Sequence[bytes]]:
+    def _serve(self, message: messages.MemberRequest, body: bytes) -> tuple[Answer, Sequence[bytes]]:
         if message.generation != self.generation or self.phase is Phase.JOINING:
             raise RemoteFault(Refusal.GENERATION, "a server was lost; the VW has to join again")
         if message.vw not in self._attempts:

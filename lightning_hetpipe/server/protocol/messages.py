@@ -370,7 +370,8 @@ class Holding:
 
 
 AboutKept = KeepBytes | AskForKept | FetchKept
-Request = Join | Loaded | Pushed | Pull | Pulled | Arrive | Gather | Fetch | Heartbeat | Leave | AboutKept
+MemberRequest = Loaded | Pushed | Pull | Pulled | Arrive | Gather | Fetch | Heartbeat
+Request = Join | MemberRequest | Leave | AboutKept
 """Requests to the coordinator."""
 ShardRequest = Hello | Load | StageUpdate | Read
 Answer = Done | NotYet | Joined | LoadNow | Granted | Closed | Gathered | Holding | KeptSize

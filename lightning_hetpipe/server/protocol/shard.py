@@ -107,13 +107,6 @@ class ShardLayout:
             filled = target + end - source
         return [piece for piece in (*found, memory_of(block[begin:end])) if len(piece)]
 
-    def not_finite(self, views: Sequence[Tensor]) -> str | None:
-        """Name of the first parameter with a NaN or infinity."""
-        for parameter, view in zip(self.parameters, views, strict=True):
-            if not finite(view):
-                return parameter.name
-        return None
-
 
 def finite(values: Tensor) -> bool:
     """Check that there is no NaN and no infinity."""
@@ -324,13 +317,14 @@ class Shard:
             RemoteFault: if it has a NaN or infinity.
         """
         layout = self._update_layout.only(message.part)
-        name = layout.not_finite(layout.views(_taken(body))) if len(body) == layout.size else None
-        if name is not None:
-            raise RemoteFault(
-                Refusal.NOT_FINITE,
-                f"the update of VW {message.vw} of wave {message.clock} has a NaN or infinity in '{name}', and is not"
-                " added",
-            )
+        views = layout.views(_taken(body)) if len(body) == layout.size else []
+        for parameter, view in zip(layout.parameters, views, strict=False):
+            if not finite(view):
+                raise RemoteFault(
+                    Refusal.NOT_FINITE,
+                    f"the update of VW {message.vw} of wave {message.clock} has a NaN or infinity in"
+                    f" '{parameter.name}', and is not added",
+                )
 
     def _read(self, message: Read) -> tuple[Holding, Sequence[memoryview]]:
         self._check_content(message.generation)

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import hmac
 import logging
 import mmap
@@ -246,10 +247,6 @@ def _address(buffer: memoryview) -> int:
     return address
 
 
-_said: set[str] = set()
-
-
+@functools.cache
 def _say_once(sentence: str) -> None:
-    if sentence not in _said:
-        _said.add(sentence)
-        _LOG.warning("hetpipe: %s; weights go by gRPC, which is slower", sentence)
+    _LOG.warning("hetpipe: %s; weights go by gRPC, which is slower", sentence)
