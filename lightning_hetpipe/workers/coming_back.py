@@ -22,7 +22,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +44,7 @@ CHUNK = 16 << 20
 _ANNOUNCED = 5.0
 """Seconds after which one that is ready says so again."""
 
-_AGAIN = 0.1
+AGAIN = 0.1
 """Seconds between looks at the coordinator's status."""
 
 
@@ -111,7 +110,7 @@ class Returning:
         self._launch, self._index, self._size, self._lease = launch, index, size, lease
         comes = "comes" if is_new else "comes back"
         say(f"virtual worker {index} {comes} to a run that goes on, and takes part from its next epoch on")
-        self.record = FitRecord(**_loaded(recall_parts(launch, RECORD)))
+        self.record = FitRecord(**loaded(recall_parts(launch, RECORD)))
         if not self.record.session:
             raise too_late(index)
         self._next = 0
@@ -188,13 +187,13 @@ class Returning:
             # Again and again, as a coordinator that was started again has forgotten it.
             self._launch.kept.leave(self._ready, b"1")
             content = self._launch.kept.recall(STATE, _ANNOUNCED)
-            found = {} if content is None else _loaded(content)
+            found = {} if content is None else loaded(content)
             if found.get("over"):
                 raise too_late(self._index)
             mine = found.get("vws", {}).get(self._index) == self._launch.member.incarnation
             if mine and self._has_fetched(found["parts"]):
                 break
-            again.wait(_AGAIN if found else 0.0)  # that one is for others, or for an earlier process of this one
+            again.wait(AGAIN if found else 0.0)  # that one is for others, or for an earlier process of this one
         self._state = found
 
     def _has_fetched(self, parts: Sequence[str]) -> bool:
@@ -213,7 +212,7 @@ class Returning:
             SeatMissed: if this was another cut than that of the checkpoint.
         """
         if cut == self.cut:
-            seats = _loaded(recalled(self._launch, SEATS))
+            seats = loaded(recalled(self._launch, SEATS))
             if seats["cut"] == cut and self._index in seats["vws"]:
                 self._launch.kept.leave(self._ready, None)
                 return list(seats["vws"])
@@ -225,85 +224,17 @@ class Returning:
             self._file.close()
 
 
-class Reception:
-    """Help of virtual worker 0 for those that come back.
-
-    Args:
-        launch: Its client in ``session``, that of the launch.
-        coordinator: Channel to the coordinator.
-        lease: Seconds to wait for those that are to ask for seats.
-    """
-
-    def __init__(self, launch: Client, session: str, coordinator: Channel, lease: float) -> None:
-        self._launch, self._session, self._coordinator, self._lease = launch, session, coordinator, lease
-        self.record = FitRecord()
-        self._open = False
-        self._handed: list[str] = []
-
-    def post(self) -> None:
-        """Leave the record; from now on others may come back."""
-        self._open = True
-        leave_parts(self._launch, RECORD, _written(vars(self.record)))
-
-    def shut(self) -> None:
-        """The fit is over: whoever comes back is told so."""
-        if self._open:
-            self._open, self.record = False, FitRecord()
-            leave_parts(self._launch, RECORD, _written(vars(self.record)))
-            self._launch.kept.leave(STATE, _written({"over": True}))
-
-    def ready(self) -> dict[int, int]:
-        """The virtual workers that are ready to come back, each with its incarnation in the session of the launch."""
-        status = status_of(self._coordinator, self._session, self._lease)
-        kept, members = status.get("kept", []), status.get("members", [])
-        alive = {f"{READY}{each['vw']}-{each['incarnation']}": each for each in members}
-        return {each["vw"]: each["incarnation"] for name, each in alive.items() if name in kept}
-
-    def hand_over(self, checkpoint: Path, vws: Mapping[int, int], cut: int, agreed: Mapping[str, list[Any]]) -> None:
-        """Leave ``checkpoint`` and what all have ``agreed`` on for ``vws``, which are to become members at ``cut``.
-
-        ``vws`` are as :meth:`ready` gave them.
-        """
-        # By names of their own, as one that is slow may still fetch those of an earlier cut.
-        parts = [f"{STATE}-{cut}-{part}" for part in range(-(-checkpoint.stat().st_size // CHUNK))]
-        for part, name in enumerate(parts):
-            self._launch.kept.leave(name, partial(_chunk, checkpoint, part))
-        self._launch.kept.leave(STATE, _written({"vws": dict(vws), "cut": cut, "parts": parts, "agreed": dict(agreed)}))
-        self._handed = parts
-
-    def await_askers(self, vws: Sequence[int], check: Callable[[], None]) -> list[int]:
-        """Wait until all ``vws`` ask for a seat in the fit, for one lease at most; gives those that do."""
-        until, again = time.monotonic() + self._lease, threading.Event()
-        while True:
-            check()
-            found = status_of(self._coordinator, self.record.session, self._lease).get("newcomers", [])
-            here = [vw for vw in vws if vw in found]
-            if len(here) == len(vws) or time.monotonic() > until:
-                return here
-            again.wait(_AGAIN)
-
-    def seat(self, vws: Sequence[int], cut: int) -> None:
-        """Tell who takes part from ``cut`` on."""
-        self._launch.kept.leave(SEATS, _written({"vws": list(vws), "cut": cut}))
-
-    def clear(self, vws: Mapping[int, int]) -> None:
-        """Take away what was left for ``vws``, as :meth:`ready` gave them."""
-        ready = [f"{READY}{vw}-{incarnation}" for vw, incarnation in vws.items()]
-        for name in (STATE, *self._handed, *ready):
-            self._launch.kept.leave(name, None)
-
-
 def leave_parts(client: Client, name: str, content: bytes) -> None:
     """Leave ``content`` of any size under ``name``, for :func:`recall_parts`."""
     starts = range(0, max(1, len(content)), CHUNK)
     for part, start in enumerate(starts):
         client.kept.leave(f"{name}-{part}", content[start : start + CHUNK])
-    client.kept.leave(name, _written({"parts": len(starts)}))
+    client.kept.leave(name, written({"parts": len(starts)}))
 
 
 def recall_parts(client: Client, name: str) -> bytes:
     """Return what was left under ``name``, once it is."""
-    parts = _loaded(recalled(client, name))["parts"]
+    parts = loaded(recalled(client, name))["parts"]
     return b"".join(recalled(client, f"{name}-{part}") for part in range(parts))
 
 
@@ -332,39 +263,48 @@ def statuses_of(channel: Channel, seconds: float) -> dict[str, Any]:
 def goes_on(channel: Channel, session: str, lease: float) -> bool:
     """Tell whether virtual worker 0 lives, in a ``session`` that runs without this process.
 
-    It is heard from three times in a lease. What a dead launch has left behind is told from one that runs by waiting
-    for that, for two leases.
+    What a dead launch has left behind is told from one that runs by waiting to hear from it, for two leases.
     """
-    began, again = time.monotonic(), threading.Event()
-    known: int | None = None
-    while time.monotonic() < began + 2 * lease:
-        status = status_of(channel, session, lease)
-        first = next((member for member in status.get("members", ()) if member["vw"] == 0), None)
-        if first is None or status["phase"] != "running" or 0 in status["newcomers"]:
-            return False
-        known = known or first["incarnation"]
-        if first["incarnation"] != known:
-            return False
-        if first["silent_ms"] < 1000 * (time.monotonic() - began):
-            return True
-        again.wait(_AGAIN)
-    return False
+    incarnations = set[int]()
+
+    def is_same(status: Mapping[str, Any], first: Mapping[str, Any]) -> bool:
+        incarnations.add(first["incarnation"])
+        return len(incarnations) == 1 and 0 not in status["newcomers"]
+
+    return _is_heard(channel, session, 0, lease, 2 * lease, is_same)
 
 
 def is_taken(channel: Channel, session: str, setting: str, vw: int, lease: float) -> bool:
     """Tell whether another process of virtual worker ``vw`` lives in ``session``, of a launch with ``setting``.
 
-    It is heard from three times in a lease, and waited for half a lease.
+    It is waited for half a lease.
+    """
+    return _is_heard(channel, session, vw, lease, lease / 2, lambda status, _: setting in status["settings"])
+
+
+def _is_heard(
+    channel: Channel,
+    session: str,
+    vw: int,
+    lease: float,
+    seconds: float,
+    fits: Callable[[Mapping[str, Any], Mapping[str, Any]], bool],
+) -> bool:
+    """Tell whether ``vw``, which is heard from three times in a lease, is heard from in a running ``session``.
+
+    Args:
+        seconds: Time to wait for that.
+        fits: Takes a status of the session and of the member in it; False ends the wait.
     """
     began, again = time.monotonic(), threading.Event()
-    while time.monotonic() < began + lease / 2:
+    while time.monotonic() < began + seconds:
         status = status_of(channel, session, lease)
         member = next((member for member in status.get("members", ()) if member["vw"] == vw), None)
-        if member is None or status["phase"] != "running" or setting not in status["settings"]:
+        if member is None or status["phase"] != "running" or not fits(status, member):
             return False
         if member["silent_ms"] < 1000 * (time.monotonic() - began):
             return True
-        again.wait(_AGAIN)
+        again.wait(AGAIN)
     return False
 
 
@@ -379,7 +319,7 @@ def await_record(channel: Channel, session: str, lease: float, lost: Callable[[]
             raise failure
         if not goes_on(channel, session, lease):
             return False
-        again.wait(_AGAIN)
+        again.wait(AGAIN)
     return True
 
 
@@ -393,18 +333,12 @@ def end_former(channel: Channel, vw: int, seconds: float) -> None:
                 SessionChannel(channel, name).call(COORDINATOR_METHOD, leave, timeout=seconds)
 
 
-def _chunk(path: Path, number: int) -> bytes:
-    with path.open("rb") as file:
-        file.seek(number * CHUNK)
-        return file.read(CHUNK)
-
-
-def _written(values: Any) -> bytes:
+def written(values: Any) -> bytes:
     buffer = io.BytesIO()
     torch.save(values, buffer)
     return buffer.getvalue()
 
 
-def _loaded(content: bytes) -> dict[str, Any]:
+def loaded(content: bytes) -> dict[str, Any]:
     found: dict[str, Any] = torch.load(io.BytesIO(content), weights_only=True)
     return found

@@ -32,7 +32,7 @@ from lightning_hetpipe.workers.departures import Departures
 from lightning_hetpipe.workers.join_handshake import JoinHandshake
 from lightning_hetpipe.workers.program_group import FIT, LAUNCH, go_on_from, next_session
 from lightning_hetpipe.workers.seats import Seats
-from lightning_hetpipe.workers.value_gathers import collect_contents, gather_in_chunks, gather_values
+from lightning_hetpipe.workers.value_gathers import gather_in_chunks, gather_values
 
 
 class Group:
@@ -362,7 +362,15 @@ class Group:
         self.gather(None, what)
         if self._launch is None or self.interrupted() or self.seats.returning is not None:
             return {}
-        return collect_contents(self._gathered, self.index, self.size, content, opened)
+
+        def collected(due: int) -> IO[bytes] | None:
+            file = opened() if self.index == 0 else None
+            mine = content() if self.index == due else b""
+            whole = self._gathered(mine, lambda vw, part: None if file is None else file.write(part))
+            return file if due in whole else None
+
+        files = {due: collected(due) for due in range(1, self.size)}
+        return {due: file for due, file in files.items() if file is not None}
 
     def _gathered(self, content: bytes | memoryview, take: Callable[[int, bytes], object]) -> list[int]:
         assert self._launch is not None

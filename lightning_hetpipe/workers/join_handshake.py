@@ -13,7 +13,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -54,6 +55,7 @@ class _Occupied(Exception):
     """The servers serve another launch."""
 
 
+@dataclass(eq=False)
 class JoinHandshake:
     """The handshake of virtual worker ``index`` among ``size``.
 
@@ -66,27 +68,17 @@ class JoinHandshake:
         least: With how many virtual workers a session begins; 0 for all. May be set anew.
     """
 
-    def __init__(
-        self,
-        index: int,
-        size: int,
-        found: FoundServers,
-        settings: WSPSettings,
-        timeout: float,
-        lost: Callable[[], Exception | None],
-        departed: Callable[[Departed, bool], None],
-        updates_lost: Callable[[Lost], None],
-        least: int = 0,
-    ) -> None:
-        self.index = index
-        self.size = size
-        self.found = found
-        self.settings = settings
-        self.timeout = timeout
-        self.least = least
-        self._lost = lost
-        self._departed = departed
-        self._updates_lost = updates_lost
+    index: int
+    size: int
+    found: FoundServers
+    settings: WSPSettings
+    timeout: float
+    lost: Callable[[], Exception | None]
+    departed: Callable[[Departed, bool], None]
+    updates_lost: Callable[[Lost], None]
+    least: int = 0
+
+    def __post_init__(self) -> None:
         self._channels: list[GrpcChannel] = []
         self._hearts: list[GrpcChannel] = []
         """Connections to the same servers for heartbeats alone."""
@@ -222,7 +214,7 @@ class JoinHandshake:
                         continue
                     end_former(self.coordinator, self.index, self.settings.lease)
                     self._awaited = "for the first epoch of the run"
-                    self.returns = await_record(self.coordinator, session, self.settings.lease, self._lost)
+                    self.returns = await_record(self.coordinator, session, self.settings.lease, self.lost)
 
     @property
     def _is_incomplete(self) -> bool:
@@ -236,7 +228,9 @@ class JoinHandshake:
             SettingError: if the coordinator's lease is another one.
         """
         if self._servers_lease is None:
-            self._servers_lease = self._ask_for_lease()
+            with suppress(Unreachable):  # for a moment, perhaps; the next call raises it otherwise
+                status = json.loads(self.coordinator.call(STATUS, b"", timeout=self.settings.lease))
+                self._servers_lease = float(status["lease"])
         theirs = self._servers_lease
         if theirs is not None and theirs != self.settings.lease:
             raise SettingError(
@@ -265,7 +259,8 @@ class JoinHandshake:
         def tell() -> None:
             joining = self._joining
             missing = joining.waits_for if joining is not None else ""
-            what = self._awaited or (f"for {missing}" if missing else f"until {self._enough} have come")
+            enough = f"{self.least} of {self.size}" if 0 < self.least < self.size else f"all {self.size}"
+            what = self._awaited or (f"for {missing}" if missing else f"until {enough} have come")
             say(f"virtual worker {self.index} waits {what} (at the server {self.found.coordinator})")
 
         timer = threading.Timer(NOTICE_AFTER, tell)
@@ -285,17 +280,6 @@ class JoinHandshake:
             ) from None
         finally:
             timer.cancel()
-
-    @property
-    def _enough(self) -> str:
-        return f"{self.least} of {self.size}" if 0 < self.least < self.size else f"all {self.size}"
-
-    def _ask_for_lease(self) -> float | None:
-        try:
-            status = json.loads(self.coordinator.call(STATUS, b"", timeout=self.settings.lease))
-        except Unreachable:
-            return None  # for a moment, perhaps; the next call raises it otherwise
-        return float(status["lease"])
 
     def _client(
         self,
@@ -328,11 +312,11 @@ class JoinHandshake:
             longest_wait=LEASES_FOR_A_SEAT * wsp.lease if self.returns and parameters else self.longest_wait,
             join_timeout=wsp.join_timeout,
             name=f"hetpipe-{session}",
-            lost=self._lost,
+            lost=self.lost,
             heart=SessionChannel(self._hearts[servers[0]], session),
-            departed=lambda each: self._departed(each, bool(parameters)),
+            departed=lambda each: self.departed(each, bool(parameters)),
             returns=self.returns,
-            updates_lost=lambda each: self._updates_lost(each) if parameters else None,
+            updates_lost=lambda each: self.updates_lost(each) if parameters else None,
         )
 
     def _incarnation(self, session: str, channel: GrpcChannel) -> int:

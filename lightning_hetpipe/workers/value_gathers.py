@@ -7,7 +7,7 @@ import pickle
 import struct
 from collections import defaultdict
 from collections.abc import Callable
-from typing import IO, Any
+from typing import Any
 
 import torch
 
@@ -101,32 +101,6 @@ def gather_values(exchange: Exchange, index: int, value: Any, what: str, unequal
             + (", or in a step of a validation or test, where shares give them other numbers of batches" * unequal)
         )
     return [theirs for _, theirs in parts.values()]
-
-
-def collect_contents(
-    exchange: Exchange,
-    index: int,
-    size: int,
-    content: Callable[[], bytes | memoryview],
-    opened: Callable[[], IO[bytes]],
-) -> dict[int, IO[bytes]]:
-    """On virtual worker 0 the contents of the others, one after the other, by their index; nothing on those.
-
-    Args:
-        exchange: Called for each of the others.
-        index: Number of this virtual worker.
-        size: N.
-        content, opened: As for ``Group.collect``.
-    """
-
-    def collected(due: int) -> IO[bytes] | None:
-        file = opened() if index == 0 else None
-        mine = content() if index == due else b""
-        whole = exchange(mine, lambda vw, part: None if file is None else file.write(part))
-        return file if due in whole else None
-
-    files = {due: collected(due) for due in range(1, size)}
-    return {due: file for due, file in files.items() if file is not None}
 
 
 def _loaded(part: bytearray, vw: int) -> tuple[str, Any]:

@@ -197,8 +197,8 @@ MUTATIONS = (
         "L4",
         "an update with a NaN is accepted",
         "server/protocol/shard.py",
-        "if name is not None:",
-        "if name is not None and not name:",
+        "if not finite(view):",
+        "if not finite(view) and not view.numel():",
         (_SHARD, "-k", "not_finite"),
     ),
     Mutation(
