@@ -10,14 +10,14 @@ Lightning's thread drives it and holds the lock over user code except while it w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
 
 from lightning_hetpipe.errors import Discarded, PipelineRefusal
-from lightning_hetpipe.pipeline.buffers import may_change
+from lightning_hetpipe.pipeline.buffers import may_change, places
 from lightning_hetpipe.pipeline.computed_weights import compute, computed_names
 from lightning_hetpipe.pipeline.live import NO_MOVES, Live, Moves
 from lightning_hetpipe.pipeline.memory import PlannedMemory
@@ -316,13 +316,8 @@ class Engine(RunnerPool[Minibatch]):
     def lacking(self) -> str:
         """Say what all stages hold, where another thread than theirs runs out of memory, and what helps."""
         held = [f"  stage {stage.index} on {stage.place}: {stage.memory.told()}" for stage in self.stages]
-        return "\n".join(
-            [
-                "memory ran out in user code or a step of Lightning's; stages held",
-                *held,
-                less(self.in_flight, self._recompute),
-            ]
-        )
+        what = "memory ran out in user code or a step of Lightning's; stages held"
+        return "\n".join([what, *held, less(self.in_flight, self._recompute)])
 
     def abandon(self, minibatch: Minibatch) -> None:
         """Nobody waits for ``minibatch`` any more: stages forget it."""
@@ -393,8 +388,9 @@ def _check_shared_buffers(parts: Sequence[Sequence[Layer]]) -> None:
     for layers in parts:
         here: dict[int, tuple[str, bool]] = {}
         for layer in layers:
-            for buffer, changes in _buffers(layer.module):
-                changes = changes or here.get(id(buffer), ("", False))[1]
+            for module, name in places([layer.module]):
+                buffer = getattr(module, name)
+                changes = may_change(module, name) or here.get(id(buffer), ("", False))[1]
                 here[id(buffer)] = (layer.name, changes)
         for key, (name, changes) in here.items():
             owner, changed = owners.get(key, ("", False))
@@ -404,10 +400,3 @@ def _check_shared_buffers(parts: Sequence[Sequence[Layer]]) -> None:
                     " give each layer a module of its own, set stages=1"
                 )
         owners.update(here)
-
-
-def _buffers(layer: nn.Module) -> Iterator[tuple[Tensor, bool]]:
-    """The buffers of ``layer``, and whether it may change them."""
-    for module in layer.modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            yield buffer, may_change(module, name)

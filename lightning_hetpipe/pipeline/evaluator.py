@@ -30,7 +30,7 @@ from lightning_hetpipe.pipeline.threads import Watchdog
 from lightning_hetpipe.pipeline.user.batch_in_flight import BatchInFlight, running
 from lightning_hetpipe.pipeline.user.runner_pool import RunnerPool
 from lightning_hetpipe.pipeline.user.user_section import UserSection
-from lightning_hetpipe.rules.schedule import Segment, segments
+from lightning_hetpipe.rules.schedule import segments
 from lightning_hetpipe.torch_private.tensors import pytree
 
 
@@ -156,10 +156,7 @@ class Evaluator(RunnerPool[EvaluationBatch]):
         first, inference = self._segments[piece][0], torch.is_inference_mode_enabled()
         ordinal = batch.calls[piece]
         batch.called = Evaluate(batch.number, first.index, ordinal, value, Autocast.current(), inference)
-        self._send(first, batch.called)
-
-    def _send(self, segment: Segment, message: Evaluate) -> None:
-        self.stages[segment.stage].put(Parcel(message))
+        self.stages[first.stage].put(Parcel(batch.called))
 
     def _cancel(self) -> None:
         super()._cancel()
@@ -181,7 +178,8 @@ class Evaluator(RunnerPool[EvaluationBatch]):
         elif batch.cancelled:
             batch.deliver(Discarded())
         else:
-            self._send(following, batch.called._replace(segment=following.index, value=result.value))
+            message = batch.called._replace(segment=following.index, value=result.value)
+            self.stages[following.stage].put(Parcel(message))
 
 
 class ForwardStage(StageThread):

@@ -167,7 +167,8 @@ def _graph(module: fx.GraphModule) -> dict[str, Any]:
     for node in module.graph.nodes:
         target = _target(node.target) if node.op == "call_function" else str(node.target)
         if node.op == "get_attr":
-            value = _attribute(module, target)
+            owner, _, attribute = target.rpartition(".")
+            value = getattr(module.get_submodule(owner), attribute)
             held[target] = {"graph": _graph(value)} if isinstance(value, fx.GraphModule) else value
         elif node.op not in ("placeholder", "output", "call_function"):
             raise NotPlain(f"a graph that has a node of kind {node.op} has no place in a message")
@@ -194,11 +195,6 @@ def _read_graph(written: Mapping[str, Any]) -> fx.GraphModule:
         nodes[name].meta |= {key: described[key] for key in described.keys() & KEYS}
     graph.lint()
     return fx.GraphModule(held, graph)
-
-
-def _attribute(module: nn.Module, path: str) -> Any:
-    *owners, name = path.split(".")
-    return getattr(module.get_submodule(".".join(owners)), name)
 
 
 @functools.cache

@@ -269,11 +269,19 @@ class Counter:
         """Run ``forward``; return its result and the bytes that it leaves, without those of ``besides``."""
         if len(self._known) == REMEMBERED:
             self._known.clear()
-        watched = _Watched()
-        with torch.autograd.graph.saved_tensors_hooks(watched.pack, _unpack):
+        watched = weakref.WeakSet[_Saved]()  # what the graph still needs
+
+        def pack(tensor: Tensor) -> _Saved:
+            # An output that was saved as it is would keep its own graph alive, which keeps it: it would never go.
+            saved = _Saved(tensor if tensor.grad_fn is None else tensor.detach())
+            watched.add(saved)
+            return saved
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved.tensor):
             output = forward()
         left_out = blocks(besides())
-        kept = Kept(_bytes([*inputs, *tensors_of(output), *watched.saved()], left_out), _bytes(inputs, left_out))
+        held = [*inputs, *tensors_of(output), *(saved.tensor for saved in watched)]
+        kept = Kept(_bytes(held, left_out), _bytes(inputs, left_out))
         self._known[_sizes(inputs)] = kept
         return output, kept
 
@@ -282,32 +290,11 @@ def _sizes(tensors: Sequence[Tensor]) -> tuple[Any, ...]:
     return tuple([(tensor.shape, tensor.dtype) for tensor in tensors])
 
 
-class _Watched:
-    """Tensors that autograd saves in one forward."""
-
-    def __init__(self) -> None:
-        self._saved: weakref.WeakSet[_Saved] = weakref.WeakSet()
-
-    def saved(self) -> list[Tensor]:
-        """Tensors that the graph still needs."""
-        return [saved.tensor for saved in self._saved]
-
-    def pack(self, tensor: Tensor) -> _Saved:
-        # An output that was saved as it is would keep its own graph alive, which keeps it: nobody would collect them.
-        saved = _Saved(tensor if tensor.grad_fn is None else tensor.detach())
-        self._saved.add(saved)
-        return saved
-
-
 class _Saved:
     """A tensor that autograd has saved, for as long as its graph needs it."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
-
-
-def _unpack(saved: _Saved) -> Tensor:
-    return saved.tensor
 
 
 def _bytes(tensors: Iterable[Tensor], left_out: dict[tuple[torch.device, int], int]) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -56,15 +56,12 @@ def held(
     lines = []
     for device in dict.fromkeys(each for each in stages if accelerates(each)):
         numbers = [str(number) for number, each in enumerate(stages) if each == device]
-        sizes = [f"{in_bytes(_on(device, tensors))} of {part}" for part, tensors in parts.items()]
+        here = {part: [t for t in tensors if t.device == device] for part, tensors in parts.items()}
+        own = {part: sum(each.nbytes for t in tensors for each in strided_parts(t)) for part, tensors in here.items()}
+        sizes = [f"{in_bytes(size)} of {part}" for part, size in own.items()]
         lines.append(
             f"  stage{'s' if len(numbers) > 1 else ''} {' and '.join(numbers)} on {device}: {', '.join(sizes)}, and"
             f" {in_bytes(torch.accelerator.memory_allocated(device))} with all else"
             f"{f'; {planned[device]}' if device in planned else ''}"
         )
     return "\n".join(["; devices hold", *lines]) if lines else ""
-
-
-def _on(device: torch.device, tensors: Iterable[Tensor]) -> int:
-    """Bytes of those of ``tensors`` that lie on ``device``."""
-    return sum(part.nbytes for tensor in tensors if tensor.device == device for part in strided_parts(tensor))

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
+from typing import Self
 
 from lightning_hetpipe.pipeline.threads import Watchdog
 
@@ -21,14 +22,19 @@ class ReadersWriterLock:
         self._watchdog = watchdog
         self._lock = threading.Lock()
         self._condition = threading.Condition(self._lock)
-        self._hold = _SharedHold(self)
         self._readers = 0
         self._wanted = 0  # threads that wait for the others to pause
         self._writer: int | None = None  # the thread that holds it exclusively
 
-    def shared(self) -> AbstractContextManager[None]:
+    def shared(self) -> Self:
         """Hold the lock shared: this thread computes; wait while another one holds it exclusively."""
-        return self._hold
+        return self
+
+    def __enter__(self) -> None:
+        self.begin()
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
 
     def begin(self) -> None:
         """Take the lock shared, until :meth:`end`."""
@@ -74,16 +80,3 @@ class ReadersWriterLock:
             with self._condition:
                 self._writer = None
                 self._condition.notify_all()
-
-
-class _SharedHold:
-    """Begins and ends, for any number of threads: as a generator it would cost as much as a small layer."""
-
-    def __init__(self, compute_lock: ReadersWriterLock) -> None:
-        self._compute_lock = compute_lock
-
-    def __enter__(self) -> None:
-        self._compute_lock.begin()
-
-    def __exit__(self, *exception: object) -> None:
-        self._compute_lock.end()

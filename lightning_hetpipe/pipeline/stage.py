@@ -9,7 +9,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -114,15 +114,15 @@ class StageSettings:
         return self.in_flight if self.buffers is None else self.buffers
 
 
+@dataclass
 class FoundGradients:
     """The gradients of weights that backwards of one minibatch have found, by number, and the events behind them.
 
     Those that the stage has no room for wait on the host.
     """
 
-    def __init__(self) -> None:
-        self.gradients: dict[int, Tensor] = {}
-        self.events: list[StreamEvent] = []
+    gradients: dict[int, Tensor] = field(default_factory=dict)
+    events: list[StreamEvent] = field(default_factory=list)
 
 
 class Stage(StageThread):

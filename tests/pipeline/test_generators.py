@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from lightning_hetpipe.pipeline.random.generators import RandomGenerators, RandomnessError, attach
+from lightning_hetpipe.pipeline.random.generators import RandomGenerators, attach
+from lightning_hetpipe.pipeline.random.operators import RandomnessError
 from tests.pipeline.drawing import Block, Run, draw
 
 CPU = torch.device("cpu")

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.distributions import Beta, Binomial, Categorical, Dirichlet, Gamma, Normal
 from torch.nn import functional as F
 
-from lightning_hetpipe.pipeline.random.generators import RandomGenerators, RandomnessError, attach
+from lightning_hetpipe.pipeline.random.generators import RandomGenerators, attach
+from lightning_hetpipe.pipeline.random.operators import RandomnessError
 from tests.pipeline.drawing import Block, Run, draw
 
 

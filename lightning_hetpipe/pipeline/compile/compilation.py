@@ -179,7 +179,9 @@ class Compiled(KindsOfCalls):
             return self._plain(group, value)
         run = self._functions.get((group, autocast))
         if run is None:
-            run = self._functions[group, autocast] = self._function(group)
+            function = under_own_code(_in_order, f"{self._names[group.first]} to {self._names[group.last - 1]}")
+            run = compiled(function, self._options, partial(refuse_other_draws, fused=self._fused))
+            self._functions[group, autocast] = run
         for of_layer in self._counters[group.first : group.last]:
             for counter in of_layer:
                 counter.in_graph = 0
@@ -189,11 +191,6 @@ class Compiled(KindsOfCalls):
         for call in self._calls[group.first : group.last]:
             value = call(value)
         return value
-
-    def _function(self, group: CompiledGroup) -> Run:
-        function = under_own_code(_in_order, f"{self._names[group.first]} to {self._names[group.last - 1]}")
-        run: Run = compiled(function, self._options, partial(refuse_other_draws, fused=self._fused))
-        return run
 
     def _warn(self, group: CompiledGroup, reason: str) -> None:
         layers = self._names[group.first : group.last]

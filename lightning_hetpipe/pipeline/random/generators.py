@@ -43,19 +43,6 @@ from lightning_hetpipe.pipeline.random.graph_draws import GraphDraws, NoDropout,
 from lightning_hetpipe.pipeline.random.operators import RandomnessError, RandomOperators
 from lightning_hetpipe.pipeline.user.user_section import has_own_seed
 
-__all__ = [
-    "RandomGenerators",
-    "RandomnessError",
-    "attach",
-    "attached",
-    "counters",
-    "drawing_nothing",
-    "drawn",
-    "draws_now",
-    "generator_of",
-    "may_draw",
-]
-
 
 class RandomGenerators:
     """Source of all random generators of one run.

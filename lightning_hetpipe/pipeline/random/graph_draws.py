@@ -23,8 +23,6 @@ from torch.overrides import TorchFunctionMode
 from lightning_hetpipe.pipeline.random.operators import RandomnessError, RandomOperators
 from lightning_hetpipe.torch_private.compiler import run_without_data
 
-__all__ = ["GraphDraws", "NoDropout", "draw_in_graph", "refuse_other_draws", "register"]
-
 _NAME = "lightning_hetpipe"
 
 GeneratorOf = Callable[[str, int, torch.device], torch.Generator]

@@ -15,8 +15,6 @@ from torch import Tensor
 
 from lightning_hetpipe.torch_private.modes import ThreadDispatchMode
 
-__all__ = ["RandomOperators", "RandomnessError"]
-
 Arguments = tuple[Any, ...]
 Keywords = dict[str, Any]
 

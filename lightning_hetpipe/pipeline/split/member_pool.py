@@ -48,19 +48,8 @@ class DeviceGroup:
 _ORDINALS = {0: "first", 1: "second", 2: "third"}
 
 
-@dataclass(frozen=True)
-class _Posted:
-    """A job on its way to a member.
-
-    Attributes:
-        job: To be run.
-        event: Behind it stands what the job is given.
-        uses: Of other streams.
-    """
-
-    job: Job
-    event: StreamEvent | None
-    uses: Sequence[Tensor]
+_Posted = tuple[Job, StreamEvent | None, Sequence[Tensor]]
+"""A job on its way to a member, the event behind which stands what it is given, and its tensors of other streams."""
 
 
 class MemberPool:
@@ -123,7 +112,7 @@ class MemberPool:
         for together in [[member] for member in asked] if self.in_turn else [[*asked]]:
             for member in together:
                 if (worker := self._workers[member]) is not None:
-                    worker.put(_Posted(asked[member], event, uses))
+                    worker.put((asked[member], event, uses))
             if home in together:
                 try:
                     found[home] = asked[home]()
@@ -159,8 +148,9 @@ class MemberPool:
 
         def handle(posted: _Posted) -> None:
             try:
-                stream.join(posted.event, posted.uses)
-                results.put((posted.job(), None, stream.record()))
+                job, event, uses = posted
+                stream.join(event, uses)
+                results.put((job(), None, stream.record()))
             except BaseException as error:
                 results.put((None, error, None))
 

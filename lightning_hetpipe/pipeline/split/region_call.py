@@ -7,14 +7,15 @@ backward    each member runs the backward of its graph, at the same time; gradie
 
 from __future__ import annotations
 
+import operator
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from lightning_hetpipe.pipeline.reentrant_checkpoints import run_backward
 from lightning_hetpipe.pipeline.split.member_pool import MemberPool
@@ -188,7 +189,7 @@ class _RegionRun:
         if number in self._wholes:
             return self._wholes.pop(number)
         moved = [move(each, self._home) for each in parts]
-        return joined(moved, output.layout) if output.given is GivenAs.JOINED else _added(moved)
+        return joined(moved, output.layout) if output.given is GivenAs.JOINED else reduce(operator.add, moved)
 
     def _gradient(self, each: RegionInput, own: dict[int, Tensor]) -> Tensor | None:
         """The gradient of what members have taken, of theirs."""
@@ -196,11 +197,13 @@ class _RegionRun:
             return None
         moved = {member: move(gradient, self._home) for member, gradient in sorted(own.items())}
         if each.layout is None:
-            return _added(list(moved.values()))
-        like = next(iter(moved.items()))
+            return reduce(operator.add, moved.values())
+        (other, like), counts, dim = next(iter(moved.items())), each.layout.counts, each.layout.dim
         for member in each.layout.members:
-            if member not in moved:
-                moved[member] = _zeros(like, each, member)
+            if member not in moved:  # no gradient reaches its part
+                sizes = list(like.shape)
+                sizes[dim] = sizes[dim] // counts[other] * counts[member]
+                moved[member] = like.new_zeros(sizes)
         return joined([moved[member] for member in each.layout.members], each.layout)
 
     def _write_back(self, inputs: Sequence[Any]) -> None:
@@ -227,7 +230,7 @@ class _Apart(torch.autograd.Function):
         ctx.run = run
         ctx.set_materialize_grads(False)
         outputs = run.forward(ctx.needs_input_grad[1:], inputs)
-        ctx.mark_non_differentiable(*[each for each in outputs if not _is_differentiable(each)])
+        ctx.mark_non_differentiable(*[each for each in outputs if not (each.is_floating_point() or each.is_complex())])
         return tuple(outputs)
 
     @staticmethod
@@ -235,29 +238,3 @@ class _Apart(torch.autograd.Function):
         run = ctx.run
         del ctx.run
         return (None, *run.backward(gradients))
-
-
-def _is_differentiable(tensor: Tensor) -> bool:
-    return tensor.dtype.is_floating_point or tensor.dtype.is_complex
-
-
-def _added(parts: Sequence[Tensor]) -> Tensor:
-    """Sum of ``parts``, the first ones first."""
-    total = parts[0]
-    for each in parts[1:]:
-        total = total + each
-    return total
-
-
-def _zeros(like: tuple[int, Tensor], each: RegionInput, member: int) -> Tensor:
-    """Gradient of a part that no member's gradient reaches, beside that of another member."""
-    assert each.layout is not None
-    (other, gradient), counts = like, each.layout.counts
-    sizes = list(gradient.shape)
-    sizes[each.layout.dim] = sizes[each.layout.dim] // counts[other] * counts[member]
-    return gradient.new_zeros(sizes)
-
-
-def program(graph: fx.Graph, calls: dict[str, RegionCall]) -> fx.GraphModule:
-    """Runner of ``graph``, with the ``calls`` of its regions."""
-    return fx.GraphModule(dict(calls), graph)

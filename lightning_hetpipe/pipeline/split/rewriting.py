@@ -9,7 +9,7 @@ Values that something writes in place stay whole, and what touches them stays in
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -190,14 +190,11 @@ class _Rewriting:
         """The unsplit mask is drawn, and each member multiplies by its part."""
         given = _dropped(node)
         layout = self._layouts.get(given)
-        if layout is None or (mask := mask_of(node, layout, self._whole_nodes())) is None:
+        whole = (each for each, level in self._levels.items() if level == 0 and each not in self._divided)
+        if layout is None or (mask := mask_of(node, layout, whole)) is None:
             return None
         self._masks[node] = mask
         return Divided(layout, {given: layout})
-
-    def _whole_nodes(self) -> Iterator[fx.Node]:
-        """Values that are whole from the beginning."""
-        return (node for node, level in self._levels.items() if level == 0 and node not in self._divided)
 
     def _whole_from(self, node: fx.Node) -> int:
         """The level from which the whole of ``node`` is there."""

@@ -124,10 +124,6 @@ def squeeze(call: OperatorCall) -> Divided | None:
     )
 
 
-def select(call: OperatorCall) -> Divided | None:
-    return over_given(1, keep=99)(call)
-
-
 def split(call: OperatorCall) -> Divided | None:
     """Into parts along another dimension; or along the divided one, where each part has as many of its blocks."""
     layout, parts = call.layout(0), call.node.meta.get("several") or 0
@@ -142,10 +138,6 @@ def split(call: OperatorCall) -> Divided | None:
     found = replace(layout, outer=layout.outer // parts)
     each = [[found.size(member) or 0] * parts for member in range(call.members)]
     return Divided((found,) * parts, call.layouts, {1: each}, torch.ops.aten.split_with_sizes.default)
-
-
-def unbind(call: OperatorCall) -> Divided | None:
-    return over_given(1, default=0, keep=99)(call)
 
 
 def cat(call: OperatorCall) -> Divided | None:

@@ -16,7 +16,7 @@ from lightning_hetpipe.pipeline.random.graph_draws import NoDropout, refuse_othe
 from lightning_hetpipe.pipeline.split.joined_graph import JoinedGraph, joined_graph
 from lightning_hetpipe.pipeline.split.member_pool import DeviceGroup, MemberPool
 from lightning_hetpipe.pipeline.split.parts import VersionParts
-from lightning_hetpipe.pipeline.split.region_call import Opened, RegionCall, program
+from lightning_hetpipe.pipeline.split.region_call import Opened, RegionCall
 from lightning_hetpipe.pipeline.split.rewriting import split_graph
 from lightning_hetpipe.torch_private.compiler import CompilerError, CompilerLimit, compiled
 from lightning_hetpipe.torch_private.tensors import pytree
@@ -134,7 +134,7 @@ class SplitSegment:
             made = split_graph(joined, self._pool.group.counts, len(self._pool.group.devices))
             self.divisible.update(made.layers)
             calls = {name: RegionCall(region, self._pool, self.weights) for name, region in made.regions.items()}
-            self._variants[number] = joined, program(made.graph, calls), [*calls.values()]
+            self._variants[number] = joined, fx.GraphModule(dict(calls), made.graph), [*calls.values()]
         return self._variants[number]
 
 
