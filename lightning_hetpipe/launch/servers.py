@@ -270,8 +270,21 @@ def _meet_first(environment: ClusterEnvironment, timeout: float) -> FirstProcess
 
 
 def host_of_node(rank: Rank, coordinator: str) -> str:
-    """The host at which this node's servers listen."""
-    return _host_of(coordinator) if rank.index == 0 else _own_host(coordinator)
+    """The host at which this node's servers listen: its address in the network of node 0. Nothing is sent."""
+    host, _, port = coordinator.rpartition(":")
+    if rank.index == 0:
+        return host.strip("[]")
+    family, address = _resolved(host.strip("[]"), int(port))
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(address)
+        except OSError as error:
+            raise SettingError(
+                f"MASTER_ADDR={host} cannot be reached from this node ({error.strerror}); give node 0's address in the"
+                " network, on every node"
+            ) from None
+        own: str = probe.getsockname()[0]
+    return own
 
 
 def over_nodes(rank: Rank, environment: ClusterEnvironment, security: Security) -> tuple[str, Security]:
@@ -328,22 +341,6 @@ def _main(environment: ClusterEnvironment, why: str) -> tuple[str, int]:
         ) from None
 
 
-def _own_host(coordinator: str) -> str:
-    """This node's address in the network of the coordinator's node. Nothing is sent."""
-    host, _, port = coordinator.rpartition(":")
-    family, address = _resolved(host.strip("[]"), int(port))
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(address)
-        except OSError as error:
-            raise SettingError(
-                f"MASTER_ADDR={host} cannot be reached from this node ({error.strerror}); give node 0's address in the"
-                " network, on every node"
-            ) from None
-        own: str = probe.getsockname()[0]
-    return own
-
-
 def _resolved(host: str, port: int) -> tuple[socket.AddressFamily, Any]:
     """The family and address of ``host``, as a socket wants them."""
     try:
@@ -357,10 +354,6 @@ def _resolved(host: str, port: int) -> tuple[socket.AddressFamily, Any]:
 
 def _address_of(host: str) -> str:
     return str(_resolved(host, 0)[1][0])
-
-
-def _host_of(address: str) -> str:
-    return address.rpartition(":")[0].strip("[]")
 
 
 def _launch_of(environment: ClusterEnvironment) -> str:

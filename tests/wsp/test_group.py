@@ -29,9 +29,9 @@ from lightning_hetpipe.server.transport.grpc_server import GrpcServer
 from lightning_hetpipe.server.transport.interface import STATUS, TIMEOUT
 from lightning_hetpipe.server.transport.security import Security
 from lightning_hetpipe.workers import group, join_handshake
+from lightning_hetpipe.workers.collectives import gather_in_chunks
 from lightning_hetpipe.workers.departures import Departures
 from lightning_hetpipe.workers.group import Group
-from lightning_hetpipe.workers.value_gathers import gather_in_chunks
 from tests.server.transports import PATIENCE, certificates, security
 
 LEASE = 1.5

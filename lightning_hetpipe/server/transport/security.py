@@ -10,6 +10,7 @@ import ssl
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from lightning_hetpipe.errors import SettingError
 
@@ -38,17 +39,9 @@ class Security:
     def from_environment(self, environment: Mapping[str, str] | None = None) -> Security:
         """Return a copy that has the ``HETPIPE_*`` variables of ``environment`` (default: the process's) for None."""
         known = os.environ if environment is None else environment
-
-        def filled(name: str, given: str | None) -> str | None:
-            return known.get(f"HETPIPE_{name}") or None if given is None else given
-
-        return replace(
-            self,
-            ca=filled("CA", self.ca),
-            certificate=filled("CERTIFICATE", self.certificate),
-            key=filled("KEY", self.key),
-            token=filled("TOKEN", self.token),
-        )
+        left_out = [name for name in (*_FILES, "token") if getattr(self, name) is None]
+        found: dict[str, Any] = {name: known.get(f"HETPIPE_{name.upper()}") or None for name in left_out}
+        return replace(self, **found)
 
     @property
     def encrypted(self) -> bool:

@@ -158,7 +158,7 @@ class Views:
 
     def __init__(self, *, writes: bool = False) -> None:
         self._writes = writes
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._mapped: dict[tuple[int, str], tuple[Place, mmap.mmap]] = {}
 
     def look(self, place: Place) -> memoryview:
@@ -171,7 +171,7 @@ class Views:
             raise NoBlock("its description is malformed")
         key = place.inode, place.secret
         with self._lock:
-            self._drop()
+            self.drop()
             if key not in self._mapped:
                 self._mapped[key] = place, _mapped(place, self._writes)
             mapped = self._mapped[key][1]
@@ -182,16 +182,13 @@ class Views:
     def drop(self) -> None:
         """Drop the blocks that their owners have freed; the memory goes once nothing refers to it any more."""
         with self._lock:
-            self._drop()
-
-    def _drop(self) -> None:
-        for key, (place, _) in list(self._mapped.items()):
-            try:
-                there = os.stat(place.path).st_ino == place.inode
-            except OSError:
-                there = False
-            if not there:
-                del self._mapped[key]
+            for key, (place, _) in list(self._mapped.items()):
+                try:
+                    there = os.stat(place.path).st_ino == place.inode
+                except OSError:
+                    there = False
+                if not there:
+                    del self._mapped[key]
 
     def close(self) -> None:
         """Drop all mappings."""
