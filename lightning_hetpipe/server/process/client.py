@@ -18,28 +18,15 @@ from torch import Tensor
 from lightning_hetpipe.server.process.held_weights import HeldWeights, ShardCall, WeightHolder, decisive
 from lightning_hetpipe.server.process.server_requests import LONGEST_WAIT, Cancelled, KeptContent, ServersSilent, Wait
 from lightning_hetpipe.server.process.service import COORDINATOR_METHOD, SHARD_METHOD
+from lightning_hetpipe.server.protocol import messages
 from lightning_hetpipe.server.protocol.identifiers import COORDINATOR, LocalFault, PeerFailed, Refusal, RemoteFault
 from lightning_hetpipe.server.protocol.member import Ask, AskShards, Body, Goal, Member, MemberState
-from lightning_hetpipe.server.protocol.messages import (
-    Answer,
-    Departed,
-    Done,
-    Joined,
-    Lost,
-    NotYet,
-    Parameter,
-    Request,
-    ShardRequest,
-    TrainingSignature,
-    decode,
-    encode,
-)
 from lightning_hetpipe.server.transport.interface import CallRefused, Channel, Unreachable
 
 TIME_TO_LEAVE = 10.0
 """Seconds for which a VW repeats that it leaves, as the coordinator may be starting again; then its lease runs out."""
 
-News = TypeVar("News", Departed, Lost)
+News = TypeVar("News", messages.Departed, messages.Lost)
 
 
 class NotJoined(ServersSilent):
@@ -76,7 +63,7 @@ class Client:
     def __init__(
         self,
         channels: Sequence[Channel],
-        signature: TrainingSignature,
+        signature: messages.TrainingSignature,
         placement: Sequence[Sequence[int]],
         vw: int,
         incarnation: int,
@@ -88,11 +75,11 @@ class Client:
         name: str = "hetpipe-client",
         lost: Callable[[], Exception | None] = lambda: None,
         heart: Channel | None = None,
-        departed: Callable[[Departed], None] = lambda each: None,
+        departed: Callable[[messages.Departed], None] = lambda each: None,
         returns: bool = False,
-        updates_lost: Callable[[Lost], None] = lambda each: None,
+        updates_lost: Callable[[messages.Lost], None] = lambda each: None,
     ) -> None:
-        owned: list[tuple[Parameter, ...]] = [
+        owned: list[tuple[messages.Parameter, ...]] = [
             tuple(signature.parameters[index] for index in indices) for indices in placement
         ]
         self.vw = vw
@@ -111,7 +98,7 @@ class Client:
         self._channels = channels
         self._lease = lease
         self._lost, self._on_departed, self._on_updates_lost = lost, departed, updates_lost
-        self._told: set[Departed | Lost] = set()
+        self._told: set[messages.Departed | messages.Lost] = set()
         self._hears = threading.Lock()
         self._stopped = threading.Event()
         self._heart_channel = channels[COORDINATOR] if heart is None else heart
@@ -250,12 +237,12 @@ class Client:
 
     def ask(
         self,
-        message: Request,
+        message: messages.Request,
         body: Sequence[memoryview] = (),
         into: Sequence[memoryview] = (),
         timeout: float | None = None,
         channel: Channel | None = None,
-    ) -> Answer | RemoteFault | None:
+    ) -> messages.Answer | RemoteFault | None:
         """Return the coordinator's answer; ``None`` if none came.
 
         Args:
@@ -268,27 +255,29 @@ class Client:
         channel, timeout = channel or self._channels[COORDINATOR], timeout or self.timeout
         return self._answered(message, lambda header: channel.call(COORDINATOR_METHOD, header, body, into, timeout))
 
-    def ask_shard(self, call: ShardCall) -> Answer | RemoteFault | None:
+    def ask_shard(self, call: ShardCall) -> messages.Answer | RemoteFault | None:
         """Return the answer of a server's shard; ``None`` if none came."""
         channel, by = self._channels[call.server], call.by
         return self._answered(
             call.message, lambda header: by.call(channel, SHARD_METHOD, header, call.body, call.into, self.timeout)
         )
 
-    def _answered(self, message: Request | ShardRequest, call: Callable[[bytes], bytes]) -> Answer | RemoteFault | None:
+    def _answered(
+        self, message: messages.Request | messages.ShardRequest, call: Callable[[bytes], bytes]
+    ) -> messages.Answer | RemoteFault | None:
         try:
-            header = call(encode(message))
+            header = call(messages.encode(message))
         except Unreachable as silence:
             self.silence = str(silence)
             return None
         except CallRefused as refused:
             return RemoteFault.parse(str(refused))
-        answer = decode(header)
-        if not isinstance(answer, Answer):
+        answer = messages.decode(header)
+        if not isinstance(answer, messages.Answer):
             raise RemoteFault(Refusal.MALFORMED, f"a server answered with a {type(answer).__name__}")
-        if isinstance(answer, Done):
+        if isinstance(answer, messages.Done):
             self._tell(answer.departed, self._on_departed)
-        elif isinstance(answer, Joined):
+        elif isinstance(answer, messages.Joined):
             self._tell(answer.lost, self._on_updates_lost)
         return answer
 
@@ -336,7 +325,7 @@ class Client:
                 if isinstance(action, AskShards):
                     self.member.heard_from(server, answer)
                 else:
-                    if isinstance(answer, NotYet):
+                    if isinstance(answer, messages.NotYet):
                         why, missing = answer.waits_for, answer.missing
                     self.waits_for = why
                     self.member.heard(answer)
@@ -355,7 +344,7 @@ class Client:
             if not why:
                 self.pause()
 
-    def _ask(self, action: Ask) -> Answer | RemoteFault | None:
+    def _ask(self, action: Ask) -> messages.Answer | RemoteFault | None:
         body: Sequence[memoryview] = ()
         into: Sequence[memoryview] = ()
         if action.body is Body.PART:
@@ -368,7 +357,7 @@ class Client:
             into = [memoryview(self._result)]
         return self.ask(action.message, body, into)
 
-    def _ask_shards(self, action: AskShards) -> dict[int, Answer | RemoteFault]:
+    def _ask_shards(self, action: AskShards) -> dict[int, messages.Answer | RemoteFault]:
         newest = self.member.newest
         calls = [call for each in action.messages.items() for call in self._held.calls(action.body, *each, newest)]
         if action.body is Body.UPDATE:
@@ -376,7 +365,7 @@ class Client:
         self.bytes_pulled += sum(call.into.numel() for call in calls if call.into is not None)
         # A single one is made by this thread: on busy cores, each thread that has to wake up delays all VWs.
         answers = (self._pool.map if len(calls) > 1 else map)(self.ask_shard, calls)
-        found: dict[int, list[Answer | RemoteFault | None]] = {}
+        found: dict[int, list[messages.Answer | RemoteFault | None]] = {}
         for call, answer in zip(calls, answers, strict=True):
             found.setdefault(call.server, []).append(answer)
         known = {server: decisive(given) for server, given in found.items()}

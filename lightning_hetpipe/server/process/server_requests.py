@@ -6,16 +6,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from lightning_hetpipe.server.protocol import messages
 from lightning_hetpipe.server.protocol.identifiers import PeerFailed, Refusal, RemoteFault
-from lightning_hetpipe.server.protocol.messages import (
-    AboutKept,
-    Answer,
-    AskForKept,
-    FetchKept,
-    KeepBytes,
-    KeptSize,
-    NotYet,
-)
 
 if TYPE_CHECKING:
     from lightning_hetpipe.server.process.client import Client
@@ -97,14 +89,14 @@ class KeptContent:
             self._left.pop(name, None)
         else:
             self._left[name] = content
-        self._until_answered(KeepBytes(*self._me, name), _bytes_of(content))
+        self._until_answered(messages.KeepBytes(*self._me, name), _bytes_of(content))
 
     def leave_again(self) -> None:
         """Leave all again; another thread may leave other content, or take it away, meanwhile."""
         for name in list(self._left):
             sent: Content | None = None
             while (content := self._left.get(name)) is not sent:
-                self._client.ask(KeepBytes(*self._me, name), _bytes_of(content))
+                self._client.ask(messages.KeepBytes(*self._me, name), _bytes_of(content))
                 sent = content
 
     def recall(self, name: str, seconds: float | None = None) -> bytes | None:
@@ -116,11 +108,11 @@ class KeptContent:
             RemoteFault: this VW was left out.
             Cancelled: after ``cancel``.
         """
-        while (answer := self._until_answered(AskForKept(*self._me, name), seconds=seconds)) is not None:
-            assert isinstance(answer, KeptSize)
+        while (answer := self._until_answered(messages.AskForKept(*self._me, name), seconds=seconds)) is not None:
+            assert isinstance(answer, messages.KeptSize)
             found = bytearray(answer.size)
             try:
-                self._until_answered(FetchKept(*self._me, name, answer.size), into=[memoryview(found)])
+                self._until_answered(messages.FetchKept(*self._me, name, answer.size), into=[memoryview(found)])
             except RemoteFault as fault:
                 if fault.refusal is not Refusal.STALE:
                     raise
@@ -130,11 +122,11 @@ class KeptContent:
 
     def _until_answered(
         self,
-        message: AboutKept,
+        message: messages.AboutKept,
         body: Sequence[memoryview] = (),
         into: Sequence[memoryview] = (),
         seconds: float | None = None,
-    ) -> Answer | None:
+    ) -> messages.Answer | None:
         """The coordinator's answer to ``message``, asked again until it has one; None after so many ``seconds``."""
         wait = Wait(self._client)
         while True:
@@ -147,12 +139,12 @@ class KeptContent:
                     raise PeerFailed(str(answer))
                 if answer.refusal not in (Refusal.GENERATION, Refusal.BUSY):  # the heartbeat joins again
                     raise answer
-            elif answer is not None and not isinstance(answer, NotYet):
+            elif answer is not None and not isinstance(answer, messages.NotYet):
                 return answer
             if seconds is not None and wait.seconds > seconds:
                 return None
             wait.check(f"VW {self._client.vw} has waited", f"'{message.name}'")
-            if not isinstance(answer, NotYet):
+            if not isinstance(answer, messages.NotYet):
                 self._client.pause()
 
 

@@ -12,19 +12,11 @@ import time
 from collections.abc import Mapping
 from typing import Any, get_args
 
+from lightning_hetpipe.server.protocol import messages
 from lightning_hetpipe.server.protocol.coordinator import Coordinator
 from lightning_hetpipe.server.protocol.decisions import Note, ignore
 from lightning_hetpipe.server.protocol.gathers import LIMIT
 from lightning_hetpipe.server.protocol.identifiers import Refusal, RemoteFault
-from lightning_hetpipe.server.protocol.messages import (
-    Join,
-    NotYet,
-    Request,
-    ShardRequest,
-    StageUpdate,
-    decode,
-    encode,
-)
 from lightning_hetpipe.server.protocol.shard import Shard
 from lightning_hetpipe.server.transport.interface import CallRefused, Reply
 
@@ -105,7 +97,7 @@ class Service:
     def open(self, method: str, header: bytes, size: int, offered: memoryview | None = None) -> memoryview:
         try:
             message = _read(method, header)
-            if isinstance(message, ShardRequest):
+            if isinstance(message, messages.ShardRequest):
                 with self._shard_lock:
                     return self._shard.open(message, size, offered)
             with self._changed:
@@ -116,24 +108,24 @@ class Service:
 
     def abandoned(self, method: str, header: bytes, body: memoryview) -> None:
         message = _read(method, header)
-        if isinstance(message, ShardRequest):
+        if isinstance(message, messages.ShardRequest):
             with self._shard_lock:
                 self._shard.abandoned(message)
 
     def run(self, method: str, header: bytes, body: memoryview) -> Reply:
         message = _read(method, header)
         try:
-            if isinstance(message, ShardRequest):
+            if isinstance(message, messages.ShardRequest):
                 return self._run_shard(message, body)
             return self._run_coordinator(message, bytes(body))
         except RemoteFault as fault:
             # A VW that its own launch has ended meanwhile, as by Ctrl-C, is no stranger at the door.
             silent = (Refusal.STALE, Refusal.FAILED, Refusal.LEFT_OUT, Refusal.RUNS)
-            cannot_join = isinstance(message, Join) and fault.refusal not in silent
+            cannot_join = isinstance(message, messages.Join) and fault.refusal not in silent
             raise CallRefused(fault.text, turned_away=str(fault) if cannot_join else "") from fault
 
-    def _run_shard(self, message: ShardRequest, body: memoryview) -> Reply:
-        if isinstance(message, StageUpdate):
+    def _run_shard(self, message: messages.ShardRequest, body: memoryview) -> Reply:
+        if isinstance(message, messages.StageUpdate):
             try:
                 self._shard.examine(message, body)  # without the lock: others' updates are read at the same time
             except RemoteFault:
@@ -144,15 +136,15 @@ class Service:
             answer, weights = self._shard.run(message, body)
         # The weights are sent without the lock. Nothing changes them during this VW's read lease; if that ended with
         # the VW's lease, what it reads may be torn, and the coordinator tells it so before it uses them.
-        return Reply(encode(answer), weights)
+        return Reply(messages.encode(answer), weights)
 
-    def _run_coordinator(self, message: Request, body: bytes) -> Reply:
+    def _run_coordinator(self, message: messages.Request, body: bytes) -> Reply:
         with self._changed:
             try:
                 began = now = time.monotonic()
                 answer, parts = self._coordinator.handle(message, now, body)
                 self._changed.notify_all()
-                while isinstance(answer, NotYet) and now - began < self._longest_wait and not self._closed:
+                while isinstance(answer, messages.NotYet) and now - began < self._longest_wait and not self._closed:
                     expiry = self._coordinator.next_expiry()
                     rest = began + self._longest_wait - now
                     self._changed.wait(rest if expiry is None else max(0.001, min(rest, expiry - now)))
@@ -161,14 +153,16 @@ class Service:
             except RemoteFault:
                 self._changed.notify_all()  # leases may have run out
                 raise
-            if not isinstance(answer, NotYet):
+            if not isinstance(answer, messages.NotYet):
                 self._changed.notify_all()  # this answer may have been what changed things
-        return Reply(encode(answer), [memoryview(part) for part in parts])
+        return Reply(messages.encode(answer), [memoryview(part) for part in parts])
 
 
-def _read(method: str, header: bytes) -> Request | ShardRequest:
-    message = decode(header)
-    kinds = {COORDINATOR_METHOD: get_args(Request), SHARD_METHOD: get_args(ShardRequest)}.get(method, ())
-    if not isinstance(message, Request | ShardRequest) or type(message) not in kinds:
+def _read(method: str, header: bytes) -> messages.Request | messages.ShardRequest:
+    message = messages.decode(header)
+    kinds = {COORDINATOR_METHOD: get_args(messages.Request), SHARD_METHOD: get_args(messages.ShardRequest)}.get(
+        method, ()
+    )
+    if not isinstance(message, messages.Request | messages.ShardRequest) or type(message) not in kinds:
         raise RemoteFault(Refusal.MALFORMED, f"'{method[:40]}' takes no {type(message).__name__}")
     return message

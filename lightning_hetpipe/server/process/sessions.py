@@ -15,14 +15,7 @@ from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.server.process.link_probe import LinkProbe
 from lightning_hetpipe.server.process.service import SHARD_METHOD, Service
 from lightning_hetpipe.server.protocol.decisions import Decision, ignore, line
-from lightning_hetpipe.server.transport.interface import (
-    HEADER_LIMIT,
-    LINK,
-    STATUS,
-    CallRefused,
-    Channel,
-    Reply,
-)
+from lightning_hetpipe.server.transport import interface
 
 MOST = 64
 """Sessions kept at a time; beyond that, those that all have left are dropped."""
@@ -61,17 +54,17 @@ class Sessions:
         self._sweeper: threading.Thread | None = None
 
     def open(self, method: str, header: bytes, size: int, offered: memoryview | None = None) -> memoryview:
-        if method == STATUS:
-            return memoryview(bytearray(size if size <= HEADER_LIMIT else 0))
-        if method == LINK:
+        if method == interface.STATUS:
+            return memoryview(bytearray(size if size <= interface.HEADER_LIMIT else 0))
+        if method == interface.LINK:
             return self._link_probe.open(size)
         name, method = _parts(method)
         return self._service_of(name).open(method, header, size, offered)
 
-    def run(self, method: str, header: bytes, body: memoryview) -> Reply:
-        if method == STATUS:
-            return Reply(json.dumps(self.status()).encode())
-        if method == LINK:
+    def run(self, method: str, header: bytes, body: memoryview) -> interface.Reply:
+        if method == interface.STATUS:
+            return interface.Reply(json.dumps(self.status()).encode())
+        if method == interface.LINK:
             return self._link_probe.run(header)
         name, method = _parts(method)
         service = self._service_of(name)
@@ -83,7 +76,7 @@ class Sessions:
             self._clear(name, service)
 
     def abandoned(self, method: str, header: bytes, body: memoryview) -> None:
-        if method not in (STATUS, LINK):
+        if method not in (interface.STATUS, interface.LINK):
             name, method = _parts(method)
             self._service_of(name).abandoned(method, header, body)
 
@@ -133,7 +126,7 @@ class Sessions:
             if len(self._services) >= MOST:
                 del self._services[name]
         if len(self._services) >= MOST:
-            raise CallRefused(f"busy: {MOST} sessions are in use")
+            raise interface.CallRefused(f"busy: {MOST} sessions are in use")
 
     def _clear(self, name: str, service: Service) -> None:
         if service.finished:
@@ -163,7 +156,7 @@ def _parts(method: str) -> tuple[str, str]:
     """Split a method into the session's name and the method in it."""
     name, slash, rest = method.partition("/")
     if not slash or not _NAME.fullmatch(name):
-        raise CallRefused(f"malformed: '{method[:40]}' names no session")
+        raise interface.CallRefused(f"malformed: '{method[:40]}' names no session")
     return name, rest
 
 
@@ -173,7 +166,7 @@ class SessionChannel:
     ``address``: the server's, for other processes that call it.
     """
 
-    def __init__(self, channel: Channel, session: str, address: str = "") -> None:
+    def __init__(self, channel: interface.Channel, session: str, address: str = "") -> None:
         self._channel = channel
         self._session = session
         self.address = address

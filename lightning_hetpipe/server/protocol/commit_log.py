@@ -18,16 +18,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from lightning_hetpipe.rules.waves import cut_after, may_commit, may_pull, slowest
-from lightning_hetpipe.server.protocol.decisions import (
-    CutClosed,
-    MemberLeft,
-    Note,
-    ReadGranted,
-    ReadHeld,
-    UpdateCommitted,
-    UpdatePushed,
-    ignore,
-)
+from lightning_hetpipe.server.protocol import decisions
 from lightning_hetpipe.server.protocol.identifiers import (
     Commit,
     CommitIndex,
@@ -80,7 +71,7 @@ class CommitLog:
         cut: int = 0,
         cut_clock: int = 0,
         cut_at: int = -1,
-        note: Note = ignore,
+        note: decisions.Note = decisions.ignore,
     ) -> None:
         self.base = base
         self.cut = cut
@@ -155,7 +146,7 @@ class CommitLog:
         self._owing.discard(vw)
         self._unpulled.add(vw)
         self.clock[vw] = clock + 1
-        self._note(UpdatePushed(vw, update.incarnation, clock))
+        self._note(decisions.UpdatePushed(vw, update.incarnation, clock))
         if cut and self.cut_at <= clock:  # else they are on their way to one, which another wish must not put off
             self.cut_at = cut_after(clock, self._distance)
         self._advance()
@@ -170,10 +161,10 @@ class CommitLog:
             if (why := self._not_yet(vw)) is not None:
                 if self._held.get(vw) != (read_lease, why):
                     self._held[vw] = read_lease, why
-                    self._note(ReadHeld(vw, read_lease, self.clock[vw], self.slowest, why))
+                    self._note(decisions.ReadHeld(vw, read_lease, self.clock[vw], self.slowest, why))
                 return why
             slowest = None if vw in self._behind else self.slowest
-            self._note(ReadGranted(vw, read_lease, self.clock[vw], slowest, self.head.count))
+            self._note(decisions.ReadGranted(vw, read_lease, self.clock[vw], slowest, self.head.count))
         self._read_leases[vw] = read_lease
         return None
 
@@ -223,7 +214,7 @@ class CommitLog:
 
     def drop(self, vw: int, why: str = "") -> None:
         """End a VW's membership: it has left, or was left out for the reason ``why``. Its pushed updates count."""
-        self._note(MemberLeft(vw, self.clock[vw], why))
+        self._note(decisions.MemberLeft(vw, self.clock[vw], why))
         for each in (self.clock, self.waits, self._read_leases, self._ended, self._passed, self._incarnation):
             each.pop(vw, None)
         for group in (self._unconfirmed, self._owing, self._unpulled, self._behind):
@@ -262,7 +253,7 @@ class CommitLog:
                     self.tail.append(Commit(update, self._sizes[update.clock] if self._mean else 1))
                     self._included = with_commits(self._included, self.tail[-1:])
                     made = (self.tail[-1].divisor, self.base.count + self.commits)
-                    self._note(UpdateCommitted(update.vw, update.incarnation, update.clock, *made))
+                    self._note(decisions.UpdateCommitted(update.vw, update.incarnation, update.clock, *made))
                 self._count()
             elif self.clock and self.clock.keys() == self.waits.keys() and not self._queue and not self._owing:
                 self._close()
@@ -282,7 +273,7 @@ class CommitLog:
         # The clocks of VWs that are gone count: no wave has updates from both sides of a cut.
         self._cut_clock = max(*self.clock.values(), *(update.clock + 1 for update in self._included), 0)
         here = [vw for vw, cut in self.waits.items() if cut == self.cut]
-        self._note(CutClosed(self.cut, self._cut_clock, tuple(sorted(here))))
+        self._note(decisions.CutClosed(self.cut, self._cut_clock, tuple(sorted(here))))
         for vw in here:
             del self.waits[vw]
             self.clock[vw], self._passed[vw] = self._cut_clock, self.cut

@@ -11,19 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
+from lightning_hetpipe.server.protocol import messages
 from lightning_hetpipe.server.protocol.identifiers import Refusal, RemoteFault
-from lightning_hetpipe.server.protocol.messages import (
-    AboutKept,
-    Answer,
-    AskForKept,
-    Done,
-    FetchKept,
-    Gathered,
-    GatherPart,
-    KeepBytes,
-    KeptSize,
-    NotYet,
-)
 
 Name = tuple[int, int]
 
@@ -76,14 +65,14 @@ class Gathers:
             self._name, self._parts = name, self._open.pop(name)
         return missing
 
-    def result(self, name: Name) -> tuple[Gathered, list[bytes]]:
+    def result(self, name: Name) -> tuple[messages.Gathered, list[bytes]]:
         """Result, and the parts in VW order."""
         if name != self._name:
             raise RemoteFault(Refusal.STALE, f"the result of gather {name} is not kept any more")
-        parts = tuple(GatherPart(vw, len(self._parts[vw])) for vw in sorted(self._parts))
-        return Gathered(*name, parts), [self._parts[part.vw] for part in parts]
+        parts = tuple(messages.GatherPart(vw, len(self._parts[vw])) for vw in sorted(self._parts))
+        return messages.Gathered(*name, parts), [self._parts[part.vw] for part in parts]
 
-    def restore(self, gathered: Gathered, body: bytes) -> None:
+    def restore(self, gathered: messages.Gathered, body: bytes) -> None:
         """Take over a result that a VW has kept, if it is newer; open gathers begin anew."""
         self._open.clear()
         self._members.clear()
@@ -112,20 +101,20 @@ class KeptBytes:
         if size > self.limit:
             raise RemoteFault(Refusal.TOO_LARGE, f"{size} bytes to keep are more than the {self.limit} allowed")
 
-    def serve(self, message: AboutKept, body: bytes) -> tuple[Answer, Sequence[bytes]]:
+    def serve(self, message: messages.AboutKept, body: bytes) -> tuple[messages.Answer, Sequence[bytes]]:
         """Return the answer and its body."""
-        if isinstance(message, KeepBytes):
+        if isinstance(message, messages.KeepBytes):
             self._kept.pop(message.name, None)
             if body:
                 self._kept[message.name] = body
-            return Done(), ()
+            return messages.Done(), ()
         content = self._kept.get(message.name)
-        if content is None and isinstance(message, FetchKept):  # whose answer would have a body
+        if content is None and isinstance(message, messages.FetchKept):  # whose answer would have a body
             raise RemoteFault(Refusal.STALE, f"'{message.name}' is not kept any more")
         if content is None:
-            return NotYet(f"'{message.name}', which VW 0 leaves"), ()
-        if isinstance(message, AskForKept):
-            return KeptSize(len(content)), ()
+            return messages.NotYet(f"'{message.name}', which VW 0 leaves"), ()
+        if isinstance(message, messages.AskForKept):
+            return messages.KeptSize(len(content)), ()
         if message.size != len(content):
             raise RemoteFault(Refusal.STALE, f"'{message.name}' has other bytes now")
-        return KeptSize(len(content)), [content]
+        return messages.KeptSize(len(content)), [content]

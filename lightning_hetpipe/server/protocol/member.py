@@ -38,14 +38,6 @@ from lightning_hetpipe.server.protocol.identifiers import (
     RemoteFault,
     UpdateId,
 )
-from lightning_hetpipe.server.protocol.messages import (
-    Answer,
-    Parameter,
-    Report,
-    Request,
-    ShardRequest,
-    TrainingSignature,
-)
 
 
 class MemberState(Enum):
@@ -96,7 +88,7 @@ class Body(Enum):
 class Ask:
     """One request to the coordinator."""
 
-    message: Request
+    message: messages.Request
     body: Body = Body.NONE
 
 
@@ -104,7 +96,7 @@ class Ask:
 class AskShards:
     """A request to each of several servers, by their index."""
 
-    messages: Mapping[int, ShardRequest]
+    messages: Mapping[int, messages.ShardRequest]
     body: Body = Body.NONE
 
 
@@ -131,8 +123,8 @@ class Member:
         self,
         vw: int,
         incarnation: int,
-        signature: TrainingSignature,
-        placement: Sequence[tuple[Parameter, ...]],
+        signature: messages.TrainingSignature,
+        placement: Sequence[tuple[messages.Parameter, ...]],
         returns: bool = False,
     ) -> None:
         self.vw = vw
@@ -263,7 +255,7 @@ class Member:
                 return Ask(messages.Fetch(*here, *self._name), Body.RESULT)
         return None
 
-    def _shard_request(self, server: int) -> ShardRequest:
+    def _shard_request(self, server: int) -> messages.ShardRequest:
         me = (self.vw, self.incarnation)
         if self.state is MemberState.HELLO:
             return messages.Hello(*me)
@@ -281,7 +273,7 @@ class Member:
 
     # Answers.
 
-    def heard(self, answer: Answer | RemoteFault) -> None:
+    def heard(self, answer: messages.Answer | RemoteFault) -> None:
         """Take the coordinator's answer to the request of ``next``.
 
         Raises:
@@ -333,7 +325,7 @@ class Member:
                     Refusal.MALFORMED, f"a {type(answer).__name__} was answered to a VW in state '{self.state.value}'"
                 )
 
-    def heard_from(self, server: int, answer: Answer | RemoteFault) -> None:
+    def heard_from(self, server: int, answer: messages.Answer | RemoteFault) -> None:
         """Take a shard's answer to the request of ``next``. Raises as ``heard`` does."""
         if server not in self._unanswered:
             return
@@ -387,7 +379,7 @@ class Member:
             self.incarnation,
             self._attempt,
             self._signature,
-            Report(
+            messages.Report(
                 self._term,
                 self.commit_index,
                 self.clock if self._pending is None else self._pending,

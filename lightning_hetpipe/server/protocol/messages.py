@@ -9,14 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lightning_hetpipe.server.protocol.identifiers import (
-    Commit,
-    CommitIndex,
-    LocalFault,
-    Refusal,
-    RemoteFault,
-    UpdateId,
-)
+from lightning_hetpipe.server.protocol import identifiers
 from lightning_hetpipe.server.transport.codec import Codec, Malformed
 from lightning_hetpipe.server.transport.interface import HEADER_LIMIT
 
@@ -85,7 +78,7 @@ class Report:
     """
 
     term: int
-    commit_index: CommitIndex | None
+    commit_index: identifiers.CommitIndex | None
     clock: int
     pending: bool
     cut: int
@@ -234,7 +227,7 @@ class Load(InGeneration):
     """
 
     over: str
-    included: tuple[UpdateId, ...]
+    included: tuple[identifiers.UpdateId, ...]
     parameters: tuple[Parameter, ...]
 
 
@@ -258,7 +251,7 @@ class Read(InGeneration):
     """
 
     start: int
-    tail: tuple[Commit, ...]
+    tail: tuple[identifiers.Commit, ...]
     part: tuple[int, ...] = ()
 
 
@@ -315,7 +308,7 @@ class Joined:
     """
 
     generation: str
-    base: CommitIndex
+    base: identifiers.CommitIndex
     clock: int
     cut: int
     lost: tuple[Lost, ...]
@@ -326,7 +319,7 @@ class LoadNow:
     """The VW holds the newest surviving weights: it has to load them into all shards, over ``contents``."""
 
     generation: str
-    base: CommitIndex
+    base: identifiers.CommitIndex
     contents: tuple[str, ...]
 
 
@@ -339,9 +332,9 @@ class Granted:
     """
 
     read_lease: int
-    commit_index: CommitIndex
+    commit_index: identifiers.CommitIndex
     start: int
-    tail: tuple[Commit, ...]
+    tail: tuple[identifiers.Commit, ...]
     clock: int
     slowest: int
     cut_at: int
@@ -388,7 +381,7 @@ def encode(message: object) -> bytes:
     try:
         return _CODEC.encode(message)
     except ValueError as error:
-        raise LocalFault(str(error)) from error
+        raise identifiers.LocalFault(str(error)) from error
 
 
 def decode(data: bytes | memoryview) -> Message:
@@ -399,5 +392,5 @@ def decode(data: bytes | memoryview) -> Message:
     try:
         message: Message = _CODEC.decode(data)
     except Malformed as error:
-        raise RemoteFault(Refusal.MALFORMED, str(error)) from error
+        raise identifiers.RemoteFault(identifiers.Refusal.MALFORMED, str(error)) from error
     return message

@@ -5,16 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 
+from lightning_hetpipe.server.protocol import messages
 from lightning_hetpipe.server.protocol.identifiers import Refusal, RemoteFault
-from lightning_hetpipe.server.protocol.messages import (
-    Departed,
-    Done,
-    Join,
-    Leave,
-    Parameter,
-    Request,
-    TrainingSignature,
-)
 from lightning_hetpipe.server.protocol.recovery import check
 
 FORGOTTEN = 10
@@ -68,13 +60,13 @@ class Roster:
 
     def __init__(self, leases: Leases, gone: Mapping[int, int], replaced: Callable[[int], None]) -> None:
         self._leases = leases
-        self.signature: TrainingSignature | None = None
+        self.signature: messages.TrainingSignature | None = None
         """Signature of the VW that came first, which all others must have."""
         self.incarnation: dict[int, int] = {}
         """Newest incarnation of each VW that has been heard of."""
         self.gone: dict[int, int] = dict(gone)
         """Last incarnation of each VW that has left or was left out."""
-        self._departed: dict[tuple[int, int], Departed] = {}
+        self._departed: dict[tuple[int, int], messages.Departed] = {}
         """Departures of those among them that were members, by VW and incarnation."""
         self._replaced = replaced
 
@@ -87,14 +79,14 @@ class Roster:
     def lives(self, vw: int) -> bool:
         return vw in self._leases.seen
 
-    def identify(self, message: Request, now: float, again: bool) -> None:
+    def identify(self, message: messages.Request, now: float, again: bool) -> None:
         """Let the sender of a ``message`` speak, and note that it lives unless its message is tried ``again``.
 
         Raises:
             RemoteFault: if it is no VW of this session, or not any more, or has to join first.
         """
         vw, incarnation = message.vw, message.incarnation
-        if isinstance(message, Join):
+        if isinstance(message, messages.Join):
             check(message)
             first = self.signature or message.signature
             if (what := difference(first, message.signature)) is not None:
@@ -105,18 +97,20 @@ class Roster:
         known = self.incarnation.get(vw, -1)
         if incarnation < known:
             raise RemoteFault(Refusal.FENCED, f"VW {vw} was started again, and this is the older one")
-        if self.has_gone(vw, incarnation) and not isinstance(message, Leave):
+        if self.has_gone(vw, incarnation) and not isinstance(message, messages.Leave):
             raise RemoteFault(Refusal.LEFT_OUT, f"VW {vw} was {self.silent}, or has left")
         if incarnation > known:
-            if not isinstance(message, Join | Leave):
+            if not isinstance(message, messages.Join | messages.Leave):
                 if not self.lives(vw) and self.signature is not None:
                     self.incarnation[vw], self._leases.seen[vw] = incarnation, now  # it will join when it can
                 raise RemoteFault(Refusal.GENERATION, f"VW {vw} is not known here, and has to join")
-            if self.lives(vw) and isinstance(message, Leave):  # of another launch, perhaps, which was never let in
+            if self.lives(vw) and isinstance(
+                message, messages.Leave
+            ):  # of another launch, perhaps, which was never let in
                 raise RemoteFault(Refusal.GENERATION, f"VW {vw} is not known here, and cannot leave")
             self._replaced(vw)
             self.incarnation[vw] = incarnation
-        if not again and not isinstance(message, Leave):
+        if not again and not isinstance(message, messages.Leave):
             self._leases.seen[vw] = now
 
     def has_gone(self, vw: int, incarnation: int) -> bool:
@@ -126,19 +120,19 @@ class Roster:
     def depart(self, vw: int, incarnation: int, clock: int, why: str) -> None:
         """Note that a process of a VW, which was a member, has left, or was left out for the reason ``why``."""
         self.gone[vw] = incarnation
-        self._departed.setdefault((vw, incarnation), Departed(vw, incarnation, clock, why))
+        self._departed.setdefault((vw, incarnation), messages.Departed(vw, incarnation, clock, why))
 
-    def done(self) -> Done:
+    def done(self) -> messages.Done:
         """Answer that tells of departed members."""
-        return Done(tuple(self._departed.values()))
+        return messages.Done(tuple(self._departed.values()))
 
 
-def difference(first: TrainingSignature, other: TrainingSignature) -> str | None:
+def difference(first: messages.TrainingSignature, other: messages.TrainingSignature) -> str | None:
     """Describe the first difference of ``other`` from that of the VW that came first; ``None`` if they are equal."""
     for mine, theirs in zip(first.settings, other.settings, strict=False):
         if mine != theirs:
             return f"'{theirs}' instead of '{mine}'"
-    for field in fields(TrainingSignature):
+    for field in fields(messages.TrainingSignature):
         a, b = getattr(first, field.name), getattr(other, field.name)
         if field.name not in ("settings", "parameters", "least") and a != b:
             return f"{field.name.replace('_', ' ')}: {b!r} instead of {a!r}"
@@ -160,6 +154,6 @@ def difference(first: TrainingSignature, other: TrainingSignature) -> str | None
     return None
 
 
-def _described(parameter: Parameter) -> str:
+def _described(parameter: messages.Parameter) -> str:
     sent = "" if parameter.update_dtype == parameter.dtype else f" sent as {parameter.update_dtype}"
     return f"{parameter.dtype} {list(parameter.shape)}{sent}"

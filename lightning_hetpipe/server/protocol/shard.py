@@ -30,15 +30,8 @@ import torch
 from torch import Tensor
 
 from lightning_hetpipe.rules import parameter_placement
+from lightning_hetpipe.server.protocol import messages
 from lightning_hetpipe.server.protocol.identifiers import Commit, Refusal, RemoteFault, UpdateId
-from lightning_hetpipe.server.protocol.messages import (
-    Holding,
-    Load,
-    Parameter,
-    Read,
-    ShardRequest,
-    StageUpdate,
-)
 from lightning_hetpipe.server.transport.shared_memory import memory
 
 CHUNK = 1 << 18
@@ -64,7 +57,7 @@ class ShardLayout:
         update: use the dtypes of updates.
     """
 
-    parameters: tuple[Parameter, ...]
+    parameters: tuple[messages.Parameter, ...]
     update: bool
     places: tuple[tuple[int, torch.dtype, tuple[int, ...]], ...] = field(init=False)
     size: int = field(init=False)
@@ -203,13 +196,13 @@ class Shard:
         seen = [block for vw, part, block in staged if (vw, part) not in self._blocks]
         return sum(block.numel() for block in (self._weights, *self._blocks.values(), *seen))
 
-    def open(self, message: ShardRequest, size: int, offered: memoryview | None = None) -> memoryview:
+    def open(self, message: messages.ShardRequest, size: int, offered: memoryview | None = None) -> memoryview:
         """Return memory for the body of ``message``: for an update ``offered``, if that is given.
 
         Raises:
             RemoteFault: before memory is taken, if the request is refused.
         """
-        if isinstance(message, Load):
+        if isinstance(message, messages.Load):
             self._check_load(message, size)
             self._check_idle(message)
             # The former weights are of no use from here on: free their memory first.
@@ -218,7 +211,7 @@ class Shard:
             self.staged.clear()
             self._blocks.clear()
             self._last = {update.vw: update for update in message.included}
-        elif isinstance(message, StageUpdate):
+        elif isinstance(message, messages.StageUpdate):
             self._check_stage(message, size)
             self._check_idle(message)
             if (staged := self.staged.get(message.vw)) is not None and staged.id != _id(message):
@@ -229,7 +222,7 @@ class Shard:
             return memoryview(bytearray())
         sender = _sender(message)
         self._arriving.add(sender)
-        if isinstance(message, Load):
+        if isinstance(message, messages.Load):
             return memory_of(block_of(size))
         for vw, part in [*self._blocks]:
             useless = part != message.part or offered is not None
@@ -241,35 +234,35 @@ class Shard:
             self._blocks[sender] = torch.empty(size, dtype=torch.uint8)
         return memory_of(self._blocks[sender])
 
-    def abandoned(self, message: ShardRequest) -> None:
+    def abandoned(self, message: messages.ShardRequest) -> None:
         """Note that the body for which ``open`` gave memory will not come."""
-        if isinstance(message, Load | StageUpdate):
+        if isinstance(message, messages.Load | messages.StageUpdate):
             self._arriving.discard(_sender(message))
 
-    def run(self, message: ShardRequest, body: memoryview) -> tuple[Holding, Sequence[memoryview]]:
+    def run(self, message: messages.ShardRequest, body: memoryview) -> tuple[messages.Holding, Sequence[memoryview]]:
         """Return the answer, and the weights for a ``Read``; ``body`` is what ``open`` gave.
 
         Raises:
             RemoteFault: if the request is refused.
         """
         self.abandoned(message)
-        if isinstance(message, Load):
+        if isinstance(message, messages.Load):
             self._check_load(message, len(body))
             self._load(message, body)
-        elif isinstance(message, StageUpdate):
+        elif isinstance(message, messages.StageUpdate):
             self._check_stage(message, len(body))
             staged = self.staged.setdefault(message.vw, StagedUpdate(_id(message)))
             staged.blocks[message.part] = _taken(body)
-        elif isinstance(message, Read):
+        elif isinstance(message, messages.Read):
             return self._read(message)
-        return Holding(self.content), ()
+        return messages.Holding(self.content), ()
 
-    def _check_idle(self, message: Load | StageUpdate) -> None:
+    def _check_idle(self, message: messages.Load | messages.StageUpdate) -> None:
         vw, own = _sender(message)
         if any(other == vw and _overlap(own, part) for other, part in self._arriving):
             raise RemoteFault(Refusal.BUSY, f"an earlier request of VW {vw} is still arriving")
 
-    def _check_load(self, message: Load, size: int) -> None:
+    def _check_load(self, message: messages.Load, size: int) -> None:
         if self.content != (message.generation if self.content == message.generation else message.over):
             raise RemoteFault(Refusal.GENERATION, "the shard does not hold the weights that were to be replaced")
         if self.content == message.generation and self.loaded:
@@ -280,7 +273,7 @@ class Shard:
         if self._limit is not None and size > self._limit:
             raise RemoteFault(Refusal.TOO_LARGE, f"{size} bytes of weights are more than the {self._limit} allowed")
 
-    def _load(self, message: Load, body: memoryview) -> None:
+    def _load(self, message: messages.Load, body: memoryview) -> None:
         self._weight_layout = ShardLayout(message.parameters, update=False)
         self._update_layout = ShardLayout(message.parameters, update=True)
         self._weights = _taken(body)
@@ -291,7 +284,7 @@ class Shard:
         if self.content != generation or not self.loaded:
             raise RemoteFault(Refusal.GENERATION, "the shard does not hold this generation")
 
-    def _check_stage(self, message: StageUpdate, size: int) -> None:
+    def _check_stage(self, message: messages.StageUpdate, size: int) -> None:
         self._check_content(message.generation)
         self._check_part(message.part)
         update, staged = _id(message), self.staged.get(message.vw)
@@ -310,7 +303,7 @@ class Shard:
         if list(part) != sorted({*part}) or (part and not 0 <= part[0] <= part[-1] < count):
             raise RemoteFault(Refusal.MALFORMED, f"a part of {count} parameters has the numbers {list(part)[:9]}")
 
-    def examine(self, message: StageUpdate, body: memoryview) -> None:
+    def examine(self, message: messages.StageUpdate, body: memoryview) -> None:
         """Check all of the update, which takes time; changes nothing.
 
         Raises:
@@ -326,7 +319,7 @@ class Shard:
                     f" '{parameter.name}', and is not added",
                 )
 
-    def _read(self, message: Read) -> tuple[Holding, Sequence[memoryview]]:
+    def _read(self, message: messages.Read) -> tuple[messages.Holding, Sequence[memoryview]]:
         self._check_content(message.generation)
         self._check_part(message.part)
         end = message.start + len(message.tail)
@@ -335,7 +328,7 @@ class Shard:
         if self.applied < message.start:
             raise RemoteFault(Refusal.MALFORMED, f"commits {self.applied} to {message.start} are missing")
         self._apply(message.tail[self.applied - message.start :])
-        return Holding(self.content), self._weight_layout.pieces(self._weights, message.part)
+        return messages.Holding(self.content), self._weight_layout.pieces(self._weights, message.part)
 
     def _apply(self, commits: Sequence[Commit]) -> None:
         updates: list[tuple[list[Tensor], int]] = []
@@ -362,12 +355,12 @@ class Shard:
         return [found[number] for number in range(len(found))]
 
 
-def _id(message: StageUpdate) -> UpdateId:
+def _id(message: messages.StageUpdate) -> UpdateId:
     return UpdateId(message.vw, message.incarnation, message.clock)
 
 
-def _sender(message: Load | StageUpdate) -> tuple[int, tuple[int, ...]]:
-    return message.vw, message.part if isinstance(message, StageUpdate) else ()
+def _sender(message: messages.Load | messages.StageUpdate) -> tuple[int, tuple[int, ...]]:
+    return message.vw, message.part if isinstance(message, messages.StageUpdate) else ()
 
 
 def _taken(body: memoryview) -> Tensor:
@@ -375,7 +368,9 @@ def _taken(body: memoryview) -> Tensor:
     return torch.from_numpy(np.asarray(body)) if len(body) else block_of(0)
 
 
-def place(parameters: Sequence[Parameter], servers: int, how: str, homes: Sequence[int] = ()) -> list[list[int]]:
+def place(
+    parameters: Sequence[messages.Parameter], servers: int, how: str, homes: Sequence[int] = ()
+) -> list[list[int]]:
     """Return the indices of the parameters on each server, ascending.
 
     Args:
