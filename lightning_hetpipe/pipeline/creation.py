@@ -58,7 +58,8 @@ class _Creating(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = dict(kwargs or {})
-        if kwargs.get("dtype") is None and (func in _ALWAYS or (func in _BY_VALUE and _has_float(args, kwargs))):
+        has_float = func in _BY_VALUE and any(isinstance(value, float) for value in _flat((args, kwargs)))
+        if kwargs.get("dtype") is None and (func in _ALWAYS or has_float):
             kwargs["dtype"] = self._dtype
         result = func(*args, **kwargs)
         if any(_is_floating(value) for value in _flat(result)) and _promotes(func, args, kwargs):
@@ -70,20 +71,15 @@ class _Creating(TorchFunctionMode):
         try:
             func = _WHOLE.get(func, func)
             if (condition := _CONDITION.get(func)) is not None:
-                result = func(*(a if i == condition else self._tensor(a) for i, a in enumerate(args)), **kwargs)
+                made = [a if i == condition else torch.as_tensor(a, dtype=self._dtype) for i, a in enumerate(args)]
             else:
-                result = func(*map(self._converted, args), **kwargs)
+                made = [a.to(self._dtype) if isinstance(a, Tensor) else a for a in args]
+            result = func(*made, **kwargs)
         except (RuntimeError, TypeError, ValueError) as error:
             raise self._refusal(func) from error
         if isinstance(result, Tensor) and result.dtype == self._dtype:
             return result
         raise self._refusal(func)
-
-    def _converted(self, value: Any) -> Any:
-        return value.to(self._dtype) if isinstance(value, Tensor) else value
-
-    def _tensor(self, value: Any) -> Tensor:
-        return torch.as_tensor(value, dtype=self._dtype)
 
     def _refusal(self, func: Callable[..., Any]) -> SettingError:
         return PipelineRefusal(
@@ -103,10 +99,6 @@ def _promotes(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
 
 def _is_floating(value: Any) -> bool:
     return isinstance(value, Tensor) and (value.dtype.is_floating_point or value.dtype.is_complex)
-
-
-def _has_float(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    return any(isinstance(value, float) for value in _flat((args, kwargs)))
 
 
 def _flat(value: Any) -> Iterator[Any]:

@@ -138,10 +138,8 @@ def _draw_rows(axes: Axes, timeline: Timeline, rows: Sequence[Row], start: float
     unit = 1000.0
     known: dict[str, Any] = {}
     for place, row in enumerate(rows):
-        spans = [span for span in timeline.row(row) if span.end > start and span.start < end]
-        if isinstance(row, int):
-            spans += _waits(timeline, row, start, end)
-        for span in spans:
+        waits = timeline.waits(row) if isinstance(row, int) else ()
+        for span in [each for each in (*timeline.row(row), *waits) if each.end > start and each.start < end]:
             left, right = max(span.start, start), min(span.end, end)
             style = _style(span)
             if right - left < THIN * (end - start):
@@ -165,10 +163,6 @@ def _draw_rows(axes: Axes, timeline: Timeline, rows: Sequence[Row], start: float
         fontsize="small",
         frameon=False,
     )
-
-
-def _waits(timeline: Timeline, stage: int, start: float, end: float) -> list[Span]:
-    return [span for span in timeline.waits(stage) if span.end > start and span.start < end]
 
 
 def _style(span: Span) -> dict[str, Any]:

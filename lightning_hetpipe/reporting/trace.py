@@ -82,19 +82,13 @@ def _spans(timeline: Timeline) -> Iterator[Event]:
         yield {
             "ph": "X",
             "name": f"{span.work} {span.minibatch}",  # Perfetto colours by the name without its number
-            "cat": _category(span),
+            "cat": span.row if isinstance(span.row, str) else "wait" if span.work == TURN else "stage",
             "pid": _process(timeline),
             "tid": threads[span.row],
             "ts": start,
             "dur": round(end - start, 3),
             "args": arguments,
         }
-
-
-def _category(span: Span) -> str:
-    if isinstance(span.row, str):
-        return span.row
-    return "wait" if span.work == TURN else "stage"
 
 
 def _arrows(timeline: Timeline) -> Iterator[Event]:

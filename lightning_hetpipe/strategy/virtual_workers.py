@@ -241,7 +241,7 @@ class VirtualWorkers(HostWeights):
             self._launcher = Launcher(
                 rank,
                 self._told_to_children,
-                on_end=self._on_end,
+                on_end=lambda local, code: program_group.note_end(rank.index - rank.local + local, code),
                 closed=program_group.end,
                 end_timeout=lambda: self._wsp_settings().end_timeout,
                 resumed_from=self._resumed_from,
@@ -259,10 +259,6 @@ class VirtualWorkers(HostWeights):
             return servers.resumed_from()
         check_returning(getattr(self._launcher, "trainer", None), self.global_rank)
         return returning.checkpoint
-
-    def _on_end(self, local: int, code: int) -> None:
-        """The process of another virtual worker of this node has ended."""
-        program_group.note_end(self._rank.index - self._rank.local + local, code)
 
     def _told_to_children(self) -> dict[str, str]:
         """Starts the server of this launch, unless others were named; gives what children need to find it."""

@@ -37,7 +37,8 @@ def barrier(group: Group, name: str | None) -> None:
 
 def broadcast(group: Group, value: Any, source: int) -> Any:
     """The value of virtual worker ``source``; where that one does not take part, of the first that does."""
-    given = (group.index == source, isinstance(value, Path), _sent(value))
+    is_path = isinstance(value, Path)
+    given = (group.index == source, is_path, str(value) if is_path else value)
     found = group.gather(given, f"strategy.broadcast(src={source})")
     _, is_path, content = next((each for each in found if each[0]), found[0])
     return Path(content) if is_path else content
@@ -135,10 +136,6 @@ def _detached(tensor: Tensor) -> Tensor:
     tensor = tensor.detach().cpu()
     is_view = tensor.layout == torch.strided and tensor.untyped_storage().nbytes() > tensor.nbytes
     return tensor.clone() if is_view else tensor
-
-
-def _sent(value: Any) -> Any:
-    return str(value) if isinstance(value, Path) else value
 
 
 # Gathers of values, in what virtual workers exchange as bytes.

@@ -67,8 +67,10 @@ class Shares:
 
     def deal(self, loader: Any) -> None:
         """Have ``loader`` take its samples by shares, if Lightning has made its sampler."""
-        if isinstance(loader, DataLoader) and _is_injected(loader):
-            batches: Any = loader.batch_sampler
+        if not isinstance(loader, DataLoader) or type(loader.sampler) is not DistributedSampler:
+            return
+        batches: Any = loader.batch_sampler
+        if isinstance(loader.sampler.rank, InjectedRank) and type(batches) is BatchSampler:
             batches.sampler = SharedSampler(self, loader.sampler, batches.batch_size, batches.drop_last)
 
     def why_not(self, loaders: Sequence[Any]) -> str | None:
@@ -137,11 +139,3 @@ def _place(seats: Sequence[int], vw: int) -> int:
     """Place of ``vw`` among ``seats``; the first for one that is still to get a seat, and counts what the others have
     counted when they began, as for a schedule of learning rates."""
     return seats.index(vw) if vw in seats else 0
-
-
-def _is_injected(loader: DataLoader[Any]) -> bool:
-    return (
-        type(loader.sampler) is DistributedSampler
-        and isinstance(loader.sampler.rank, InjectedRank)
-        and type(loader.batch_sampler) is BatchSampler
-    )

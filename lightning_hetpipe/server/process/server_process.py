@@ -70,16 +70,12 @@ class ServerProcess:
         self.security = security if security.token else replace(security, token=secrets.token_urlsafe(32))
         """Settings for channels to this server."""
         self.security.check(address)
-        self._address = address
+        self.address = address
+        """``host:port``, with the port that it got when it first started."""
         # Absolute, as a program may go to another folder before its server has to be started again.
         path = [os.path.abspath(each) for each in sys.path]
         self._told: dict[str, object] = {"handler": handler, "arguments": dict(arguments or {}), "path": path}
         self._child: subprocess.Popen[bytes] | None = None
-
-    @property
-    def address(self) -> str:
-        """``host:port``, with the port that it got when it first started."""
-        return self._address
 
     @property
     def pid(self) -> int | None:
@@ -125,7 +121,7 @@ class ServerProcess:
         if "refused" in answer:
             self.stop()
             raise SettingError(answer["refused"])
-        self._address = answer["address"]
+        self.address = answer["address"]
 
     def stop(self) -> None:
         """End the child, by force if it does not end by itself. May be called again."""
@@ -150,7 +146,7 @@ class ServerProcess:
         """Tell the child its settings on standard input, as others can read command lines; return its answer."""
         assert child.stdin is not None
         assert child.stdout is not None
-        told = {**self._told, "address": self._address, "security": asdict(self.security)}
+        told = {**self._told, "address": self.address, "security": asdict(self.security)}
         try:
             child.stdin.write(json.dumps(told).encode() + b"\n")
             child.stdin.flush()
@@ -164,12 +160,12 @@ class ServerProcess:
                 raise RuntimeError("the server is not wanted any more")
             if not ready:
                 if time.monotonic() > deadline:
-                    raise RuntimeError(f"the server's process does not serve {self._address} within {_START:g} s")
+                    raise RuntimeError(f"the server's process does not serve {self.address} within {_START:g} s")
                 continue
             part = os.read(child.stdout.fileno(), 4096)
             if not part:
                 raise RuntimeError(
-                    f"the server's process ended before it served {self._address}, with status {child.wait(_STOP)};"
+                    f"the server's process ended before it served {self.address}, with status {child.wait(_STOP)};"
                     " its output above says why"
                 )
             said += part

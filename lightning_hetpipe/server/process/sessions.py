@@ -105,7 +105,11 @@ class Sessions:
     def _service_of(self, name: str) -> Service:
         with self._lock:
             if name not in self._services:
-                self._make_way()
+                for unused in [each for each, service in self._services.items() if service.unused]:
+                    if len(self._services) >= MOST:
+                        del self._services[unused]
+                if len(self._services) >= MOST:
+                    raise interface.CallRefused(f"busy: {MOST} sessions are in use")
                 self._services[name] = self._new(name)
                 if self._sweeper is None:
                     self._sweeper = threading.Thread(target=self._sweep, name="hetpipe-sessions", daemon=True)
@@ -120,13 +124,6 @@ class Sessions:
         with self._log_lock:
             if self._log is not None:
                 os.write(self._log, line(session, decision, time.time()).encode())
-
-    def _make_way(self) -> None:
-        for name in [name for name, service in self._services.items() if service.unused]:
-            if len(self._services) >= MOST:
-                del self._services[name]
-        if len(self._services) >= MOST:
-            raise interface.CallRefused(f"busy: {MOST} sessions are in use")
 
     def _clear(self, name: str, service: Service) -> None:
         if service.finished:

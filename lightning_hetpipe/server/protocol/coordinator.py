@@ -401,19 +401,16 @@ class Coordinator:
         elif isinstance(message, messages.Pulled):
             log.pulled(vw, message.read_lease)
         elif isinstance(message, messages.Pull):
-            why = log.pull(vw, message.read_lease)
-            return self._granted(log, message) if why is None else messages.NotYet(why), ()
+            if (why := log.pull(vw, message.read_lease)) is not None:
+                return messages.NotYet(why), ()
+            at, clock = (message.read_lease, log.head, log.start, tuple(log.tail)), log.clock[vw]
+            return messages.Granted(*at, clock, clock if log.slowest is None else log.slowest, log.cut_at), ()
         elif isinstance(message, messages.Arrive):
             return self._arrive(log, message), ()
         elif isinstance(message, messages.Gather | messages.Fetch):
             return self._gather(log, message, body)
         self._admit()
         return self._roster.done(), ()
-
-    def _granted(self, log: CommitLog, message: messages.Pull) -> messages.Granted:
-        clock = log.clock[message.vw]
-        slowest = clock if log.slowest is None else log.slowest
-        return messages.Granted(message.read_lease, log.head, log.start, tuple(log.tail), clock, slowest, log.cut_at)
 
     def _arrive(self, log: CommitLog, message: messages.Arrive) -> Answer:
         if message.admit and message.cut > log.cut:

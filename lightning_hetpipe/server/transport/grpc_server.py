@@ -95,7 +95,10 @@ class GrpcServer:
         Raises:
             SettingError: if the address or the certificates cannot be used.
         """
-        credentials = self._credentials()
+        credentials = None
+        if self._security.encrypted:
+            ca, certificate, key = self._security.read()
+            credentials = grpc.ssl_server_credentials([(key, certificate)], ca, require_client_auth=True)
         options = (
             *LIMITS,
             ("grpc.so_reuseport", 0),  # or two servers could share a port, and its calls, unnoticed
@@ -142,12 +145,6 @@ class GrpcServer:
         server.stop(None).wait(_STOP)
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._views.close()
-
-    def _credentials(self) -> grpc.ServerCredentials | None:
-        if not self._security.encrypted:
-            return None
-        ca, certificate, key = self._security.read()
-        return grpc.ssl_server_credentials([(key, certificate)], root_certificates=ca, require_client_auth=True)
 
     def _one(self, message: bytes, context: grpc.ServicerContext) -> bytes:
         opening, header = self._opening(message, context)
