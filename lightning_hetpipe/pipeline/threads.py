@@ -32,16 +32,13 @@ class Worker(Generic[T]):
     ) -> None:
         self._inbox: queue.SimpleQueue[T | None] = queue.SimpleQueue()
         self._aside: deque[T | None] = deque()
+        self.name = name
         self._handle = handle
         self._torch_threads = torch_threads
         self._enter = enter
         context = contextvars.copy_context()
         self._thread = threading.Thread(target=context.run, args=(self._run,), name=name, daemon=True)
         self._thread.start()
-
-    @property
-    def name(self) -> str:
-        return self._thread.name
 
     def put(self, item: T) -> None:
         self._inbox.put(item)

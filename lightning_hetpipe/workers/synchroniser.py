@@ -300,7 +300,7 @@ class Synchroniser:
         self.group.begin_epoch()
         everyones: list[Any] = []
         for number in (first, first + 1):  # the first sum is off by a rounding, the second is exact
-            found = self.group.gather((self._copies.has_changed(), told), "the start of an epoch")
+            found = self.group.gather((bool(self._copies.changed()), told), "the start of an epoch")
             everyones = [each for _, each in found]
             if not any(changed for changed, _ in found):
                 break
@@ -338,7 +338,7 @@ class Synchroniser:
 
         Servers get them when the next epoch begins, as all changes that callbacks make between epochs.
         """
-        changed = {index for each in self.group.gather(self._copies.changed_frozen(), "a cut") for index in each}
+        changed = {index for each in self.group.gather(self._copies.changed(frozen=True), "a cut") for index in each}
         if changed:
             frozen = [self._copies.named[index][1] for index in sorted(changed)]
             self._take_first(frozen, f"{EXCHANGE} frozen weights")

@@ -80,14 +80,10 @@ class WeightCopies:
 
     # Differences to the live weights.
 
-    def has_changed(self) -> bool:
-        """Tell whether any weight differs from its copy."""
-        return not all(_equal(p, last) for (_, p), last in zip(self.named, self.last, strict=True))
-
-    def changed_frozen(self) -> list[int]:
-        """Frozen weights that differ from their copies, by index."""
+    def changed(self, *, frozen: bool = False) -> list[int]:
+        """Weights that differ from their copies, by index; of ``frozen`` ones alone if that is asked."""
         pairs = enumerate(zip(self.named, self.last, strict=True))
-        return [index for index, ((_, p), last) in pairs if not p.requires_grad and not _equal(p, last)]
+        return [n for n, ((_, p), last) in pairs if not (frozen and p.requires_grad) and not _equal(p, last)]
 
     def update(self, buffers: Callable[[], list[Tensor]], everything: bool = False) -> list[Tensor]:
         """The update: w_local - w at the last synchronisation, in the dtype in which it is sent.

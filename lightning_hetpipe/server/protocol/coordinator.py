@@ -110,7 +110,7 @@ class Coordinator:
 
     def next_expiry(self) -> float | None:
         """Time at which something changes if nobody is heard until then."""
-        times = self._leases.ends()
+        times = [seen + self._leases.seconds for seen in self._leases.seen.values()]
         if self.phase is Phase.JOINING and self._lost_at is not None:
             times.append(self._lost_at + self._leases.seconds)
         return min(times, default=None)

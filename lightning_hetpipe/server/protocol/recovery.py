@@ -73,7 +73,8 @@ def decide(
     """
     last = newest_pull(joins)
     if last is None:
-        absent = [vw for vw in range(_number(joins)) if vw not in joins]
+        number = next((join.signature.virtual_workers for join in joins.values()), 1)
+        absent = [vw for vw in range(number) if vw not in joins]
         if absent and not (0 in joins and 0 < joins[0].signature.least <= len(joins)):
             return absent
         belongs = dict.fromkeys(joins, True)
@@ -117,10 +118,6 @@ def newest_pull(joins: Mapping[int, Join]) -> CommitIndex | None:
     """Return the newest of the pulls that ``joins`` report; None where nobody has pulled yet."""
     pulls = [join.report.commit_index for join in joins.values() if join.report.commit_index is not None]
     return max(pulls, key=lambda commit_index: commit_index.age, default=None)
-
-
-def _number(joins: Mapping[int, Join]) -> int:
-    return next((join.signature.virtual_workers for join in joins.values()), 1)
 
 
 def _membership(join: Join, base: CommitIndex, cut: int, cut_clock: int, holder: int) -> Membership:

@@ -44,10 +44,6 @@ class Leases:
             return []
         return [vw for vw, seen in self.seen.items() if now - seen > self.seconds]
 
-    def ends(self) -> list[float]:
-        """Times at which leases run out if nobody is heard until then."""
-        return [seen + self.seconds for seen in self.seen.values()]
-
 
 class Roster:
     """The VWs that a coordinator has heard of.
