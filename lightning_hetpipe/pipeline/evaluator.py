@@ -20,13 +20,11 @@ from lightning_hetpipe.pipeline.creation import creating
 from lightning_hetpipe.pipeline.operands import OperandsTogether
 from lightning_hetpipe.pipeline.passes import Pass
 from lightning_hetpipe.pipeline.random.generators import RandomGenerators, attached
-from lightning_hetpipe.pipeline.readers_writer_lock import ReadersWriterLock
 from lightning_hetpipe.pipeline.segment_runner import names_of
 from lightning_hetpipe.pipeline.stage import Layer, StageSettings
 from lightning_hetpipe.pipeline.stage_messages import Cancel, Evaluate, Evaluated, Failure, Message, Result
-from lightning_hetpipe.pipeline.stage_thread import Done, Parcel, StageThread
+from lightning_hetpipe.pipeline.stage_thread import Parcel, StageThread
 from lightning_hetpipe.pipeline.streams import StreamEvent, WaitingStream, move
-from lightning_hetpipe.pipeline.threads import Watchdog
 from lightning_hetpipe.pipeline.user.batch_in_flight import BatchInFlight, running
 from lightning_hetpipe.pipeline.user.runner_pool import RunnerPool
 from lightning_hetpipe.pipeline.user.user_section import UserSection
@@ -115,18 +113,8 @@ class Evaluator(RunnerPool[EvaluationBatch]):
         pairs = zip(segments_of_all, [*segments_of_all[1:], None], strict=True)
         self._following = [after if after is not None and after.piece == part.piece else None for part, after in pairs]
         self.stages = [
-            ForwardStage(
-                index,
-                device,
-                WaitingStream(device, devices),
-                settings,
-                self.compute_lock,
-                self.watchdog,
-                self._done,
-                [part.layers for part in segments_of_all],
-                tag,
-            )
-            for index, device in enumerate(devices)
+            ForwardStage(self, index, devices, settings, [part.layers for part in segments_of_all], tag)
+            for index in range(len(devices))
         ]
 
     def start(self) -> None:
@@ -187,22 +175,20 @@ class ForwardStage(StageThread):
 
     def __init__(
         self,
+        evaluator: Evaluator,
         index: int,
-        device: torch.device,
-        stream: WaitingStream,
+        devices: Sequence[torch.device],
         settings: StageSettings,
-        compute_lock: ReadersWriterLock,
-        watchdog: Watchdog,
-        done: Done,
         layers: Sequence[range],
         tag: str,
     ) -> None:
-        name = f"hetpipe-evaluation-stage-{index}"
-        super().__init__(name, index, device, stream, settings.torch_threads, watchdog, done)
+        name, stream = f"hetpipe-evaluation-stage-{index}", WaitingStream(devices[index], devices)
+        threads, watchdog, done = settings.torch_threads, evaluator.watchdog, evaluator._done
+        super().__init__(name, index, devices[index], stream, threads, watchdog, done)
         self.calls: list[tuple[str, Callable[..., Any]]] = []
         """All layers' names, and what to call for each."""
         self._settings = settings
-        self._compute_lock = compute_lock
+        self._compute_lock = evaluator.compute_lock
         self._layers = layers
         self._tag = tag
         self._devices: list[torch.device] = []

@@ -183,7 +183,6 @@ def _subclasses(operands: Sequence[Tensor]) -> bool:
 
 
 def _name(func: Callable[..., Any]) -> str:
-    """The function's name, without that of an overload."""
     return str(getattr(func, "__name__", "")).partition(".")[0]
 
 

@@ -190,7 +190,6 @@ class Stage(StageThread):
         self.stream.join(None, [tensor for buffer in self.stash.buffers for tensor in buffer.tensors])
 
     def _new_stash(self, layers: nn.ModuleList) -> VersionedLayers:
-        """Copies of the live ``layers``, with room for their versions."""
         return WeightStash(layers, self._settings.version_buffers, self.device)
 
     def start(self) -> None:
@@ -282,7 +281,6 @@ class Stage(StageThread):
             super()._run(self._held_back.popleft())
 
     def _is_new(self, task: Message) -> bool:
-        """Return True if ``task`` is the first of its minibatch here."""
         return isinstance(task, Forward) and not self.memory.holds(task.minibatch)
 
     def _admits(self, task: Message) -> bool:

@@ -180,13 +180,11 @@ def _is_bare(value: Any) -> bool:
 
 
 def _named(module: nn.Module, recurse: bool = True) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and buffers, by each of their names."""
     yield from module.named_parameters(recurse=recurse, remove_duplicate=False)
     yield from module.named_buffers(recurse=recurse, remove_duplicate=False)
 
 
 def _tensors(module: nn.Module, recurse: bool = True) -> list[Tensor]:
-    """Each parameter and buffer once."""
     return [*module.parameters(recurse), *module.buffers(recurse)]
 
 

@@ -85,7 +85,6 @@ class PlannedDevices(SharedCheckpoints):
 
     @property
     def _has_groups(self) -> bool:
-        """True if a stage lies on several devices."""
         workers = () if self.plan is None else self.plan.virtual_workers
         return bool(self.split) or any(stage.group for worker in workers for stage in worker.stages)
 
@@ -125,7 +124,6 @@ class PlannedDevices(SharedCheckpoints):
 
     @property
     def _nodes_started(self) -> int:
-        """Number of nodes on which the program runs."""
         return count_nodes(self._num_nodes, self.cluster_environment or LightningEnvironment())
 
     @property
@@ -140,7 +138,6 @@ class PlannedDevices(SharedCheckpoints):
 
     @property
     def _own_plan(self) -> Plan | None:
-        """The plan of this virtual worker."""
         return None if self.plan is None else self.plan.of_worker(self.global_rank)
 
     def _choose_split_points(self, times: Sequence[float], stages: int) -> tuple[int, ...]:
@@ -154,7 +151,6 @@ class PlannedDevices(SharedCheckpoints):
 
     @property
     def _is_on_cpu(self) -> bool:
-        """True if the Trainer gave no accelerators."""
         return all(device.type == "cpu" for device in self.parallel_devices or ())
 
     def _found_devices(self) -> list[torch.device]:

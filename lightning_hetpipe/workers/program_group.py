@@ -104,7 +104,6 @@ def note_end(vw: int, code: int) -> None:
 
 
 def _come_back(vw: int) -> None:
-    """A virtual worker that was lost takes part again."""
     _ended.pop(vw, None)
     lost_workers.find(vw)
 

@@ -158,6 +158,5 @@ class MemberPool:
 
 
 def _enter(stream: Stream, device: torch.device) -> None:
-    """Begin a member's thread."""
     stream.enter()
     set_here(device)

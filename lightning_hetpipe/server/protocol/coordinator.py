@@ -19,13 +19,12 @@ from typing import Any
 
 from lightning_hetpipe.server.protocol import messages
 from lightning_hetpipe.server.protocol.commit_log import CommitLog
-from lightning_hetpipe.server.protocol.deadlock import DeadlockDetector
 from lightning_hetpipe.server.protocol.decisions import GenerationBegan, Note, ignore
 from lightning_hetpipe.server.protocol.gathers import LIMIT, Gathers, KeptBytes
 from lightning_hetpipe.server.protocol.identifiers import MOST_VIRTUAL_WORKERS, Refusal, RemoteFault
 from lightning_hetpipe.server.protocol.messages import Answer, Request
 from lightning_hetpipe.server.protocol.recovery import Recovery, decide, newest_pull
-from lightning_hetpipe.server.protocol.roster import Leases, Roster
+from lightning_hetpipe.server.protocol.roster import DeadlockDetector, Leases, Roster
 
 MAX_FAILURE = 4000
 """Characters of a failure's reason that are passed on."""
@@ -167,7 +166,7 @@ class Coordinator:
             return self._kept.serve(message, body)
         answer, parts = self._serve(message, body)
         members = () if self._running is None else self._running.clock
-        why = self._deadlocks.after(message.vw, message, answer, members, self._serve)
+        why = self._deadlocks.after(message, answer, members, self._serve)
         if why is not None:
             self._fail(message.vw, why, now)
         return answer, parts
@@ -201,7 +200,6 @@ class Coordinator:
     # Membership.
 
     def _replace(self, vw: int) -> None:
-        """Another process of a VW comes."""
         if self._roster.lives(vw):
             self._remove(vw, "started again")
         self._reports.pop(vw, None)

@@ -159,10 +159,10 @@ class Member:
         self._term = 0
         self._attempt = 0
         self.read_lease = 0
-        self._joining: messages.Join | None = None
-        self._load: messages.LoadNow | None = None
-        self._base: CommitIndex | None = None
-        self._granted: messages.Granted | None = None
+        self._joining: messages.Join
+        self._load: messages.LoadNow
+        self._base: CommitIndex
+        self._granted: messages.Granted
         self._unanswered: set[int] = set()
         self._holdings: dict[int, messages.Holding] = {}
 
@@ -233,12 +233,10 @@ class Member:
             return AskShards(requests, _SHARD_BODIES[self.state])
         match self.state:
             case MemberState.JOIN:
-                assert self._joining is not None
                 return Ask(self._joining, Body.GATHERED if self._joining.report.gathered else Body.NONE)
             case MemberState.CONFIRM:
                 return Ask(self.heartbeat())
             case MemberState.LOADED:
-                assert self._load is not None
                 return Ask(messages.Loaded(*me, self._load.generation))
             case MemberState.PUSH:
                 assert self._pending is not None
@@ -261,15 +259,12 @@ class Member:
             return messages.Hello(*me)
         if self.state is MemberState.LOAD:
             load = self._load
-            assert load is not None
             over, included = load.contents[server], load.base.included
             return messages.Load(*me, load.generation, over, included, self._placement[server])
         if self.state is MemberState.STAGE:
             assert self._pending is not None
             return messages.StageUpdate(*me, self.generation, self._pending)
-        granted = self._granted
-        assert granted is not None
-        return messages.Read(*me, self.generation, granted.start, granted.tail)
+        return messages.Read(*me, self.generation, self._granted.start, self._granted.tail)
 
     # Answers.
 
@@ -289,13 +284,11 @@ class Member:
             case MemberState.JOIN, messages.Joined():
                 self._joined(answer)
             case MemberState.CONFIRM, messages.Done():
-                assert self._base is not None
                 self._resume(self._base)
             case MemberState.JOIN, messages.LoadNow():
                 self._load = answer
                 self._ask_shards(MemberState.LOAD)
             case MemberState.LOADED, messages.Done():
-                assert self._load is not None
                 # Another VW's report may yet turn out to be newer, so this is no new pull; but w_0 is as good as one.
                 self.commit_index = self.commit_index or self._load.base
                 self.state = MemberState.JOIN
@@ -425,7 +418,6 @@ class Member:
 
     def _pulled(self) -> None:
         granted = self._granted
-        assert granted is not None
         self.newest = 1 - self.newest
         self.commit_index = granted.commit_index
         self.slowest, self.cut_at = granted.slowest, granted.cut_at

@@ -1,9 +1,10 @@
-"""Roster: the VWs of a session, by their incarnations: who may speak, who lives by its lease, who departed. Pure."""
+"""Roster: the VWs of a session: who may speak, lives by its lease, has departed, waits for whom. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import fields
+from typing import Any
 
 from lightning_hetpipe.server.protocol import messages
 from lightning_hetpipe.server.protocol.identifiers import Refusal, RemoteFault
@@ -153,3 +154,55 @@ def difference(first: messages.TrainingSignature, other: messages.TrainingSignat
 def _described(parameter: messages.Parameter) -> str:
     sent = "" if parameter.update_dtype == parameter.dtype else f" sent as {parameter.update_dtype}"
     return f"{parameter.dtype} {list(parameter.shape)}{sent}"
+
+
+Serve = Callable[[Any, bytes], tuple[messages.Answer, Sequence[bytes]]]
+
+CIRCLE = (
+    "all virtual workers wait for each other; call what needs all of them, such as a metric with sync_dist=True or a"
+    " checkpoint, after the same minibatch on each"
+)
+
+
+class DeadlockDetector:
+    """Keeps the last request of each VW that waits for its answer, to find VWs that wait for each other in a circle.
+
+    A deadlock arises where a program calls a collective (a gather) at different minibatches: one VW waits in the gather
+    for the other, which waits for the first one's wave.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: dict[int, messages.Request] = {}
+
+    def after(
+        self, message: messages.Request, answer: messages.Answer, members: Collection[int], serve: Serve
+    ) -> str | None:
+        """Return who waits for whom, if all ``members`` do and nothing can change that.
+
+        Args:
+            message: a request.
+            answer: to the request.
+            members: all whose requests could change anything.
+            serve: answers a request once more; the part of a gather is known already.
+        """
+        if isinstance(message, messages.Heartbeat):
+            return None
+        self._waiting.pop(message.vw, None)
+        if isinstance(answer, messages.NotYet):
+            self._waiting[message.vw] = message
+        if not members or not set(members) <= self._waiting.keys():
+            return None
+        told = []
+        for other in sorted(members):
+            try:
+                answer, _ = serve(self._waiting[other], b"")  # something may have changed since
+            except RemoteFault:
+                return None
+            if not isinstance(answer, messages.NotYet):
+                return None
+            told.append(f"VW {other} for {answer.waits_for}")
+        return f"{CIRCLE}: {'; '.join(told)}"
+
+    def forget(self, vw: int) -> None:
+        """Drop a VW that is gone."""
+        self._waiting.pop(vw, None)

@@ -197,7 +197,6 @@ class Views:
 
 
 def _network() -> int:
-    """Network namespace of this process."""
     return os.stat("/proc/self/ns/net").st_ino
 
 
