@@ -160,7 +160,7 @@ class VirtualWorkers(HostWeights):
 
     def barrier(self, name: str | None = None) -> None:
         if (group := self._together("strategy.barrier")) is not None:
-            collectives.barrier(group, name)
+            group.gather(None, "strategy.barrier()" if name is None else f"strategy.barrier({name!r})")
 
     def broadcast(self, obj: T, src: int = 0) -> T:
         if (group := self._together("strategy.broadcast")) is None:

@@ -31,10 +31,6 @@ def everyones(group: Group, tensor: Tensor, what: str) -> list[Tensor]:
     return [each.to(tensor.device) for each in group.gather(_detached(tensor), what)]
 
 
-def barrier(group: Group, name: str | None) -> None:
-    group.gather(None, "strategy.barrier()" if name is None else f"strategy.barrier({name!r})")
-
-
 def broadcast(group: Group, value: Any, source: int) -> Any:
     """The value of virtual worker ``source``; where that one does not take part, of the first that does."""
     is_path = isinstance(value, Path)

@@ -385,9 +385,6 @@ class _Draws(RandomOperators):
     def is_plain(self) -> bool:
         return self.in_user_code and has_own_seed()
 
-    def where(self) -> str:
-        return self.path
-
 
 def _under_checkpoint() -> bool:
     frame = inspect.currentframe()

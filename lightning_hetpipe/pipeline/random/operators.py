@@ -31,6 +31,8 @@ class RandomOperators(ThreadDispatchMode):
     """
 
     supports_higher_order_operators = True
+    path = ""
+    """Path of the module that runs now, for messages."""
 
     def __init__(self, *, fused: bool = True) -> None:
         super().__init__()
@@ -44,10 +46,6 @@ class RandomOperators(ThreadDispatchMode):
         """Return True if the random operator that runs now is to draw from a default generator, as without the mode."""
         return False
 
-    def where(self) -> str:
-        """The path of the module that runs now, for messages."""
-        raise NotImplementedError
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Arguments = (), kwargs: Keywords | None = None) -> Any:
         recipe = _recipe(func)
         if recipe is None or self.is_plain():
@@ -56,7 +54,7 @@ class RandomOperators(ThreadDispatchMode):
 
     def refuse(self, func: Any, way_out: str) -> RandomnessError:
         return RandomnessError(
-            f"Module '{self.where()}' runs {func}, a random operation that takes no generator, so that its numbers"
+            f"Module '{self.path}' runs {func}, a random operation that takes no generator, so that its numbers"
             f" would depend on the pipeline's timing; {way_out}."
         )
 
