@@ -18,6 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
+from typing import NamedTuple
 
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.launch.parent_watch import close_in_forks
@@ -39,7 +40,7 @@ class LocalRendezvous:
 
     def __init__(self, launch: str, variables: Mapping[str, str], pipe: int | None = None) -> None:
         self._content, self._pipe = json.dumps(dict(variables)).encode() + b"\n", pipe
-        self._met: list[OtherEnd] = []
+        self._met: list[socket.socket] = []
         self._socket = socket.socket(socket.AF_UNIX)
         close_in_forks(self._socket)
         try:
@@ -69,52 +70,47 @@ class LocalRendezvous:
             except OSError:
                 return
             close_in_forks(asking)
-            for each in [each for each in self._met if each.has_ended]:
+            for each in [each for each in self._met if _has_ended(each)]:
                 self._met.remove(each)
                 each.close()
             try:
                 if _user(asking) != os.getuid():
                     raise PermissionError
                 socket.send_fds(asking, [self._content], [] if self._pipe is None else [self._pipe])
-                self._met.append(OtherEnd(asking))
+                self._met.append(asking)
             except OSError:
                 asking.close()
 
 
-class OtherEnd:
-    """The process at the other end of ``connection``, which says nothing more."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        self._connection = connection
-        connection.setblocking(False)
-
-    @property
-    def has_ended(self) -> bool:
-        """True once that process has ended, or has closed the connection."""
-        try:
-            return not self._connection.recv(1)
-        except BlockingIOError:
-            return False
-        except OSError:
-            return True
-
-    def close(self) -> None:
-        """Close the connection."""
-        self._connection.close()
-
-
-class FirstProcess(OtherEnd):
-    """The first process of a launch on this machine, as another one has met it.
+class FirstProcess(NamedTuple):
+    """The first process of a launch on this machine, as another one has met it; it says nothing more.
 
     Attributes:
+        connection: To it; closed when one of both ends.
         launch: Its launch.
         variables: Those that it gives.
         pipe: The descriptor that it gives; None if it gives none.
     """
 
-    def __init__(self, connection: socket.socket, launch: str, variables: dict[str, str], pipe: int | None) -> None:
-        super().__init__(connection)
-        self.launch, self.variables, self.pipe = launch, variables, pipe
+    connection: socket.socket
+    launch: str
+    variables: dict[str, str]
+    pipe: int | None
+
+    @property
+    def has_ended(self) -> bool:
+        """True once that process has ended, or has closed the connection."""
+        return _has_ended(self.connection)
+
+
+def _has_ended(connection: socket.socket) -> bool:
+    connection.setblocking(False)
+    try:
+        return not connection.recv(1)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
 
 
 SILENT = 10.0

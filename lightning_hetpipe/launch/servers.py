@@ -20,6 +20,7 @@ import socket
 import sys
 from bisect import bisect
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
@@ -82,6 +83,7 @@ _lost: ServerLost | None = None
 _rendezvous: LocalRendezvous | None = None
 _first: FirstProcess | None = None
 """The process of this machine's first VW, where neither is the other's launcher."""
+_undo = ExitStack()
 _launch = ""
 """The launch id of our own launcher's processes."""
 
@@ -179,16 +181,8 @@ def _lose(error: ServerLost) -> None:
 def stop() -> None:
     """End the server and the rendezvous of this process."""
     global _lost, _server, _rendezvous, _first
-    _lost = None
-    first, _first = _first, None
-    if first is not None:
-        first.close()
-    rendezvous, _rendezvous = _rendezvous, None
-    if rendezvous is not None:
-        rendezvous.close()
-    server, _server = _server, None
-    if server is not None:
-        server.stop()
+    _lost = _server = _rendezvous = _first = None
+    _undo.close()
 
 
 def _serve(address: str, security: Security, lease: float) -> ServerProcess:
@@ -211,6 +205,7 @@ def _serve(address: str, security: Security, lease: float) -> ServerProcess:
                 f" ({error})"
             ) from None
         _server = server
+        _undo.callback(server.stop)
         atexit.unregister(stop)
         atexit.register(stop)
         ask = f"hetpipe-server status address={process.address}"
@@ -249,6 +244,7 @@ def _meet(rank: Rank, environment: ClusterEnvironment, variables: Mapping[str, s
     if _rendezvous is None:
         told = {**variables, RESUMED: supervision.resumed_from()}
         _rendezvous = LocalRendezvous(_launch_of(environment), told, supervision.supervised())
+        _undo.callback(_rendezvous.close)
         if rank.has_room:
             free = " or ".join(f"LOCAL_RANK={local}" for local in range(rank.started, rank.per_node)[:3])
             rank_zero_info(
@@ -261,6 +257,7 @@ def _meet_first(environment: ClusterEnvironment, timeout: float) -> FirstProcess
     global _first
     if _first is None or _first.launch != _launch_of(environment):
         _first = local_rendezvous.ask(_launch_of(environment), timeout)
+        _undo.callback(_first.connection.close)
         if _first.pipe is not None:
             supervision.tell(_first.pipe)
     return _first
