@@ -111,11 +111,7 @@ def start(rank: Rank, environment: ClusterEnvironment, wsp: WSPSettings, *, ever
 
 
 def find(
-    rank: Rank,
-    environment: ClusterEnvironment,
-    wsp: WSPSettings,
-    timeout: float,
-    further: Sequence[str] | None = None,
+    rank: Rank, environment: ClusterEnvironment, wsp: WSPSettings, timeout: float, further: Sequence[str] | None = None
 ) -> FoundServers:
     """Find the servers; where this process is its node's first VW, it starts them.
 

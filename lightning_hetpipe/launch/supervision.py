@@ -41,14 +41,7 @@ ENDS = (0, 1, 2, 130, 143)
 
 _PASSED_ON = ("SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2")
 _LOCAL = "LOCAL_RANK"
-_NUMBERED = (
-    "RANK",
-    "NODE_RANK",
-    "SLURM_PROCID",
-    "OMPI_COMM_WORLD_RANK",
-    "PMI_RANK",
-    "JSM_NAMESPACE_RANK",
-)
+_NUMBERED = ("RANK", "NODE_RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "JSM_NAMESPACE_RANK")
 _SOON = 1.0  # seconds after which SIGINT is passed on: by then Lightning ignores a second one
 
 _pipe: int | None = None
@@ -107,12 +100,7 @@ class RunSupervisor:
     """
 
     def __init__(
-        self,
-        command: Sequence[str],
-        folder: str,
-        restarts: int,
-        going_on: Callable[[str], Sequence[str]],
-        vw: int = 0,
+        self, command: Sequence[str], folder: str, restarts: int, going_on: Callable[[str], Sequence[str]], vw: int = 0
     ) -> None:
         self._vw = vw
         self._command, self._folder, self._left, self._going_on = [*command], folder, restarts, going_on

@@ -44,14 +44,7 @@ from lightning_hetpipe.run.lr_correction import Correction
 from lightning_hetpipe.run.prepared_batch import ReadyBatch
 from lightning_hetpipe.run.staleness_warning import is_clipped
 from lightning_hetpipe.run.trainer_run import TrainerRun
-from lightning_hetpipe.strategy import (
-    checks,
-    compile_setting,
-    host_setting,
-    plan_setting,
-    settings,
-    split_setting,
-)
+from lightning_hetpipe.strategy import checks, compile_setting, host_setting, plan_setting, settings, split_setting
 from lightning_hetpipe.strategy.planned_devices import PlannedDevices
 from lightning_hetpipe.strategy.saved_states import note_in_flight, note_last_changes, take_in_flight, take_last_changes
 

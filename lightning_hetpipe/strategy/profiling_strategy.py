@@ -76,14 +76,7 @@ class ProfilingStrategy(HetPipeStrategy):
         one_of_each = {each.name: device for each, device in found.items()}
         model, precision = type(self.lightning_module).__name__, str(self.precision_plugin.precision)
         measured = profiled(
-            profiling,
-            one_of_each,
-            model,
-            precision,
-            self._cache,
-            self._bar,
-            with_speeds=True,
-            with_widths=self._widths,
+            profiling, one_of_each, model, precision, self._cache, self._bar, with_speeds=True, with_widths=self._widths
         )
         optimizer = None if profiling.optimizer is None else optimizer_name(profiling.optimizer)
         self.found = Profiled(replace(measured, memory=memory), optimizer, policies)

@@ -139,10 +139,7 @@ class SplitSegment:
 
 
 def split_segment(
-    layers: Sequence[Layer],
-    modules: Sequence[nn.Module],
-    pool: MemberPool,
-    options: Mapping[str, Any] | None,
+    layers: Sequence[Layer], modules: Sequence[nn.Module], pool: MemberPool, options: Mapping[str, Any] | None
 ) -> SplitSegment | None:
     """A segment that the members of ``pool`` compute together; None where a layer was not captured as a graph.
 

@@ -56,12 +56,7 @@ _WEIGHTS = {
 """For each operator that has output channels the positions of its input and its weight, and the weight's dimension of
 them."""
 
-_ATTENTION = (
-    _aten.scaled_dot_product_attention.default,
-    _aten.matmul.default,
-    _aten.bmm.default,
-    _aten.einsum.default,
-)
+_ATTENTION = (_aten.scaled_dot_product_attention.default, _aten.matmul.default, _aten.bmm.default, _aten.einsum.default)
 HEAVY = {*_WEIGHTS, *_ATTENTION}
 """Operators that are enough work for members to be called for."""
 

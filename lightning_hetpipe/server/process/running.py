@@ -43,11 +43,7 @@ class ParentLink(NamedTuple):
 
 
 def serve(
-    handler: Handler,
-    address: str,
-    security: Security,
-    ready: Callable[[str], None],
-    parent: ParentLink | None = None,
+    handler: Handler, address: str, security: Security, ready: Callable[[str], None], parent: ParentLink | None = None
 ) -> int:
     """Serve until a signal or the parent's end; must be called in the main thread.
 
