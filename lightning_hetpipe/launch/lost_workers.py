@@ -8,14 +8,12 @@ exits so: the first that is left.
 from __future__ import annotations
 
 import atexit
-import contextlib
-import logging
-import os
 import sys
 import threading
 from multiprocessing.util import Finalize
 
 from lightning_hetpipe.server.process.notices import say
+from lightning_hetpipe.server.process.signals import exit_now
 
 _LAST = -1_000_000
 """The lowest of multiprocessing's priorities at exit; its own are -100 to 10."""
@@ -120,7 +118,7 @@ class LostWorkers:
         if self._exits and not self._failed and self._uncaught is not None and self._uncaught.error is None:
             self.name()
             # Python has its exit code by now. What multiprocessing does at exit comes late, and its last is this.
-            Finalize(None, _exit, args=(1,), exitpriority=_LAST)
+            Finalize(None, exit_now, args=(1,), exitpriority=_LAST)
 
 
 def went_on_without(who: str, how: str) -> str:
@@ -130,11 +128,3 @@ def went_on_without(who: str, how: str) -> str:
 
 lost_workers = LostWorkers()
 """Those that this process knows of."""
-
-
-def _exit(code: int) -> None:
-    logging.shutdown()
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(AttributeError, OSError, ValueError):  # there is none, or nobody reads it
-            stream.flush()
-    os._exit(code)

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from operator import attrgetter
 from os import PathLike
 from typing import Any
 
@@ -46,7 +47,7 @@ class Timeline:
         """Timeline of ``simulate(stages, in_flight, ...)``, with which a measured one can be compared."""
         spans = [part for span in simulation.spans for part in _parts(span, stages[span.stage])]
         versions = {span.minibatch: max(0, span.minibatch - in_flight) for span in spans}
-        ordered = tuple(sorted(spans, key=_start))
+        ordered = tuple(sorted(spans, key=attrgetter("start")))
         return cls(ordered, len(stages), in_flight, versions=versions, devices=tuple(devices))
 
     def __str__(self) -> str:
@@ -102,7 +103,7 @@ class Timeline:
         start, end = _extent(own)
         own += [span for span in self.spans if span.work == EVALUATE and start <= span.start and span.end <= end]
         versions = {number: version for number, version in self.versions.items() if first <= number <= last}
-        return replace(self, spans=tuple(sorted(own, key=_start)), versions=versions)
+        return replace(self, spans=tuple(sorted(own, key=attrgetter("start"))), versions=versions)
 
     def label(self, row: Row) -> str:
         """Name of ``row`` for people; of a stage with its device, if that is known: "stage 1, RTX-3090:0"."""
@@ -157,10 +158,6 @@ class Timeline:
         """Writes :meth:`to_chrome_trace` to the file ``path``."""
         with open(path, "w") as file:
             json.dump(self.to_chrome_trace(), file)
-
-
-def _start(span: Span) -> float:
-    return span.start
 
 
 def _extent(spans: Iterable[Span]) -> tuple[float, float]:

@@ -152,8 +152,3 @@ def filled(io: CheckpointIO | None) -> CheckpointIO | None:
     if io is not None and getattr(io, "checkpoint_io", io) is None:
         inside.checkpoint_io = ReplacingCheckpointIO()
     return io
-
-
-def is_lightnings_own(io: CheckpointIO) -> bool:
-    """Tell whether nobody has chosen ``io``."""
-    return type(io) is TorchCheckpointIO

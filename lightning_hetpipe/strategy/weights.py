@@ -8,14 +8,14 @@ from typing import Any
 
 import lightning as L
 import torch
-from lightning.fabric.plugins import CheckpointIO
+from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_hetpipe.lightning_private import set_checkpoint_io
 from lightning_hetpipe.placement.optimizer_states import load_state
 from lightning_hetpipe.strategy import meta_weights, settings
-from lightning_hetpipe.strategy.checkpoints import ReplacingCheckpointIO, filled, is_lightnings_own
+from lightning_hetpipe.strategy.checkpoints import ReplacingCheckpointIO, filled
 from lightning_hetpipe.strategy.empty_init import uninitialised_on_meta
 
 
@@ -35,7 +35,7 @@ class HostWeights(ParallelStrategy):
     @property
     def checkpoint_io(self) -> CheckpointIO:
         """Writer of checkpoints; where Lightning would take its own, one that keeps the old file until it is done."""
-        if is_lightnings_own(super().checkpoint_io):
+        if type(super().checkpoint_io) is TorchCheckpointIO:  # nobody has chosen it
             self.checkpoint_io = ReplacingCheckpointIO()
         return super().checkpoint_io
 

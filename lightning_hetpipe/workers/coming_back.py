@@ -169,11 +169,6 @@ class Returning:
         return self._file.path
 
     @property
-    def cut(self) -> int:
-        """Number of the cut at which it becomes a member."""
-        return int(self._state["cut"])
-
-    @property
     def asked(self) -> dict[int, int]:
         """The virtual workers that come back at that cut, each with its incarnation in the session of the launch."""
         return dict(self._state["vws"])
@@ -216,7 +211,7 @@ class Returning:
         Raises:
             SeatMissed: if this was another cut than that of the checkpoint.
         """
-        if cut == self.cut:
+        if cut == self._state["cut"]:
             seats = _loaded(recalled(self._launch, SEATS))
             if seats["cut"] == cut and self._index in seats["vws"]:
                 self._launch.kept.leave(self._ready, None)

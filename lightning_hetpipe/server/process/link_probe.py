@@ -5,8 +5,6 @@ A server's memory for them is one buffer of :data:`LARGEST` bytes, which all cli
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 
 from lightning_hetpipe.planning.model.cluster import Link
@@ -53,6 +51,5 @@ def link_to(channel: Channel, largest: int = LARGEST) -> Link:
     def pull(nbytes: int) -> None:
         channel.call(LINK, str(nbytes).encode(), (), [buffer[:nbytes]])
 
-    both: list[Callable[[int], None]] = [push, pull]
-    link = slower(*(timed_link(each, largest) for each in both))
+    link = slower(timed_link(push, largest), timed_link(pull, largest))
     return Link(link.bandwidth, link.latency / 2)

@@ -5,14 +5,12 @@ from __future__ import annotations
 import logging
 import os
 import select
-import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from typing import NamedTuple, NoReturn
 
-from lightning_hetpipe.server.process.signals import Signals
+from lightning_hetpipe.server.process.signals import Signals, exit_now
 from lightning_hetpipe.server.transport.grpc_server import GrpcServer
 from lightning_hetpipe.server.transport.interface import Handler
 from lightning_hetpipe.server.transport.security import Security
@@ -96,8 +94,4 @@ def end(code: int) -> NoReturn:
             if thread.is_alive():
                 _LOG.warning("hetpipe server: %s did not end in %g s; ending without it", thread.name, _HELD)
                 break
-    logging.shutdown()
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError):  # nobody reads it any more
-            stream.flush()
-    os._exit(code)
+    exit_now(code)

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import logging
 import os
 import signal
 import sys
 from collections.abc import Sequence
 from types import FrameType
+from typing import NoReturn
 
 _SET = 1  # PR_SET_PDEATHSIG of <linux/prctl.h>
 
@@ -44,6 +46,15 @@ def forget() -> None:
     if sys.platform == "linux":
         with contextlib.suppress(OSError, AttributeError):
             ctypes.CDLL(None).prctl(_SET, 0, 0, 0, 0)
+
+
+def exit_now(code: int) -> NoReturn:
+    """End the process with ``code``, without taking its interpreter down, once what it has logged is written."""
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(AttributeError, OSError, ValueError):  # there is none, or nobody reads it
+            stream.flush()
+    os._exit(code)
 
 
 class Signals:

@@ -16,7 +16,7 @@ from lightning_hetpipe.server.transport.grpc_server import BEARER, LIMITS, LONGE
 from lightning_hetpipe.server.transport.interface import RELEASE, TIMEOUT, CallRefused, Unreachable
 from lightning_hetpipe.server.transport.rejections import printable
 from lightning_hetpipe.server.transport.security import Security, is_loopback, split
-from lightning_hetpipe.server.transport.shared_memory import LEAST, NoBlock, Views, place_of
+from lightning_hetpipe.server.transport.shared_memory import LEAST, NoBlock, Place, Views, place_of
 
 _OPTIONS = (
     *LIMITS,
@@ -141,10 +141,8 @@ class GrpcChannel:
             return True
         if answer.size != total(into) or answer.place is None:
             raise Malformed(f"a reply of {answer.size} bytes instead of {total(into)} in one message")
-        try:
-            lies = self._views.look(answer.place)
-        except NoBlock as no:
-            self._give_up(str(no))
+        lies = self._look(answer.place)
+        if lies is None:
             return False
         if lies.nbytes != answer.size:
             raise Malformed(f"a reply of {answer.size} bytes lies where {lies.nbytes} are")
@@ -164,6 +162,13 @@ class GrpcChannel:
             return received(replies, into)
         finally:
             replies.cancel()
+
+    def _look(self, place: Place) -> memoryview | None:
+        try:
+            return self._views.look(place)
+        except NoBlock as no:
+            self._give_up(str(no))
+            return None
 
     def _give_up(self, why: str) -> None:
         """Stop using shared memory; log it once, as a warning only on a loopback address: else it is another host."""
