@@ -97,14 +97,10 @@ class LostWorkers:
             self._goes_without, self._told, self._failed = False, False, code
 
     @property
-    def _exits(self) -> bool:
-        return self._goes_without or self._told
-
-    @property
     def status(self) -> int:
         """The exit code of this program, as far as its last run and its end tell it."""
         error = None if self._uncaught is None else self._uncaught.error
-        return self._failed or int(self._exits or error is not None)
+        return self._failed or int(self._goes_without or self._told or error is not None)
 
     def watch(self) -> None:
         """Begin a run, whose lost workers the exit code tells; called before all else is registered for the exit."""
@@ -115,7 +111,8 @@ class LostWorkers:
 
     def _at_exit(self) -> None:
         """Exit with 1, unless something has failed in this process, too, which has an exit code for that."""
-        if self._exits and not self._failed and self._uncaught is not None and self._uncaught.error is None:
+        error = None if self._uncaught is None else self._uncaught.error
+        if (self._goes_without or self._told) and not self._failed and error is None:
             self.name()
             # Python has its exit code by now. What multiprocessing does at exit comes late, and its last is this.
             Finalize(None, exit_now, args=(1,), exitpriority=_LAST)

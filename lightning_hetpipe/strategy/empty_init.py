@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
+from lightning_hetpipe.pipeline.values import nested_tensors
 from lightning_hetpipe.torch_private.tensors import give_memory, version_counter
 
 
@@ -105,25 +106,18 @@ class _UninitialisedOnMeta(TorchFunctionMode):
                 give_memory(args[0])  # as ``load_state_dict`` fills it
             elif sets:
                 give_memory(args[0], "meta")  # torch sets data of one kind of memory only
-        given = [tensor for tensor in _tensors([*args, *kwargs.values()]) if tensor.is_meta and not is_lazy(tensor)]
+        operands = nested_tensors([*args, *kwargs.values()])
+        given = [tensor for tensor in operands if tensor.is_meta and not is_lazy(tensor)]
         before = [(tensor, version_counter(tensor)) for tensor in given]
         memory = [tensor.untyped_storage() for tensor in given]
         result = func(*args, **kwargs)
         for tensor, count in before:
             if version_counter(tensor) != count:
                 _note_write(tensor, source if source is not None and source.shape == tensor.shape else None)
-        for tensor in _tensors([result]):
+        for tensor in nested_tensors([result]):
             if tensor.is_meta and not any(tensor.untyped_storage() is each for each in memory):
                 _note(tensor, _made(func, given))
         return result
-
-
-def _tensors(values: Sequence[Any]) -> Iterator[Tensor]:
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, list | tuple):
-            yield from _tensors(value)
 
 
 def _note_write(tensor: Tensor, source: Tensor | None) -> None:

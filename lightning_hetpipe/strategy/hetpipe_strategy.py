@@ -200,7 +200,9 @@ class HetPipeStrategy(PlannedDevices):
         self._policy = settings.weight_policy(weights)
         if self.plan is not None:
             plan_setting.check_planned_policy(self._policy, self.plan)
-        self.lr_correction = settings.updates(lr_correction)
+        if lr_correction not in (None, "auto"):
+            checks.whole("lr_correction", lr_correction, other=", 'auto', or None")
+        self.lr_correction = lr_correction
         self.module = settings.module_names(module)
         self.capture_timeout = checks.seconds("capture_timeout", capture_timeout)
         self.grace = checks.seconds("grace", grace)
@@ -372,7 +374,8 @@ class HetPipeStrategy(PlannedDevices):
 
     def _fit_settings(self) -> run_settings.RunSettings:
         assert self.lightning_module is not None
-        planner = self._planner()
+        planner, found = self._planner(), self._found_hosts()
+        places = self.stage_hosts if found is None else found.hosts
         return run_settings.RunSettings(
             stages=self.stages,
             in_flight=self.in_flight,
@@ -394,7 +397,7 @@ class HetPipeStrategy(PlannedDevices):
             virtual_workers=self.world_size,
             timeline=self._timeline,
             in_processes=self.stage_hosts == "processes",
-            hosts=host_setting.stages_elsewhere(self._own_plan, self._found_addresses(), planner.placement.emulated),
+            hosts=host_setting.stages_elsewhere(self._own_plan, places, planner.placement.emulated),
             accelerators=host_setting.accelerators_elsewhere(self._own_plan, planner.placement.emulated),
             nodes=host_setting.nodes_elsewhere(self._own_plan),
             security=self._wsp_settings().security.from_environment(),

@@ -131,11 +131,6 @@ class PlannedDevices(SharedCheckpoints):
         """True if all devices of the plan are emulated on this machine, whatever their nodes."""
         return self.cluster is not None and self._nodes_started == 1 and self._is_on_cpu
 
-    def _found_addresses(self) -> host_setting.StageHosts:
-        """Place of stages; addresses of hosts, where the nodes of this launch have started some."""
-        hosts = self._found_hosts()
-        return self.stage_hosts if hosts is None else hosts.hosts
-
     @property
     def _own_plan(self) -> Plan | None:
         return None if self.plan is None else self.plan.of_worker(self.global_rank)

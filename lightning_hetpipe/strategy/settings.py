@@ -35,11 +35,6 @@ def weight_policy(value: Any) -> WeightPolicy | None:
     return POLICIES.get(value)
 
 
-def updates(value: Any) -> int | Literal["auto"] | None:
-    """The number of updates with lower learning rates."""
-    return value if value in (None, "auto") else whole("lr_correction", value, other=", 'auto', or None")
-
-
 def count(name: str, value: int | str) -> int | Literal["auto"]:
     """``value``, if it is "auto" or a whole number of at least 1."""
     if value == "auto":

@@ -71,7 +71,11 @@ class WSPCallback(L.Callback):
     ) -> None:
         if servers is not None and (not isinstance(servers, Sequence) or isinstance(servers, str) or not servers):
             raise SettingError(f"servers={servers!r} must be a list of addresses, such as ['10.0.0.1:5000'], or None")
-        _check_addresses(servers or ())
+        named = tuple(servers or ())
+        for number, address in enumerate(named):
+            check_address(f"servers[{number}]", address)
+            if address in named[:number]:
+                raise SettingError(f"servers={[*named]!r} holds {address!r} twice; name each server once")
         own_wave = None if wave == "auto" else wave
         planned = {"clock_distance": clock_distance, "wave": own_wave, "shares": shares, "placement": placement}
         self.settings = WSPSettings(
@@ -80,7 +84,7 @@ class WSPCallback(L.Callback):
             _shares(shares, wave),
             one_of("aggregate", aggregate, AGGREGATES),
             None if update_dtype is None else one_of("update_dtype", update_dtype, DTYPES),
-            None if servers is None else tuple(servers),
+            None if servers is None else named,
             "size" if placement is None else one_of("placement", placement, PLACEMENTS),
             _security(security),
             seconds("lease", lease),
@@ -142,10 +146,3 @@ def check_address(setting: str, address: Any) -> None:
         raise SettingError(
             f"{setting}={address!r} is not host:port with a port from 1 to 65535, such as '10.0.0.1:5000'"
         )
-
-
-def _check_addresses(servers: Sequence[str]) -> None:
-    for number, address in enumerate(servers):
-        check_address(f"servers[{number}]", address)
-        if address in servers[:number]:
-            raise SettingError(f"servers={list(servers)!r} holds {address!r} twice; name each server once")

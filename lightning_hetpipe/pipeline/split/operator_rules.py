@@ -71,10 +71,6 @@ def _over_last(dims: int) -> Rule:
     return rule
 
 
-def _pad(call: OperatorCall) -> Divided | None:
-    return _over_last(len(call.args[1]) // 2)(call)
-
-
 def _batch_norm(call: OperatorCall) -> Divided | None:
     layout = call.layout(0)
     if layout is None or layout.dim != 1:
@@ -94,10 +90,6 @@ def _group_norm(call: OperatorCall) -> Divided | None:
     vectors = [each for each in call.args[2:4] if isinstance(each, fx.Node)]
     operands = {**call.layouts, **dict.fromkeys(vectors, layout.at(0))}
     return Divided(layout, operands, {1: [count // size for count in counts]})
-
-
-def _layer_norm(call: OperatorCall) -> Divided | None:
-    return _over_last(len(call.args[1]))(call)
 
 
 def _prelu(call: OperatorCall) -> Divided | None:
@@ -285,7 +277,7 @@ _BY_RULE: list[tuple[Rule, str]] = [
     (_over_last(2), "upsample_nearest2d upsample_bilinear2d upsample_bicubic2d tril triu"),
     (_over_last(3), "max_pool3d max_pool3d_with_indices avg_pool3d adaptive_avg_pool3d adaptive_max_pool3d"),
     (_over_last(3), "upsample_nearest3d upsample_trilinear3d"),
-    (_pad, "pad constant_pad_nd"),
+    (lambda call: _over_last(len(call.args[1]) // 2)(call), "pad constant_pad_nd"),
     (shape_rules.over_given(1), "softmax _safe_softmax log_softmax cumsum"),
     (shape_rules.over_given(1, default=None, keep=2), "mean sum amax amin logsumexp"),
     (shape_rules.over_given(1, default=None, keep=2), "argmax argmin max.dim min.dim any.dim all.dim prod.dim_int"),
@@ -295,7 +287,7 @@ _BY_RULE: list[tuple[Rule, str]] = [
     (shape_rules.over_given(2, "dims", default=None), "roll"),
     (_batch_norm, "batch_norm instance_norm"),
     (_group_norm, "group_norm"),
-    (_layer_norm, "layer_norm rms_norm"),
+    (lambda call: _over_last(len(call.args[1]))(call), "layer_norm rms_norm"),
     (_prelu, "prelu"),
     *[(_convolution(dims), f"conv{dims}d") for dims in (1, 2, 3)],
     *[(_transposed_convolution(dims), f"conv_transpose{dims}d") for dims in (1, 2, 3)],

@@ -43,7 +43,6 @@ class _Here:
     def call(
         self, channel: Channel, method: str, header: bytes, body: Tensor | None, into: Tensor | None, timeout: float
     ) -> bytes:
-        """As :meth:`WeightHolder.call`."""
         sent, taken = ([] if block is None else [memory_of(block)] for block in (body, into))
         return channel.call(method, header, sent, taken, timeout)
 
