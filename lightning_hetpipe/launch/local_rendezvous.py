@@ -86,7 +86,7 @@ class FirstProcess(NamedTuple):
     """The first process of a launch on this machine, as another one has met it; it says nothing more.
 
     Attributes:
-        connection: To it; closed when one of both ends.
+        connection: To it.
         launch: Its launch.
         variables: Those that it gives.
         pipe: The descriptor that it gives; None if it gives none.
@@ -101,6 +101,10 @@ class FirstProcess(NamedTuple):
     def has_ended(self) -> bool:
         """True once that process has ended, or has closed the connection."""
         return _has_ended(self.connection)
+
+    def close(self) -> None:
+        """Close the connection."""
+        self.connection.close()
 
 
 def _has_ended(connection: socket.socket) -> bool:

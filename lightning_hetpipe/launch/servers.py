@@ -253,7 +253,7 @@ def _meet_first(environment: ClusterEnvironment, timeout: float) -> FirstProcess
     global _first
     if _first is None or _first.launch != _launch_of(environment):
         _first = local_rendezvous.ask(_launch_of(environment), timeout)
-        _undo.callback(_first.connection.close)
+        _undo.callback(_first.close)
         if _first.pipe is not None:
             supervision.tell(_first.pipe)
     return _first

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 
 from lightning_hetpipe.errors import Discarded
 from lightning_hetpipe.pipeline.autocast import Autocast
+from lightning_hetpipe.pipeline.compile.compilation import names_of
 from lightning_hetpipe.pipeline.creation import creating
 from lightning_hetpipe.pipeline.operands import OperandsTogether
 from lightning_hetpipe.pipeline.passes import Pass
 from lightning_hetpipe.pipeline.random.generators import RandomGenerators, attached
-from lightning_hetpipe.pipeline.segment_runner import names_of
 from lightning_hetpipe.pipeline.stage import Layer, StageSettings
 from lightning_hetpipe.pipeline.stage_messages import Cancel, Evaluate, Evaluated, Failure, Message, Result
 from lightning_hetpipe.pipeline.stage_thread import Parcel, StageThread

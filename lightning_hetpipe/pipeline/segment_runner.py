@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from lightning_hetpipe.errors import PipelineRefusal
 from lightning_hetpipe.pipeline.autocast import Autocast
 from lightning_hetpipe.pipeline.buffers import Buffers, may_change, places
-from lightning_hetpipe.pipeline.compile.compilation import Compiled, Kind, KindsOfCalls
+from lightning_hetpipe.pipeline.compile.compilation import Compiled, Kind, KindsOfCalls, names_of
 from lightning_hetpipe.pipeline.creation import creating
 from lightning_hetpipe.pipeline.memory import Counter, Kept
 from lightning_hetpipe.pipeline.random.generators import attach
@@ -243,11 +243,6 @@ class SegmentRunner:
 
     def describe(self) -> str:
         return names_of(self.layers[0].name, self.layers[-1].name)
-
-
-def names_of(first: str, last: str) -> str:
-    """The layers from ``first`` to ``last``, for messages."""
-    return f"layer {first}" if first == last else f"layers {first} to {last}"
 
 
 def mutates_input(layers: Sequence[Layer]) -> bool:

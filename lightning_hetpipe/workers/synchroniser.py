@@ -15,7 +15,6 @@ from torch import Tensor
 from lightning_hetpipe.rules.shares import next_lengths, staleness_bound
 from lightning_hetpipe.rules.versions import STASH, WeightPolicy
 from lightning_hetpipe.server.process.held_weights import HERE, WeightHolder
-from lightning_hetpipe.server.protocol.member import MemberState
 from lightning_hetpipe.server.transport.interface import Channel
 from lightning_hetpipe.workers.collectives import tensors_of_first
 from lightning_hetpipe.workers.coming_back import EXCHANGE
@@ -144,9 +143,7 @@ class Synchroniser:
     def let_go(self) -> None:
         """Give the memory of the copies back, before holders end; nothing is synchronised any more."""
         self._copies.forget()
-        if (
-            self._holds and self.group.weights.member.state is MemberState.IDLE
-        ):  # a call that has failed needs them no more
+        if self._holds and self.group.weights.is_idle:  # a call that has failed needs them no more
             self._holds = False
             self.group.weights.hold(lambda channel, index: HERE)
 

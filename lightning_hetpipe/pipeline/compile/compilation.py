@@ -193,9 +193,13 @@ class Compiled(KindsOfCalls):
         return value
 
     def _warn(self, group: CompiledGroup, reason: str) -> None:
-        layers = self._names[group.first : group.last]
-        which = f"layer {layers[0]}" if len(layers) == 1 else f"layers {layers[0]} to {layers[-1]}"
+        which = names_of(self._names[group.first], self._names[group.last - 1])
         warnings.warn(f"torch.compile cannot compile {which}, which a stage runs uncompiled: {reason}", stacklevel=2)
+
+
+def names_of(first: str, last: str) -> str:
+    """The layers from ``first`` to ``last``, for messages."""
+    return f"layer {first}" if first == last else f"layers {first} to {last}"
 
 
 def under_own_code(function: Callable[..., Any], name: str) -> FunctionType:

@@ -132,6 +132,11 @@ class Client:
             self._heart.join(timeout=self._lease)
         self._pool.shutdown(wait=True, cancel_futures=True)
 
+    @property
+    def is_idle(self) -> bool:
+        """No call is under way, and none has failed."""
+        return self.member.state is MemberState.IDLE
+
     # Calls of the VW.
 
     def join(self, weights: Sequence[Tensor]) -> list[Tensor]:
