@@ -16,7 +16,6 @@ from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import nn
 
 from lightning_hetpipe.capture.piece_search import CAPTURE_TIMEOUT
@@ -316,17 +315,14 @@ class HetPipeStrategy(PlannedDevices):
 
     # Lightning's steps.
 
-    def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        output: STEP_OUTPUT = self._run.training_step(super().training_step, *args)
-        return output
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run.training_step(super().training_step, *args)
 
-    def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        output: STEP_OUTPUT = self._run.evaluation_step("validation_step", super().validation_step, *args)
-        return output
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run.evaluation_step("validation_step", super().validation_step, *args)
 
-    def test_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        output: STEP_OUTPUT = self._run.evaluation_step("test_step", super().test_step, *args)
-        return output
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run.evaluation_step("test_step", super().test_step, *args)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         return self._run.evaluation_step("predict_step", super().predict_step, *args)

@@ -64,7 +64,6 @@ class HostWeights(ParallelStrategy):
         self.setup_precision_plugin()
 
     def _agreed(self, value: int) -> int:
-        """The ``value`` of all virtual workers."""
         return value
 
     def teardown(self) -> None:

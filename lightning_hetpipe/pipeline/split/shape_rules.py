@@ -48,9 +48,8 @@ def view(call: OperatorCall) -> Divided | None:
         [*given[: found.dim], -1 if size is None else size, *given[found.dim + 1 :]]
         for size in map(found.size, range(call.members))
     ]
-    if given[found.dim] == -1:
-        return Divided(found, call.layouts, target=torch.ops.aten.reshape.default)
-    return Divided(found, call.layouts, {1: sizes}, torch.ops.aten.reshape.default)
+    arguments = {} if given[found.dim] == -1 else {1: sizes}
+    return Divided(found, call.layouts, arguments, torch.ops.aten.reshape.default)
 
 
 def flatten(call: OperatorCall) -> Divided | None:

@@ -65,9 +65,7 @@ def serve(
                 ready(server.address)
                 return _wait(signals, parent)
         finally:
-            close = getattr(handler, "close", None)
-            if close is not None:
-                close()
+            getattr(handler, "close", lambda: None)()
 
 
 def _wait(signals: Signals, parent: ParentLink | None) -> int:

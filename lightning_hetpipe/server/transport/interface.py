@@ -12,7 +12,6 @@ from typing import NamedTuple, Protocol
 
 RELEASE = metadata.version("lightning-hetpipe")
 
-
 TIMEOUT = 60.0
 """Default deadline of a call, in seconds."""
 
