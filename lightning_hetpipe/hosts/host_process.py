@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 from contextlib import ExitStack, suppress
+from dataclasses import asdict
 
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.hosts.secured_socket import RELEASE, Refused, connect
@@ -27,6 +28,24 @@ child(told["security"], *map(int, sys.argv[2:]))
 """Program of a host, whose arguments are a name and descriptors, and whose input says what it has to know."""
 
 
+def started(security: Security | None, *descriptors: int) -> subprocess.Popen[bytes]:
+    """Start the process of a host, which inherits ``descriptors``: its socket, and a pipe for reasons.
+
+    It is told the rest on its standard input, as others can read command lines.
+    """
+    told = {"path": [os.path.abspath(each) for each in sys.path], "security": security and asdict(security)}
+    process = subprocess.Popen(
+        guarded([sys.executable, "-c", CHILD, "hetpipe-host", *map(str, descriptors)]),
+        stdin=subprocess.PIPE,
+        pass_fds=descriptors,
+        start_new_session=True,
+    )
+    assert process.stdin is not None
+    with suppress(BrokenPipeError), process.stdin as pipe:
+        pipe.write(json.dumps(told).encode())
+    return process
+
+
 class HostProcess:
     """A host in a process of its own, and the wire to it.
 
@@ -37,17 +56,8 @@ class HostProcess:
         own, its = socket.socketpair()
         with its, ExitStack() as undo:
             undo.callback(own.close)
-            told = {"path": [os.path.abspath(each) for each in sys.path], "security": None}
             # Beside the end of the wire, which others may keep open whom this process has forked.
-            self._process = subprocess.Popen(
-                guarded([sys.executable, "-c", CHILD, "hetpipe-host", str(its.fileno())]),
-                stdin=subprocess.PIPE,
-                pass_fds=[its.fileno()],
-                start_new_session=True,
-            )
-            assert self._process.stdin is not None
-            with self._process.stdin as pipe:
-                pipe.write(json.dumps(told).encode())
+            self._process = started(None, its.fileno())
             undo.pop_all()
         self.wire = Wire(own, shares=True)
 

@@ -22,8 +22,8 @@ from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.hosts.owned_stage import Accelerator
 from lightning_hetpipe.hosts.remote_tensor import RemoteTensor
 from lightning_hetpipe.pipeline.segment_runner import SegmentRunner
-from lightning_hetpipe.planning.plan.device_group import PlannedMember
 from lightning_hetpipe.planning.plan.document import Plan
+from lightning_hetpipe.planning.plan.planned_worker import PlannedMember
 from tests.exact.pipelines import even
 from tests.exact.running import assert_equal, assert_same_run, expect, fit
 from tests.exact.test_captured import CASES, made

@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 
 from lightning_hetpipe.planning.model.layer_widths import LayerWidths, Width
 from lightning_hetpipe.planning.model.profile import LayerBytes, Profile, Times
-from lightning_hetpipe.planning.plan.device_group import PlannedMember, PlannedSplit
 from lightning_hetpipe.planning.plan.document import Plan
-from lightning_hetpipe.planning.plan.planned_worker import PlannedStage, PlannedWorker
+from lightning_hetpipe.planning.plan.planned_worker import PlannedMember, PlannedSplit, PlannedStage, PlannedWorker
 from lightning_hetpipe.rules.versions import POLICIES
 
 SECONDS = st.floats(0, 1e6, allow_subnormal=False)
