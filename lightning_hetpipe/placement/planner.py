@@ -47,7 +47,7 @@ from lightning_hetpipe.planning.model.spread_memory import SpreadMemory
 from lightning_hetpipe.planning.model.stage_memory import optimizer_state
 from lightning_hetpipe.planning.model.units import in_bytes
 from lightning_hetpipe.planning.plan.document import Plan
-from lightning_hetpipe.planning.plan.profile_cache import ProfileCache
+from lightning_hetpipe.planning.plan.profile_file import ProfileCache
 from lightning_hetpipe.planning.search.advice import ways_out
 from lightning_hetpipe.planning.search.choice import Choice, best_plan
 from lightning_hetpipe.planning.search.grouped_plans import plan_with_groups, plan_with_shares

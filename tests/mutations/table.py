@@ -640,7 +640,7 @@ MUTATIONS = (
     Mutation(
         "planning",
         "a profile of one device is taken for another's",
-        "planning/plan/profile_cache.py",
+        "planning/plan/profile_file.py",
         "text = json.dumps(asdict(self), sort_keys=True",
         'text = json.dumps({**asdict(self), "device": ""}, sort_keys=True',
         ("tests/planning/test_profile_cache.py",),

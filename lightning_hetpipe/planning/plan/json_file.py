@@ -131,8 +131,8 @@ class Document:
             return None if self.value is None else self._as(arguments[0])
         if origin is tuple:
             return tuple(each._as(arguments[0]) for each in self.entries())
-        if is_dataclass(hint):
-            return self.made(hint)  # type: ignore[type-var]
+        if isinstance(hint, type) and is_dataclass(hint):
+            return self.made(hint)
         readers: dict[Any, Callable[[], Any]] = {str: self.text, float: self.number, int: self.whole, bool: self.truth}
         return readers[hint]()
 
