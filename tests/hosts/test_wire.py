@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_hetpipe.hosts import lent_memory
+from lightning_hetpipe.hosts import wire as wire_module
 from lightning_hetpipe.hosts.orders import Put
 from lightning_hetpipe.hosts.wire import SMALL, NotPlain, Wire
 
@@ -143,7 +143,7 @@ def test_memory_is_lent_again_once_nothing_refers_to_its_tensors(ends: Ends) -> 
 
 
 def test_what_is_kept_beyond_the_limit_comes_through_the_socket(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lent_memory, "MOST_LENT", 2)
+    monkeypatch.setattr(wire_module, "MOST_LENT", 2)
     sent = [torch.randn(LARGE) for _ in range(4)]
     found = [*map(ends.pass_on, sent)]
     assert all(map(torch.equal, found, sent))
@@ -152,7 +152,7 @@ def test_what_is_kept_beyond_the_limit_comes_through_the_socket(ends: Ends, monk
 
 
 def test_blocks_that_are_not_needed_any_more_go(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lent_memory, "LATEST", 5)
+    monkeypatch.setattr(wire_module, "LATEST", 5)
     ends.pass_on(torch.randn(100 * LARGE))
     ends.answer()
     for _ in range(6):
