@@ -24,13 +24,14 @@ class Model:
         samples: Makes so many samples: inputs and targets.
         loss: Of its output and the targets.
         halves: Cuts it for a pipeline of two processes, as evenly as its layers allow; their optimizer sees to each.
+            None if no benchmark cuts the model.
         optimizer: Of its parameters, or of those of a half.
     """
 
     net: Callable[[Task], nn.Module]
     samples: Callable[[Task, int, Generator], Pair]
     loss: Callable[[Tensor, Tensor], Tensor]
-    halves: Callable[[Any], tuple[nn.Module, nn.Module]]
+    halves: Callable[[Any], tuple[nn.Module, nn.Module]] | None
     optimizer: Callable[[Task, Iterator[nn.Parameter]], torch.optim.Optimizer]
 
 
@@ -229,11 +230,6 @@ def cut_at(share: float) -> Callable[[nn.Sequential], tuple[nn.Module, nn.Module
     return halves
 
 
-def not_cut(net: nn.Module) -> tuple[nn.Module, nn.Module]:
-    """No benchmark asks for halves of the model."""
-    raise NotImplementedError
-
-
 def sgd(task: Task, parameters: Iterator[nn.Parameter]) -> torch.optim.Optimizer:
     return adamw(task, parameters) if task.adam else torch.optim.SGD(parameters, lr=0.01, momentum=task.momentum)
 
@@ -248,8 +244,8 @@ MODELS: Mapping[ModelName, Model] = {
     "resnet": Model(resnet, images, functional.cross_entropy, cut_at(0.5), sgd),
     "gpt": Model(gpt, texts, of_each_word, cut_at(0.5), adamw),
     "words": Model(word_gpt, long_texts, of_each_word, cut_at(0.5), adamw),
-    "gpt2": Model(gpt2, long_texts, of_each_word, not_cut, adamw),
-    "resnet50": Model(resnet50, pictures, functional.cross_entropy, not_cut, sgd),
+    "gpt2": Model(gpt2, long_texts, of_each_word, None, adamw),
+    "resnet50": Model(resnet50, pictures, functional.cross_entropy, None, sgd),
     "bert": Model(bert, sentences, functional.cross_entropy, bert_halves, adamw),
 }
 

@@ -278,6 +278,7 @@ def train_with_schedule_1f1b(task: Task) -> Iterator[Measurement]:
 
     distributed.init_process_group("gloo", init_method=f"file://{task.rendezvous}", rank=task.rank, world_size=2)
     kind = MODELS[task.model]
+    assert kind.halves is not None, task.model
     for microbatches in task.microbatches:
         part = kind.halves(build(task))[task.rank]
         optimizer = kind.optimizer(task, part.parameters())

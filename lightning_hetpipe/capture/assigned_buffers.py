@@ -10,7 +10,7 @@ from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_hetpipe.capture.grouping import base_of, written_by
-from lightning_hetpipe.errors import PipelineRefusal
+from lightning_hetpipe.capture.plain_attributes import SetsState
 
 _DATA: Any = Tensor.data  # torch has no types for the descriptor
 _COPY = torch.ops.aten.copy_.default
@@ -100,9 +100,9 @@ def _changed_in_place(node: fx.Node) -> fx.Node:
     return node
 
 
-def replaces_buffer(name: str, path: str) -> PipelineRefusal:
+def replaces_buffer(name: str, path: str) -> SetsState:
     """``forward`` assigns a buffer in a way that no graph can."""
-    return PipelineRefusal(
+    return SetsState(
         f"'{name}' puts another tensor in the place of its buffer '{path}' in forward, of another shape or dtype, or"
         f" one that requires a gradient or is a view of the buffer; change the buffer in place, as by {path}.copy_()"
     )

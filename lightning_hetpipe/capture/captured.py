@@ -10,16 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from lightning_hetpipe.capture.autograd_nodes import AutogradNodes
 from lightning_hetpipe.capture.data_checks import Answers, DataChecks, Decisions
-from lightning_hetpipe.capture.effects import SideEffect, untouched
+from lightning_hetpipe.capture.effects import SideEffect, put_back, untouched
 from lightning_hetpipe.capture.export import decides, graph_of
 from lightning_hetpipe.capture.frozen import FrozenValues
 from lightning_hetpipe.capture.gradient_checkpointing import is_checkpointed
 from lightning_hetpipe.capture.grouping import called_alike, joined_by_buffer, marked_paths
 from lightning_hetpipe.capture.layer_functions import LayerFunction, at, device_of, parts
 from lightning_hetpipe.capture.one_device import inputs_on, on_one_device
-from lightning_hetpipe.capture.variant import Mode, Variant
+from lightning_hetpipe.capture.plain_attributes import SetsState
+from lightning_hetpipe.capture.variant import AutogradNodes, Mode, Variant
 from lightning_hetpipe.errors import PipelineRefusal, SettingError
 from lightning_hetpipe.pipeline.autocast import Autocast
 from lightning_hetpipe.pipeline.graph_layer import GraphLayer
@@ -68,6 +68,8 @@ class Captured:
         """Number of comparisons in which a changed Python value made no difference."""
         self.joined: tuple[str, list[str]] | None = None
         """The buffer whose changes join its parts into one layer, and the paths of these parts; None if none does."""
+        self.has_filled = False
+        """True once it has set attributes for inputs of a new kind, until whoever follows attributes has seen it."""
         self._name = name
         self._module = module
         self._example = (args, kwargs)
@@ -167,7 +169,10 @@ class Captured:
         if not self._variants:
             for layer, taken in zip(self.layers, tensors, strict=True):
                 graph_layer(layer).take(taken)
-        owns = [self._own(layer, taken, marked) for layer, taken in zip(self.layers, tensors, strict=True)]
+        owns = [
+            self._own(layer, taken, marked, part.changes)
+            for layer, taken, part in zip(self.layers, tensors, found, strict=True)
+        ]
         for layer, part, own in zip(self.layers, found, owns, strict=True):
             graph_layer(layer).code.add_graph(part.graph, own, part.changes)
         self._variants.append(variant)
@@ -202,6 +207,11 @@ class Captured:
                 if not effect.paths or self._repeats(effect, args, kwargs):
                     raise
                 self.frozen.tolerate(effect.paths)
+                graph, checks = traced()
+            except SetsState:  # as for its first call on such inputs, for which it may extend a cache
+                if not self._variants:
+                    raise
+                self._fill(args, kwargs)
                 graph, checks = traced()
             found = checks.of(leaves)
             if found == checks.answers:
@@ -241,22 +251,37 @@ class Captured:
 
         Libraries keep tables of the classes that they have met, to which tracing adds torch's own.
         """
+        with untouched(self._module, self.frozen, runs=True) as before_run:
+            self._run(args, kwargs)
+            return not set(effect.paths).isdisjoint(before_run.changed())
+
+    def _fill(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Run the module for the attributes that it sets in its first call on such inputs, as caches that grow."""
+        buffers = [(buffer, buffer.clone()) for buffer in self._module.buffers()]
+        self._run(args, kwargs)
+        put_back(buffers)
+        for variant in self._variants:  # what they have frozen is compared with the attributes as they are now
+            variant.held = None
+        self.has_filled = True
+
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         devices = [tensor.device for tensor in pytree.tree_leaves((args, kwargs)) if isinstance(tensor, Tensor)]
         with (
             self.exclusive(),
             own_state(ProcessState.seeded(0, 0, "capture")),
-            untouched(self._module, self.frozen, runs=True) as before_run,
             across_devices_of(self._module, devices),
         ):
             self._module.forward(*args, **kwargs)
-            return not set(effect.paths).isdisjoint(before_run.changed())
 
-    def _own(self, layer: Layer, tensors: Mapping[str, Tensor], marked: Sequence[str]) -> list[str | Tensor]:
+    def _own(
+        self, layer: Layer, tensors: Mapping[str, Tensor], marked: Sequence[str], changes: Collection[str]
+    ) -> list[str | Tensor]:
         """The paths of ``tensors``, which ``layer`` holds; a constant that it does not hold is given itself."""
         live, own = self._live(), list[str | Tensor]()
         for path, tensor in tensors.items():
             held = graph_layer(layer).held(path)
-            if path in live and held is not tensor:
+            is_replaced = held is not None and not isinstance(tensor, nn.Parameter)  # by `_fill`
+            if path in live and held is not tensor and not (is_replaced and path not in changes):
                 raise self._other_layers(marked)
             own.append(path if held is tensor else tensor.detach())
         return own

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -40,10 +40,19 @@ class SideEffect(PipelineRefusal):
     Attributes:
         paths: What it changes below its attributes, or outside of itself, while it is traced.
         is_shared: Whether it changes what is no attribute of its own: a global, a closure, a class.
+        is_lost: Whether user code would not do it either, as in a thread of its own, or could not be compared, since
+            the change cannot be put back.
     """
 
     def __init__(
-        self, name: str, what: str, line: str | None = None, paths: Sequence[str] = (), *, is_shared: bool = False
+        self,
+        name: str,
+        what: str,
+        line: str | None = None,
+        paths: Sequence[str] = (),
+        *,
+        is_shared: bool = False,
+        is_lost: bool = False,
     ) -> None:
         where = f" ({line})" if line else ""
         super().__init__(
@@ -52,6 +61,7 @@ class SideEffect(PipelineRefusal):
         )
         self.paths = paths
         self.is_shared = is_shared
+        self.is_lost = is_lost
 
 
 class StateBefore:
@@ -118,6 +128,11 @@ def untouched(module: nn.Module, frozen: FrozenValues, *, runs: bool = False) ->
 
 def _undo(before_run: StateBefore, buffers: Sequence[tuple[Tensor, Tensor]]) -> None:
     before_run.undo()
+    put_back(buffers)
+
+
+def put_back(buffers: Iterable[tuple[Tensor, Tensor]]) -> None:
+    """Give buffers the values that they had earlier."""
     with torch.no_grad():
         for buffer, earlier in buffers:
             if not equal(buffer, earlier):  # to write what it has would count as a change of it

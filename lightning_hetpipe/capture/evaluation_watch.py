@@ -20,7 +20,7 @@ from lightning_hetpipe.capture.effects import SideEffect, refuse_noticed, untouc
 from lightning_hetpipe.capture.export import decides
 from lightning_hetpipe.capture.frozen import FrozenValues
 from lightning_hetpipe.capture.interceptor import NOT_TAKEN, ModuleCall
-from lightning_hetpipe.capture.noticed_calls import SEED, STATE
+from lightning_hetpipe.capture.noticed_calls import OUTPUT, SEED, STATE
 from lightning_hetpipe.capture.opaque_containers import opaque_in, unknown_in, without_opaque
 from lightning_hetpipe.capture.parity_check import equal_outputs
 from lightning_hetpipe.capture.piece_search import CAPTURE_TIMEOUT, without_graph
@@ -135,7 +135,7 @@ class EvaluationWatch(Watch):
             for part, earlier in zip(parts, attributes, strict=True):
                 if attribute := changed_attribute(earlier, attributes_with_contents(part)):
                     raise SettingError(f"it changes its attribute '{attribute}' (of {type(part).__name__})")
-            refuse_noticed(piece.name, frozen, SEED, STATE)
+            refuse_noticed(piece.name, frozen, OUTPUT, SEED, STATE)
             if (opaque := opaque_in((args, kwargs))) is not None:
                 raise SettingError(f"it is given a {type(opaque).__name__} that holds tensors")
             if type(piece.module) in self._refused or self._is_late():

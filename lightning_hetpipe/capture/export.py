@@ -248,7 +248,14 @@ def _left_alone(name: str, module: nn.Module, frozen: FrozenValues) -> Iterator[
         if paths := [path for path in before_run.changed() if path not in patched]:
             told = paths[0] if "'" in paths[0] else f"'{paths[0]}'"
             is_shared = not all(map(frozen.is_own, paths))
-            raise SideEffect(name, f"changes {told}", frozen.line_of(paths[0]), paths, is_shared=is_shared)
+            raise SideEffect(
+                name,
+                f"changes {told}",
+                frozen.line_of(paths[0]),
+                paths,
+                is_shared=is_shared,
+                is_lost=any(map(frozen.is_lost, paths)),
+            )
 
     with untouched(module, frozen) as before_run, without_hooks(module):
         module.register_forward_pre_hook(begin)

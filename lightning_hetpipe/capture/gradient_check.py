@@ -22,7 +22,7 @@ from lightning_hetpipe.pipeline.autocast import Autocast
 from lightning_hetpipe.pipeline.graph_layer import GraphLayer, own_path
 from lightning_hetpipe.pipeline.values import Value, tensors_of
 from lightning_hetpipe.torch_private.autograd import graph_leaves, graph_start
-from lightning_hetpipe.torch_private.tensors import has_gradient_hooks
+from lightning_hetpipe.torch_private.tensors import without_gradient_hooks
 
 
 @dataclass(frozen=True)
@@ -63,12 +63,13 @@ def refuse_other_gradients(
     earlier = {id(leaf) for leaf in graph_leaves(starts)}  # whose gradients come from earlier calls, too
     names = {f"input {n}": tensor for n, tensor in enumerate(call.inputs) if tensor.requires_grad}
     names |= {f"'{name}'": each for name, each in piece.module.named_parameters() if id(each) not in earlier}
-    wanted = {name: tensor for name, tensor in names.items() if tensor.requires_grad and not has_gradient_hooks(tensor)}
+    wanted = {name: tensor for name, tensor in names.items() if tensor.requires_grad}
     if not wanted:
         return
     generator = torch.Generator().manual_seed(0)
     given = [torch.randn(each.shape, generator=generator).to(each.device, each.dtype) for each in outputs]
-    of_module = torch.autograd.grad(outputs, [*wanted.values()], given, retain_graph=True, allow_unused=True)
+    with without_gradient_hooks([*outputs, *wanted.values()]):
+        of_module = torch.autograd.grad(outputs, [*wanted.values()], given, retain_graph=True, allow_unused=True)
     of_graph = _of_graph(piece, call, inputs, given, copied)
     found = [of_graph.get(id(tensor)) for tensor in wanted.values()]
     largest = max((_norm(gradient) for gradient in of_module if gradient is not None), default=0.0)

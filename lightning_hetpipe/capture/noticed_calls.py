@@ -1,14 +1,19 @@
 """Calls inside a module's ``forward`` that its graph would leave out without a difference in the values it gives.
 
 Such calls act in the backward pass (hooks on tensors), on the gradients that are computed (``inference_mode``), or on
-the default generators (seeds). ``FrozenValues`` profiles the module while it runs, and asks here about each call.
+the default generators (seeds), or they write something that the program does not read. ``FrozenValues`` profiles the
+module while it runs, and asks here about each call.
 """
 
 from __future__ import annotations
 
+import dis
+import io
 import linecache
 import os
-from collections.abc import Callable
+import sysconfig
+import warnings
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -21,8 +26,15 @@ from torch.utils import checkpoint
 from lightning_hetpipe.accelerator import default_generators
 
 HOOK, JOINT_HOOK, INFERENCE, SEED, STATE = "hook", "joint hook", "inference mode", "seed", "random state"
+OUTPUT = "output"
 
 _TORCH = f"{Path(torch.__file__).parent}{os.sep}"
+_PACKAGE = Path(__file__).parent.parent
+_OURS = tuple(str(path) for path in _PACKAGE.iterdir() if path.name != "demo")
+_NOT_USERS = (_TORCH, *_OURS, "<frozen")
+_STANDARD_LIBRARY = sysconfig.get_path("stdlib")
+PACKAGES = (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
+"""Folders of installed packages."""
 
 
 def _code(function: Callable[..., Any]) -> CodeType:
@@ -58,6 +70,11 @@ _OF_GENERATORS: dict[str, tuple[str, str]] = {
 }
 """Methods of default generators, by which every device's functions set seeds and states; they are written in C."""
 
+_OUTPUT = (OUTPUT, "prints, logs or opens a file")
+_WRITERS = (print, open)
+_WRITING = {"write", "writelines"}
+"""Methods of files, of which the console is one."""
+
 _FORK = _code(torch.random.fork_rng)
 
 
@@ -80,7 +97,9 @@ class NoticedCalls(dict[str, tuple[str, str]]):
             return
         name, owner = getattr(function, "__name__", ""), getattr(function, "__self__", None)
         found = None
-        if isinstance(owner, autograd_graph.Node):
+        if any(function is each for each in _WRITERS) or (name in _WRITING and isinstance(owner, io.IOBase)):
+            found = _OUTPUT if _asked_by_user(frame) else None
+        elif isinstance(owner, autograd_graph.Node):
             found = _OF_NODES.get(name)
         elif isinstance(owner, torch.Generator) and name in _OF_GENERATORS and _is_default(owner):
             found = None if _is_torchs_own(frame) else _OF_GENERATORS[name]
@@ -95,6 +114,35 @@ class NoticedCalls(dict[str, tuple[str, str]]):
 def line_for_people(file: str, line: int) -> str:
     """The name of ``file``, the number of a ``line`` in it, and its text."""
     return f"{Path(file).name}:{line}, `{linecache.getline(file, line).strip()}`"
+
+
+def is_users(code: CodeType) -> bool:
+    """Tell whether it is neither torch's code, nor Python's, nor ours."""
+    file = code.co_filename
+    if file.startswith(_NOT_USERS):
+        return False
+    return file.startswith(PACKAGES) or not file.startswith(_STANDARD_LIBRARY)
+
+
+def line_that_names(codes: Iterable[CodeType], path: str) -> str | None:
+    """The first line of ``codes`` which names the last part of ``path``, for people."""
+    name = path.partition("' in the closure")[0].rpartition("'")[2] or path
+    for part in (part.partition("[")[0] for part in reversed(name.split("."))):
+        for code in codes:
+            if part in (*code.co_names, *code.co_freevars, *code.co_cellvars):
+                naming = (each.positions for each in dis.get_instructions(code) if each.argval == part)
+                if (positions := next(naming, None)) is not None and positions.lineno is not None:
+                    return line_for_people(code.co_filename, positions.lineno)
+    return None
+
+
+def _asked_by_user(frame: FrameType | None) -> bool:
+    """Tell whether a user's own code is the one that writes, itself or by the standard library; warnings are not."""
+    while frame is not None and frame.f_code.co_filename.startswith(_STANDARD_LIBRARY):
+        if frame.f_code.co_filename.startswith(PACKAGES) or frame.f_code.co_filename == warnings.__file__:
+            return False
+        frame = frame.f_back
+    return frame is not None and is_users(frame.f_code)
 
 
 def _is_default(generator: torch.Generator) -> bool:

@@ -16,17 +16,17 @@ import torch
 from torch import Tensor
 
 from lightning_hetpipe.accelerator import accelerates
-from lightning_hetpipe.capture.autograd_nodes import AutogradNodes
 from lightning_hetpipe.capture.call_tree import WatchedCall
 from lightning_hetpipe.capture.captured import Captured, graph_layer
-from lightning_hetpipe.capture.effects import refuse_noticed, untouched
+from lightning_hetpipe.capture.effects import put_back, refuse_noticed, untouched
 from lightning_hetpipe.capture.export import decides
 from lightning_hetpipe.capture.gradient_check import alike, refuse_other_gradients, tolerance_of
 from lightning_hetpipe.capture.gradient_checkpointing import without_checkpoints
-from lightning_hetpipe.capture.noticed_calls import HOOK, INFERENCE, JOINT_HOOK, SEED, STATE
+from lightning_hetpipe.capture.noticed_calls import HOOK, INFERENCE, JOINT_HOOK, OUTPUT, SEED, STATE
 from lightning_hetpipe.capture.opaque_containers import without_opaque
 from lightning_hetpipe.capture.pieces import Piece
-from lightning_hetpipe.capture.plain_attributes import PLAIN
+from lightning_hetpipe.capture.plain_attributes import PLAIN, sets_attribute
+from lightning_hetpipe.capture.variant import AutogradNodes
 from lightning_hetpipe.errors import PipelineRefusal
 from lightning_hetpipe.pipeline.autocast import Autocast
 from lightning_hetpipe.pipeline.graph_layer import GraphLayer
@@ -104,7 +104,7 @@ def compare(
     inputs = Value.of(given)
     # A layer may make tensors on a device on which it has none, as all of its weights are another stage's.
     others = [graph_layer(layer).device for layer in piece.layers] + [tensor.device for tensor in inputs.tensors]
-    with captured.exclusive(), untouched(module, captured.frozen), across_devices_of(module, others):
+    with captured.exclusive(), untouched(module, captured.frozen) as before_run, across_devices_of(module, others):
         buffers = {path: buffer.clone() for path, buffer in module.named_buffers()}
 
         def run() -> tuple[Value, AutogradNodes]:
@@ -117,15 +117,14 @@ def compare(
                 ):
                     gave = module.forward(*args, **kwargs)  # not through __call__, whose hooks run around it
             finally:
-                with torch.no_grad():
-                    for path, buffer in module.named_buffers():
-                        if not equal(buffer, buffers[path]):  # to write what it has would count as a change of it
-                            buffer.copy_(buffers[path])
+                put_back((buffer, buffers[path]) for path, buffer in module.named_buffers())
             gave = without_opaque(piece.name, gave)
             return Value.of(gave), AutogradNodes.of(inputs, gave)
 
         gave, autograd = run()
-        refuse_noticed(piece.name, captured.frozen, HOOK, JOINT_HOOK, INFERENCE, SEED, STATE)
+        if (set_one := before_run.changed_attribute()) is not None:
+            raise sets_attribute(piece.name, *set_one, captured.frozen.line_of(set_one[1]))
+        refuse_noticed(piece.name, captured.frozen, HOOK, JOINT_HOOK, INFERENCE, OUTPUT, SEED, STATE)
         graph = partial(_run_graph, piece, value, buffers, generators, minibatch, call)
         found, _ = graph()
         is_same = equal_outputs(found, gave) or _varies(graph, found, gave, Autocast.current())
@@ -214,7 +213,8 @@ def _scratch(layer: GraphLayer, buffers: dict[str, Tensor]) -> GraphLayer:
     scratch = copy_of(layer, None)
     with torch.no_grad():
         for path, buffer in buffers.items():
-            if (held := scratch.held(path)) is not None:
+            held = scratch.held(path)
+            if held is not None and held.shape == buffer.shape:  # else a later variant has a longer one of its own
                 held.copy_(buffer)
     return scratch
 

@@ -157,7 +157,7 @@ class PieceSearch:
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # whatever torch.export raises, the module itself has computed
-            if whole:
+            if whole or (isinstance(error, SideEffect) and error.is_lost):
                 raise
             for call in calls:
                 call.refusal = error

@@ -68,10 +68,14 @@ def refuse_changes(layer: str, module: nn.Module, before: dict[str, Any]) -> Non
         raise sets_attribute(layer, module, changed)
 
 
-def sets_attribute(layer: str, module: nn.Module, attribute: str, line: str | None = None) -> PipelineRefusal:
+class SetsState(PipelineRefusal):
+    """Refusal of a module that sets an attribute, or puts a tensor in the place of a buffer, in forward."""
+
+
+def sets_attribute(layer: str, module: nn.Module, attribute: str, line: str | None = None) -> SetsState:
     """The forward of ``layer`` changes an ``attribute`` of ``module`` in it, in this ``line`` of the user's."""
     where = f" ({line})" if line else ""
-    return PipelineRefusal(
+    return SetsState(
         f"layer '{layer}' sets its attribute '{attribute}' (of {type(module).__name__}) in forward{where}, which only"
         " its copies in the stages would see; make it a buffer (register_buffer), or return it with the output"
     )
@@ -116,6 +120,11 @@ def attributes_of(value: Any) -> dict[str, Any]:
         slots = (name for name, each in vars(owner).items() if isinstance(each, MemberDescriptorType))
         found |= {name: getattr(value, name) for name in slots if hasattr(value, name)}
     return found
+
+
+def bytes_of(value: Any) -> bytes:
+    """The contents of a ``bytearray``, an ``array``, or an array of numpy."""
+    return bytes(value) if isinstance(value, bytearray) else bytes(value.tobytes())
 
 
 def same_objects(ones: Sequence[Any], others: Sequence[Any]) -> bool:

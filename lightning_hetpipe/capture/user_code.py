@@ -61,15 +61,14 @@ def _saved(nodes: Iterable[Any]) -> dict[tuple[torch.device, int], int]:
 
 
 def _saved_by(node: Any) -> Iterator[Tensor]:
+    """Yield what ``node`` keeps; where hooks have packed it, the packed tensor, since to unpack would run user code."""
     for name in _names(node.__class__):
-        try:
-            value = getattr(node, name)
-        except RuntimeError:  # it was changed in place, which its backward will say
-            continue
-        yield from (each for each in (value if isinstance(value, tuple) else [value]) if isinstance(each, Tensor))
+        value = getattr(node, name)
+        packed = (each.data for each in (value if isinstance(value, tuple) else [value]) if hasattr(each, "data"))
+        yield from (each for each in packed if isinstance(each, Tensor))
 
 
 @cache
 def _names(kind: Any) -> list[str]:
     """The attributes of nodes of that ``kind`` that hold saved tensors, as torch documents them."""
-    return [name for name in dir(kind) if name == "saved_tensors" or name.startswith("_saved_")]
+    return [name for name in dir(kind) if name.startswith("_raw_saved_")]

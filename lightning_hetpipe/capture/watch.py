@@ -26,7 +26,7 @@ from lightning_hetpipe.capture.frozen import FrozenValues
 from lightning_hetpipe.capture.gradient_checkpointing import without_checkpoints
 from lightning_hetpipe.capture.interceptor import NOT_TAKEN, Interceptor, ModuleCall
 from lightning_hetpipe.capture.leaves import refuse_leaves
-from lightning_hetpipe.capture.noticed_calls import HOOK, INFERENCE, JOINT_HOOK, SEED, STATE
+from lightning_hetpipe.capture.noticed_calls import HOOK, INFERENCE, JOINT_HOOK, OUTPUT, SEED, STATE
 from lightning_hetpipe.capture.observation import Attributes, Observation, changes_input, refuse_opaque
 from lightning_hetpipe.capture.opaque_containers import without_opaque
 from lightning_hetpipe.capture.piece_search import CAPTURE_TIMEOUT, PieceSearch, TakenApart
@@ -269,7 +269,7 @@ class TrainingWatch(Watch):
         node.check(observation.refuse_custom_function)
         # Nor as user code: each backward of a piece is one for itself, and this minibatch draws from other generators.
         refuse_noticed(name, graph.frozen, JOINT_HOOK, STATE)
-        node.check(partial(refuse_noticed, name, graph.frozen, HOOK, INFERENCE, SEED))
+        node.check(partial(refuse_noticed, name, graph.frozen, HOOK, INFERENCE, OUTPUT, SEED))
         if self.names is not None and node.refusal is not None:
             raise node.refusal
         self._made_inside.update(id(leaf) for leaf in observation.foreign if not isinstance(leaf, nn.Parameter))
@@ -311,7 +311,7 @@ class TrainingWatch(Watch):
                 if graph is not None and fingerprint is not None:
                     graph.check(partial(_refuse_changes, name, fingerprint))
                     graph.check(observation.refuse_custom_function)
-                    graph.check(partial(refuse_noticed, name, graph.frozen, HOOK, INFERENCE, SEED))
+                    graph.check(partial(refuse_noticed, name, graph.frozen, HOOK, INFERENCE, OUTPUT, SEED))
                     graph.check(partial(self._refuse_without_graph, name, module, graph.frozen))
         if graph is not None:
             graph.end(piece.module, value)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -39,9 +40,9 @@ from lightning_hetpipe.planning.model.units import digits, in_bytes
 from lightning_hetpipe.planning.plan import profile_file
 from lightning_hetpipe.planning.plan.document import Plan
 from lightning_hetpipe.planning.plan.table import aligned
-from lightning_hetpipe.planning.search.advice import ways_out
 from lightning_hetpipe.planning.search.choice import Choice, best_plan
 from lightning_hetpipe.planning.search.grouped_plans import plan_with_groups
+from lightning_hetpipe.planning.search.problem import PlanningProblem
 from lightning_hetpipe.reporting.plots import draw
 from lightning_hetpipe.reporting.timeline import Timeline
 from lightning_hetpipe.rules.versions import POLICIES, Versions, WeightPolicy
@@ -107,7 +108,8 @@ def run(config: DictConfig) -> float | None:
     cluster, nominal = cluster_of(config, measured)
     devices = [slot.device for slot in cluster.slots]
     profile = measured.with_estimates(devices, str(config.precision))
-    given = asked.pop("weights")
+    in_flight, given = asked.pop("in_flight"), asked.pop("weights")
+    problem = PlanningProblem(profile, cluster, optimizer=optimizer, **asked)
     policies = chosen if given is None else [given]
 
     names = [layer.name for layer in profile.layers]
@@ -118,7 +120,7 @@ def run(config: DictConfig) -> float | None:
                 f"split={written(config.split)} joins devices of one virtual worker, and this plan is for several; set"
                 " strategy.virtual_workers=1, or leave split out"
             )
-        found = cluster_plans(settings, profile, cluster, optimizer, policies, {**asked, "spread": False})
+        found = cluster_plans(settings, replace(problem, spread=False), in_flight, policies)
         plan = Plan.of_allocation(found.chosen, profile.model, names, cluster, guessed, nominal)
         folder = _show(config, plan, [*remarks(found, cluster), *_estimates(profile)], measured)
         if not found.chosen.fits:
@@ -133,22 +135,22 @@ def run(config: DictConfig) -> float | None:
     @cache
     def plan_for(policy: WeightPolicy) -> Choice:
         with on_terminal(f"searching for a plan, weights='{policy.name}'", None) as tick:
-            return search(profile, cluster, optimizer=optimizer, weights=policy, progress=tick, **asked)
+            return search(replace(problem, weights=policy, progress=tick), in_flight)
 
     for policy in policies:
         choice = plan_for(policy)
         if choice.fits:
             break
-    stages_given = asked["stages"] is not None
+    stages_given = problem.stages is not None
     distance = of_strategy(config, "wsp.clock_distance", None) or 0
     plan = Plan.of(choice, profile.model, names, cluster, guessed, distance, nominal)
     lines = _remarks(choice, cluster, cluster.assumed([stage.slot for stage in choice.stages]), stages_given)
 
     def others() -> list[str]:
-        if len(devices) == 1 or asked["in_flight"] == 1:  # all policies are the same
+        if len(devices) == 1 or in_flight == 1:  # all policies are the same
             return []
         several = compared_policies([*policies, *planned_policies(optimizer)])
-        return ["", *side_by_side(several, plan_for, asked["in_flight"], asked["every"])]
+        return ["", *side_by_side(several, plan_for, in_flight, problem.every)]
 
     if joins(config) and not profile.widths:
         lines.append(
@@ -188,7 +190,7 @@ def _show(
 
 def _advise(choice: Choice) -> None:
     """Say what would make it fit."""
-    ways = [f"- {way}" for way in ways_out(choice, cli=True)]
+    ways = [f"- {way}" for way in choice.ways_out(cli=True)]
     print(
         "No plan was found that fits into memory; this one lacks the least.",
         *(["It would fit with:"] if ways else []),

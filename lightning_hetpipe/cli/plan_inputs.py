@@ -293,7 +293,7 @@ def _is_given(setting: str) -> bool:
 
 
 def wanted(config: DictConfig) -> dict[str, Any]:
-    """Arguments of ``best_plan`` besides devices and optimizer."""
+    """Nm, and arguments of ``PlanningProblem`` besides devices and optimizer."""
     in_flight = count("in_flight", of_strategy(config, "in_flight", "auto"))
     # An experiment's stages are those that it has without a plan.
     stages = count("stages", of_strategy(config, "stages", "auto")) if _is_given("strategy.stages") else "auto"

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hetpipe.errors import SettingError
-from lightning_hetpipe.pipeline.graph_layer import GraphLayer
+from lightning_hetpipe.pipeline.graph_layer import GraphLayer, own_path
 from lightning_hetpipe.pipeline.values import all_equal, equal
 from lightning_hetpipe.torch_private.tensors import foreach_copy_, version_counter
 
@@ -48,7 +48,7 @@ class Buffers:
     """
 
     def __init__(self, layers: Sequence[nn.Module], in_flight: int, device: torch.device) -> None:
-        self._names = [(name, type(module).__name__) for module, name in places(layers)]
+        self._names = [_told(module, name) for module, name in places(layers)]
         self._left = [[tensor_at(place).to(device, copy=True) for place in places(layers)] for _ in range(in_flight)]
 
     def begin(self, minibatch: int, live: Sequence[Tensor]) -> None:
@@ -138,12 +138,12 @@ class Buffers:
         pairs = [(now.to(left.device), left) for now, left in zip(live, self._of(minibatch), strict=True)]
         if all_equal(pairs):
             return False
-        for index, ((name, owner), (now, left)) in enumerate(zip(self._names, pairs, strict=True)):
+        for index, (name, (now, left)) in enumerate(zip(self._names, pairs, strict=True)):
             if equal(now, left):
                 continue
             if ahead:
                 raise SettingError(
-                    f"the buffer {name!r} of a pipelined {owner} was changed by hand after"
+                    f"{name} was changed by hand after"
                     f" minibatch {minibatch}, while later minibatches were in flight; set in_flight=1, or change it"
                     " at the end of an epoch"
                 )
@@ -152,6 +152,13 @@ class Buffers:
 
     def _of(self, minibatch: int) -> list[Tensor]:
         return self._left[minibatch % len(self._left)]
+
+
+def _told(module: nn.Module, name: str) -> str:
+    if not isinstance(module, GraphLayer):
+        return f"the buffer {name!r} of a pipelined {type(module).__name__}"
+    path = own_path(name)
+    return "a tensor that a pipelined module reads" if "lifted_tensor" in path else f"'{path}' of a pipelined module"
 
 
 def tensor_at(place: Place) -> Tensor:

@@ -89,6 +89,9 @@ class PieceCalls(PieceForwards):
         def prepare(given: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
             with call.own_forward():  # an input of a new kind is captured now
                 value = piece.value(*given)
+                if piece.captured is not None and piece.captured.has_filled:
+                    piece.captured.has_filled = False
+                    self.fingerprint.take()
                 if (captured := piece.captured) is not None and (
                     self._is_due(minibatch.number) or captured.autograd(value) is None or captured.changed(value)
                 ):

@@ -20,8 +20,8 @@ Where torch does not have a name:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -76,6 +76,22 @@ def version_counter(tensor: Tensor) -> int:
 def has_gradient_hooks(tensor: Tensor) -> bool:
     """Tell whether a user has put gradient hooks on ``tensor``."""
     return bool(tensor._backward_hooks) or bool(getattr(tensor, "_post_accumulate_grad_hooks", None))
+
+
+@contextmanager
+def without_gradient_hooks(tensors: Iterable[Tensor]) -> Iterator[None]:
+    """Within it, a backward through ``tensors`` runs none of a user's hooks on them, and retains no gradients there."""
+    hooked = [(hooks, dict(hooks)) for tensor in tensors if (hooks := tensor._backward_hooks)]
+    retained = [(tensor, tensor.grad) for tensor in tensors if tensor.retains_grad]
+    for hooks, _ in hooked:
+        hooks.clear()  # autograd holds this very dict
+    try:
+        yield
+    finally:
+        for hooks, earlier in hooked:
+            hooks.update(earlier)
+        for tensor, gradient in retained:
+            tensor.grad = gradient
 
 
 def give_memory(tensor: Tensor, device: str = "cpu") -> None:

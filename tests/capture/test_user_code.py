@@ -8,6 +8,7 @@ import lightning as L
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from lightning_hetpipe.capture.watch import TrainingWatch
 from lightning_hetpipe.pipeline.random.generators import RandomGenerators
@@ -66,3 +67,30 @@ def test_user_code_between_modules_counts_for_each_minibatch_in_flight() -> None
     watch.check(loss, (batch,))
     assert (watch.user.kept, watch.user.loss) == (2 * ROWS * WIDTH * 4, 0)  # of exp and of sigmoid
     assert UserBytes(kept=5, batch=3, loss=7, trained=10, frozen=1).total(4, 2.0) == 4 * (5 + 3) + 14 + 10 * 9 + 1
+
+
+class Checkpointed(L.LightningModule):
+    """Computes a part of its loss again in the backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, CLASSES))
+        self.runs = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss: Tensor = checkpoint(self.scored, self.net(batch[0]), batch[1], use_reentrant=False)
+        return loss
+
+    def scored(self, logits: Tensor, y: Tensor) -> Tensor:
+        self.runs += 1
+        return F.cross_entropy(logits.exp(), y)
+
+
+def test_what_is_checkpointed_is_not_computed_again() -> None:
+    module = Checkpointed()
+    watch = TrainingWatch(module, None, RandomGenerators(0), 1)
+    batch = torch.randn(ROWS, WIDTH), torch.zeros(ROWS, dtype=torch.long)
+    with watch.watching():
+        loss = module.training_step(batch, 0)
+    watch.check(loss, batch)
+    assert module.runs == 1

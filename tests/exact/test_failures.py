@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import traceback
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -85,13 +86,13 @@ class Breaking(torch.autograd.Function):
 class Fragile(nn.Module):
     """Fails in a forward, or in the backward, of one minibatch."""
 
-    forwards = itertools.count(1)  # of the class, so that copies count together; an iterator is no side effect to see
+    forwards: Iterator[int]  # of the class, so that copies count together; nobody sees how far a generator is
 
     def __init__(self, at: int, backward: bool) -> None:
         super().__init__()
         self.at = at
         self.backward = backward
-        Fragile.forwards = itertools.count(1)
+        Fragile.forwards = (forward for forward in itertools.count(1))
 
     def forward(self, x: Tensor) -> Tensor:
         if x.isnan().any():  # as it decides by its data, the net has no graph: stages run this code

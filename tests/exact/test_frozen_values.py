@@ -22,7 +22,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_hetpipe.capture.frozen import FrozenValues, is_users
+from lightning_hetpipe.capture.frozen import FrozenValues
+from lightning_hetpipe.capture.noticed_calls import is_users
 from lightning_hetpipe.capture.parity_check import MOST_NEEDLESS
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.placement.layout import Layout
@@ -422,8 +423,8 @@ def test_all_that_changed_is_named() -> None:
 
 
 def test_a_module_that_differs_from_itself_is_not_refused() -> None:
-    """Its graph cannot be told from it. Nobody watches what an iterator counts."""
-    calls, since = itertools.count(1), [8]
+    """Its graph cannot be told from it. Nobody watches what a generator counts."""
+    calls, since = (call for call in itertools.count(1)), [8]
 
     def scale(body: Any, x: Tensor) -> Tensor:
         call = next(calls)

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
+import logging
+import threading
+import warnings
+from array import array
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
-from typing import Any
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any, Literal
 
 import lightning as L
 import numpy as np
@@ -21,6 +28,8 @@ from tests.support.trainers import quiet_trainer
 
 AUX: list[Tensor] = []
 KINDS: dict[type, int] = {}
+CONTEXT = ContextVar("CONTEXT", default=0)
+LOCAL = threading.local()
 
 
 class Net(nn.Module):
@@ -37,6 +46,9 @@ class Net(nn.Module):
         self.norms: list[float] = []
         self.kinds = Counter[str]()
         self.order = OrderedDict[str, int]()
+        self.bytes = bytearray()
+        self.numbers = array("d", [0.0])
+        self.steps = itertools.count()
         self.bank: Tensor
         self.register_buffer("bank", torch.zeros(8, 16))
 
@@ -44,6 +56,32 @@ class Net(nn.Module):
         h: Tensor = self.effect(self, self.first(x).relu())
         out: Tensor = self.third(self.second(h).relu())
         return out
+
+
+def count_in_a_function(net: Net, h: Tensor) -> Tensor:
+    function: Any = count_in_a_function
+    function.calls = vars(function).get("calls", 0) + 1
+    net.numbers[0] = function.calls
+    return h / net.numbers[0]
+
+
+def fill_bytes(net: Net, h: Tensor) -> Tensor:
+    net.bytes.append(1)
+    return h / len(net.bytes)
+
+
+def set_a_context_variable(net: Net, h: Tensor) -> Tensor:
+    CONTEXT.set(CONTEXT.get() + 1)
+    return h
+
+
+def count_in_this_thread(net: Net, h: Tensor) -> Tensor:
+    LOCAL.calls = getattr(LOCAL, "calls", 0) + 1
+    return h
+
+
+def step_an_iterator(net: Net, h: Tensor) -> Tensor:
+    return h / (1 + next(net.steps))
 
 
 def clip_gradients(net: Net, h: Tensor) -> Tensor:
@@ -137,6 +175,8 @@ def shuffle(net: Net, h: Tensor) -> Tensor:
 
 
 EFFECTS = [
+    count_in_a_function,
+    fill_bytes,
     clip_gradients,
     hook_a_node,
     round_what_is_saved,
@@ -170,6 +210,7 @@ class Task(L.LightningModule):
 
 
 def trained(made: Callable[[], L.LightningModule], strategy: Any) -> Any:
+    vars(count_in_a_function).clear()
     torch.manual_seed(3)
     task = made()
     quiet_trainer(strategy=strategy, max_epochs=2).fit(task, vectors(24, 4))
@@ -191,6 +232,7 @@ def test_side_effects_are_those_of_a_plain_run(effect: Callable[[Net, Tensor], T
     assert [*plain.net.order.items()] == [*ours.net.order.items()]
     assert torch.equal(plain.net.count, ours.net.count)
     assert plain.net.array == ours.net.array
+    assert (plain.net.bytes, plain.net.numbers) == (ours.net.bytes, ours.net.numbers)
     assert torch.equal(plain.net.held[0], ours.net.held[0])
     kept = [*ours.net.queue, *ours.net.held, *AUX]
     assert {type(tensor) for tensor in kept} <= {Tensor}, "tensors of the capture are left behind"
@@ -215,6 +257,65 @@ def test_one_sentence_names_effect_and_line(effect: Callable[[Net, Tensor], Tens
     assert "set in_flight=1" in said
 
 
+class Hooks(Task):
+    """Puts hooks on the output of its module, and on what it computes of that."""
+
+    def __init__(self, joint: Literal["all", "any"] | None = None) -> None:
+        super().__init__(Net(lambda net, h: h))
+        self.joint = joint
+        self.norms: list[float] = []
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        out: Any = self.net(batch[0])
+        twice = out * 2
+        out.register_hook(lambda gradient: self.norms.append(gradient.norm().item()))
+        out.retain_grad()
+        twice.register_hook(lambda gradient: self.norms.append(out.grad is None))
+        if self.joint is not None:
+            autograd_graph.register_multi_grad_hook([out, twice], self.together, mode=self.joint)
+        return F.cross_entropy(twice, batch[1])
+
+    def together(self, found: Any) -> None:
+        self.norms += [each.norm().item() for each in ([found] if isinstance(found, Tensor) else found)]
+
+
+@pytest.mark.parametrize("joint", [None, "all", "any"])
+def test_hooks_of_training_step_run_once_for_each_minibatch(joint: Literal["all", "any"] | None) -> None:
+    """The comparison of gradients ran a hook on the output once more, with gradients that it had made up."""
+    plain, ours = (trained(lambda: Hooks(joint), strategy) for strategy in ("auto", synchronous()))
+    assert plain.norms == ours.norms
+
+
+class HooksApart(Task):
+    """Puts a joint hook on tensors before and behind the call of a module."""
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        net: Any = self.net
+        h = net.first(batch[0])
+        out = net.third(net.second(h))
+        autograd_graph.register_multi_grad_hook([h, out], lambda gradients: None)
+        return F.cross_entropy(out, batch[1])
+
+
+def test_a_joint_hook_around_a_call_is_refused() -> None:
+    with pytest.raises(SettingError, match=r"puts a joint hook \(register_multi_grad_hook\) .* set in_flight=1"):
+        trained(lambda: HooksApart(Net(lambda net, h: h)), synchronous())
+
+
+@pytest.mark.parametrize(
+    ("effect", "what"),
+    [
+        (set_a_context_variable, "changes 'tests.exact.test_side_effects.CONTEXT'"),
+        (count_in_this_thread, "changes 'tests.exact.test_side_effects.LOCAL.calls'"),
+        (step_an_iterator, "changes 'Net.steps'"),
+    ],
+)
+def test_what_user_code_could_not_do_either_is_refused(effect: Callable[[Net, Tensor], Tensor], what: str) -> None:
+    """A thread of a minibatch has variables of its own, and an iterator cannot be put back."""
+    with pytest.raises(SettingError, match=rf"{what} in forward \(test_side_effects.py:.* set in_flight=1"):
+        trained(lambda: Task(Net(effect)), synchronous())
+
+
 def test_what_minibatches_in_flight_would_share_is_refused() -> None:
     """User code of several minibatches would find the tensors of others in a global list."""
     with pytest.raises(
@@ -222,6 +323,64 @@ def test_what_minibatches_in_flight_would_share_is_refused() -> None:
     ):
         trained(lambda: Task(Net(fill_a_global)), HetPipeStrategy(stages=2, in_flight=3, weights="stash"))
     trained(lambda: Task(Net(fill_a_global)), HetPipeStrategy(stages=2, in_flight=1))
+
+
+LOG = logging.getLogger(__name__)
+
+
+def print_the_mean(net: Net, h: Tensor) -> Tensor:
+    print(f"{h.detach().mean():.4f}")
+    return h
+
+
+def log_the_mean(net: Net, h: Tensor) -> Tensor:
+    LOG.warning("%.4f", h.detach().mean())
+    return h
+
+
+def append_the_mean(net: Net, h: Tensor) -> Tensor:
+    with Path("means").open("a") as file:
+        file.write(f"{h.detach().mean():.4f}\n")
+    return h
+
+
+def warn(net: Net, h: Tensor) -> Tensor:
+    warnings.warn("once", UserWarning, stacklevel=2)
+    return h
+
+
+class Evaluated(Task):
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        self.net(batch[0])
+
+
+@pytest.mark.parametrize("effect", [print_the_mean, log_the_mean, append_the_mean])
+def test_what_a_forward_writes_is_what_a_plain_run_writes(
+    effect: Callable[[Net, Tensor], Tensor],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A graph would write nothing, and to make it would write of tensors without values."""
+    loader, found = vectors(24, 4), []
+    for number, strategy in enumerate(("auto", synchronous())):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        monkeypatch.chdir(folder)
+        caplog.clear()
+        torch.manual_seed(3)
+        quiet_trainer(strategy=strategy, max_epochs=2).fit(Evaluated(Net(effect)), loader, loader)
+        logged = [record.getMessage() for record in caplog.records if record.name == LOG.name]
+        file = folder / "means"
+        found.append((capsys.readouterr().out, logged, file.read_text() if file.exists() else ""))
+    assert found[0] == found[1]
+    assert any(map(len, found[0]))
+
+
+@pytest.mark.filterwarnings("ignore:once")
+def test_a_warning_is_no_effect() -> None:
+    trained(lambda: Task(Net(warn)), synchronous(module="net"))
 
 
 class EvaluatedGlobal(Task):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 import threading
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,7 +33,7 @@ from lightning_hetpipe.torch_private.modules import (
     without_hooks,
     without_tensors,
 )
-from lightning_hetpipe.torch_private.tensors import has_gradient_hooks
+from lightning_hetpipe.torch_private.tensors import has_gradient_hooks, without_gradient_hooks
 from tests.private.guarding import guards
 
 
@@ -288,6 +289,19 @@ def test_hooks_of_parameters(register: str) -> None:
     assert not has_gradient_hooks(parameter)
     getattr(parameter, register)(lambda *_: None)
     assert has_gradient_hooks(parameter), "gradient hooks of the user would not run"
+
+
+@guards("_backward_hooks")
+def test_a_backward_without_hooks() -> None:
+    leaf = torch.ones(2, requires_grad=True)
+    made: Any = leaf * 2
+    ran = list[int]()
+    made.register_hook(lambda gradient: ran.append(1))
+    made.retain_grad()
+    for looks in (True, False):
+        with without_gradient_hooks([made]) if looks else nullcontext():
+            torch.autograd.grad(made.sum(), leaf, retain_graph=True)
+        assert (made.grad is None, ran) == (looks, [1] * (not looks)), "hooks of the user would run once more"
 
 
 @guards("_optimizer_step_post_hooks")

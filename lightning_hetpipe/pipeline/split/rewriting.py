@@ -39,7 +39,7 @@ from lightning_hetpipe.pipeline.split.unit_choice import (
     note_layouts,
     weight_of,
 )
-from lightning_hetpipe.planning.model.layer_widths import LayerWidths
+from lightning_hetpipe.planning.model.profile import LayerWidths
 from lightning_hetpipe.rules.channel_counts import ChannelCounts
 from lightning_hetpipe.rules.channel_layouts import ChannelLayout
 

@@ -92,7 +92,7 @@ class Minibatch(BatchInFlight):
         self._engine = engine
         self._step = step
         self._view = view
-        self._view.show_buffers = self._show_buffers
+        self._view.calls = self
         self._calls: list[PieceCall] = []
         self._in_backward = False
         self._loss: Loss | None = None
@@ -159,8 +159,13 @@ class Minibatch(BatchInFlight):
         self._view.stand_in(call.later_inputs)
         return connected
 
-    def _show_buffers(self) -> None:
+    def show_buffers(self) -> None:
+        """Write what the calls so far have left into the live buffers."""
         self._engine.show_buffers(self.number, {call.which.piece for call in self._calls})
+
+    def is_above(self, tensor: Tensor) -> bool:
+        """Tell whether ``tensor`` was computed of the last call's outputs."""
+        return bool(self._calls) and self._calls[-1].leads_to(tensor)
 
     def _backward(self, total: Tensor) -> None:
         """Run the backward pass, from the user's code after the last call down to that before the first."""

@@ -11,14 +11,16 @@ boundary in the graph, so that the gradients of its uses are added in the order 
 
 from __future__ import annotations
 
+import inspect
 import operator
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import register_multi_grad_hook
 
 from lightning_hetpipe.accelerator import accelerates
 from lightning_hetpipe.errors import PipelineRefusal, SettingError
@@ -39,6 +41,9 @@ _PLACE = {"device", "get_device", "is_cpu", "is_cuda", "is_xpu"}
 _OF_THE_TENSOR = {"register_hook", "register_post_accumulate_grad_hook", "retain_grad", "retains_grad", "grad"}
 _OF_THE_TENSOR |= {"grad_fn", "is_leaf", "output_nr", "requires_grad", "requires_grad_", "backward"}
 """Asked of a tensor itself, with all its uses, also where it has a stand-in."""
+
+_FRAMES = 12
+"""Most calls within torch from a function of a user's to a method of a tensor."""
 
 _LASTING = {"register_hook", "register_post_accumulate_grad_hook", "requires_grad_"}
 """Would be done to one version's copy, and be lost with it."""
@@ -162,6 +167,16 @@ class UsedParameter:
             raise changes_parameter(self.name)
 
 
+class CallsSoFar(Protocol):
+    """The calls of pieces that a minibatch has made so far."""
+
+    def show_buffers(self) -> None:
+        """Write what the calls have left into the live buffers. Never called while minibatches run ahead."""
+
+    def is_above(self, tensor: Tensor) -> bool:
+        """Tell whether ``tensor`` was computed of the last call's outputs."""
+
+
 class ParameterView(OwnMode):
     """Gives torch's functions the parameters of ``weights``; opened in the thread of one minibatch.
 
@@ -180,8 +195,8 @@ class ParameterView(OwnMode):
         self._device = device
         self.region = 0
         """Calls of pieces so far: each has gradients of its own for what is used after it."""
-        self.show_buffers: Callable[[], None] = lambda: None
-        """Makes the live buffers what the calls so far have left; never called while minibatches run ahead."""
+        self.calls: CallsSoFar | None = None
+        """The minibatch, until :meth:`close`: the minibatch holds this view, and a cycle would keep its tensors."""
         self._shown = 0  # the region in which it was called last
         self._used: dict[tuple[int, int], UsedParameter] = {}
         self._stand_ins: dict[int, _StandIn] = {}
@@ -208,7 +223,8 @@ class ParameterView(OwnMode):
             self._stand_ins[id(given)] = _StandIn(given, later)
 
     def close(self) -> None:
-        """Let go of the tensors that were given to pipelined modules."""
+        """Let go of the minibatch and of the tensors that were given to pipelined modules."""
+        self.calls = None
         self._stand_ins.clear()
 
     def used(self, region: int) -> list[UsedParameter]:
@@ -235,6 +251,8 @@ class ParameterView(OwnMode):
         # A compiled function would be compiled again for each parameter that the lines below look up.
         if self._suspended or torch.compiler.is_compiling():
             return func(*args, **kwargs)
+        if func is Tensor.register_hook:
+            self._refuse_joint_hook()
         concerned: list[_Weight | _Buffer | _StandIn] = []
         self._find(args, concerned)
         if kwargs:
@@ -255,8 +273,9 @@ class ParameterView(OwnMode):
         self._refuse(func, name, kind, weights, buffers)
         if self._shown != self.region and any(buffer.changes for buffer in buffers):
             self._shown = self.region
-            with self.suspended():
-                self.show_buffers()
+            if self.calls is not None:
+                with self.suspended():
+                    self.calls.show_buffers()
         before = [version_counter(buffer.live) for buffer in buffers]
         if weights and name == "data":  # in-place changes of .data are not counted, those of a detached tensor are
             result = self._use(weights[0]).seen.detach()
@@ -274,6 +293,21 @@ class ParameterView(OwnMode):
                     " would not see; do it in a callback or hook, such as on_train_batch_end"
                 )
         return result
+
+    def _refuse_joint_hook(self) -> None:
+        """Refuse a hook on several tensors whose gradients may come in several passes of autograd."""
+        frame = inspect.currentframe()
+        for _ in range(_FRAMES):
+            if frame is not None and frame.f_code is not register_multi_grad_hook.__code__:
+                frame = frame.f_back
+        is_joint = frame is not None and frame.f_code is register_multi_grad_hook.__code__
+        tensors: Sequence[Tensor] = frame.f_locals["tensors"] if frame is not None and is_joint else ()
+        if len(tensors) > 1 and self.calls is not None and not all(map(self.calls.is_above, tensors)):
+            raise PipelineRefusal(
+                "training_step puts a joint hook (register_multi_grad_hook) on tensors that are not all computed behind"
+                " the last call of a pipelined module, and the pipeline computes their gradients one after the other;"
+                " put a hook on each of them (register_hook)"
+            )
 
     def _refuse(
         self,

@@ -54,6 +54,10 @@ class PieceCall:
         """Gradients of the uses after the call, for each input that requires one; empty as long as none is known."""
         self.input_gradients: Sequence[Tensor | None] | None = None
 
+    def leads_to(self, tensor: Tensor) -> bool:
+        """Tell whether ``tensor`` was computed of the outputs."""
+        return self._node is not None and self._node in set(graph_nodes([tensor.grad_fn], []))
+
     @property
     def needs_input_gradients(self) -> bool:
         """True if the graph goes on below the call."""

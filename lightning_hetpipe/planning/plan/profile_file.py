@@ -15,8 +15,7 @@ from typing import Any
 
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.planning.model import cluster
-from lightning_hetpipe.planning.model.layer_widths import LayerWidths, Width
-from lightning_hetpipe.planning.model.profile import LayerBytes, Profile, Times, UserBytes
+from lightning_hetpipe.planning.model.profile import LayerBytes, LayerWidths, Profile, Times, UserBytes, Width
 from lightning_hetpipe.planning.plan.json_file import Document, write
 
 VERSION = 1

@@ -6,6 +6,7 @@ another way: its batches run one after the other, as in a plain run.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
@@ -13,7 +14,7 @@ import numpy as np
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from lightning_hetpipe.capture.plain_attributes import CONTAINERS, attributes_of, plain_attributes, same
+from lightning_hetpipe.capture.plain_attributes import CONTAINERS, attributes_of, bytes_of, plain_attributes, same
 from lightning_hetpipe.pipeline.values import equal
 from lightning_hetpipe.run.extensions.watched_attributes import WatchedAttributes, fills, users_attributes
 from lightning_hetpipe.torch_private.tensors import version_counter
@@ -110,8 +111,8 @@ def _contents(value: Any, depth: int, left: Iterator[int]) -> Iterator[Any]:
     """Yield the items of ``value``, to be compared, as long as there are numbers ``left``."""
     if isinstance(value, Tensor):
         yield version_counter(value)
-    elif isinstance(value, np.ndarray):
-        yield value.tobytes()
+    elif isinstance(value, np.ndarray | bytearray | array):
+        yield bytes_of(value)
     elif depth and not isinstance(value, nn.Module | type | str | bytes) and not callable(value):
         held: Any = value if isinstance(value, (*CONTAINERS, tuple)) else attributes_of(value)
         items = held.items() if isinstance(held, dict) else ((None, item) for item in held)

@@ -16,7 +16,9 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_hetpipe.capture.effects import copy_of, same_contents
-from lightning_hetpipe.capture.frozen import PACKAGES, FrozenValues, Values, is_users
+from lightning_hetpipe.capture.noticed_calls import PACKAGES, is_users, line_that_names
+from lightning_hetpipe.capture.plain_attributes import plain_attributes
+from lightning_hetpipe.capture.reached_values import ReachedValues, is_value, names_in, told
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.pipeline.user.user_section import UserSection
 from lightning_hetpipe.rules.versions import Versions
@@ -59,7 +61,8 @@ class SharedValues(Extension):
             if path and part not in inside and not isinstance(part, Metric)
         ]
         self._kinds = {type(part) for part in (module, *(part for _, part in self._parts))}
-        self._before: tuple[Values, list[tuple[str, Any, Any]]] | None = None
+        self._functions: list[FunctionType] = []
+        self._before: tuple[list[tuple[Any, ...]], list[tuple[str, Any, Any]]] | None = None
         self._roots: dict[str, Any]
         self.emptied(0)
 
@@ -91,11 +94,11 @@ class SharedValues(Extension):
         if self._before is None:  # `enter` has failed
             return
         (values, copies), self._before = self._before, None
-        changed = self._reached.changed(values) or next(
+        changed = told(self._reached.differences(values)) or next(
             (path for path, each, copy in copies if not same_contents(each, copy)), None
         )
         if changed is not None and self._failure is None:
-            line = self._reached.line_of(changed.partition(" ")[0])
+            line = line_that_names([each.__code__ for each in self._functions], changed.partition(" ")[0])
             self._failure = SettingError(
                 f"the step of batch {minibatch} changes {changed} of {type(self._module).__name__}"
                 f"{f' ({line})' if line else ''}, which batches in flight share, so that what a batch reads there would"
@@ -106,23 +109,32 @@ class SharedValues(Extension):
 
     def closed(self) -> None:
         self._roots.clear()
-        self._reached = FrozenValues(self._module)
+        self._reached = ReachedValues((), ())
 
     def _find(self) -> None:
         held = vars(self._module)
-        self._reached = FrozenValues(self._module)
-        self._roots = {}
+        self._reached, self._roots = ReachedValues((), ()), {}
         if not self._versions().runs_ahead:
             return
         self._roots = {name: each for name, each in users_attributes(held).items() if name not in self._replaced}
-        kept = [*self._module.parameters(), *self._module.buffers(), held["_trainer"]]
+        left_out = [*self._module.parameters(), *self._module.buffers(), *self._module.modules(), held["_trainer"]]
         roots = {**self._roots, "hparams": held.get("_hparams")}
         known = -1
         while len(self._kinds) > known:  # objects of other classes may be reached by these classes' methods
             known = len(self._kinds)
             found = functions_of(self._kinds, roots.values(), type(self._module).__module__.partition(".")[0])
-            functions = sorted(found, key=lambda each: "step" not in each.__name__)  # first named in an error
-            self._kinds |= self._reached.reach(functions, roots, self._parts, kept)
+            self._functions = sorted(found, key=lambda each: "step" not in each.__name__)  # first named in an error
+            names = names_in(code for each in self._functions for code in _codes(each.__code__))
+            self._reached = ReachedValues(names, left_out, only_ends=True)
+            for name, value in roots.items():
+                if name in names:
+                    self._reached.value(name, value)
+            for path, part in self._parts:
+                defaults = {name for base in type(part).__mro__ for name, each in vars(base).items() if is_value(each)}
+                own = names & (plain_attributes(part).keys() | defaults)
+                self._reached.namespace(path, vars(part), own, given=defaults)
+            self._reached.follow()
+            self._kinds |= self._reached.kinds
 
     def _is_compared(self, value: Any) -> bool:
         if self._sections <= _COMPARED:
@@ -161,6 +173,14 @@ def functions_of(kinds: Iterable[type], values: Iterable[object], package: str) 
             seen.add(function.__code__)
             yield function
             pending.extend(filter(None, map(function.__globals__.get, function.__code__.co_names)))
+
+
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    """``code`` and the code of the functions within it."""
+    yield code
+    for each in code.co_consts:
+        if isinstance(each, CodeType):
+            yield from _codes(each)
 
 
 def _top(value: type | FunctionType) -> str:

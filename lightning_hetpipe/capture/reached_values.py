@@ -1,0 +1,374 @@
+"""Python values that functions may reach: which places hold them is found once, and read again and again.
+
+Places are namespaces, containers, closures, tensors and arrays. Which of them functions may read follows from the names
+in their code. Finding too many costs only time.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+import sys
+import threading
+from array import array
+from collections import OrderedDict, deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from itertools import chain, count, islice
+from types import (
+    CellType,
+    CodeType,
+    FunctionType,
+    GetSetDescriptorType,
+    MemberDescriptorType,
+    MethodType,
+    ModuleType,
+)
+from typing import Any
+
+import numpy as np
+from torch import Tensor, nn
+
+from lightning_hetpipe.capture.plain_attributes import PLAIN, bytes_of, refill, same
+from lightning_hetpipe.torch_private.tensors import version_counter
+
+DEPTH = 12
+"""Most attributes in a row that are followed; from ``self.owner[0]`` to its Trainer's counter of steps are nine."""
+
+ITEMS = 256
+"""Most objects of one container that are followed."""
+
+ENDS = 16
+"""Items at each end of a longer container that are compared where only ends are."""
+
+SOURCES = 2000
+"""Most namespaces, containers and tensors that are watched."""
+
+SMALL = 65_536
+"""Most bytes of an array that is read whenever values are; the contents of a larger one are compared elsewhere."""
+
+NAMED = 3
+"""Most changed values that a message names."""
+
+_ABSENT = object()
+_CONTAINERS = (list, tuple, set, frozenset, deque, OrderedDict, dict)
+_DESCRIPTORS = (FunctionType, staticmethod, classmethod, property, GetSetDescriptorType, MemberDescriptorType)
+_NOT_FOLLOWED = {"torch", "lightning_hetpipe", "numpy", *sys.stdlib_module_names} - {"argparse", "types"}
+"""Packages whose modules and objects hold nothing that a user would change for ``forward``."""
+
+
+@dataclass(frozen=True)
+class _Source:
+    """A place that holds values.
+
+    Attributes:
+        path: Its name, for people.
+        names: The names of its values. Items of a list have no names.
+        read: Returns the values as they are now.
+        write: Puts earlier values back. None if user code cannot change the values, or others put them back.
+    """
+
+    path: str
+    names: Sequence[str]
+    read: Callable[[], tuple[Any, ...]]
+    write: Callable[[tuple[Any, ...]], None] | None = None
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A value that differs, with its ``path``; of a container with another length all its items."""
+
+    path: str
+    before: Any
+    now: Any
+
+    def __str__(self) -> str:
+        if isinstance(self.before, PLAIN) and isinstance(self.now, PLAIN):
+            return f"{self.path} (it was {self.before!r}, and is {self.now!r})"
+        return self.path
+
+
+def told(differences: Iterable[Difference]) -> str | None:
+    """Name at most ``NAMED`` of ``differences``; None if there are none."""
+    return ", and ".join(dict.fromkeys(map(str, islice(differences, NAMED)))) or None
+
+
+class ReachedValues:
+    """The values that functions may reach which name ``names``.
+
+    Args:
+        names: Names in the functions' code.
+        left_out: Objects that are not watched.
+        only_ends: Whether only the ends of long containers are compared, as where user code runs in each minibatch.
+
+    Attributes:
+        plain: Tensors and arrays among the values, by their paths; parameters are left out.
+        kinds: The classes of the objects that are watched.
+    """
+
+    def __init__(self, names: Collection[str], left_out: Iterable[object], *, only_ends: bool = False) -> None:
+        self.plain: dict[str, Tensor | np.ndarray[Any, Any]] = {}
+        self.kinds: set[type] = set()
+        self._names = frozenset(names)
+        self._only_ends = only_ends
+        self._sources: list[_Source] = []
+        self._seen = {*map(id, left_out)}
+        self._pending: deque[tuple[str, Any, int]] = deque()
+        self._lost: list[str] = []  # context variables, what each thread has its own of, and iterators
+
+    def now(self) -> list[tuple[Any, ...]]:
+        """Read the contents of all sources."""
+        return [source.read() for source in self._sources]
+
+    def differences(self, before: Sequence[tuple[Any, ...]]) -> Iterator[Difference]:
+        """Yield what is not as it was ``before``."""
+        now = self.now()
+        sizes = [*map(len, before)] == [*map(len, now)]
+        if sizes and all(map(operator.is_, chain.from_iterable(before), chain.from_iterable(now))):
+            return
+        for source, ones, others in zip(self._sources, before, now, strict=True):
+            if len(ones) != len(others):
+                yield Difference(source.path, ones, others)
+            for index, (one, other) in enumerate(zip(ones, others, strict=False)):
+                if not same(one, other):
+                    path = ".".join(filter(None, [source.path, *source.names[index : index + 1]]))
+                    yield Difference(path, one, other)
+
+    def put_back(self, before: Sequence[tuple[Any, ...]]) -> None:
+        """Give sources the contents that they had ``before``."""
+        for source, values in zip(self._sources, before, strict=True):
+            if source.write is not None and not same(source.read(), values):
+                source.write(values)
+
+    def is_lost(self, path: str) -> bool:
+        """Tell whether a change of ``path`` would be in one thread alone, or cannot be put back, as an iterator's."""
+        return any(path == own or path.startswith(f"{own}.") for own in self._lost)
+
+    # What to watch.
+
+    def value(self, path: str, value: Any) -> None:
+        """Watch ``value``, of the name ``path``, once :meth:`follow` is called."""
+        self._pending.append((path, value, DEPTH))
+
+    def follow(self) -> None:
+        """Watch the values given so far, and what they hold: what is near first."""
+        while self._pending:
+            self._follow(*self._pending.popleft())
+
+    def function(self, function: FunctionType) -> None:
+        """Watch the closure, the defaults and the attributes of ``function``."""
+        of = function.__qualname__
+        self.namespace(of, vars(function), self._names)
+        cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=False))
+        cells.pop("__class__", None)  # for super()
+        if cells:
+            names = [f"'{name}' in the closure of {of}" for name in cells]
+
+            def fill(values: tuple[Any, ...]) -> None:
+                for cell, value in zip(cells.values(), values, strict=True):
+                    if value is not _ABSENT:
+                        cell.cell_contents = value
+
+            self._add("", lambda: tuple([_content(cell) for cell in cells.values()]), names, fill)
+            for name, cell in zip(names, cells.values(), strict=True):
+                self.value(name, _content(cell))
+        if function.__defaults__ or function.__kwdefaults__:
+            name, keywords = f"a default of {of}", function.__kwdefaults__ or {}
+            self._add(name, lambda: (*(function.__defaults__ or ()), function.__kwdefaults__))
+            for default in (*(function.__defaults__ or ()), *keywords.values(), keywords):
+                self.value(name, default)
+
+    def namespace(
+        self,
+        path: str,
+        holder: Mapping[str, Any],
+        names: Iterable[str],
+        depth: int = DEPTH,
+        given: Iterable[str] = (),
+        kind: type | None = None,
+    ) -> None:
+        """Watch those of ``names`` that ``holder``, or the class ``kind``, has or may get, and their contents."""
+        keys = sorted({*names} & {*holder, *given})
+
+        def put(values: tuple[Any, ...]) -> None:
+            for key, value in zip(keys, values, strict=True):
+                if holder.get(key, _ABSENT) is not value:
+                    _put(holder if kind is None else kind, key, value)
+
+        if keys:
+            self._add(path, lambda: tuple([holder.get(key, _ABSENT) for key in keys]), keys, put)
+        self._pending.extend((f"{path}.{key}", holder[key], depth - 1) for key in keys if key in holder)
+
+    def kind(self, kind: type, depth: int = DEPTH) -> None:
+        """Watch the attributes of the class ``kind`` and of its bases that are neither methods nor properties."""
+        for base in kind.__mro__:
+            if id(base) not in self._seen and _top(str(base.__module__)) not in _NOT_FOLLOWED:
+                self._seen.add(id(base))
+                held = vars(base)
+                names = [name for name in self._names & held.keys() if is_value(held[name])]
+                self.namespace(base.__qualname__, held, names, depth, kind=base)
+
+    def _add(
+        self,
+        path: str,
+        read: Callable[[], tuple[Any, ...]],
+        names: Sequence[str] = (),
+        write: Callable[[tuple[Any, ...]], None] | None = None,
+    ) -> None:
+        if len(self._sources) < SOURCES:
+            self._sources.append(_Source(path, names, read, write))
+
+    def _follow(self, path: str, value: Any, depth: int) -> None:
+        """Watch what ``value`` holds, as far as functions name it."""
+        if depth <= 0 or id(value) in self._seen or isinstance(value, PLAIN):
+            return
+        self._seen.add(id(value))
+        if isinstance(value, Tensor):
+            self._add(path, lambda: (version_counter(value),))
+            if not isinstance(value, nn.Parameter):
+                self.plain[path] = value
+        elif isinstance(value, np.ndarray):
+            self.plain[path] = value
+            if value.nbytes <= SMALL:
+                self._add(path, _bytes_of(value))
+        elif isinstance(value, bytearray | array):
+            self._add(path, _bytes_of(value), write=lambda values: _put_bytes(value, *values[0]))
+        elif isinstance(value, ContextVar | threading.local):
+            self._of_thread(path, value)
+        elif isinstance(value, Iterator) and type(value).__module__ in ("builtins", "itertools"):
+            self._lost.append(path)
+            self._add(path, lambda: (repr(value) if isinstance(value, count) else operator.length_hint(value),))
+        elif isinstance(value, FunctionType):
+            self.namespace(path, vars(value), self._names, depth)
+        elif isinstance(value, _CONTAINERS):
+            self._container(path, value, depth)
+        elif isinstance(value, MethodType):
+            self._pending.append((path, value.__self__, depth))
+        elif isinstance(value, functools.partial):
+            self._pending.extend((path, held, depth) for held in (value.args, value.keywords))
+        elif isinstance(value, ModuleType):
+            if _top(value.__name__) not in _NOT_FOLLOWED:
+                self.namespace(path, vars(value), self._names, depth)
+        elif isinstance(value, type):
+            self.kind(value, depth)
+        elif isinstance(value, nn.Module) or _top(str(type(value).__module__)) not in _NOT_FOLLOWED:
+            self._object(path, value, depth)
+
+    def _object(self, path: str, value: Any, depth: int) -> None:
+        self.kinds.add(type(value))
+        self.kind(type(value), depth)
+        self._slots(path, value, depth)
+        held = _attributes(value)
+        own = [held, *(held.get(kind, {}) for kind in ("_parameters", "_buffers", "_modules"))]
+        defaults = {name for base in type(value).__mro__ for name in vars(base)}  # of the class, for any object
+        for namespace in own if isinstance(value, nn.Module) else own[:1]:
+            self.namespace(path, namespace, self._names, depth, defaults)
+
+    def _of_thread(self, path: str, value: ContextVar[Any] | threading.local) -> None:
+        self._lost.append(path)
+        if isinstance(value, threading.local):
+            self.namespace(path, vars(value), self._names, DEPTH, self._names)
+            return
+
+        def put(values: tuple[Any, ...]) -> None:
+            if values[0] is not _ABSENT:
+                value.set(values[0])
+
+        self._add(path, lambda: (value.get(_ABSENT),), write=put)
+
+    def _slots(self, path: str, value: Any, depth: int) -> None:
+        named = ((name, getattr(type(value), name, None)) for name in sorted(self._names))
+        slots = {name: slot for name, slot in named if isinstance(slot, MemberDescriptorType)}
+
+        def put(values: tuple[Any, ...]) -> None:
+            for slot, held in zip(slots.values(), values, strict=True):
+                if held is not _ABSENT:
+                    slot.__set__(value, held)
+
+        if slots:
+            self._add(path, lambda: tuple([_content(slot, value) for slot in slots.values()]), [*slots], put)
+            self._pending.extend((f"{path}.{name}", _content(slot, value), depth - 1) for name, slot in slots.items())
+
+    def _container(self, path: str, value: Any, depth: int) -> None:
+        kind: Any = next(kind for kind in _CONTAINERS if isinstance(value, kind))  # a subclass may load what it gives
+
+        def items() -> tuple[Any, ...]:
+            return tuple(kind.values(value)) if issubclass(kind, dict) else tuple(kind.__iter__(value))
+
+        def all_of_dict() -> tuple[Any, ...]:
+            return (*kind.__iter__(value), *items())
+
+        read = all_of_dict if issubclass(kind, dict) else items
+
+        def ends() -> tuple[Any, ...]:
+            if len(value) <= ITEMS:
+                return read()
+            return len(value), *islice(kind.__iter__(value), ENDS), *islice(reversed(value), ENDS)
+
+        write = None if kind in (tuple, frozenset) else functools.partial(refill, value)
+        at_ends = self._only_ends and kind not in (set, frozenset)
+        self._add(path, ends if at_ends else read, write=None if at_ends else write)
+        followed = [item for item in items() if not isinstance(item, PLAIN)]
+        self._pending.extend((f"{path}[{index}]", item, depth - 1) for index, item in enumerate(followed[:ITEMS]))
+
+
+def names_in(codes: Iterable[CodeType]) -> set[str]:
+    """The names that ``codes`` read, and strings in them that they may give to ``getattr``."""
+    found: set[str] = set()
+    for code in codes:
+        found.update(code.co_names)
+        found.update(each for each in code.co_consts if isinstance(each, str) and each.isidentifier())
+    return found
+
+
+def is_value(attribute: Any) -> bool:
+    """Return True if ``attribute`` of a class is neither a method nor a property."""
+    return not isinstance(attribute, _DESCRIPTORS)
+
+
+def _put(holder: Any, key: str, value: Any) -> None:
+    """Give ``holder``, a namespace or a class, this ``value``, or none."""
+    if isinstance(holder, type):
+        delattr(holder, key) if value is _ABSENT else setattr(holder, key, value)
+    elif value is _ABSENT:
+        holder.pop(key, None)
+    else:
+        holder[key] = value
+
+
+def _bytes_of(value: Any) -> Callable[[], tuple[tuple[bytes]]]:
+    """Return a function that reads the bytes of an array: one object as long as they are the same."""
+    held = (b"",)
+
+    def read() -> tuple[tuple[bytes]]:
+        nonlocal held
+        now = (bytes_of(value),)
+        held = held if held == now else now
+        return (held,)
+
+    return read
+
+
+def _put_bytes(value: bytearray | array[Any], contents: bytes) -> None:
+    del value[:]
+    value.extend(contents) if isinstance(value, bytearray) else value.frombytes(contents)
+
+
+def _top(module: str) -> str:
+    return "" if module.startswith("lightning_hetpipe.demo") else module.partition(".")[0]
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    try:
+        found = object.__getattribute__(value, "__dict__")
+    except AttributeError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _content(holder: CellType | MemberDescriptorType, of: Any = None) -> Any:
+    try:
+        return holder.cell_contents if isinstance(holder, CellType) else holder.__get__(of)
+    except (ValueError, AttributeError):  # it is empty
+        return _ABSENT
