@@ -15,7 +15,7 @@ ANSWERING = 60.0
 
 
 class HostConnection:
-    """A host at ``address``, with the interface of a ``HostProcess``.
+    """A host at ``address``.
 
     Args:
         address: The address.
@@ -56,9 +56,6 @@ class HostConnection:
         """Say how it has ended, as the end of a sentence."""
         there = f", or {self.node} cannot be reached any more; see the output there" if self.node else ""
         return f"has closed the connection{there or ', or its machine cannot be reached any more'}"
-
-    def join(self, seconds: float) -> None:
-        """Its process ends by itself."""
 
     def kill(self) -> None:
         """End the connection, and with it the process."""

@@ -16,8 +16,7 @@ from functools import partial
 from typing import Protocol, Self
 
 from lightning_hetpipe.errors import SettingError
-from lightning_hetpipe.hosts.host_child import LONGEST_REASON
-from lightning_hetpipe.hosts.host_process import CHILD
+from lightning_hetpipe.hosts.host_child import CHILD, LONGEST_REASON
 from lightning_hetpipe.hosts.secured_socket import listen
 from lightning_hetpipe.hosts.waiting_callers import WaitingCallers
 from lightning_hetpipe.server.process.parent_death import guarded
