@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from lightning_hetpipe.planning.model.cluster import NO_LINK, Cluster, Link
 from lightning_hetpipe.planning.model.profile import Profile, Times
 from lightning_hetpipe.planning.search.choice import best_plan
+from lightning_hetpipe.planning.search.problem import PlanningProblem
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,7 @@ def slowest_link(cluster: Cluster) -> Link:
 def _lacking(profile: Profile, cluster: Cluster, optimizer: str) -> dict[str, int]:
     found = {}
     for slot in {slot.device: slot for slot in cluster.slots}.values():
-        plan = best_plan(profile, cluster, [slot], optimizer=optimizer, in_flight=1, spread=True)
+        plan = best_plan(PlanningProblem(profile, cluster, [slot], optimizer=optimizer, spread=True), 1)
         if not plan.fits:
             found[slot.device.name] = sum(stage.overflow for stage in plan.stages)
     return found

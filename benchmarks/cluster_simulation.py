@@ -28,8 +28,7 @@ from benchmarks.virtual_workers import number
 from lightning_hetpipe.planning.allocation.allocator import JITTER
 from lightning_hetpipe.planning.model.cluster import Cluster, Device, Link, Node
 from lightning_hetpipe.planning.model.cluster_simulation import ClusterSimulation, simulate_cluster
-from lightning_hetpipe.planning.model.pipeline_run import PlacedWeights, WorkerPipeline
-from lightning_hetpipe.planning.model.simulate import StageTimes
+from lightning_hetpipe.planning.model.simulate import PlacedWeights, StageTimes, WorkerPipeline
 from lightning_hetpipe.rules.shares import wave_lengths
 
 NAME = "cluster_simulation"

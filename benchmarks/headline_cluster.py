@@ -21,9 +21,10 @@ from lightning_hetpipe.placement.emulated_speeds import pads
 from lightning_hetpipe.planning.model.catalogue import relative_speed
 from lightning_hetpipe.planning.model.cluster import Cluster, Device, DeviceSlot, Link, Node
 from lightning_hetpipe.planning.model.cluster_simulation import ClusterSimulation, simulate_cluster
-from lightning_hetpipe.planning.model.pipeline_run import PlacedWeights, WorkerPipeline
 from lightning_hetpipe.planning.model.profile import LayerBytes, Profile, Times
+from lightning_hetpipe.planning.model.simulate import PlacedWeights, WorkerPipeline
 from lightning_hetpipe.planning.search.choice import Choice, best_plan
+from lightning_hetpipe.planning.search.problem import PlanningProblem
 from lightning_hetpipe.rules.shares import wave_lengths
 
 SECONDS = 0.25
@@ -184,7 +185,7 @@ def plans(lab: Lab) -> tuple[Choice, ...]:
     """The stages of each virtual worker: one for each of its devices, and one minibatch more in flight."""
     count = len(lab.workers[0])
     return tuple(
-        best_plan(profile(), lab.cluster, slots, optimizer="sgd", in_flight=count + 1, stages=count)
+        best_plan(PlanningProblem(profile(), lab.cluster, slots, optimizer="sgd", stages=count), count + 1)
         for slots in lab.workers
     )
 

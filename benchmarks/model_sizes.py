@@ -26,6 +26,7 @@ from lightning_hetpipe.planning.model.cluster import Cluster, Node
 from lightning_hetpipe.planning.model.profile import Profile
 from lightning_hetpipe.planning.plan import profile_file
 from lightning_hetpipe.planning.search.choice import best_plan
+from lightning_hetpipe.planning.search.problem import PlanningProblem
 from lightning_hetpipe.rules.versions import SYNC
 from lightning_hetpipe.strategy.profiling_strategy import ProfilingStrategy, profile
 
@@ -55,21 +56,22 @@ Fits = Callable[[Profile, Cluster], bool]
 def fits_alone(profile: Profile, cluster: Cluster) -> bool:
     """True where one of the devices has room for the whole model."""
     plans = (
-        best_plan(profile, cluster, [slot], optimizer=OPTIMIZER, in_flight=1, spread=True) for slot in cluster.slots
+        best_plan(PlanningProblem(profile, cluster, [slot], optimizer=OPTIMIZER, spread=True), 1)
+        for slot in cluster.slots
     )
     return any(plan.fits for plan in plans)
 
 
 def fits_spread(profile: Profile, cluster: Cluster) -> bool:
     """True where the devices together have room for the model, one minibatch at a time."""
-    return best_plan(profile, cluster, optimizer=OPTIMIZER, in_flight=1, spread=True).fits
+    return best_plan(PlanningProblem(profile, cluster, optimizer=OPTIMIZER, spread=True), 1).fits
 
 
 def fits_pipeline(profile: Profile, cluster: Cluster, **given: Any) -> bool:
     """True where all devices are stages of a pipeline, by default with one minibatch in flight more than stages."""
     stages = len(cluster.slots)
-    given = {"in_flight": stages + 1, **given}
-    return best_plan(profile, cluster, optimizer=OPTIMIZER, stages=stages, **given).fits
+    in_flight = given.pop("in_flight", stages + 1)
+    return best_plan(PlanningProblem(profile, cluster, optimizer=OPTIMIZER, stages=stages, **given), in_flight).fits
 
 
 WAYS: Mapping[str, Fits] = {

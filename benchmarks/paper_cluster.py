@@ -23,6 +23,7 @@ from lightning_hetpipe.planning.model.cluster import Cluster
 from lightning_hetpipe.planning.model.profile import Profile
 from lightning_hetpipe.planning.model.stage_memory import optimizer_state
 from lightning_hetpipe.planning.model.units import in_bytes
+from lightning_hetpipe.planning.search.problem import PlanningProblem
 from lightning_hetpipe.rules.parameter_placement import PLACEMENTS
 
 NAME = "paper_cluster"
@@ -112,7 +113,7 @@ def planned(model: str) -> Found:
 
 def _allocator(own: Profile, cluster: Cluster) -> Allocator:
     # One copy of the weights is that of the last synchronisation.
-    return Allocator(own, cluster, optimizer=optimizer_state(OPTIMIZER) + 1)
+    return Allocator(PlanningProblem(own, cluster, optimizer=optimizer_state(OPTIMIZER) + 1))
 
 
 def _grown(allocator: Allocator) -> Grown:

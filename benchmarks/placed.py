@@ -19,6 +19,7 @@ from lightning_hetpipe.planning.allocation.groupings import GROUPINGS
 from lightning_hetpipe.planning.allocation.placed import PlacedPlans, allocate, heads
 from lightning_hetpipe.planning.model.cluster import Cluster, Node
 from lightning_hetpipe.planning.model.profile import Profile
+from lightning_hetpipe.planning.search.problem import PlanningProblem
 from tests.support.namespaces import Unavailable, network
 
 NAME = "placed"
@@ -105,7 +106,7 @@ def measure(task: Task, rate: str | None) -> Found:
 def planned(model: str) -> Mapping[str, Allocation]:
     """Allocations as simulated at full size."""
     cluster = Cluster([Node(f"node{number}", [GPU]) for number in range(NODES)], f"{BANDWIDTH / 1e9:g} Gbit/s")
-    own = Allocator(shapes(model), cluster, optimizer=MOMENTUM, in_flight=IN_FLIGHT, wave=IN_FLIGHT)
+    own = Allocator(PlanningProblem(shapes(model), cluster, optimizer=MOMENTUM), in_flight=IN_FLIGHT, wave=IN_FLIGHT)
     first = first_of_classifier(model)
     (head,) = (each for each in heads(own) if (each.first, len(each.grouping)) == (first, NODES))
     return {

@@ -33,6 +33,7 @@ from benchmarks.reference_graphs import BEST, DATA, busiest, file_of, missing
 from benchmarks.schedule import task
 from benchmarks.training_task import WORKER, Task
 from lightning_hetpipe.planning.model.cluster import Cluster, Node
+from lightning_hetpipe.planning.model.costs import Division
 from lightning_hetpipe.planning.model.estimate import Estimate
 from lightning_hetpipe.planning.model.profile import Profile
 from lightning_hetpipe.planning.model.simulate import StageTimes, simulate
@@ -40,7 +41,6 @@ from lightning_hetpipe.planning.model.stage_memory import optimizer_state
 from lightning_hetpipe.planning.plan import profile_file
 from lightning_hetpipe.planning.search.choice import best_plan
 from lightning_hetpipe.planning.search.divider import CLOSE
-from lightning_hetpipe.planning.search.division import Division
 from lightning_hetpipe.planning.search.problem import PlanningProblem
 
 NAME = "planning"
@@ -79,7 +79,7 @@ CLUSTERS: Mapping[str, tuple[int, int, bool, int]] = {
 
 
 def divided(profile: Profile, cluster: Cluster, ordered: bool = False) -> Division | None:
-    problem = PlanningProblem(profile, cluster, cluster.slots, ordered, STATE)
+    problem = PlanningProblem(profile, cluster, optimizer=STATE, ordered=ordered)
     found = problem.divider.least(MANY, problem.room(IN_FLIGHT, problem.lightest(IN_FLIGHT)))
     return found[0] if found else None
 
@@ -89,7 +89,7 @@ def seconds_of_plans(quick: bool) -> dict[str, float]:
     found = {}
     for name, (nodes, devices, mixed, blocks) in [*CLUSTERS.items()][: 2 if quick else None]:
         began = time.process_time()
-        best_plan(transformer(blocks), rack(nodes, devices, mixed), optimizer=OPTIMIZER)
+        best_plan(PlanningProblem(transformer(blocks), rack(nodes, devices, mixed), optimizer=OPTIMIZER))
         found[name] = time.process_time() - began
     return found
 
@@ -129,7 +129,10 @@ def _mix(profile: Profile, devices: Sequence[str]) -> dict[str, dict[bool, Estim
         how: {again: best_in_flight(profile, cluster, splits, state, again) for again in (False, True)}
         for how, splits in by_hand(profile, cluster.slots).items()
     }
-    plans = {again: best_plan(profile, cluster, optimizer=OPTIMIZER, recompute=again) for again in (False, True)}
+    plans = {
+        again: best_plan(PlanningProblem(profile, cluster, optimizer=OPTIMIZER, recompute=again))
+        for again in (False, True)
+    }
     found["planned"] = {again: plan if plan.fits else None for again, plan in plans.items()}
     return found
 

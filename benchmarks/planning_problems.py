@@ -6,11 +6,12 @@ from itertools import accumulate, combinations, permutations
 
 from lightning_hetpipe.planning.model.catalogue import find
 from lightning_hetpipe.planning.model.cluster import Cluster, Device, DeviceSlot, Link, Node
-from lightning_hetpipe.planning.model.estimate import Estimate, estimate
+from lightning_hetpipe.planning.model.estimate import Estimate
 from lightning_hetpipe.planning.model.profile import LayerBytes, Profile, Times
 from lightning_hetpipe.planning.model.simulate import StageLoad
 from lightning_hetpipe.planning.model.stage_memory import Sizes, stage_memory
 from lightning_hetpipe.planning.search.plans import ENOUGH
+from lightning_hetpipe.planning.search.problem import PlanningProblem
 from lightning_hetpipe.planning.search.split_points import partition
 
 TICK = 2.0**-20
@@ -178,7 +179,9 @@ def best_in_flight(
     """Estimate of these stages on all devices at the best Nm that fits; None if none does."""
     found: list[Estimate] = []
     for in_flight in range(1, MOST_IN_FLIGHT + 1):
-        each = estimate(profile, cluster, cluster.slots, splits, in_flight, state=state, recompute=recompute)
+        each = PlanningProblem(profile, cluster, optimizer=state, recompute=recompute).estimate(
+            cluster.slots, splits, in_flight
+        )
         if not each.fits:
             break
         found.append(each)

@@ -29,6 +29,7 @@ from lightning_hetpipe.planning.plan.device_group import PlannedMember
 from lightning_hetpipe.planning.plan.document import Plan
 from lightning_hetpipe.planning.search.choice import Choice, best_plan
 from lightning_hetpipe.planning.search.grouped_plans import plan_with_groups
+from lightning_hetpipe.planning.search.problem import PlanningProblem
 
 NAME = "split_layers"
 TIMEOUT = 600.0
@@ -74,9 +75,9 @@ def plans_of(net: Net, profile: Profile) -> Planned:
     def plan(found: Choice) -> Plan:
         return Plan.of(found, profile.model, names, box)
 
-    alone = plan(best_plan(profile, box, [fastest], optimizer="sgd"))
-    stages = plan(best_plan(profile, box, in_flight=IN_FLIGHT, optimizer="sgd"))
-    uneven = plan(plan_with_groups(profile, box, in_flight=IN_FLIGHT, optimizer="sgd"))
+    alone = plan(best_plan(PlanningProblem(profile, box, [fastest], optimizer="sgd")))
+    stages = plan(best_plan(PlanningProblem(profile, box, optimizer="sgd"), IN_FLIGHT))
+    uneven = plan(plan_with_groups(PlanningProblem(profile, box, optimizer="sgd"), IN_FLIGHT))
     even = divided_evenly(alone, box)
     found = {ALONE: alone, STAGES: stages, EVEN: even, UNEVEN: uneven, ONE: alone, TWO: even, WHOLE: alone, APART: even}
     joined = any(stage.group for stage in uneven.virtual_workers[0].stages)

@@ -48,7 +48,6 @@ def test_the_arguments_of_the_strategy_and_their_defaults() -> None:
         "stage_hosts": None,
         "lr_correction": "auto",
         "wsp": None,
-        "start_method": "popen",
         "timeout": timedelta(minutes=5),
         "capture_timeout": 60.0,
         "grace": timedelta(seconds=30),

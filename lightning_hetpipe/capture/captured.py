@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from lightning_hetpipe.capture.autograd_nodes import AutogradNodes
 from lightning_hetpipe.capture.data_checks import Answers, DataChecks, Decisions
 from lightning_hetpipe.capture.effects import SideEffect, put_back, untouched
 from lightning_hetpipe.capture.export import decides, graph_of
@@ -20,7 +19,7 @@ from lightning_hetpipe.capture.grouping import called_alike, joined_by_buffer, m
 from lightning_hetpipe.capture.layer_functions import LayerFunction, at, device_of, parts
 from lightning_hetpipe.capture.one_device import inputs_on, on_one_device
 from lightning_hetpipe.capture.plain_attributes import SetsState
-from lightning_hetpipe.capture.variant import Mode, Variant
+from lightning_hetpipe.capture.variant import AutogradNodes, Mode, Variant
 from lightning_hetpipe.errors import PipelineRefusal, SettingError
 from lightning_hetpipe.pipeline.autocast import Autocast
 from lightning_hetpipe.pipeline.graph_layer import GraphLayer

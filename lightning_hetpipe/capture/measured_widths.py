@@ -23,8 +23,7 @@ from lightning_hetpipe.pipeline.split.rewriting import divided_layers, split_gra
 from lightning_hetpipe.pipeline.stage import Layer
 from lightning_hetpipe.pipeline.user.user_section import ProcessState, own_state
 from lightning_hetpipe.pipeline.values import gradients
-from lightning_hetpipe.planning.model.layer_widths import LayerWidths, Width
-from lightning_hetpipe.planning.model.profile import Times
+from lightning_hetpipe.planning.model.profile import LayerWidths, Times, Width
 from lightning_hetpipe.rules.channel_counts import ChannelCounts
 
 MOST_WIDTHS = 16

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from lightning_hetpipe.accelerator import accelerates
-from lightning_hetpipe.capture.autograd_nodes import AutogradNodes
 from lightning_hetpipe.capture.call_tree import WatchedCall
 from lightning_hetpipe.capture.captured import Captured, graph_layer
 from lightning_hetpipe.capture.effects import put_back, refuse_noticed, untouched
@@ -27,6 +26,7 @@ from lightning_hetpipe.capture.noticed_calls import HOOK, INFERENCE, JOINT_HOOK,
 from lightning_hetpipe.capture.opaque_containers import without_opaque
 from lightning_hetpipe.capture.pieces import Piece
 from lightning_hetpipe.capture.plain_attributes import PLAIN, sets_attribute
+from lightning_hetpipe.capture.variant import AutogradNodes
 from lightning_hetpipe.errors import PipelineRefusal
 from lightning_hetpipe.pipeline.autocast import Autocast
 from lightning_hetpipe.pipeline.graph_layer import GraphLayer

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from lightning_hetpipe.planning.allocation.allocator import Allocation, Allocator
 from lightning_hetpipe.planning.allocation.comparison_table import Compared, compared, comparison
@@ -13,10 +13,9 @@ from lightning_hetpipe.planning.allocation.grouping_search import best_allocatio
 from lightning_hetpipe.planning.allocation.groupings import GROUPINGS, PLACED
 from lightning_hetpipe.planning.allocation.placed import placed
 from lightning_hetpipe.planning.model.cluster import Cluster, DeviceSlot
-from lightning_hetpipe.planning.model.profile import Profile
-from lightning_hetpipe.planning.model.stage_memory import optimizer_state
 from lightning_hetpipe.planning.model.units import digits
 from lightning_hetpipe.planning.plan.document import Plan
+from lightning_hetpipe.planning.search.problem import PlanningProblem
 from lightning_hetpipe.reporting.cluster_plots import draw_cluster
 from lightning_hetpipe.rules.parameter_placement import CANDIDATES
 from lightning_hetpipe.rules.versions import WeightPolicy
@@ -77,12 +76,7 @@ class ClusterPlans:
 
 
 def cluster_plans(
-    settings: ClusterSettings,
-    profile: Profile,
-    cluster: Cluster,
-    optimizer: str | float,
-    policies: Sequence[WeightPolicy],
-    asked: dict[str, Any],
+    settings: ClusterSettings, problem: PlanningProblem, in_flight: int | None, policies: Sequence[WeightPolicy]
 ) -> ClusterPlans:
     """Plan all virtual workers under the first of the weight ``policies`` under which they fit.
 
@@ -91,13 +85,10 @@ def cluster_plans(
     """
     for weights in policies:
         allocator = Allocator(
-            profile,
-            cluster,
-            optimizer=optimizer_state(optimizer) + settings.copies,
-            weights=weights,
+            replace(problem, optimizer=problem.state + settings.copies, weights=weights),
+            in_flight=in_flight,
             clock_distance=settings.clock_distance,
             wave=settings.wave,
-            **asked,
         )
         found = _planned(settings, allocator)
         if found.chosen.fits:

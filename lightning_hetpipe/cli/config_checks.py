@@ -10,8 +10,8 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_hetpipe.cli.config_sections import ConfigSection, as_given, is_interpolation, items, sections, written
-from lightning_hetpipe.cli.console_script import ConsoleScript
 from lightning_hetpipe.cli.kinds import expected, is_section
+from lightning_hetpipe.cli.start_up import ConsoleScript
 from lightning_hetpipe.cli.targets import TargetSignature, closest
 from lightning_hetpipe.errors import SettingError
 

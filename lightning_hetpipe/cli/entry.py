@@ -17,11 +17,9 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from lightning_hetpipe.cli import comparison
 from lightning_hetpipe.cli.attribution import attributed, frames
-from lightning_hetpipe.cli.composition import refusal
-from lightning_hetpipe.cli.console_script import FAILED, INTERRUPTED, TERMINATED, WRONG_SETTING, ConsoleScript
-from lightning_hetpipe.cli.overrides import settled
+from lightning_hetpipe.cli.composition import refusal, settled
+from lightning_hetpipe.cli.start_up import FAILED, INTERRUPTED, TERMINATED, WRONG_SETTING, ConsoleScript
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.launch.parent_watch import this_child
 
@@ -44,7 +42,7 @@ class _JobFailed(BaseException):
 
 
 class SweepJobFailed(Exception):
-    """Reason why a job of a sweep has failed, in one sentence; Hydra takes the error, and starts the next job."""
+    """End of a job of a sweep whose error was reported; Hydra takes this exception, and starts the next job."""
 
 
 def enter(application: Callable[[], Any], program: ConsoleScript) -> None:
@@ -60,10 +58,7 @@ def enter(application: Callable[[], Any], program: ConsoleScript) -> None:
     asked_for_all = _wants_all()
     try:
         with _errors_passed_on():
-            try:
-                application()
-            finally:
-                comparison.show()
+            application()
     except KeyboardInterrupt:
         sys.exit(_ended_by("interrupted", INTERRUPTED, program))
     except _Terminated:
@@ -99,7 +94,7 @@ def job(run: Callable[[DictConfig], T], config: DictConfig, program: ConsoleScri
             traceback.print_exception(found)
         else:
             report(found, program)
-        raise SweepJobFailed(_reason(found, program)) from found
+        raise SweepJobFailed from found
 
 
 def report(error: BaseException, program: ConsoleScript, *, started: bool = True, arguments: Sequence[str] = ()) -> int:
@@ -128,13 +123,6 @@ def report(error: BaseException, program: ConsoleScript, *, started: bool = True
     if child is None or not child.failed(error, text):
         print(text, file=sys.stderr)
     return code
-
-
-def _reason(error: BaseException, program: ConsoleScript) -> str:
-    """Say in one line why a job has failed."""
-    one_line = " ".join(str(error).split())
-    says_all = isinstance(error, SettingError) or program.exit_code(error) is not None
-    return one_line if says_all else f"{type(error).__name__}: {one_line}".removesuffix(": ")
 
 
 def _wants_all() -> bool:

@@ -8,9 +8,9 @@ import hydra
 from omegaconf import DictConfig
 
 from lightning_hetpipe.cli import config_checks
-from lightning_hetpipe.cli.console_script import ConsoleScript
 from lightning_hetpipe.cli.entry import enter, job
 from lightning_hetpipe.cli.serving import SIGNALS, announcing, check_security, check_token, refuse_sweeps, security_of
+from lightning_hetpipe.cli.start_up import ConsoleScript
 
 PROGRAM = ConsoleScript("hetpipe-host", ("security",), {"address": Any})
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,9 +17,7 @@ from omegaconf import DictConfig
 
 from lightning_hetpipe.cli import measured_links
 from lightning_hetpipe.cli.cluster_plans import cluster_plans, remarks, unused
-from lightning_hetpipe.cli.comparison import compared
 from lightning_hetpipe.cli.config_sections import written
-from lightning_hetpipe.cli.console_script import FAILED
 from lightning_hetpipe.cli.entry import enter, job
 from lightning_hetpipe.cli.plan_inputs import (
     PROGRAM,
@@ -31,25 +30,27 @@ from lightning_hetpipe.cli.plan_inputs import (
     profile_of,
     wanted,
 )
-from lightning_hetpipe.cli.side_by_side import compared_policies, side_by_side
+from lightning_hetpipe.cli.start_up import FAILED
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.placement.progress import on_terminal
 from lightning_hetpipe.planning.model.catalogue import known
 from lightning_hetpipe.planning.model.cluster import Cluster
 from lightning_hetpipe.planning.model.profile import Profile
-from lightning_hetpipe.planning.model.units import digits
+from lightning_hetpipe.planning.model.units import digits, in_bytes
 from lightning_hetpipe.planning.plan import profile_file
 from lightning_hetpipe.planning.plan.document import Plan
-from lightning_hetpipe.planning.search.advice import ways_out
+from lightning_hetpipe.planning.plan.table import aligned
 from lightning_hetpipe.planning.search.choice import Choice, best_plan
 from lightning_hetpipe.planning.search.grouped_plans import plan_with_groups
+from lightning_hetpipe.planning.search.problem import PlanningProblem
 from lightning_hetpipe.reporting.plots import draw
 from lightning_hetpipe.reporting.timeline import Timeline
-from lightning_hetpipe.rules.versions import WeightPolicy
+from lightning_hetpipe.rules.versions import POLICIES, Versions, WeightPolicy
 from lightning_hetpipe.run.automatic import planned_policies
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
 
 _unfit: list[Choice] = []
 """Choices of jobs for which no plan fits."""
@@ -72,10 +73,7 @@ def _application(config: DictConfig) -> float | None:
     if config.get("measure") is not None:
         job(measure, config, PROGRAM)
         return None
-    with compared() as figures:
-        rate = job(run, config, PROGRAM)
-        figures["minibatches per second"] = "does not fit" if rate is None else digits(rate)
-    return rate
+    return job(run, config, PROGRAM)
 
 
 def measure(config: DictConfig) -> None:
@@ -85,7 +83,7 @@ def measure(config: DictConfig) -> None:
         SettingError: for a setting that only a plan needs.
     """
     check_types(config)
-    for setting in ("profile", "profile_model", "profile_microbatch", "devices", "cluster"):
+    for setting in ("profile", "devices", "cluster"):
         if config.get(setting) is not None:
             given = f"{setting}={config[setting]}" if setting != "cluster" else "a cluster"
             raise SettingError(
@@ -110,7 +108,8 @@ def run(config: DictConfig) -> float | None:
     cluster, nominal = cluster_of(config, measured)
     devices = [slot.device for slot in cluster.slots]
     profile = measured.with_estimates(devices, str(config.precision))
-    given = asked.pop("weights")
+    in_flight, given = asked.pop("in_flight"), asked.pop("weights")
+    problem = PlanningProblem(profile, cluster, optimizer=optimizer, **asked)
     policies = chosen if given is None else [given]
 
     names = [layer.name for layer in profile.layers]
@@ -121,7 +120,7 @@ def run(config: DictConfig) -> float | None:
                 f"split={written(config.split)} joins devices of one virtual worker, and this plan is for several; set"
                 " strategy.virtual_workers=1, or leave split out"
             )
-        found = cluster_plans(settings, profile, cluster, optimizer, policies, {**asked, "spread": False})
+        found = cluster_plans(settings, replace(problem, spread=False), in_flight, policies)
         plan = Plan.of_allocation(found.chosen, profile.model, names, cluster, guessed, nominal)
         folder = _show(config, plan, [*remarks(found, cluster), *_estimates(profile)], measured)
         if not found.chosen.fits:
@@ -136,22 +135,22 @@ def run(config: DictConfig) -> float | None:
     @cache
     def plan_for(policy: WeightPolicy) -> Choice:
         with on_terminal(f"searching for a plan, weights='{policy.name}'", None) as tick:
-            return search(profile, cluster, optimizer=optimizer, weights=policy, progress=tick, **asked)
+            return search(replace(problem, weights=policy, progress=tick), in_flight)
 
     for policy in policies:
         choice = plan_for(policy)
         if choice.fits:
             break
-    stages_given = asked["stages"] is not None
+    stages_given = problem.stages is not None
     distance = of_strategy(config, "wsp.clock_distance", None) or 0
     plan = Plan.of(choice, profile.model, names, cluster, guessed, distance, nominal)
     lines = _remarks(choice, cluster, cluster.assumed([stage.slot for stage in choice.stages]), stages_given)
 
     def others() -> list[str]:
-        if len(devices) == 1 or asked["in_flight"] == 1:  # all policies are the same
+        if len(devices) == 1 or in_flight == 1:  # all policies are the same
             return []
         several = compared_policies([*policies, *planned_policies(optimizer)])
-        return ["", *side_by_side(several, plan_for, asked["in_flight"], asked["every"])]
+        return ["", *side_by_side(several, plan_for, in_flight, problem.every)]
 
     if joins(config) and not profile.widths:
         lines.append(
@@ -191,7 +190,7 @@ def _show(
 
 def _advise(choice: Choice) -> None:
     """Say what would make it fit."""
-    ways = [f"- {way}" for way in ways_out(choice, cli=True)]
+    ways = [f"- {way}" for way in choice.ways_out(cli=True)]
     print(
         "No plan was found that fits into memory; this one lacks the least.",
         *(["It would fit with:"] if ways else []),
@@ -237,6 +236,46 @@ def _picture(figure: Callable[[], Figure], folder: Path) -> str:
 def _timeline(choice: Choice) -> Timeline:
     times = [stage.times for stage in choice.stages]
     return Timeline.simulated(choice.simulation, times, choice.in_flight, [str(stage.slot) for stage in choice.stages])
+
+
+_HEADER = ["weights", "in flight", "minibatches per second", "memory of all stages", "steps stale"]
+
+
+def compared_policies(chosen: Sequence[WeightPolicy]) -> list[WeightPolicy]:
+    """Policies that suit an optimizer, in the order of the docs: those ``chosen`` for it, and those that suit any."""
+    return [each for each in POLICIES.values() if each in chosen or not each.predicts or each.keeps_change]
+
+
+def side_by_side(
+    policies: Sequence[WeightPolicy], plan: Callable[[WeightPolicy], Choice], in_flight: int | None, every: int
+) -> list[str]:
+    """Lay out a row for each of ``policies``, as its ``plan`` has it.
+
+    Args:
+        policies: In the order of the rows.
+        plan: Makes a plan for a policy.
+        in_flight: Nm, where it is not chosen by the plan.
+        every: Minibatches of an optimizer step.
+    """
+    rows = []
+    for policy in policies:
+        if in_flight is None or Versions(policy, in_flight, every).is_possible:
+            rows.append(_policy_row(policy, plan(policy)))
+        else:
+            needs = f"needs trainer.accumulate_grad_batches={policy.least_window(in_flight)}"
+            rows.append([policy.name, "", "", "", needs])
+    return aligned([_HEADER, *rows], left=(0, len(_HEADER) - 1))
+
+
+def _policy_row(policy: WeightPolicy, choice: Choice) -> list[str]:
+    steps = choice.versions.most_steps
+    return [
+        policy.name,
+        str(choice.in_flight),
+        digits(choice.rate) if choice.fits else "does not fit",
+        in_bytes(sum(stage.memory.total for stage in choice.stages)),
+        f"{steps}, predicted" if policy.predicts and steps else str(steps),
+    ]
 
 
 if __name__ == "__main__":

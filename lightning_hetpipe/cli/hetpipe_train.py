@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
 from contextlib import suppress
 from copy import deepcopy
-from dataclasses import dataclass
 from typing import Any
 
 import hydra
@@ -20,13 +18,12 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from lightning_hetpipe import HetPipeStrategy
 from lightning_hetpipe.cli import trainer_checks, trainer_errors
-from lightning_hetpipe.cli.building import built
-from lightning_hetpipe.cli.comparison import compared
+from lightning_hetpipe.cli.composition import planned
 from lightning_hetpipe.cli.config_sections import hyperparameters
-from lightning_hetpipe.cli.console_script import ConsoleScript
 from lightning_hetpipe.cli.entry import enter, job
-from lightning_hetpipe.cli.overrides import planned
-from lightning_hetpipe.cli.summary import results, summary
+from lightning_hetpipe.cli.start_up import ConsoleScript
+from lightning_hetpipe.cli.summary import summary
+from lightning_hetpipe.cli.targets import built
 from lightning_hetpipe.launch import launcher, supervision
 from lightning_hetpipe.launch.command import quoted, this_program
 
@@ -45,19 +42,6 @@ _SWITCHES: dict[str, type] = {
     "logger": LearningRateMonitor,
 }
 """The callbacks of the configuration that are left out where a switch of the Trainer is off."""
-
-
-@dataclass(frozen=True)
-class JobResult:
-    """Figures and score that a job has come to.
-
-    Attributes:
-        figures: Its row in the table of a sweep, by column.
-        score: The best value of what the checkpoint callback monitors; None if it monitors nothing.
-    """
-
-    figures: Mapping[str, str]
-    score: float | None
 
 
 _supervised_code = 0
@@ -80,20 +64,18 @@ def main() -> None:
 @hydra.main(config_path="pkg://lightning_hetpipe.conf", config_name="train", version_base="1.3")
 def _application(config: DictConfig) -> float | None:
     """Run one job of Hydra's; return the monitored metric's best value, which sweepers may optimise."""
-    with compared() as figures:
-        outcome = job(_job, config, PROGRAM)
-        figures.update(outcome.figures)
-    return outcome.score
+    return job(_job, config, PROGRAM)
 
 
-def _job(config: DictConfig) -> JobResult:
+def _job(config: DictConfig) -> float | None:
     """Run, and leave none of the processes that this has started to the next job of a sweep.
 
     With ``restarts`` another process runs, which is started again where it is lost; not in a sweep.
     """
     restarts = _restarts(config)
     if restarts and supervision.can_supervise() and HydraConfig.get().mode != RunMode.MULTIRUN:
-        return _supervise(restarts)
+        _supervise(restarts)
+        return None
     try:
         outcome = run(config)
     except launcher.WasLeftOut:
@@ -121,7 +103,7 @@ def _wsp_sections(config: DictConfig) -> list[DictConfig]:
     return [each for each in (OmegaConf.select(config, "strategy.wsp"), *named) if isinstance(each, DictConfig)]
 
 
-def _supervise(restarts: int) -> JobResult:
+def _supervise(restarts: int) -> None:
     """Run in another process, at most ``restarts`` times again; its exit code is that of this one."""
     global _supervised_code
     program = this_program(is_first=True)
@@ -133,10 +115,9 @@ def _supervise(restarts: int) -> JobResult:
         supervision.own_number(),
     )
     _supervised_code = supervisor.run()
-    return JobResult({}, None)
 
 
-def run(config: DictConfig) -> JobResult:
+def run(config: DictConfig) -> float | None:
     """Check the configuration, train, test the best checkpoint and print the summary.
 
     Raises:
@@ -178,12 +159,7 @@ def run(config: DictConfig) -> JobResult:
             )
         )
     best_score = getattr(checkpoint, "best_model_score", None)
-    score = None if best_score is None else float(best_score)
-    figures = {} if last_run is None else {"samples per second": last_run.throughput.partition(" ")[0]}
-    figures |= dict(results(metrics))
-    if score is not None:
-        figures[f"best {checkpoint.monitor}"] = f"{score:.4g}"
-    return JobResult(figures, score)
+    return None if best_score is None else float(best_score)
 
 
 def _lists(config: DictConfig) -> dict[str, Any]:

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import closing
 from functools import reduce
+from itertools import combinations
 from pathlib import Path
 
+import torch
 from omegaconf import DictConfig
 
-from lightning_hetpipe.accelerator import all_devices
-from lightning_hetpipe.cli.building import built
+from lightning_hetpipe.accelerator import accelerates, all_devices
+from lightning_hetpipe.cli.targets import built
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.placement.device_placement import discovered_cluster
-from lightning_hetpipe.placement.links import links_between
 from lightning_hetpipe.planning.model.cluster import Link, Node
-from lightning_hetpipe.planning.model.link_timing import slower
+from lightning_hetpipe.planning.model.link_timing import LARGEST, slower, timed_link
 from lightning_hetpipe.planning.model.units import in_bandwidth, in_seconds
 from lightning_hetpipe.server.process.link_probe import link_to
 from lightning_hetpipe.server.transport.interface import CallRefused, Unreachable
@@ -98,3 +99,28 @@ def _links_to_servers(config: DictConfig) -> dict[str, Link]:
                 f"strategy.wsp.servers has {address}, and the link to it cannot be measured: {error}{way}"
             ) from error
     return found
+
+
+def links_between(devices: Sequence[torch.device], largest: int = LARGEST) -> dict[tuple[int, int], Link]:
+    """Link of each two of ``devices``, by their places: the slower of both directions; none where they are CPUs.
+
+    Each device holds ``largest`` bytes meanwhile, those of the largest copy.
+    """
+    return {
+        (one, other): slower(_link(devices[one], devices[other], largest), _link(devices[other], devices[one], largest))
+        for one, other in combinations(range(len(devices)), 2)
+        if accelerates(devices[one]) and accelerates(devices[other])
+    }
+
+
+def _link(source: torch.device, target: torch.device, largest: int) -> Link:
+    sent = torch.zeros(largest, dtype=torch.uint8, device=source)
+    received = torch.empty(largest, dtype=torch.uint8, device=target)
+    torch.accelerator.synchronize(source)
+
+    def copy(nbytes: int) -> None:
+        received[:nbytes].copy_(sent[:nbytes])
+        torch.accelerator.synchronize(source)
+        torch.accelerator.synchronize(target)
+
+    return timed_link(copy, largest)

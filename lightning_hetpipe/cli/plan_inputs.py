@@ -13,11 +13,10 @@ from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 
 from lightning_hetpipe import HetPipeStrategy
 from lightning_hetpipe.cli import trainer_checks, trainer_errors
-from lightning_hetpipe.cli.building import built
 from lightning_hetpipe.cli.cluster_plans import COMPARE, ClusterSettings
 from lightning_hetpipe.cli.config_sections import written
-from lightning_hetpipe.cli.console_script import ConsoleScript
-from lightning_hetpipe.cli.targets import locate
+from lightning_hetpipe.cli.start_up import ConsoleScript
+from lightning_hetpipe.cli.targets import built, locate
 from lightning_hetpipe.errors import SettingError, of_file
 from lightning_hetpipe.placement.device_placement import discovered_cluster
 from lightning_hetpipe.placement.progress import on_terminal
@@ -44,8 +43,6 @@ PROGRAM = ConsoleScript(
         **trainer_checks.SETTINGS,
         "measure": Literal["links"] | None,
         "profile": str | None,
-        "profile_model": str | None,
-        "profile_microbatch": int | None,
         "devices": Any,
         "link": Any,
         "optimizer": str | float,
@@ -86,11 +83,6 @@ def check(config: DictConfig) -> None:
             "profile=null and no model is configured; give profile=FILE, or choose an experiment, such as"
             " experiment=digits."
         )
-    for setting in ("profile_model", "profile_microbatch"):
-        if config.get("profile") is None and config.get(setting) is not None:
-            raise SettingError(
-                f"{setting}={config[setting]} chooses from a profile, and there is none; give profile=FILE."
-            )
     trainer_checks.check(config, PROGRAM, () if config.get("profile") is not None else trainer_checks.BUILT)
     if config.devices == []:
         raise SettingError("devices=[] names no device; give at least one, such as devices=[RTX-3090].")
@@ -123,9 +115,9 @@ def profile_of(config: DictConfig) -> tuple[Profile, str | float, Sequence[Weigh
     asked: str | float = config.optimizer
     if config.profile is not None:
         try:
-            profile = profile_file.load(config.profile, config.profile_model, config.profile_microbatch)
+            profile = profile_file.load(config.profile)
         except SettingError as error:
-            raise of_file("profile", error, "give a profile.json of hetpipe-plan, or Sailor's profiles") from error
+            raise of_file("profile", error, "give a profile.json of hetpipe-plan") from error
         optimizer = "adam" if asked == "auto" else asked
         return profile, optimizer, planned_policies(optimizer)
     profile, own, policies = _measured(config)
@@ -301,7 +293,7 @@ def _is_given(setting: str) -> bool:
 
 
 def wanted(config: DictConfig) -> dict[str, Any]:
-    """Arguments of ``best_plan`` besides devices and optimizer."""
+    """Nm, and arguments of ``PlanningProblem`` besides devices and optimizer."""
     in_flight = count("in_flight", of_strategy(config, "in_flight", "auto"))
     # An experiment's stages are those that it has without a plan.
     stages = count("stages", of_strategy(config, "stages", "auto")) if _is_given("strategy.stages") else "auto"

@@ -9,8 +9,8 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_hetpipe.cli import config_checks
-from lightning_hetpipe.cli.console_script import INTERRUPTED, TERMINATED, ConsoleScript
 from lightning_hetpipe.cli.entry import report
+from lightning_hetpipe.cli.start_up import INTERRUPTED, TERMINATED, ConsoleScript
 from lightning_hetpipe.cli.targets import TargetSignature
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.server.transport.security import Security, is_loopback, split

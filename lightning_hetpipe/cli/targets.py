@@ -1,4 +1,4 @@
-"""Targets: the class or function that a `_target_` names, and the arguments that it takes."""
+"""Targets: the class or function that a `_target_` names, the arguments that it takes, and the object that it makes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,11 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib import import_module
 from types import ModuleType
-from typing import Any, get_type_hints
+from typing import Any, TypeVar, get_type_hints
+
+from hydra.errors import InstantiationException
+from hydra.utils import instantiate
+from omegaconf import DictConfig, OmegaConf
 
 from lightning_hetpipe.errors import SettingError
 
@@ -91,3 +95,29 @@ def _not_found(target: str, path: str, reason: str, parent: object, part: str) -
             f"did you mean {target.removesuffix(part)}{near}?" if target.endswith(part) else f"did you mean {near}?"
         )
     return SettingError(f"{path}._target_={target} cannot be found, {reason}; {advice}")
+
+
+T = TypeVar("T")
+
+
+def built(config: DictConfig, path: str, kind: type[T], **arguments: Any) -> T:
+    """Build the section at ``path``, which must make a ``kind``.
+
+    Raises:
+        SettingError: if it is something else. What the section's `_target_` raises is raised as it is.
+    """
+    node: DictConfig = OmegaConf.select(config, path)
+    try:
+        made = instantiate(node, _convert_="all", **arguments)
+    except InstantiationException as error:
+        cause: BaseException = error
+        while isinstance(cause, InstantiationException) and cause.__cause__ is not None:
+            cause = cause.__cause__
+        raise cause from None
+    if not isinstance(made, kind):
+        other, package = type(made), kind.__module__.partition(".")[0]
+        raise SettingError(
+            f"{path}._target_={node['_target_']} makes a {other.__module__}.{other.__qualname__}, but {path} must be"
+            f" a {package}.{kind.__name__}; name such a class, or a function that makes one."
+        )
+    return made

@@ -12,7 +12,7 @@ from omegaconf import DictConfig
 
 from lightning_hetpipe.cli.attribution import frames
 from lightning_hetpipe.cli.config_sections import is_interpolation, sections, written
-from lightning_hetpipe.cli.console_script import FAILED, TERMINATED, WRONG_SETTING
+from lightning_hetpipe.cli.start_up import FAILED, TERMINATED, WRONG_SETTING
 from lightning_hetpipe.launch import launcher
 from lightning_hetpipe.server.process.server_requests import ServersSilent
 from lightning_hetpipe.server.process.supervisor import ServerLost

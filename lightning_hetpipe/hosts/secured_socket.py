@@ -14,8 +14,8 @@ from importlib import metadata
 from typing import Any, Protocol
 
 from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.server.transport.interface import RELEASE as PACKAGE
 from lightning_hetpipe.server.transport.rejections import printable
-from lightning_hetpipe.server.transport.release import RELEASE as PACKAGE
 from lightning_hetpipe.server.transport.security import Security, split
 
 RELEASE = f"lightning_hetpipe {PACKAGE} with torch {metadata.version('torch')}"
@@ -137,7 +137,7 @@ def _unfit(error: ssl.SSLError) -> str:
         return _NO_CERTIFICATE
     return (
         f"certificates do not fit ({error.reason or error}): those of both machines must be of one authority, and name"
-        " the hosts; hetpipe-certificates makes them"
+        " the hosts; docs/several-machines.md has the commands that make them"
     )
 
 
@@ -163,7 +163,7 @@ def check_names(security: Security, host: str) -> None:
     except Refused as refused:
         raise SettingError(
             f"HETPIPE_CERTIFICATE={security.certificate} does not fit {host}, where the other nodes look for this one"
-            f" ({refused}); make one that names all of them, with hetpipe-certificates hosts=[{host},...]"
+            f" ({refused}); make one that names all of them, by the commands of docs/several-machines.md"
         ) from None
     finally:
         thread.join()

@@ -13,16 +13,17 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 from lightning_hetpipe.launch import parent_watch, supervision
-from lightning_hetpipe.launch.child_work import work_of
 from lightning_hetpipe.launch.lost_workers import lost_workers, went_on_without
 from lightning_hetpipe.launch.told_to_end import ToldToEnd
-from lightning_hetpipe.server.process import parent_death
 from lightning_hetpipe.server.process.notices import say
 from lightning_hetpipe.server.process.server_process import how
+from lightning_hetpipe.server.process.signals import guarded
 
 NOTICE_AFTER = 10.0
 """Seconds that this process, at its end, waits for children before it says so."""
@@ -186,7 +187,7 @@ class Children:
             }
             # In a session of its own: Ctrl-C does not reach it but through this process, which knows what to tell it.
             process = subprocess.Popen(
-                parent_death.guarded(command),
+                guarded(command),
                 cwd=folder,
                 env=env,
                 pass_fds=[childs.fileno(), *([] if pipe is None else [pipe])],
@@ -406,3 +407,24 @@ class Children:
         if child.local not in self.over:
             child.listen()
         return child.leaving or child.local in self.over
+
+
+_BUSY = "RD"  # runs, or waits for a processor; waits for a disk
+
+
+def work_of(session: int) -> frozenset[object]:
+    """A mark of the work that a session of processes has done: equal ones mean that all of them slept in between.
+
+    Linux tells it; elsewhere all marks are equal.
+
+    Args:
+        session: Process id of the session's leader.
+    """
+    marks = set[object]()
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it has just ended
+            state, *numbers = file.read_text().rpartition(")")[2].split()
+            if int(numbers[2]) == session:
+                ticks = int(numbers[10]) + int(numbers[11])  # in user code, and in the kernel
+                marks.add(object() if state in _BUSY else (file.parent.name, ticks))
+    return frozenset(marks)

@@ -30,7 +30,7 @@ from types import TracebackType
 from typing import Any
 
 from lightning_hetpipe.errors import VirtualWorkerLost
-from lightning_hetpipe.server.process import parent_death
+from lightning_hetpipe.server.process.signals import forget
 
 VARIABLE = "HETPIPE_VIRTUAL_WORKER"
 """A child's environment variable: 1/2@7 is virtual worker 1 of the node's 2, its end of the pair is descriptor 7."""
@@ -160,7 +160,7 @@ def this_child() -> LaunchedChild | None:
     close_in_forks(end)
     child = LaunchedChild(int(local), int(per_node), end)
     child.watch()
-    parent_death.forget()
+    forget()
     atexit.register(child.leaves)  # as one of the first, and so run as one of the last
     sys.excepthook = functools.partial(_uncaught, child, sys.excepthook)
     return child

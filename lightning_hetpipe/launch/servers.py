@@ -291,16 +291,16 @@ def over_nodes(rank: Rank, environment: ClusterEnvironment, security: Security) 
     if security.token is None:
         raise SettingError(
             f"num_nodes={rank.nodes} needs a secret that all nodes share; set {TOKEN} to the same long random value on"
-            " each of them (hetpipe-certificates makes one, and certificates)"
+            " each of them (docs/several-machines.md has commands that make one, and certificates)"
         )
     if is_loopback(host):
         return coordinator, security  # a user who tries several nodes on one machine
     if not security.encrypted and not security.insecure:
         raise SettingError(
             f"num_nodes={rank.nodes} has a server on {coordinator}, open to other machines, without certificates; set"
-            " HETPIPE_CA, HETPIPE_CERTIFICATE and HETPIPE_KEY to PEM files (hetpipe-certificates makes them), or, on a"
-            " network that you trust, WSPCallback(security={'insecure': True}), on the command line"
-            " strategy.wsp.security.insecure=true"
+            " HETPIPE_CA, HETPIPE_CERTIFICATE and HETPIPE_KEY to PEM files (docs/several-machines.md has commands that"
+            " make them), or, on a network that you trust, WSPCallback(security={'insecure': True}), on the command"
+            " line strategy.wsp.security.insecure=true"
         )
     if rank.index == 0 and is_loopback(_address_of(host)):
         raise SettingError(

@@ -25,9 +25,9 @@ from types import FrameType
 
 from lightning_hetpipe.launch.checkpoint_progress import furthest
 from lightning_hetpipe.launch.parent_watch import this_child
-from lightning_hetpipe.server.process import parent_death
 from lightning_hetpipe.server.process.notices import say
 from lightning_hetpipe.server.process.server_process import how
+from lightning_hetpipe.server.process.signals import guarded
 
 VARIABLE = "HETPIPE_SUPERVISED"
 """The environment variable of a supervised process: the descriptor of its end of the pipe, and, as in 7@last.ckpt, the
@@ -144,7 +144,7 @@ class RunSupervisor:
         ours, theirs = os.pipe()
         try:
             process = self._process = subprocess.Popen(
-                parent_death.guarded([*self._command, *arguments]),
+                guarded([*self._command, *arguments]),
                 cwd=self._folder,
                 env={**os.environ, VARIABLE: str(theirs) if path is None else f"{theirs}@{path}"},
                 pass_fds=[theirs],

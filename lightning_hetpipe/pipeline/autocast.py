@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from types import TracebackType
+from typing import Any
 
 import torch
 
@@ -60,9 +60,7 @@ class _Opened:
         for region in self._regions:
             region.__enter__()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *ended: Any) -> None:
         for region in reversed(self._regions):
-            region.__exit__(kind, error, trace)
+            region.__exit__(*ended)
         torch.set_autocast_cache_enabled(self._before)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hetpipe.errors import Discarded
-from lightning_hetpipe.pipeline.compile.compiler_passes import Compiling, Exclusively
+from lightning_hetpipe.pipeline.compile.compilation import Compiling, Exclusively
 from lightning_hetpipe.pipeline.memory import Memory, PlannedMemory
 from lightning_hetpipe.pipeline.out_of_memory import less
 from lightning_hetpipe.pipeline.passes import Loss, Pass

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import platform
 import re
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
 
+from lightning_hetpipe.accelerator import accelerates
 from lightning_hetpipe.capture.measured_widths import measured_widths
 from lightning_hetpipe.capture.microbenchmark import ROUNDS, measure
 from lightning_hetpipe.capture.profiling import METHOD, ProfilingInput, code_of
 from lightning_hetpipe.pipeline.values import Value
-from lightning_hetpipe.placement.device_speed import measured_speed
 from lightning_hetpipe.placement.progress import Bar, hidden
-from lightning_hetpipe.planning.model.catalogue import known
+from lightning_hetpipe.planning.model.catalogue import known, speed_by
 from lightning_hetpipe.planning.model.profile import LayerBytes, Profile, Times
 from lightning_hetpipe.planning.model.stage_memory import COPIES, OPTIMIZERS, WEIGHT_DECAY
 from lightning_hetpipe.planning.plan.profile_cache import Conditions, ProfileCache
@@ -206,3 +207,37 @@ def _inputs(value: Value, times: int) -> list[tuple[tuple[int, ...], str]]:
 def _strides(tensor: torch.Tensor) -> str:
     """Channels that come last make convolutions faster, or slower."""
     return str(tensor.stride() if tensor.layout is torch.strided else tensor.layout)
+
+
+SIZE = 1024
+"""Rows and columns of the matrices whose product shows the peak: 2.1 GFLOP."""
+
+BYTES = 64 << 20
+"""Bytes that are copied to show the bandwidth of memory, more than caches hold."""
+
+_ROUNDS = 5
+
+
+def measured_speed(device: torch.device) -> float:
+    """FLOP/s of ``device`` in 32 bits: from the fastest of some products of matrices, and of some copies in memory.
+
+    No random number is drawn.
+    """
+    with torch.no_grad(), torch.autocast(device.type, enabled=False):
+        one, product = (torch.ones(SIZE, SIZE, dtype=torch.float32, device=device) for _ in range(2))
+        source, target = (torch.ones(BYTES, dtype=torch.uint8, device=device) for _ in range(2))
+        peak = 2 * SIZE**3 / _fastest(lambda: torch.mm(one, one, out=product), device)
+        bandwidth = 2 * BYTES / _fastest(lambda: target.copy_(source), device)  # each byte is read and written
+    return speed_by(peak, bandwidth)
+
+
+def _fastest(run: Callable[[], object], device: torch.device) -> float:
+    """Seconds of the fastest run, after one that warms up."""
+    found = []
+    for _ in range(1 + _ROUNDS):
+        began = time.perf_counter()
+        run()
+        if accelerates(device):
+            torch.accelerator.synchronize(device)
+        found.append(time.perf_counter() - began)
+    return min(found[1:])

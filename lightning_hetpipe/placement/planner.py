@@ -41,16 +41,15 @@ from lightning_hetpipe.placement.split_groups import (
 )
 from lightning_hetpipe.planning.model.catalogue import canonical
 from lightning_hetpipe.planning.model.cluster import DeviceSlot
-from lightning_hetpipe.planning.model.estimate import Estimate, StageEstimate, estimate
+from lightning_hetpipe.planning.model.estimate import Estimate, StageEstimate
 from lightning_hetpipe.planning.model.profile import Profile, Times
-from lightning_hetpipe.planning.model.spread_memory import SpreadMemory
 from lightning_hetpipe.planning.model.stage_memory import optimizer_state
 from lightning_hetpipe.planning.model.units import in_bytes
 from lightning_hetpipe.planning.plan.document import Plan
 from lightning_hetpipe.planning.plan.profile_cache import ProfileCache
-from lightning_hetpipe.planning.search.advice import ways_out
 from lightning_hetpipe.planning.search.choice import Choice, best_plan
 from lightning_hetpipe.planning.search.grouped_plans import plan_with_groups, plan_with_shares
+from lightning_hetpipe.planning.search.problem import PlanningProblem
 from lightning_hetpipe.planning.search.split_points import partition, split_points_in_order, stage_times
 from lightning_hetpipe.rules.versions import STASH, Versions, WeightPolicy
 
@@ -292,7 +291,7 @@ class Planner:
             other = ["other shares in split"] if self._shares else []
             if stages is not None and not self._shares and self._best_plan(profile, profiling, asked).fits:
                 other = ["stages='auto'"]
-            raise self._unfit(choice, [*other, *ways_out(choice)], profile)
+            raise self._unfit(choice, [*other, *choice.ways_out()], profile)
         return choice
 
     @property
@@ -304,23 +303,23 @@ class Planner:
         self, profile: Profile, profiling: ProfilingInput, in_flight: int | None, stages: int | None = None
     ) -> Choice:
         with self.bar("searching for a plan", None) as tick:
-            search: Callable[..., Choice] = plan_with_groups if self.split == "auto" else best_plan
+            problem = replace(self._problem(profile, profiling), stages=stages, progress=tick)
             if self._shares and stages is not None:
                 parts = parts_of(self._shares, stages, self.placement)
                 shares = {parts[stage]: own for stage, own in self._shares.items()}
-                search = partial(plan_with_shares, parts=parts, shares=shares)
-            return search(
-                profile,
-                self.placement.cluster,
-                optimizer=self._state(profiling),
-                in_flight=in_flight,
-                recompute=self.recompute,
-                stages=stages,
-                weights=self.weights,
-                every=self.every,
-                spread=self.spread,
-                progress=tick,
-            )
+                return plan_with_shares(problem, in_flight, parts, shares)
+            return plan_with_groups(problem, in_flight) if self.split == "auto" else best_plan(problem, in_flight)
+
+    def _problem(self, profile: Profile, profiling: ProfilingInput) -> PlanningProblem:
+        return PlanningProblem(
+            profile,
+            self.placement.cluster,
+            optimizer=self._state(profiling),
+            recompute=self.recompute,
+            weights=self.weights,
+            every=self.every,
+            spread=self.spread,
+        )
 
     def _state(self, profiling: ProfilingInput) -> str | float:
         """The optimizer's name, or its bytes and those of :attr:`copies` for each byte of the weights."""
@@ -346,19 +345,8 @@ class Planner:
         in_flight: int,
         profiling: ProfilingInput,
     ) -> Estimate:
-        optimizer = self._state(profiling)
-        is_spread = self.spread and in_flight == 1 and not (self.recompute and len(slots) > 1)
-        return estimate(
-            profile,
-            self.placement.cluster,
-            slots,
-            first,
-            in_flight,
-            state=optimizer_state(optimizer),
-            recompute=self.recompute,
-            versions=Versions(self.weights, in_flight, self.every),
-            spread=SpreadMemory.of(optimizer) if is_spread else None,
-        )
+        problem = replace(self._problem(profile, profiling), stages=len(slots))
+        return problem.estimate(slots, first, in_flight, problem.spread_memory if in_flight == 1 else None)
 
     def _unfit(self, found: Estimate, ways: Sequence[str], profile: Profile) -> _Unfit:
         lacks = _lacking(found.stages)

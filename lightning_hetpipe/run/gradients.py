@@ -1,14 +1,15 @@
-"""Hands a minibatch's gradients to the live parameters, as a plain backward pass would leave them."""
+"""Gradients between the pipeline and the optimizer: handed to the live parameters, and clipped, as in a plain run."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
+from lightning_hetpipe.redirect import Redirect
 from lightning_hetpipe.torch_private.subclasses import address_of
-from lightning_hetpipe.torch_private.tensors import has_gradient_hooks
+from lightning_hetpipe.torch_private.tensors import foreach_norm, has_gradient_hooks
 
 
 def deliver(gradients: Mapping[nn.Parameter, Tensor], factor: float = 1.0) -> None:
@@ -40,3 +41,27 @@ def _own(gradient: Tensor, parameter: nn.Parameter, taken: set[int]) -> Tensor:
         taken.add(memory)
     # Not as a view, as a linear layer's is: `module.cpu()` would leave the tensor that it is a view of on the device.
     return gradient.data
+
+
+def clip_by_norm(redirect: Redirect, optimizer: torch.optim.Optimizer, most: float | int) -> None:
+    """Clips the gradients of ``optimizer``'s parameters, in place of a precision plugin's ``clip_grad_by_norm``."""
+    parameters = list(redirect.owner.main_params(optimizer))
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    if len({gradient.device for gradient in gradients}) < 2:
+        redirect.original(optimizer, most)
+    else:
+        torch.nn.utils.clip_grads_with_norm_(parameters, most, total_norm(gradients))
+
+
+def total_norm(gradients: Sequence[Tensor]) -> Tensor:
+    """The 2-norm of all ``gradients``, on the first one's device, by their own norms in order, computed where they lie.
+
+    ``torch.nn.utils.get_total_norm`` puts the norms of one device after those of another, and so rounds otherwise.
+    """
+    norms: dict[int, Tensor] = {}
+    for device in dict.fromkeys(gradient.device for gradient in gradients):
+        places = [place for place, gradient in enumerate(gradients) if gradient.device == device]
+        norms.update(zip(places, foreach_norm([gradients[place] for place in places]), strict=True))
+    first = gradients[0].device
+    total: Tensor = torch.linalg.vector_norm(torch.stack([norms[place].to(first) for place in range(len(norms))]))
+    return total

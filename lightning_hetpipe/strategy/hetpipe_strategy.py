@@ -48,7 +48,6 @@ from lightning_hetpipe.strategy import (
     checks,
     compile_setting,
     host_setting,
-    other_lightning,
     plan_setting,
     settings,
     split_setting,
@@ -141,7 +140,6 @@ class HetPipeStrategy(PlannedDevices):
         grace: How long this run has, once it is told to end by SIGTERM, until it is killed: 30 seconds where torchrun,
             SLURM or Kubernetes tell it, unless they were told otherwise. Where saving it is known to take longer, a
             line says so.
-        start_method: For a later release.
         accelerator: As ``ParallelStrategy``'s.
         parallel_devices: As ``ParallelStrategy``'s.
         cluster_environment: As ``ParallelStrategy``'s.
@@ -175,7 +173,6 @@ class HetPipeStrategy(PlannedDevices):
         stage_hosts: host_setting.StageHosts = None,
         lr_correction: int | Literal["auto"] | None = "auto",
         wsp: Any = None,
-        start_method: str = "popen",
         timeout: timedelta | float = timedelta(minutes=5),
         capture_timeout: timedelta | float = CAPTURE_TIMEOUT,
         grace: timedelta | float = timedelta(seconds=30),
@@ -185,8 +182,6 @@ class HetPipeStrategy(PlannedDevices):
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
     ) -> None:
-        other_lightning.let_in(HetPipeStrategy)
-        settings.check_start_method(start_method)
         super().__init__(
             stages,
             in_flight,
@@ -233,10 +228,6 @@ class HetPipeStrategy(PlannedDevices):
         """The last stage's device; until stages are decided, that of the last provisional stage."""
         spread = self._provisional_devices() if self._wanted is None else self._wanted.spread
         return (self._run.devices or spread)[-1]
-
-    def _configure_launcher(self) -> None:
-        other_lightning.refuse_trainer(self.accelerator)
-        super()._configure_launcher()
 
     # The life of a run.
 
@@ -380,7 +371,6 @@ class HetPipeStrategy(PlannedDevices):
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
-        other_lightning.let_in(cls)
         strategy_registry.register(cls.strategy_name, cls, description=(cls.__doc__ or "").partition("\n")[0])
 
     def _fit_settings(self) -> run_settings.RunSettings:

@@ -21,7 +21,7 @@ _STRATEGIES = "lightning.pytorch.strategies"
 
 def register() -> None:
     """Register with Lightning: now if it is loaded, else as soon as its registry is."""
-    if sys.modules.keys().isdisjoint((_STRATEGIES, "pytorch_lightning.strategies")):
+    if _STRATEGIES not in sys.modules:
         sys.meta_path.insert(0, _OnImport())
         return
     from lightning.pytorch.strategies import StrategyRegistry

@@ -25,15 +25,6 @@ LONGEST = 2000
 Stages = int | Literal["auto"]
 
 
-def check_start_method(value: Any) -> None:
-    """Refuses a way to start processes that a later release builds."""
-    if value != "popen":
-        raise SettingError(
-            f"start_method={value!r} is not available yet: processes are started as this program was; leave"
-            " start_method out, or set it to 'popen'"
-        )
-
-
 def weight_policy(value: Any) -> WeightPolicy | None:
     """The policy of that name; None for "auto"."""
     names = ["auto", *POLICIES]

@@ -2,6 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import lightning as L
+
+from lightning_hetpipe.launch.supervision import note_lost
+from lightning_hetpipe.run.preemption import how_to_resume, unplanned_path
+from lightning_hetpipe.server.process.notices import say
+from lightning_hetpipe.workers.synchroniser import NoSynchroniser, Synchroniser
+
+if TYPE_CHECKING:
+    from lightning_hetpipe.workers.group import Group
+
 import os
 import pickle
 import tempfile
@@ -10,7 +23,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-import lightning as L
 from torch import Tensor
 from torch.serialization import get_unsafe_globals_in_checkpoint
 
@@ -18,12 +30,9 @@ from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.launch import supervision
 from lightning_hetpipe.lightning_private import is_fitting, is_last_batch
 from lightning_hetpipe.run.together import minibatches_per_step
-from lightning_hetpipe.server.process.notices import say
 from lightning_hetpipe.strategy.checkpoints import ReplacingCheckpointIO, explaining, local_folder, write
-from lightning_hetpipe.strategy.rescue import rescue
 from lightning_hetpipe.strategy.saved_states import add_states, note_shares, note_wave, take_shares, take_state
 from lightning_hetpipe.strategy.virtual_workers import VirtualWorkers
-from lightning_hetpipe.workers.synchroniser import NoSynchroniser, Synchroniser
 
 
 class SharedCheckpoints(VirtualWorkers):
@@ -134,3 +143,36 @@ def _loaded_from_others(path: str | Path, vw: int) -> dict[str, Any]:
             f" and it holds {classes}; let that in, by torch.serialization.add_safe_globals([{classes}]), or"
             " leave it out of hyperparameters and of callbacks' states"
         ) from None
+
+
+def rescue(
+    trainer: L.Trainer,
+    group: Group,
+    synchroniser: Synchroniser | NoSynchroniser,
+    exception: BaseException,
+    save: Callable[[str], None],
+) -> None:
+    """Save the run in a checkpoint, if ``exception`` ends it as virtual worker 0 is lost, and this one is to save.
+
+    The checkpoint has the weights that this one took last, which all have had, and its own buffers, optimizer state,
+    schedulers and loops.
+
+    Args:
+        trainer: Whose fit has ended.
+        group: The virtual workers.
+        synchroniser: The fit's.
+        exception: What has ended it.
+        save: Writes the checkpoint, though this is not virtual worker 0.
+    """
+    if not isinstance(synchroniser, Synchroniser) or not group.ends_without_first(exception):
+        return
+    note_lost()
+    if trainer.checkpoint_callback is None or not synchroniser.go_back():
+        return
+    path = unplanned_path(trainer, "rescued")
+    try:
+        save(path)
+    except Exception as error:
+        say(f"virtual worker 0 is lost, and virtual worker {group.index} cannot save {path} in its place: {error}")
+    else:
+        say(f"virtual worker 0 is lost, and virtual worker {group.index} has saved {path}; {how_to_resume(path)}")

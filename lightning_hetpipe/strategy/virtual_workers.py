@@ -29,7 +29,7 @@ from lightning_hetpipe.strategy import checks, plan_setting, settings
 from lightning_hetpipe.strategy.weights import HostWeights
 from lightning_hetpipe.strategy.wsp_callback import WSPCallback
 from lightning_hetpipe.workers import collectives, program_group
-from lightning_hetpipe.workers.session_names import sessions_so_far
+from lightning_hetpipe.workers.program_group import sessions_so_far
 from lightning_hetpipe.workers.shared_data import InjectedRank, Shares, deal_among, let_be_long
 from lightning_hetpipe.workers.shared_metrics import share
 from lightning_hetpipe.workers.synchroniser import NoSynchroniser, Synchroniser

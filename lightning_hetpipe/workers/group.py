@@ -30,10 +30,9 @@ from lightning_hetpipe.server.protocol.messages import Departed
 from lightning_hetpipe.workers.coming_back import CameTooLate, Returning, SeatMissed, status_of, too_late
 from lightning_hetpipe.workers.departures import Departures
 from lightning_hetpipe.workers.join_handshake import JoinHandshake
-from lightning_hetpipe.workers.large_gathers import gather_in_chunks
+from lightning_hetpipe.workers.program_group import FIT, LAUNCH, go_on_from, next_session
 from lightning_hetpipe.workers.seats import Seats
-from lightning_hetpipe.workers.session_names import FIT, LAUNCH, go_on_from, next_session
-from lightning_hetpipe.workers.value_gathers import collect_contents, gather_values
+from lightning_hetpipe.workers.value_gathers import collect_contents, gather_in_chunks, gather_values
 
 
 class Group:

@@ -28,10 +28,9 @@ from lightning_hetpipe.server.process.server_requests import LONGEST_WAIT, Cance
 from lightning_hetpipe.server.process.sessions import SessionChannel
 from lightning_hetpipe.server.protocol.identifiers import COORDINATOR, PeerFailed, Refusal, RemoteFault
 from lightning_hetpipe.server.protocol.messages import Departed, Lost, Parameter, TrainingSignature
-from lightning_hetpipe.server.protocol.sharding import place
+from lightning_hetpipe.server.protocol.shard import place
 from lightning_hetpipe.server.transport.grpc_channel import GrpcChannel
-from lightning_hetpipe.server.transport.interface import STATUS, Unreachable
-from lightning_hetpipe.server.transport.release import RELEASE
+from lightning_hetpipe.server.transport.interface import RELEASE, STATUS, Unreachable
 from lightning_hetpipe.server.transport.security import split
 from lightning_hetpipe.workers.coming_back import await_record, end_former, goes_on, is_taken, status_of
 

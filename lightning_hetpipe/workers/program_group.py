@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+import json
 import platform
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from lightning.fabric.plugins import ClusterEnvironment
 
-from lightning_hetpipe.launch import node_hosts, servers
+from lightning_hetpipe.launch import node_hosts, parent_watch, servers
 from lightning_hetpipe.launch.lost_workers import lost_workers
 from lightning_hetpipe.launch.ranks import Rank, Role
 from lightning_hetpipe.launch.wsp_settings import WSPSettings
@@ -17,6 +19,37 @@ from lightning_hetpipe.workers.shared_metrics import share
 
 if TYPE_CHECKING:
     from lightning_hetpipe.workers.group import Group
+
+
+SESSIONS = "HETPIPE_SESSIONS"
+"""A variable for children of our launcher: the number of sessions before they were started."""
+
+LAUNCH, FIT = "talk", "fit"
+"""Kinds of sessions: of the launch, in which no weights are shared, and of a fit."""
+
+
+@functools.cache
+def _sessions() -> dict[str, int]:
+    """Sessions so far, by kind. All processes of a launch run the same program, and so count alike."""
+    return {LAUNCH: 0, FIT: 0, **json.loads(parent_watch.launcher_variables().get(SESSIONS, "{}"))}
+
+
+def sessions_so_far() -> dict[str, str]:
+    """Variables for processes that take part from now on."""
+    return {SESSIONS: json.dumps(_sessions())}
+
+
+def next_session(kind: str) -> str:
+    """Name of the next session of a kind."""
+    _sessions()[kind] += 1
+    return f"{kind}-{_sessions()[kind]}"
+
+
+def go_on_from(session: str) -> None:
+    """Count on from ``session``, in a process that has not seen the earlier ones of its kind."""
+    kind, _, number = session.rpartition("-")
+    _sessions()[kind] = int(number)
+
 
 _group: Group | None = None
 _ended: dict[int, str] = {}

@@ -19,6 +19,7 @@ from lightning_hetpipe.capture import profiling
 from lightning_hetpipe.planning.model.estimate import Estimate, StageEstimate
 from lightning_hetpipe.planning.model.profile import Profile, Times
 from lightning_hetpipe.planning.search.choice import Choice, best_plan
+from lightning_hetpipe.planning.search.problem import PlanningProblem
 from lightning_hetpipe.strategy.profiling_strategy import ProfilingStrategy
 from lightning_hetpipe.strategy.profiling_strategy import profile as profiled
 from tests.accelerator.four_devices import DEVICES, LARGE, MARGIN, SHARE, cluster, limit, peaks, trainer_on
@@ -113,7 +114,9 @@ def test_a_model_that_fits_as_most_of_it_is_frozen(planned: list[Estimate], acce
     assert optimizer is not None
 
     def planned_for(memory: int, profile: Profile = profile) -> Choice:
-        return best_plan(profile, cluster(*[memory] * DEVICES), optimizer=optimizer, in_flight=in_flight, stages=4)
+        return best_plan(
+            PlanningProblem(profile, cluster(*[memory] * DEVICES), optimizer=optimizer, stages=4), in_flight
+        )
 
     room = int(sum(stage.memory.total for stage in planned_for(LARGE[0]).stages) / SHARE)
     assert planned_for(room).fits
@@ -163,7 +166,7 @@ def test_a_spread_run_takes_what_its_plan_says(accelerator: TestAccelerator) -> 
     loader = words(20, 2)
     profile, optimizer, _ = profiled(quiet_trainer(ProfilingStrategy()), adapters(), train_dataloaders=loader)
     assert optimizer is not None
-    choice = best_plan(profile, cluster(*LARGE), optimizer=optimizer, in_flight=1, stages=DEVICES, spread=True)
+    choice = best_plan(PlanningProblem(profile, cluster(*LARGE), optimizer=optimizer, stages=DEVICES, spread=True), 1)
     limit(*LARGE)
     trainer_on(accelerator, HetPipeStrategy(stages=4, in_flight=1, cluster=cluster(*LARGE))).fit(adapters(), loader)
     check(choice.stages)

@@ -29,6 +29,7 @@ from lightning_hetpipe.planning.model.estimate import Estimate
 from lightning_hetpipe.planning.model.profile import Times
 from lightning_hetpipe.planning.plan.document import Plan
 from lightning_hetpipe.planning.search.choice import Choice, best_plan
+from lightning_hetpipe.planning.search.problem import PlanningProblem
 from lightning_hetpipe.run import first_minibatch
 from lightning_hetpipe.run.automatic import CORRECTED
 from lightning_hetpipe.strategy.profiling_strategy import ProfilingStrategy
@@ -300,7 +301,9 @@ def test_a_spread_run_takes_what_its_plan_says(
     assert optimizer is not None
 
     def planned_for(memory: Sequence[int], spread: bool = True) -> Choice:
-        return best_plan(profile, cluster(*memory), optimizer=optimizer, in_flight=1, stages=DEVICES, spread=spread)
+        return best_plan(
+            PlanningProblem(profile, cluster(*memory), optimizer=optimizer, stages=DEVICES, spread=spread), 1
+        )
 
     room = [max(LEAST_MEMORY, stage.memory.total) for stage in planned_for(LARGE).stages]
     if following == "in_flight":

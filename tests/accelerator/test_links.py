@@ -10,10 +10,9 @@ from omegaconf import OmegaConf
 
 from lightning_hetpipe import Cluster
 from lightning_hetpipe.accelerator import all_devices
-from lightning_hetpipe.cli.building import built
-from lightning_hetpipe.cli.measured_links import as_yaml
+from lightning_hetpipe.cli.measured_links import as_yaml, links_between
+from lightning_hetpipe.cli.targets import built
 from lightning_hetpipe.placement.device_placement import discovered_cluster
-from lightning_hetpipe.placement.links import links_between
 from lightning_hetpipe.planning.model.cluster import Link
 
 
@@ -43,7 +42,9 @@ def test_a_copy_is_timed_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
         waited.append(device)
         synchronize(device)
 
-    monkeypatch.setattr("lightning_hetpipe.placement.links.timed_link", lambda copy, largest: copy(largest) or Link(1))
+    monkeypatch.setattr(
+        "lightning_hetpipe.cli.measured_links.timed_link", lambda copy, largest: copy(largest) or Link(1)
+    )
     monkeypatch.setattr(torch.accelerator, "synchronize", waiting)
     one, other = all_devices()[:2]
     links_between([one, other], 8)

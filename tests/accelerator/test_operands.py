@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_hetpipe.pipeline.operands import OperandsTogether
-from lightning_hetpipe.run.clipping import total_norm
+from lightning_hetpipe.run.gradients import total_norm
 from tests.exact.running import expect
 from tests.oracle import Batch, Outputs, State
 from tests.support.accelerator import NAME, TestAccelerator

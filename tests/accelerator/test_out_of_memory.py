@@ -16,6 +16,7 @@ from lightning_hetpipe.pipeline import out_of_memory
 from lightning_hetpipe.planning.model.units import in_bytes
 from lightning_hetpipe.planning.plan.document import Plan
 from lightning_hetpipe.planning.search.choice import best_plan
+from lightning_hetpipe.planning.search.problem import PlanningProblem
 from lightning_hetpipe.strategy.profiling_strategy import ProfilingStrategy
 from lightning_hetpipe.strategy.profiling_strategy import profile as profiled
 from tests.accelerator.four_devices import DEVICES, LARGE, cluster, trainer_on
@@ -137,7 +138,7 @@ def test_a_spread_run_with_a_plan(accelerator: TestAccelerator) -> None:
     torch.manual_seed(7)
     task, loader = Writes(GPT(blocks=4, width=32), ADAMW), words(40, 4)
     profile, _, _ = profiled(quiet_trainer(ProfilingStrategy()), task, train_dataloaders=loader)
-    choice = best_plan(profile, cluster(*LARGE), optimizer="adamw", in_flight=1, stages=DEVICES, spread=True)
+    choice = best_plan(PlanningProblem(profile, cluster(*LARGE), optimizer="adamw", stages=DEVICES, spread=True), 1)
     plan = Plan.of(choice, profile.model, [layer.name for layer in profile.layers], cluster(*LARGE))
     note = note_of(HetPipeStrategy(plan=plan), accelerator, Fills("on_train_batch_end"))
     said = f"with all else; the plan has {in_bytes(choice.stages[-1].memory.total)} for it"

@@ -16,6 +16,7 @@ from lightning_hetpipe.planning.allocation.groupings import equal_distribution
 from lightning_hetpipe.planning.model.catalogue import find
 from lightning_hetpipe.planning.model.cluster import Cluster, Link, Node
 from lightning_hetpipe.planning.model.profile import LayerBytes, Profile, Times
+from lightning_hetpipe.planning.search.problem import PlanningProblem
 
 MACHINE = {"cpu": "a cpu", "cores_used": "CPUs 0 and 1", "load_average": 0.0, "torch": "2", "lightning": "2"}
 
@@ -108,7 +109,7 @@ def planned() -> Found:
     names = [slot.device.name for slot in cluster.slots]
     layers = [LayerBytes(str(n), 4 << 20, 8 << 20, 1 << 20) for n in range(4)]
     own = Profile("small", BATCH, layers, {name: [Times(0.01, 0.02)] * 4 for name in names}, {})
-    allocator = Allocator(own, cluster, optimizer=1.0)
+    allocator = Allocator(PlanningProblem(own, cluster, optimizer=1.0))
     ed = allocator.allocate("ed", equal_distribution(cluster, allocator.speed), shares=False, placement="local")
     fits = Grown(AllReduce(16 / 0.2, {}), ed, ed)
     grown = {name: replace(fits, data_parallel=AllReduce(1.0, {"RTX-2060": 3 << 30})) for name in GROWING}

@@ -23,8 +23,7 @@ from benchmarks.split_layers import (
 )
 from benchmarks.split_layers_worker import WORKER, SlowedDevices, Task
 from lightning_hetpipe.planning.model.cluster import Cluster, Node
-from lightning_hetpipe.planning.model.layer_widths import LayerWidths
-from lightning_hetpipe.planning.model.profile import LayerBytes, Profile, Times
+from lightning_hetpipe.planning.model.profile import LayerBytes, LayerWidths, Profile, Times
 
 MACHINE = {"cpu": "a cpu", "cores_used": "CPUs 0 and 1", "load_average": 0.0, "torch": "2", "lightning": "2"}
 

@@ -10,18 +10,20 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import sailor_files
 from lightning_hetpipe import Plan
 from lightning_hetpipe.planning.model import catalogue
 from lightning_hetpipe.planning.plan.profile_file import save
 from tests.cli.conftest import Train
 from tests.cli.test_plan import PROFILE, Run, folder, plan
 from tests.cli.test_train import FAST
-from tests.planning.sailor import checkout
+from tests.support.sailor import checkout
 
 __all__ = ["folder", "plan"]
 
 DOCUMENT = (Path(__file__).parents[2] / "docs" / "planning.md").read_text()
 COMMANDS = re.findall(r"^    hetpipe-plan (?!measure)(.*)$", DOCUMENT, re.M)
+(CONVERSION,) = re.findall(r"^    python -m benchmarks.sailor_files (.*)$", DOCUMENT, re.M)
 RUNS = re.findall(r"^    hetpipe-train (.*)$", DOCUMENT, re.M)
 ((LAB, _),) = re.findall(r"^```yaml\n(# (lab\.yaml)\n.*?)^```", DOCUMENT, re.M | re.S)
 (POLICIES,) = re.findall(r"^    weights    in flight .*\n(?:    .*\n)+", DOCUMENT, re.M)
@@ -33,15 +35,15 @@ def prepared(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Files that the document speaks of: profiles, and a cluster of one's own."""
     monkeypatch.setenv("HETPIPE_CACHE", str(folder / "cache"))
     save(PROFILE, folder / "profile.json")
-    gpus = {"A100-40": (2, 4), "V100-16": (2, 4)}
-    checkout(folder / "sailor", {"OPT-350": gpus, "GPT-Neo-2.7": gpus})
+    checkout(folder / "sailor", {"OPT-350": {"A100-40": (2, 4), "V100-16": (2, 4)}})
+    assert sailor_files.main(shlex.split(CONVERSION)) == 0
     (folder / "mine" / "cluster").mkdir(parents=True)
     (folder / "mine" / "cluster" / "lab.yaml").write_text(LAB)
     return folder
 
 
 def test_there_are_these() -> None:
-    assert len(COMMANDS) == 15
+    assert len(COMMANDS) == 14
 
 
 @pytest.mark.parametrize(

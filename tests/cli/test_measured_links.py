@@ -10,8 +10,8 @@ import pytest
 from omegaconf import OmegaConf
 
 from lightning_hetpipe import Cluster
-from lightning_hetpipe.cli.building import built
 from lightning_hetpipe.cli.measured_links import as_yaml
+from lightning_hetpipe.cli.targets import built
 from lightning_hetpipe.planning.model.cluster import Link, Node
 from lightning_hetpipe.server.process.sessions import Sessions
 from lightning_hetpipe.server.transport.grpc_server import GrpcServer

@@ -1,6 +1,6 @@
 import pytest
 
-from lightning_hetpipe.cli.overrides import planned, settled
+from lightning_hetpipe.cli.composition import planned, settled
 
 
 def test_settings_may_be_overridden_or_added_alike() -> None:

@@ -20,8 +20,7 @@ from lightning_hetpipe import Cluster, Node, Plan
 from lightning_hetpipe.cli import hetpipe_plan, plan_inputs
 from lightning_hetpipe.cli.hetpipe_plan import main
 from lightning_hetpipe.planning.model.catalogue import fragmented
-from lightning_hetpipe.planning.model.layer_widths import LayerWidths
-from lightning_hetpipe.planning.model.profile import LayerBytes, Profile, Times
+from lightning_hetpipe.planning.model.profile import LayerBytes, LayerWidths, Profile, Times
 from lightning_hetpipe.planning.plan.profile_file import load, save
 from lightning_hetpipe.reporting.plots import draw
 from tests.support.marks import fewer

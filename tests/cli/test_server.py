@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_hetpipe.cli.hetpipe_server import main
-from lightning_hetpipe.cli.server_status import laid_out
+from lightning_hetpipe.cli.hetpipe_server import laid_out, main
 from lightning_hetpipe.server.transport.grpc_server import GrpcServer
 from lightning_hetpipe.server.transport.interface import Reply
 from lightning_hetpipe.server.transport.security import Security

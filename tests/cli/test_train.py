@@ -73,48 +73,20 @@ def test_a_run_is_resumed_from_a_checkpoint(train: Train, folder: Path) -> None:
     assert "step=6" in second.name
 
 
-def test_a_sweep_runs_each_job_and_ends_with_a_table(
-    train: Train, folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_sweep_runs_each_job(train: Train, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     train("-m", "strategy.stages=1,2", *FAST, "data.batch_size=16")
     said = capsys.readouterr().out
-    *_, header, first, second = said.splitlines()
-    columns = ["job", "strategy.stages", "samples per second", "test loss", "test accuracy", "best val_acc", "status"]
-    assert re.split(r"  +", header) == columns
-    assert [row.split()[:2] + row.split()[-1:] for row in (first, second)] == [["0", "1", "done"], ["1", "2", "done"]]
     assert "pipeline of 1 stage," in said
     assert "pipeline of 2 stages," in said
     assert len(list(folder.glob("multirun/*/*/*/checkpoints/*.ckpt"))) == 2
 
 
-def test_a_sweep_goes_on_after_a_job_that_fails_and_its_table_gives_the_reason(ends: Ends) -> None:
+def test_a_sweep_goes_on_after_a_job_that_fails(ends: Ends) -> None:
     jobs = ["+model.fails=1,null", "strategy.stages=2,50"]
     output, error = ends(1, "-m", "--config-dir", "mine", "experiment=mine", *jobs, "callbacks=none")
     assert error.count("Traceback") == error.count("ValueError: a bug in training_step") == 1
     assert error.count("hetpipe-train: strategy.stages=50 is more than the 3 layers of the pipelined module;") == 2
-    header, *rows = output.splitlines()[-5:]
-    assert header.split() == [
-        "job",
-        "model.fails",
-        "strategy.stages",
-        "samples",
-        "per",
-        "second",
-        "train",
-        "loss",
-        "status",
-    ]
-    assert [row.split()[:3] for row in rows] == [
-        ["0", "1", "2"],
-        ["1", "1", "50"],
-        ["2", "null", "2"],
-        ["3", "null", "50"],
-    ]
-    endings = [row.partition("–  ")[2].lstrip("– ") for row in rows]
-    assert endings[0] == "failed: ValueError: a bug in training_step"
-    assert endings[1] == endings[3]
-    assert endings[1].startswith("failed: strategy.stages=50 is more than the 3 layers of the pipelined module; set")
-    assert rows[2].endswith("  done")
+    assert output.count("Trained as a pipeline of 2 stages") == 1
 
 
 def test_settings_reach_the_loggers_as_hyperparameters(train: Train, folder: Path) -> None:

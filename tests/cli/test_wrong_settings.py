@@ -193,14 +193,6 @@ TOGETHER = [  # settings that exclude each other, or are of no use here; files o
     ("plan", [], "profile=null", "give profile=FILE, or choose an experiment, such as experiment=digits."),
     ("plan", ["measure=link"], "measure=link", "must be"),
     ("plan", ["measure=links", "profil=p.json"], "profil", "did you mean profile?"),
-    ("plan", ["experiment=gpt", "profile_model=GPT"], "profile_model=GPT", "and there is none; give profile=FILE."),
-    (
-        "plan",
-        [*P, "profile_microbatch=3"],
-        "profile=p.json",
-        "samples is 4, and not profile_microbatch=3; leave that o",
-    ),
-    ("plan", [*P, "profile_microbatch=x"], "profile_microbatch=x", "must be a whole number or null."),
     ("plan", ["profile=no.json"], "profile=no.json", "(No such file or directory); give another file"),
     (
         "plan",

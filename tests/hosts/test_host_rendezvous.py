@@ -145,7 +145,7 @@ def test_a_certificate_that_does_not_name_its_node() -> None:
     security = Security(token="one", ca=ca, certificate=certificate, key=key)
     check_names(security, "127.0.0.1")
     check_names(TOKEN, "10.0.0.9")
-    with pytest.raises(SettingError, match=r"certificate.pem does not fit 10.0.0.9, .*hetpipe-certificates hosts="):
+    with pytest.raises(SettingError, match=r"certificate.pem does not fit 10.0.0.9, .*by the commands of docs"):
         check_names(security, "10.0.0.9")
 
 

@@ -31,7 +31,6 @@ from lightning_hetpipe.hosts.secured_socket import (
     listen,
     stop_listening,
 )
-from lightning_hetpipe.server.transport.authority import make
 from lightning_hetpipe.server.transport.security import Security
 from tests.exact.running import assert_equal, expect, fit
 from tests.hosts.elsewhere import Hosts, serving
@@ -40,6 +39,7 @@ from tests.hosts.test_other_machines import apart, task
 from tests.server.storm import shout, tuple_of
 from tests.server.test_storm import knock, security_in
 from tests.server.transports import PATIENCE, certificates, eventually
+from tests.support.certificates import make
 from tests.support.models import vectors
 from tests.support.process_use import Use
 
@@ -161,8 +161,8 @@ def test_wrong_and_expired_certificates(
 ) -> None:
     ours, expired, theirs = certificates(), tmp_path / "expired", tmp_path / "theirs"
     shutil.copytree(ours, expired)
-    make(expired, ["127.0.0.1"], 0)
-    make(theirs, ["127.0.0.1"], 2)
+    make(expired, days=0)
+    make(theirs)
     known = {f"HETPIPE_{name.upper()}": str(ours / f"{name}.pem") for name in ("ca", "certificate", "key")}
     with serving({**TOKEN, **known}) as hosts:
 

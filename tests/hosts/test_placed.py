@@ -15,6 +15,7 @@ from lightning_hetpipe.planning.allocation.allocator import Allocator
 from lightning_hetpipe.planning.allocation.placed import PlacedPlans, allocate, heads
 from lightning_hetpipe.planning.model.cluster import Cluster, Node
 from lightning_hetpipe.planning.model.profile import LayerBytes, Profile, Times
+from lightning_hetpipe.planning.search.problem import PlanningProblem
 from tests.hosts.elsewhere import serving
 from tests.hosts.test_waves_by_stage import done, environment
 from tests.support.namespaces import Unavailable, network
@@ -56,7 +57,9 @@ HEAD = 4 * (16 * WIDE + WIDE + WIDE * 3 + 3)
 def made(folder: Path, *, alone: bool) -> Path:
     """A plan whose last two layers are on the first machine, which is a virtual worker ``alone``, too, or not."""
     layers = [LayerBytes(f"net.{n}", 4 if n < 2 else WIDE, 64, 64) for n in range(4)]
-    allocator = Allocator(Profile("Task", 4, layers, {"cpu": [Times(0.01, 0.02)] * 4}, {}), CLUSTER, in_flight=3)
+    allocator = Allocator(
+        PlanningProblem(Profile("Task", 4, layers, {"cpu": [Times(0.01, 0.02)] * 4}, {}), CLUSTER), in_flight=3
+    )
     workers = 2 + alone
     (head,) = (each for each in heads(allocator) if each.first == 2 and len(each.grouping) == workers)
     plan = Plan.of_allocation(

@@ -240,7 +240,7 @@ MUTATIONS = (
         "server/protocol/recovery.py",
         "return max(pulls, key=",
         "return min(pulls, key=",
-        ("tests/server/test_protocol.py",),
+        ("tests/server/test_protocol_stories.py", "-k", "newest_pull"),
     ),
     Mutation(
         "L5",
@@ -261,7 +261,7 @@ MUTATIONS = (
     Mutation(
         "L5",
         "a lease never expires",
-        "server/protocol/leases.py",
+        "server/protocol/roster.py",
         "if now - seen > self.seconds]",
         "if now - seen > 1e9 * self.seconds]",
         (_STORIES,),
@@ -600,7 +600,7 @@ MUTATIONS = (
     Mutation(
         "planning",
         "the memory of a spread run leaves the optimizer's step out",
-        "planning/model/spread_memory.py",
+        "planning/model/stage_memory.py",
         "workspace = max(sizes.largest, int(self.step * trained) - sizes.kept - passing)",
         "workspace = sizes.largest",
         ("tests/planning/test_spread_plan.py", "-k", "TestMemory"),
@@ -616,7 +616,7 @@ MUTATIONS = (
     Mutation(
         "planning",
         "virtual workers do not take turns on a device that they share",
-        "planning/model/shared_device.py",
+        "planning/model/shared_links.py",
         "if self._busy:",
         "if False:",
         ("tests/planning/test_cluster_simulation.py",),

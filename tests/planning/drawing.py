@@ -7,8 +7,7 @@ from itertools import pairwise
 
 from hypothesis import strategies as st
 
-from lightning_hetpipe.planning.model.layer_widths import LayerWidths, Width
-from lightning_hetpipe.planning.model.profile import LayerBytes, Profile, Times
+from lightning_hetpipe.planning.model.profile import LayerBytes, LayerWidths, Profile, Times, Width
 from lightning_hetpipe.planning.plan.device_group import PlannedMember, PlannedSplit
 from lightning_hetpipe.planning.plan.document import Plan
 from lightning_hetpipe.planning.plan.planned_worker import PlannedStage, PlannedWorker

@@ -16,10 +16,11 @@ from lightning_hetpipe.planning.allocation.grouping_search import ENOUGH, best_a
 from lightning_hetpipe.planning.allocation.groupings import GROUPINGS, Grouping
 from lightning_hetpipe.planning.allocation.worker_pipeline import worker_pipelines
 from lightning_hetpipe.planning.model.cluster import Cluster, Device, Link, Node
-from lightning_hetpipe.planning.model.pipeline_run import Crossing
 from lightning_hetpipe.planning.model.profile import LayerBytes, Profile, Times
+from lightning_hetpipe.planning.model.simulate import Crossing
 from lightning_hetpipe.planning.plan.document import Plan
 from lightning_hetpipe.planning.search.choice import best_plan
+from lightning_hetpipe.planning.search.problem import PlanningProblem
 from lightning_hetpipe.rules.versions import SYNC
 from tests.planning.instances import profiles
 from tests.support.marks import explores
@@ -41,7 +42,7 @@ PAPER = cluster(["V"] * 2, ["R"] * 2, ["G"] * 2, ["Q"] * 2)
 
 @cache
 def allocator(in_flight: int | None = None) -> Allocator:
-    return Allocator(PROFILE, PAPER, optimizer="sgd", in_flight=in_flight)
+    return Allocator(PlanningProblem(PROFILE, PAPER, optimizer="sgd"), in_flight=in_flight)
 
 
 def allocate(name: str, *, shares: bool = False, placement: str = "size") -> Allocation:
@@ -80,7 +81,9 @@ def test_local_placement_is_as_in_a_run() -> None:
     three = cluster(["V"] * 2, ["R"] * 2, ["G"] * 2)
     at = {(slot.node, slot.number): slot for slot in three.slots}
     grouping = ((at[1, 0], at[1, 1]), (at[2, 0],), (at[2, 1],), (at[0, 0],), (at[0, 1],))
-    found = Allocator(PROFILE, three, optimizer="sgd").allocate("auto", grouping, shares=False, placement="local")
+    found = Allocator(PlanningProblem(PROFILE, three, optimizer="sgd")).allocate(
+        "auto", grouping, shares=False, placement="local"
+    )
     plan = Plan.of_allocation(found, "eight", [layer.name for layer in LAYERS], three)
     assert (
         [three.nodes[node].name for node in found.servers] == [*plan.workers_on_nodes] == ["node 1", "node 2", "node 0"]
@@ -96,7 +99,8 @@ def test_local_placement_is_as_in_a_run() -> None:
 def test_equal_virtual_workers_do_not_do_the_same_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """With times equal to the last digit all sent their activations at the same moment, and planned too little."""
     own = Allocator(
-        PROFILE, cluster(["V"] * 2, ["R"] * 2, ["G"] * 2, ["Q"] * 2, link=Link(4.0)), optimizer="sgd", in_flight=6
+        PlanningProblem(PROFILE, cluster(["V"] * 2, ["R"] * 2, ["G"] * 2, ["Q"] * 2, link=Link(4.0)), optimizer="sgd"),
+        in_flight=6,
     )
     found = []
     for jitter in (JITTER, 1e-4, 0.0):
@@ -115,7 +119,7 @@ def test_staleness_grows_with_the_waves_of_others() -> None:
 def test_more_in_flight_hides_synchronisation() -> None:
     """Nm is raised above what a pipeline needs alone."""
     slow = cluster(["V"] * 2, ["V"] * 2, link=Link(10.0))
-    own = Allocator(PROFILE, slow, optimizer="sgd")
+    own = Allocator(PlanningProblem(PROFILE, slow, optimizer="sgd"))
     grouping = GROUPINGS["np"](slow, own.speed)
     found = own.allocate("np", grouping, shares=False)
     assert found.in_flight > own.plans.plan(grouping[0]).in_flight
@@ -124,34 +128,34 @@ def test_more_in_flight_hides_synchronisation() -> None:
 def test_nothing_is_simulated_where_a_virtual_worker_lacks_memory() -> None:
     """Two devices of a node hold 8 layers; one does not."""
     small = cluster(["V"] * 2, ["Q"], memory=400)
-    own = Allocator(PROFILE, small, optimizer="sgd", in_flight=1)
+    own = Allocator(PlanningProblem(PROFILE, small, optimizer="sgd"), in_flight=1)
     found = own.allocate("np", GROUPINGS["np"](small, own.speed), shares=False)
     assert (found.fits, found.rate, found.unfit) == (False, 0.0, (1,))
 
 
 def test_waves_of_whole_optimizer_steps() -> None:
     """A policy by window has them, and so have unequal shares, which a run refuses otherwise."""
-    own = Allocator(PROFILE, PAPER, optimizer="sgd", weights=SYNC, every=4, in_flight=3)
+    own = Allocator(PlanningProblem(PROFILE, PAPER, optimizer="sgd", weights=SYNC, every=4), in_flight=3)
     assert own.waves([1.0, 1.0], 3, shares=False) == (4, 4)
     assert own.waves([1.0, 2.0], 3, shares=True) == (4, 8)
-    own = Allocator(PROFILE, PAPER, optimizer="sgd", every=4, in_flight=3)
+    own = Allocator(PlanningProblem(PROFILE, PAPER, optimizer="sgd", every=4), in_flight=3)
     assert own.waves([1.0, 1.0], 3, shares=False) == (3, 3)
     assert own.waves([1.0, 2.0], 3, shares=True) == (4, 8)
 
 
 def test_alike_groups_are_planned_once() -> None:
-    plans = GroupPlans(PROFILE, PAPER, {"optimizer": "sgd"})
+    plans = GroupPlans(PlanningProblem(PROFILE, PAPER, optimizer="sgd"))
     one, other = GROUPINGS["hd"](PAPER, lambda slot: SPEEDS[slot.device.name])[:2]
     first, second = plans.plan(one), plans.plan(other)
     assert len(plans) == 1
-    assert first.rate == second.rate == best_plan(PROFILE, PAPER, one, optimizer="sgd").rate
+    assert first.rate == second.rate == best_plan(PlanningProblem(PROFILE, PAPER, one, optimizer="sgd")).rate
     assert {stage.slot for stage in second.stages} | {*second.idle} == {*other}
     assert [stage.slot.device for stage in first.stages] == [stage.slot.device for stage in second.stages]
 
 
 def test_what_stages_on_two_nodes_send_each_other_crosses_the_network() -> None:
     two = cluster(["V"], ["V"], link=Link(1.0, 0.5))
-    choice = best_plan(PROFILE, two, optimizer="sgd", in_flight=3)
+    choice = best_plan(PlanningProblem(PROFILE, two, optimizer="sgd"), 3)
     (pipeline,) = worker_pipelines(PROFILE, two, [choice], [3], [], "size") if len(choice.stages) > 1 else [None]
     assert pipeline is not None
     source, target = (stage.slot.node for stage in choice.stages)
@@ -172,13 +176,13 @@ def test_the_search_is_not_slower_than_the_papers_groupings(shares: bool) -> Non
 def test_of_groupings_that_are_about_as_fast_the_one_with_the_fewest_virtual_workers_is_chosen() -> None:
     """Two pipelines make no more than one of both nodes, whose stages are equal, too."""
     free = cluster(["V"] * 2, ["V"] * 2, link=Link(float("inf")))
-    found = best_allocation(Allocator(PROFILE, free, optimizer="sgd"), shares=False)
+    found = best_allocation(Allocator(PlanningProblem(PROFILE, free, optimizer="sgd")), shares=False)
     assert len(found.grouping) == 1
 
 
 def test_of_as_few_virtual_workers_the_least_stale_allocation_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     """It may be slower by 3%."""
-    own, made = Allocator(PROFILE, PAPER, optimizer="sgd"), Allocator.allocate
+    own, made = Allocator(PlanningProblem(PROFILE, PAPER, optimizer="sgd")), Allocator.allocate
 
     def allocate_(
         self: Allocator, name: str, grouping: Grouping, *, shares: bool, placement: str = "size"
@@ -204,13 +208,15 @@ def test_a_device_that_is_of_no_use_is_left_out(shares: bool) -> None:
     """One is too slow for a layer, another too small for one."""
     devices = [Device("V"), Device("V"), Device("V", speed=0.01), Device("V", 25)]
     given = Cluster([Node(str(index), [device]) for index, device in enumerate(devices)], Link(100.0))
-    found = best_allocation(Allocator(PROFILE, given, optimizer="sgd"), shares=shares)
+    found = best_allocation(Allocator(PlanningProblem(PROFILE, given, optimizer="sgd")), shares=shares)
     assert found.fits
     assert used(found) == {0, 1}
 
 
 def test_where_nothing_fits_the_least_is_lacking() -> None:
-    found = best_allocation(Allocator(PROFILE, cluster(["V"], ["V"], memory=10), optimizer="sgd"), shares=True)
+    found = best_allocation(
+        Allocator(PlanningProblem(PROFILE, cluster(["V"], ["V"], memory=10), optimizer="sgd")), shares=True
+    )
     assert not found.fits
 
 
@@ -241,7 +247,7 @@ def test_the_search_is_never_worse_than_np_ed_and_hd(
 ) -> None:
     """No grouping of the paper's is faster by more than 3%, or as fast with fewer virtual workers."""
     given = cluster(*nodes, memory=memory, link=Link(bandwidth))
-    own = Allocator(profile, given, optimizer="sgd")
+    own = Allocator(PlanningProblem(profile, given, optimizer="sgd"))
     found = best_allocation(own, shares=shares)
     for name, group in GROUPINGS.items():
         try:

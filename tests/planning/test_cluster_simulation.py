@@ -11,8 +11,14 @@ from hypothesis import strategies as st
 
 from lightning_hetpipe.planning.model.cluster import Cluster, Link, Node
 from lightning_hetpipe.planning.model.cluster_simulation import ClusterSimulation, simulate_cluster
-from lightning_hetpipe.planning.model.pipeline_run import Crossing, PlacedWeights, WorkerPipeline
-from lightning_hetpipe.planning.model.simulate import StageTimes, Visits, simulate
+from lightning_hetpipe.planning.model.simulate import (
+    Crossing,
+    PlacedWeights,
+    StageTimes,
+    Visits,
+    WorkerPipeline,
+    simulate,
+)
 from lightning_hetpipe.rules.schedule import calls, segments
 from lightning_hetpipe.rules.shares import staleness_bound, wave_lengths
 from lightning_hetpipe.rules.versions import STASH, SYNC, TWO_BUFFERS, Versions

@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_hetpipe.planning.model.cluster import NO_LINK, Cluster, Device, Link, Node
+from lightning_hetpipe.planning.model.costs import Division
 from lightning_hetpipe.planning.model.profile import LayerBytes, Profile, Times
 from lightning_hetpipe.planning.model.stage_memory import Sizes, stage_memory
 from lightning_hetpipe.planning.search import device_orders
 from lightning_hetpipe.planning.search.divider import CLOSE
-from lightning_hetpipe.planning.search.division import Division
 from lightning_hetpipe.planning.search.dynamic_programme import SLIGHT
 from lightning_hetpipe.planning.search.problem import Loads, PlanningProblem
 from tests.planning.instances import NAMES, Stages, clusters, divisions, profiles, takes
@@ -68,7 +68,7 @@ def test_it_is_the_best_of_all_and_all_others_are_found(
 ) -> None:
     if stages is not None:
         stages = min(stages, len(profile.layers), len(cluster.slots))
-    problem = PlanningProblem(profile, cluster, cluster.slots, ordered, 2.0, recompute, stages)
+    problem = PlanningProblem(profile, cluster, optimizer=2.0, ordered=ordered, recompute=recompute, stages=stages)
     loads = problem.lightest(in_flight)
     every = {
         signature(problem, each): period(profile, cluster, each, in_flight, recompute)
@@ -100,7 +100,7 @@ def test_where_there_are_too_many_orders_it_is_one_of_all(
     profile: Profile, cluster: Cluster, ordered: bool, most: int
 ) -> None:
     """It may be slower than the best, and says so."""
-    problem, exact = (PlanningProblem(profile, cluster, cluster.slots, ordered, 2.0) for _ in range(2))
+    problem, exact = (PlanningProblem(profile, cluster, optimizer=2.0, ordered=ordered) for _ in range(2))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(device_orders, "MOST_ROWS", most)
         assert problem.divider.exact <= (ordered or most >= 2)
@@ -121,7 +121,7 @@ def with_devices(cluster: Cluster, devices: Sequence[Device]) -> Cluster:
 
 def at_most(one: Cluster, other: Cluster, profile: Profile) -> bool:
     """True if ``profile`` takes no more on ``one`` than on ``other``, or does not fit there either."""
-    found = [least(PlanningProblem(profile, cluster, cluster.slots)) for cluster in (one, other)]
+    found = [least(PlanningProblem(profile, cluster, optimizer=0)) for cluster in (one, other)]
     return found[1] is None or (found[0] is not None and found[0].bottleneck <= found[1].bottleneck * CLOSE)
 
 
@@ -161,8 +161,8 @@ def test_what_takes_longer_takes_longer_by_as_much(profile: Profile, cluster: Cl
         for link in (cluster.link or NO_LINK, *(n.own_link for n in cluster.nodes))
     ]
     slow = Cluster([Node(n.name, n.devices, link) for n, link in zip(cluster.nodes, links[1:], strict=True)], links[0])
-    one = least(PlanningProblem(profile, cluster, cluster.slots))
-    other = least(PlanningProblem(replace(profile, times=times), slow, slow.slots))
+    one = least(PlanningProblem(profile, cluster, optimizer=0))
+    other = least(PlanningProblem(replace(profile, times=times), slow, optimizer=0))
     assert (one is None) == (other is None)
     assert one is None or other is None or other.bottleneck == pytest.approx(one.bottleneck * scale, rel=CLOSE - 1)
 
@@ -171,7 +171,7 @@ def test_what_takes_longer_takes_longer_by_as_much(profile: Profile, cluster: Cl
 @given(profile=profiles(6), cluster=clusters(), in_flight=st.integers(2, 6))
 def test_stages_hold_what_is_said_at_the_least(profile: Profile, cluster: Cluster, in_flight: int) -> None:
     """Else plans that fit would be passed over."""
-    problem = PlanningProblem(profile, cluster, cluster.slots, state=2.0)
+    problem = PlanningProblem(profile, cluster, optimizer=2.0)
     room = problem.room(in_flight, Loads(), math.inf)
     for division in [*problem.divider.least(in_flight, room), *problem.divider.within(99.0, in_flight, room)][:40]:
         look = problem.simulated(division, in_flight)
@@ -192,7 +192,7 @@ def test_a_device_that_only_costs_is_left_out() -> None:
     profile = Profile("two layers", 1, layers, {"gpu": [Times(1.0, 1.0), Times(1.0, 1.0)]}, {})
     for bandwidth, stages in ((10.0, 1), (100.0, 2)):
         cluster = Cluster([Node("box", ["gpu", "gpu"], Link(bandwidth))])
-        found = least(PlanningProblem(profile, cluster, cluster.slots))
+        found = least(PlanningProblem(profile, cluster, optimizer=0))
         assert found is not None
         assert len(found.splits) == stages
 
@@ -204,7 +204,7 @@ def test_sixteen_devices_of_four_types_and_a_thousand_layers() -> None:
     times = {n: [Times(0.001 * (i + 1), 0.002 * (i + 1))] * 1000 for i, n in enumerate(names)}
     profile = Profile("deep", 1, layers, times, {})
     cluster = Cluster([Node("rack", [f"4x{name}" for name in names], Link(1e10))])
-    problem = PlanningProblem(profile, cluster, cluster.slots)
+    problem = PlanningProblem(profile, cluster, optimizer=0)
     found = least(problem)
     assert found is not None
     assert problem.divider.exact

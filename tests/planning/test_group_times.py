@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from lightning_hetpipe.planning.model import group_times as module
 from lightning_hetpipe.planning.model.cluster import Cluster, Device, Link, Node
 from lightning_hetpipe.planning.model.group_times import balanced, group_times
-from lightning_hetpipe.planning.model.layer_widths import LayerWidths, Width
-from lightning_hetpipe.planning.model.profile import LayerBytes, Profile, Times
+from lightning_hetpipe.planning.model.profile import LayerBytes, LayerWidths, Profile, Times, Width
 
 
 def every(units: int, members: int) -> Iterator[tuple[int, ...]]:

@@ -18,6 +18,7 @@ from lightning_hetpipe.planning.allocation.placed import Head, PlacedPlans, _bou
 from lightning_hetpipe.planning.model.cluster import Cluster, Device, Link, Node
 from lightning_hetpipe.planning.model.profile import LayerBytes, Profile, Times
 from lightning_hetpipe.planning.plan.document import Plan
+from lightning_hetpipe.planning.search.problem import PlanningProblem
 from tests.planning.instances import profiles
 from tests.support.marks import explores
 
@@ -34,7 +35,7 @@ def cluster(*counts: int, bandwidth: float = 10.0, memory: int | None = None) ->
 
 
 def allocator(given: Cluster, profile: Profile = CLASSIFIER, in_flight: int | None = None) -> Allocator:
-    return Allocator(profile, given, optimizer="sgd", in_flight=in_flight)
+    return Allocator(PlanningProblem(profile, given, optimizer="sgd"), in_flight=in_flight)
 
 
 def found(own: Allocator, shares: bool = False) -> Allocation:
@@ -165,13 +166,13 @@ def test_auto_places_layers_where_that_is_faster() -> None:
 
 @pytest.mark.parametrize(("counts", "stages"), [((4,), None), ((1, 1, 1), 1)])
 def test_what_shares_no_device_is_refused(counts: tuple[int, ...], stages: int | None) -> None:
-    own = Allocator(CLASSIFIER, cluster(*counts), optimizer="sgd", stages=stages)
+    own = Allocator(PlanningProblem(CLASSIFIER, cluster(*counts), optimizer="sgd", stages=stages))
     with pytest.raises(SettingError, match="allocation='placed' has the last of at least two stages"):
         placed(own, shares=False)
 
 
 def test_as_many_stages_as_asked_for() -> None:
-    own = Allocator(CLASSIFIER, cluster(2, 2, 1), optimizer="sgd", stages=3)
+    own = Allocator(PlanningProblem(CLASSIFIER, cluster(2, 2, 1), optimizer="sgd", stages=3))
     assert {len(choice.stages) for choice in found(own).choices} == {3}
 
 

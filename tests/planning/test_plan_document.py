@@ -16,6 +16,7 @@ from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.planning.model.profile import LayerBytes, Profile, Times
 from lightning_hetpipe.planning.plan.planned_worker import PlannedStage, PlannedWorker
 from lightning_hetpipe.planning.search.choice import best_plan
+from lightning_hetpipe.planning.search.problem import PlanningProblem
 from lightning_hetpipe.rules.versions import POLICIES
 from tests.planning.drawing import plans
 from tests.support.marks import explores
@@ -99,7 +100,7 @@ def test_of_a_choice() -> None:
     layers = [LayerBytes(name, 10, 20, 5) for name in "abcd"]
     profile = Profile("m", 1, layers, {"T4": [Times(1.0, 2.0)] * 4}, {"T4": 10_000})
     cluster = Cluster([Node("n", ["2xT4"])]).with_memory(profile.memory)
-    choice = best_plan(profile, cluster, in_flight=3)
+    choice = best_plan(PlanningProblem(profile, cluster), 3)
     plan = Plan.of(choice, "m", "abcd", cluster, {"T4"}, clock_distance=1)
     assert (plan.model, plan.in_flight, plan.wave, plan.clock_distance) == ("m", 3, 3, 1)
     assert (plan.bottleneck_s, plan.minibatches_per_second) == (choice.bottleneck, choice.rate)
@@ -114,8 +115,8 @@ def test_a_plan_with_recomputation_says_so(tmp_path: Path) -> None:
     """Nothing in plan.json said so, and a plan that fits with it alone was run without."""
     profile = Profile("m", 1, [LayerBytes(name, 0, 100, 0) for name in "abcd"], {"T4": [Times(1.0, 2.0)] * 4}, {})
     cluster = Cluster([Node("n", [Device("T4", 300), Device("T4", 300)])])
-    assert not best_plan(profile, cluster, in_flight=3).fits
-    plan = Plan.of(best_plan(profile, cluster, in_flight=3, recompute=True), "m", "abcd", cluster)
+    assert not best_plan(PlanningProblem(profile, cluster), 3).fits
+    plan = Plan.of(best_plan(PlanningProblem(profile, cluster, recompute=True), 3), "m", "abcd", cluster)
     assert plan.recompute
     assert "3 minibatches in flight, weights='stash', forwards recomputed, 0." in str(plan)
     plan.save(tmp_path / "plan.json")
@@ -126,7 +127,7 @@ def test_a_plan_says_which_weight_policy_its_figures_are_for(tmp_path: Path) -> 
     """A run of it predicted weights, whose memory nobody had looked at."""
     profile = Profile("m", 1, [LayerBytes(name, 9, 9, 9) for name in "abcd"], {"T4": [Times(1.0, 2.0)] * 4}, {})
     cluster = Cluster([Node("n", ["2xT4"])])
-    choice = best_plan(profile, cluster, in_flight=3, weights=POLICIES["2bw"], every=4)
+    choice = best_plan(PlanningProblem(profile, cluster, weights=POLICIES["2bw"], every=4), 3)
     plan = Plan.of(choice, "m", "abcd", cluster)
     assert (plan.weights, plan.accumulate_grad_batches) == ("2bw", 4)
     plan.save(tmp_path / "plan.json")

@@ -11,12 +11,11 @@ from hypothesis import strategies as st
 
 from benchmarks.planning_problems import neo, rack, transformer
 from lightning_hetpipe.planning.model.cluster import Cluster, Device, Link, Node
-from lightning_hetpipe.planning.model.estimate import estimate
+from lightning_hetpipe.planning.model.costs import Division
 from lightning_hetpipe.planning.model.profile import LayerBytes, Profile, Times
 from lightning_hetpipe.planning.model.simulate import StageLoad
 from lightning_hetpipe.planning.search import plans
 from lightning_hetpipe.planning.search.choice import Choice, best_plan
-from lightning_hetpipe.planning.search.division import Division
 from lightning_hetpipe.planning.search.plans import PlansAt
 from lightning_hetpipe.planning.search.problem import Loads, PlanningProblem
 from tests.planning.instances import divisions, takes
@@ -70,7 +69,7 @@ def best_of_all(profile: Profile, cluster: Cluster, in_flight: int, above: float
         if best * period >= 1 / 1.01:
             break  # none of the others is faster
         slots, splits = [slot for slot, *_ in stages], [first for _, first, _ in stages]
-        look = estimate(profile, cluster, slots, splits, in_flight, state=STATE)
+        look = PlanningProblem(profile, cluster, optimizer=STATE).estimate(slots, splits, in_flight)
         best = max(best, look.rate if look.fits else 0.0)
     return best
 
@@ -84,7 +83,7 @@ def rate(found: Choice) -> float:
 def test_no_plan_that_fits_is_faster_by_more_than_a_hundredth(
     instance: tuple[Profile, Cluster], in_flight: int
 ) -> None:
-    found = rate(best_plan(*instance, optimizer=STATE, in_flight=in_flight))
+    found = rate(best_plan(PlanningProblem(*instance, optimizer=STATE), in_flight))
     assert found >= 0.99 * best_of_all(*instance, in_flight, found)
 
 
@@ -92,7 +91,7 @@ def test_no_plan_that_fits_is_faster_by_more_than_a_hundredth(
 @explores(60)
 @given(instance=instances(5, 7), in_flight=st.integers(1, 9))
 def test_no_plan_on_five_devices_is_faster(instance: tuple[Profile, Cluster], in_flight: int) -> None:
-    found = rate(best_plan(*instance, optimizer=STATE, in_flight=in_flight))
+    found = rate(best_plan(PlanningProblem(*instance, optimizer=STATE), in_flight))
     assert found >= 0.99 * best_of_all(*instance, in_flight, found)
 
 
@@ -101,9 +100,11 @@ def test_no_plan_on_five_devices_is_faster(instance: tuple[Profile, Cluster], in
 def test_another_device_never_makes_plans_slower(instance: tuple[Profile, Cluster], data: st.DataObject) -> None:
     """It is left out where it does not help, and named."""
     profile, cluster = instance
-    found = best_plan(profile, cluster, optimizer=STATE)
+    found = best_plan(PlanningProblem(profile, cluster, optimizer=STATE))
     gone = data.draw(st.sampled_from(cluster.slots))
-    fewer = best_plan(profile, cluster, [slot for slot in cluster.slots if slot != gone], optimizer=STATE)
+    fewer = best_plan(
+        PlanningProblem(profile, cluster, [slot for slot in cluster.slots if slot != gone], optimizer=STATE)
+    )
     assert rate(found) >= 0.99 * rate(fewer)
     assert {*found.idle} == {*cluster.slots} - {stage.slot for stage in found.stages}
 
@@ -114,12 +115,14 @@ def test_sampled_plans_of_eight_devices_are_no_faster(
     instance: tuple[Profile, Cluster], in_flight: int, data: st.DataObject
 ) -> None:
     profile, cluster = instance
-    found = rate(best_plan(profile, cluster, optimizer=STATE, in_flight=in_flight))
+    found = rate(best_plan(PlanningProblem(profile, cluster, optimizer=STATE), in_flight))
     seeded = random.Random(data.draw(st.integers(0, 1 << 30)))
     for _ in range(60):
         count = seeded.randint(1, min(len(cluster.slots), len(profile.layers)))
         splits = (0, *sorted(seeded.sample(range(1, len(profile.layers)), count - 1)))
-        look = estimate(profile, cluster, seeded.sample(cluster.slots, count), splits, in_flight, state=STATE)
+        look = PlanningProblem(profile, cluster, optimizer=STATE).estimate(
+            seeded.sample(cluster.slots, count), splits, in_flight
+        )
         assert not look.fits or found >= 0.99 * look.rate
 
 
@@ -127,8 +130,10 @@ def test_sampled_plans_of_eight_devices_are_no_faster(
 def test_a_large_model_on_few_unequal_devices(optimizer: str | float) -> None:
     """With a number of stages given, plans were faster than without: a small T_max is not all that counts."""
     profile, cluster = neo(bytes_=2)
-    found = best_plan(profile, cluster, optimizer=optimizer)
-    given_ = [best_plan(profile, cluster, optimizer=optimizer, stages=stages) for stages in (1, 2, 3, 4)]
+    found = best_plan(PlanningProblem(profile, cluster, optimizer=optimizer))
+    given_ = [
+        best_plan(PlanningProblem(profile, cluster, optimizer=optimizer, stages=stages)) for stages in (1, 2, 3, 4)
+    ]
     assert found.fits
     assert found.rate >= 0.99 * max(map(rate, given_))
 
@@ -137,10 +142,12 @@ def test_a_large_model_on_few_unequal_devices(optimizer: str | float) -> None:
 def test_on_many_nodes_leaving_one_device_out_never_helps(nodes: int) -> None:
     """Nodes of one type are interchangeable, and so are their devices."""
     profile, cluster = transformer(24), rack(nodes, 8)
-    found = best_plan(profile, cluster, optimizer=STATE)
+    found = best_plan(PlanningProblem(profile, cluster, optimizer=STATE))
     for gone in [cluster.nodes[number].devices[0] for number in range(4 if nodes > 4 else 1)]:
         slot = next(slot for slot in cluster.slots if slot.device == gone)
-        fewer = best_plan(profile, cluster, [each for each in cluster.slots if each != slot], optimizer=STATE)
+        fewer = best_plan(
+            PlanningProblem(profile, cluster, [each for each in cluster.slots if each != slot], optimizer=STATE)
+        )
         assert rate(fewer) <= 1.01 * rate(found)
 
 
@@ -148,14 +155,14 @@ def test_with_too_many_orders_and_little_effort_plans_are_plans(monkeypatch: pyt
     monkeypatch.setattr(plans, "GLIMPSE", 0)
     monkeypatch.setattr(plans, "WORK", 0)
     profile, cluster = transformer(6), rack(2, 2)
-    found = best_plan(profile, cluster, optimizer=STATE, in_flight=3)
+    found = best_plan(PlanningProblem(profile, cluster, optimizer=STATE), 3)
     assert found.fits
 
 
 def test_a_limit_within_which_nothing_has_room_says_nothing_of_slower_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     """Stages of faster plans hold more at the least: that none of these fits was taken to say that no plan does."""
     profile, cluster = transformer(6), rack(1, 2)
-    problem = PlanningProblem(profile, cluster, cluster.slots, state=STATE)
+    problem = PlanningProblem(profile, cluster, optimizer=STATE)
     fastest, lightest = PlansAt(problem, 2).bound, PlanningProblem.lightest
     assert fastest is not None
     many = ((StageLoad(1 << 40, 0, 1), 0, len(profile.layers)),)
@@ -175,7 +182,7 @@ def test_a_simulation_that_ends_early_would_not_have_fitted(
     instance: tuple[Profile, Cluster], in_flight: int, recompute: bool, data: st.DataObject
 ) -> None:
     profile, cluster = instance
-    problem = PlanningProblem(profile, cluster, cluster.slots, state=STATE, recompute=recompute)
+    problem = PlanningProblem(profile, cluster, optimizer=STATE, recompute=recompute)
     seeded = random.Random(data.draw(st.integers(0, 1 << 30)))
     every = [kind for kind, each in enumerate(problem.costs.kinds) for _ in each.slots]
     for _ in range(10):
@@ -191,9 +198,11 @@ def test_a_simulation_ends_where_one_byte_is_lacking_and_not_before(spare: int, 
     layers = [LayerBytes(str(number), 0, 50, 10) for number in range(4)]
     profile = Profile("even", 1, layers, {"gpu": [Times(1.0, 2.0)] * 4}, {})
     unlimited = Cluster([Node("box", [Device("gpu")] * 2)])
-    needed = estimate(profile, unlimited, unlimited.slots, (0, 2), 4).stages[0].memory.total
+    needed = (
+        PlanningProblem(profile, unlimited, optimizer=0).estimate(unlimited.slots, (0, 2), 4).stages[0].memory.total
+    )
     cluster = Cluster([Node("box", [Device("gpu", needed + spare)] * 2)])
-    problem = PlanningProblem(profile, cluster, cluster.slots)
+    problem = PlanningProblem(profile, cluster, optimizer=0)
     found = problem.better(Division.of(problem.costs, (0, 0), (0, 2)), 4, 0.0)
     assert (found is None) == ends
     assert found is None or found.fits

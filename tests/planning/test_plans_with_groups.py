@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 from lightning_hetpipe.planning.model.cluster import Cluster, Device, DeviceSlot, Link, Node
 from lightning_hetpipe.planning.model.group_times import MEMBER_CALL
-from lightning_hetpipe.planning.model.layer_widths import LayerWidths
-from lightning_hetpipe.planning.model.profile import LayerBytes, Profile, Times
+from lightning_hetpipe.planning.model.profile import LayerBytes, LayerWidths, Profile, Times
 from lightning_hetpipe.planning.plan.document import Plan
 from lightning_hetpipe.planning.search.choice import Choice, best_plan
 from lightning_hetpipe.planning.search.grouped_plans import MOST_DEVICES, WORTH, plan_with_groups
 from lightning_hetpipe.planning.search.plans import ENOUGH
+from lightning_hetpipe.planning.search.problem import PlanningProblem
 from tests.planning.instances import divisions
 from tests.planning.test_group_times import every
 
@@ -98,11 +98,11 @@ def bottleneck(profile: Profile, box: Cluster) -> float:
 @given(problems())
 def test_no_plan_is_faster(drawn: tuple[Profile, Cluster]) -> None:
     profile, box = drawn
-    found = plan_with_groups(profile, box, in_flight=MANY, optimizer="sgd")
+    found = plan_with_groups(PlanningProblem(profile, box, optimizer="sgd"), MANY)
     # In the first device's place a plan has the fastest; another one can be better where links are slow.
     slack = 1.0 if all(node.own_link.bandwidth == math.inf for node in box.nodes) else 1.5
     assert found.bottleneck <= bottleneck(profile, box) * WORTH / ENOUGH * slack * (1 + 1e-9)
-    assert found.rate >= best_plan(profile, box, in_flight=MANY, optimizer="sgd").rate
+    assert found.rate >= best_plan(PlanningProblem(profile, box, optimizer="sgd"), MANY).rate
 
 
 def wide(*speeds: float, memory: Sequence[int | None] = (None,) * 9, output: int = 1 << 20) -> tuple[Profile, Cluster]:
@@ -127,7 +127,7 @@ def divided(found: Choice) -> dict[str, tuple[int, ...]]:
 
 def test_devices_are_joined_where_no_cut_balances_them() -> None:
     profile, box = wide(1.0, 2.0, 4.0)
-    found, plain = plan_with_groups(profile, box), best_plan(profile, box)
+    found, plain = plan_with_groups(PlanningProblem(profile, box)), best_plan(PlanningProblem(profile, box))
     total = sum(each.forward + each.backward for each in profile.times["gpu"])
     assert found.rate > 0.95 * 7 / total > 1.05 * plain.rate
     assert set(divided(found)) == {"net.wide", "net.wider"}
@@ -138,35 +138,35 @@ def test_devices_stay_apart_where_stages_are_balanced() -> None:
     widths = {n: LayerWidths(n, {f"layer {n}": 8}) for n in range(6)}
     profile = Profile("even", 1, layers, {"gpu": [Times(0.1, 0.2)] * 6}, {}, widths=widths)
     box = Cluster([Node("box", ["2xgpu"], Link("12 GB/s"))])
-    found = plan_with_groups(profile, box)
+    found = plan_with_groups(PlanningProblem(profile, box))
     assert not divided(found)
-    assert found == best_plan(profile, box)
+    assert found == best_plan(PlanningProblem(profile, box))
 
 
 def test_slow_links_keep_devices_apart() -> None:
     profile, box = wide(1.0, 1.0)
     slow = Cluster([Node("box", box.nodes[0].devices, Link("0.2 MB/s"))])
-    assert divided(plan_with_groups(profile, box))
-    assert plan_with_groups(profile, slow) == best_plan(profile, slow)
+    assert divided(plan_with_groups(PlanningProblem(profile, box)))
+    assert plan_with_groups(PlanningProblem(profile, slow)) == best_plan(PlanningProblem(profile, slow))
 
 
 def test_groups_lie_within_a_node() -> None:
     profile, box = wide(1.0, 1.0)
     apart = Cluster([Node(name, [device]) for name, device in zip("ab", box.nodes[0].devices, strict=True)], "1 TB/s")
-    assert not divided(plan_with_groups(profile, apart))
+    assert not divided(plan_with_groups(PlanningProblem(profile, apart)))
 
 
 def test_devices_that_are_too_many_are_joined_in_pairs() -> None:
     profile, box = wide(*[1.0] * (MOST_DEVICES + 1))
-    found = plan_with_groups(profile, box, in_flight=4)
-    assert found.rate > 1.5 * best_plan(profile, box, in_flight=4).rate
+    found = plan_with_groups(PlanningProblem(profile, box), 4)
+    assert found.rate > 1.5 * best_plan(PlanningProblem(profile, box), 4).rate
 
 
 def test_a_member_has_no_more_than_its_memory() -> None:
     """The second device has room for activations and a part of the weights."""
     profile, box = wide(1.0, 1.0, memory=[None, 5 << 19])
-    found = plan_with_groups(profile, box, in_flight=1)
-    whole = plan_with_groups(*wide(1.0, 1.0), in_flight=1)
+    found = plan_with_groups(PlanningProblem(profile, box), 1)
+    whole = plan_with_groups(PlanningProblem(*wide(1.0, 1.0)), 1)
     assert divided(whole) == {"net.wide": (32, 32), "net.wider": (32, 32)}
     (stage,) = found.stages
     assert stage.divided is not None
@@ -176,13 +176,13 @@ def test_a_member_has_no_more_than_its_memory() -> None:
 
 def test_one_stage_for_each_group_that_is_asked_for() -> None:
     profile, box = wide(1.0, 1.0)
-    assert len(plan_with_groups(profile, box, stages=2).stages) == 2
-    assert len(plan_with_groups(profile, box, stages=1).stages) == 1
+    assert len(plan_with_groups(PlanningProblem(profile, box, stages=2)).stages) == 2
+    assert len(plan_with_groups(PlanningProblem(profile, box, stages=1)).stages) == 1
 
 
 def test_the_plan_names_members_and_counts() -> None:
     profile, box = wide(1.0, 3.0, memory=["3 GiB", "2 GiB"])  # type: ignore[list-item]
-    found = plan_with_groups(replace(profile, estimated={"gpu": "gpu"}), box)
+    found = plan_with_groups(PlanningProblem(replace(profile, estimated={"gpu": "gpu"}), box))
     plan = Plan.of(found, profile.model, [layer.name for layer in profile.layers], box, ["gpu"])
     assert not [*plan.problems(box)]
     (stage,) = plan.virtual_workers[0].stages
@@ -197,10 +197,12 @@ def test_stages_that_part_a_run_have_its_rows_whole() -> None:
     widths = {0: LayerWidths(0, {"net.columns": 64}), 1: LayerWidths(0, sums=True)}
     profile = Profile("mlp", 1, layers, {"gpu": [Times(0.1, 0.2), Times(1.0, 2.0)]}, {}, widths=widths)
     box = Cluster([Node("box", ["3xgpu"], Link("1 TB/s"))])
-    together = plan_with_groups(profile, box, in_flight=4)
+    together = plan_with_groups(PlanningProblem(profile, box), 4)
     assert divided(together)
     assert together.rate == pytest.approx(3 / 3.3, rel=0.1)
-    assert plan_with_groups(profile, box, in_flight=4, stages=2) == best_plan(profile, box, in_flight=4, stages=2)
+    assert plan_with_groups(PlanningProblem(profile, box, stages=2), 4) == best_plan(
+        PlanningProblem(profile, box, stages=2), 4
+    )
 
 
 def test_a_stage_begins_behind_a_run_that_it_would_part() -> None:
@@ -210,8 +212,8 @@ def test_a_stage_begins_behind_a_run_that_it_would_part() -> None:
     times = [Times(0.01, 0.02), Times(1.0, 2.0), Times(0.01, 0.01)]
     profile = Profile("mlp", 1, layers, {"gpu": times}, {}, widths=widths)
     box = Cluster([Node("box", ["3xgpu"], Link("1 TB/s"))])
-    found = plan_with_groups(profile, box, stages=2)
-    assert found.rate > 1.9 * best_plan(profile, box, stages=2).rate
+    found = plan_with_groups(PlanningProblem(profile, box, stages=2))
+    assert found.rate > 1.9 * best_plan(PlanningProblem(profile, box, stages=2)).rate
     assert [stage.first for stage in found.stages] == [0, 2]
     assert divided(found) == {"net.columns": (32, 32)}
 
@@ -222,7 +224,7 @@ def test_members_have_room_for_rows_and_gradients() -> None:
     layers = [LayerBytes(name, 1 << 20, 1 << 10, 1 << 10) for name in ("columns", "rows")]
     widths = {0: LayerWidths(0, {"net.columns": 64}), 1: LayerWidths(0, sums=True)}
     profile = Profile("mlp", 1, layers, {"gpu": [Times(0.1, 0.2)] * 2}, {}, widths=widths)
-    (stage,) = plan_with_groups(profile, Cluster([Node("box", ["2xgpu"], Link("1 TB/s"))]), in_flight=1).stages
+    (stage,) = plan_with_groups(PlanningProblem(profile, Cluster([Node("box", ["2xgpu"], Link("1 TB/s"))])), 1).stages
     assert stage.divided is not None
     copies = stage.memory.versions / stage.memory.weights
     assert stage.divided.taken[1] == (1 << 20) * (copies + 1) + 3 * (1 << 10)

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from lightning_hetpipe.planning.model.cluster import Cluster, DeviceSlot, Link, Node
 from lightning_hetpipe.planning.model.group_times import MEMBER_CALL
-from lightning_hetpipe.planning.model.layer_widths import LayerWidths
-from lightning_hetpipe.planning.model.profile import LayerBytes, Profile, Times
+from lightning_hetpipe.planning.model.profile import LayerBytes, LayerWidths, Profile, Times
 from lightning_hetpipe.planning.search.grouped_plans import plan_with_shares
 from lightning_hetpipe.planning.search.plans import ENOUGH
+from lightning_hetpipe.planning.search.problem import PlanningProblem
 from lightning_hetpipe.rules.channel_layouts import apportioned
 
 MANY = 12
@@ -77,7 +77,7 @@ def bottleneck(problem: Problem) -> float:
 @given(problems())
 def test_no_split_points_are_faster(problem: Problem) -> None:
     profile, box, parts, shares = problem
-    found = plan_with_shares(profile, box, parts, shares, in_flight=MANY, optimizer="sgd")
+    found = plan_with_shares(PlanningProblem(profile, box, optimizer="sgd"), MANY, parts, shares)
     assert [stage.slot for stage in found.stages] == [part[0] for part in parts]
     assert found.bottleneck <= bottleneck(problem) / ENOUGH * (1 + 1e-6)
     for stage, part in zip(found.stages, parts, strict=True):

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from lightning_hetpipe.planning.model.cluster import Cluster, Device, Node
-from lightning_hetpipe.planning.model.estimate import estimate
 from lightning_hetpipe.planning.model.profile import LayerBytes, Profile, Times
 from lightning_hetpipe.planning.model.simulate import StageTimes, simulate
 from lightning_hetpipe.planning.search.choice import best_plan
+from lightning_hetpipe.planning.search.problem import PlanningProblem
 from lightning_hetpipe.rules.versions import POLICIES, SYNC, TWO_BUFFERS, Versions
 
 FOUR = [StageTimes(1.0, 2.0)] * 4
@@ -53,20 +53,22 @@ PROFILE = Profile("six", 1, [LayerBytes(str(n), 100, 20, 1) for n in range(6)], 
 )
 def test_copies_of_the_weights(policy: str, every: int, copies: int) -> None:
     devices = cluster(1 << 30)
-    found = estimate(PROFILE, devices, devices.slots, [0, 3], 4, versions=Versions(POLICIES[policy], 4, every))
+    found = PlanningProblem(PROFILE, devices, optimizer=0, weights=POLICIES[policy], every=every).estimate(
+        devices.slots, [0, 3], 4
+    )
     assert [stage.memory.versions for stage in found.stages] == [copies * 300] * 2
 
 
 def test_what_fits_with_two_buffers_and_not_with_four() -> None:
     devices = cluster(1800)
-    stashed = best_plan(PROFILE, devices, optimizer="sgd", in_flight=4, stages=2)
-    buffered = best_plan(PROFILE, devices, optimizer="sgd", in_flight=4, stages=2, weights=TWO_BUFFERS, every=4)
+    stashed = best_plan(PlanningProblem(PROFILE, devices, optimizer="sgd", stages=2), 4)
+    buffered = best_plan(PlanningProblem(PROFILE, devices, optimizer="sgd", stages=2, weights=TWO_BUFFERS, every=4), 4)
     assert not stashed.fits
     assert buffered.fits
 
 
 def test_in_flight_is_chosen_for_the_policy() -> None:
     devices = cluster(1 << 30)
-    assert best_plan(PROFILE, devices, weights=SYNC).in_flight == 1  # more wait for the same step
-    assert best_plan(PROFILE, devices, weights=SYNC, every=8).in_flight > 1
-    assert best_plan(PROFILE, devices, weights=TWO_BUFFERS, every=2).in_flight == 2
+    assert best_plan(PlanningProblem(PROFILE, devices, weights=SYNC)).in_flight == 1  # more wait for the same step
+    assert best_plan(PlanningProblem(PROFILE, devices, weights=SYNC, every=8)).in_flight > 1
+    assert best_plan(PlanningProblem(PROFILE, devices, weights=TWO_BUFFERS, every=2)).in_flight == 2

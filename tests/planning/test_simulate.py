@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_hetpipe.planning.model.simulate import Simulation, StageTimes, Visits, simulate, simulate_within
+from lightning_hetpipe.planning.model.simulate import NoRoom, Simulation, StageTimes, Visits, simulate
 from lightning_hetpipe.rules.schedule import Work, calls, segments
 from tests.support.marks import fewer
 
@@ -218,5 +218,53 @@ def test_a_rate_needs_minibatches() -> None:
 def test_a_run_ends_where_a_stage_holds_more_than_it_has_room_for() -> None:
     """The first of two stages forwards all four minibatches in flight before its first backward."""
     stages = [StageTimes(1.0, 2.0), StageTimes(1.0, 2.0)]
-    assert simulate_within(stages, 4, 12, [3, 1]) is None
-    assert simulate_within(stages, 4, 12, [4, 0]) == simulate(stages, 4, 12)  # a last stage holds what it computes
+    with pytest.raises(NoRoom):
+        simulate(stages, 4, 12, room=[3, 1])
+    assert simulate(stages, 4, 12, room=[4, 0]) == simulate(stages, 4, 12)  # a last stage holds what it computes
+
+
+odd = st.floats(0.1, 5.0, allow_subnormal=False)
+
+
+@given(
+    drawn=st.lists(st.tuples(odd, odd, odd), min_size=1, max_size=5),
+    in_flight=st.integers(1, 7),
+    step=st.sampled_from([0.0, 0.7]),
+    apart=st.randoms(use_true_random=False),
+)
+def test_a_pipeline_does_what_a_plain_loop_says(
+    drawn: list[tuple[float, float, float]], in_flight: int, step: float, apart: random.Random
+) -> None:
+    stages = [StageTimes(*(each * (1 + apart.random() / 100) for each in own)) for own in drawn]  # no ties
+    run = simulate(stages, in_flight, 15, step=step)
+    starts, published = plain(stages, in_flight, 15, step)
+    assert run.published == pytest.approx(published)
+    tasks = {(span.minibatch, span.stage, span.work is Work.BACKWARD): span.start for span in run.spans}
+    assert tasks == pytest.approx(starts)
+
+
+def plain(
+    stages: list[StageTimes], in_flight: int, count: int, step: float
+) -> tuple[dict[tuple[int, int, bool], float], list[float]]:
+    """When each task starts (minibatch, stage, whether it is a backward), and when each minibatch is published. Of all
+    tasks that are ready, the one that can start first does; of one stage, the one that was ready first."""
+    last, free = len(stages) - 1, [0.0] * len(stages)
+    ready = {(p, 0, False): 0.0 for p in range(1, min(in_flight, count) + 1)}
+    starts: dict[tuple[int, int, bool], float] = {}
+    published: list[float] = []
+    while ready:
+        start, _, task = min((max(since, free[task[1]]), since, task) for task, since in ready.items())
+        p, stage, backward = task
+        del ready[task]
+        starts[task] = start
+        work = Work.BACKWARD if backward else Work.TURN if stage == last else Work.FORWARD
+        free[stage] = end = start + stages[stage].of(work)
+        if work is Work.FORWARD:
+            ready[p, stage + 1, False] = end
+        elif stage:
+            ready[p, stage - 1, True] = end
+        else:
+            published.append(max(end, published[-1] if published else 0.0) + step)
+            if p + in_flight <= count:
+                ready[p + in_flight, 0, False] = published[-1]
+    return starts, published

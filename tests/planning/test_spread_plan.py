@@ -9,8 +9,7 @@ import pytest
 
 from lightning_hetpipe.planning.model.cluster import Cluster, Device, Node
 from lightning_hetpipe.planning.model.profile import LayerBytes, Profile, Times, UserBytes
-from lightning_hetpipe.planning.model.spread_memory import SpreadMemory
-from lightning_hetpipe.planning.model.stage_memory import Sizes
+from lightning_hetpipe.planning.model.stage_memory import Sizes, SpreadMemory
 from lightning_hetpipe.planning.search.choice import Choice, best_plan
 from lightning_hetpipe.planning.search.problem import PlanningProblem
 from lightning_hetpipe.planning.search.spread_plan import spread_plan
@@ -32,7 +31,8 @@ def box(*memory: int, names: str = "gpu gpu gpu gpu") -> Cluster:
 
 
 def spread(given: Profile, cluster: Cluster, **settings: Any) -> Choice:
-    return best_plan(given, cluster, **{"optimizer": "adamw", "in_flight": 1, "spread": True, **settings})
+    in_flight = settings.pop("in_flight", 1)
+    return best_plan(PlanningProblem(given, cluster, **{"optimizer": "adamw", "spread": True, **settings}), in_flight)
 
 
 def layers(found: Choice) -> list[tuple[int, int, int]]:
@@ -159,5 +159,5 @@ def test_one_device_has_no_pipeline() -> None:
 def test_more_layers_take_no_longer_to_plan_than_their_square() -> None:
     """A model of 1,200 layers that fits nowhere has all divisions tried."""
     given, cluster = profile(*[(10, 1)] * 1200), box(100, 100, 100, 100)
-    problem = PlanningProblem(given, cluster, cluster.slots, state=3)
+    problem = PlanningProblem(given, cluster, optimizer=3)
     assert not spread_plan(problem, ADAMW).fits

@@ -19,7 +19,7 @@ from torchmetrics.regression import MeanSquaredError
 
 from lightning_hetpipe.errors import Discarded, SettingError
 from lightning_hetpipe.redirect import Redirect
-from lightning_hetpipe.run.extensions.call_recorder import CallRecorder
+from lightning_hetpipe.run.extensions.replay import CallRecorder
 from tests.support.ahead import CLASSES, Model, accuracy, auroc, log_accuracy, scores
 
 

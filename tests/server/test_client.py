@@ -32,7 +32,7 @@ from lightning_hetpipe.server.protocol.messages import (
     decode,
     encode,
 )
-from lightning_hetpipe.server.protocol.sharding import place
+from lightning_hetpipe.server.protocol.shard import place
 from lightning_hetpipe.server.transport.grpc_channel import GrpcChannel
 from lightning_hetpipe.server.transport.grpc_server import GrpcServer
 from lightning_hetpipe.server.transport.interface import CallRefused

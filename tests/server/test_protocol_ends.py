@@ -7,8 +7,8 @@ import pytest
 from lightning_hetpipe.server.protocol.actions import MemberState
 from lightning_hetpipe.server.protocol.coordinator import Coordinator
 from lightning_hetpipe.server.protocol.identifiers import PeerFailed, Refusal, RemoteFault, UpdateId
-from lightning_hetpipe.server.protocol.leases import FORGOTTEN
 from lightning_hetpipe.server.protocol.messages import NOTHING, Done, Heartbeat, Join, Leave, NotYet
+from lightning_hetpipe.server.protocol.roster import FORGOTTEN
 from tests.server.test_protocol_stories import all_idle, ask, started, until, wave
 from tests.server.world import LEASE, World
 

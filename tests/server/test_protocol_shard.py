@@ -20,8 +20,16 @@ from lightning_hetpipe.server.protocol.messages import (
     ShardRequest,
     StageUpdate,
 )
-from lightning_hetpipe.server.protocol.shard import CHUNK, Shard, ShardLayout, add, block_of, copy_finite, memory_of
-from lightning_hetpipe.server.protocol.sharding import place
+from lightning_hetpipe.server.protocol.shard import (
+    CHUNK,
+    Shard,
+    ShardLayout,
+    add,
+    block_of,
+    copy_finite,
+    memory_of,
+    place,
+)
 from tests.server.world import commits, parameter
 
 PARAMETERS = (parameter("a", [3], "bfloat16"), parameter("b", [2, 2]), parameter("c", [], "float64"))

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -44,7 +44,8 @@ from lightning_hetpipe.server.protocol.messages import (
     Request,
     TrainingSignature,
 )
-from lightning_hetpipe.server.protocol.signature import difference
+from lightning_hetpipe.server.protocol.recovery import newest_pull
+from lightning_hetpipe.server.protocol.roster import difference
 from tests.server.world import LEASE, World, parameter, signature
 
 
@@ -111,7 +112,7 @@ def test_a_run_begins_when_all_are_there_with_the_weights_of_vw_0() -> None:
 
 def least_of(world: World, least: int) -> None:
     """Have the VWs of ``world`` begin with ``least``."""
-    world.signature = dataclasses.replace(world.signature, least=least)
+    world.signature = replace(world.signature, least=least)
     for vw in range(world.n):
         world.begin(vw, 0)
     world.w0 = [block.clone() for block in world.vws[0].weights[0]]
@@ -495,6 +496,23 @@ def test_what_only_the_dead_held_is_reported() -> None:
     assert world.vws[0].member.lost == [Lost(1, 0, 0, 1)]
 
 
+def test_servers_are_rebuilt_from_the_newest_pull() -> None:
+    """VW 1's pull includes the waves of both VWs. With VW 0's older pull, the wave of VW 1 would be lost."""
+    world = started(2, 3)
+    wave(world, 0)
+    wave(world, 1)
+    newest = max(one.member.commit_index.age for one in world.vws.values() if one.member.commit_index is not None)
+    joins = {
+        vw: Join(vw, 0, 0, world.signature, replace(NOTHING, commit_index=one.member.commit_index), ("", ""))
+        for vw, one in world.vws.items()
+    }
+    assert len({join.report.commit_index for join in joins.values()}) == 2
+    found = newest_pull(joins)
+    assert found is not None
+    assert found.age == newest
+    assert newest_pull({vw: replace(join, report=NOTHING) for vw, join in joins.items()}) is None
+
+
 def test_what_a_restarted_coordinator_cannot_know_is_reported_as_unknown() -> None:
     world = started(2)
     wave(world, 0, 1)
@@ -655,7 +673,7 @@ def test_what_makes_no_sense_is_refused_and_changes_nothing() -> None:
     world = started(2)
     me = (1, 0, world.vws[1].member.generation)
     elsewhere = CommitIndex(1, 0, (), (UpdateId(0, 0, -1),))
-    report = dataclasses.replace(NOTHING, term=1, commit_index=elsewhere)
+    report = replace(NOTHING, term=1, commit_index=elsewhere)
     cases: list[tuple[Request, Refusal | None]] = [
         (Pushed(*me, 1, False), Refusal.MALFORMED),  # wave 0 comes first
         (Pulled(*me, 99), Refusal.STALE),
@@ -714,30 +732,28 @@ def test_an_answer_to_another_question_is_the_servers_fault() -> None:
         world.vws[0].member.heard(Joined("g", CommitIndex(1, 0, (), ()), 0, 0, ()))
 
 
-FIRST = dataclasses.replace(signature(2), parameters=(parameter("layer0.weight"), parameter("layer1.weight")))
+FIRST = replace(signature(2), parameters=(parameter("layer0.weight"), parameter("layer1.weight")))
 
 
 @pytest.mark.parametrize(
     ("other", "what"),
     [
         (FIRST, None),
-        (dataclasses.replace(FIRST, version="9.9"), "version: '9.9' instead of '0.1.0'"),
-        (dataclasses.replace(FIRST, clock_distance=3), "clock distance: 3 instead of 0"),
-        (dataclasses.replace(FIRST, settings=("wave=4",)), "settings: wave=4 instead of "),
-        (dataclasses.replace(FIRST, parameters=FIRST.parameters[:1]), "parameter 'layer1.weight' is missing"),
+        (replace(FIRST, version="9.9"), "version: '9.9' instead of '0.1.0'"),
+        (replace(FIRST, clock_distance=3), "clock distance: 3 instead of 0"),
+        (replace(FIRST, settings=("wave=4",)), "settings: wave=4 instead of "),
+        (replace(FIRST, parameters=FIRST.parameters[:1]), "parameter 'layer1.weight' is missing"),
         (
-            dataclasses.replace(FIRST, parameters=(*FIRST.parameters, parameter("more"))),
+            replace(FIRST, parameters=(*FIRST.parameters, parameter("more"))),
             "parameter 'more' is not known to the others",
         ),
-        (dataclasses.replace(FIRST, parameters=FIRST.parameters[::-1]), "the order of the parameters"),
+        (replace(FIRST, parameters=FIRST.parameters[::-1]), "the order of the parameters"),
         (
-            dataclasses.replace(FIRST, parameters=(FIRST.parameters[0], parameter("layer1.weight", [4], "float64"))),
+            replace(FIRST, parameters=(FIRST.parameters[0], parameter("layer1.weight", [4], "float64"))),
             "parameter 'layer1.weight' is float64 [4] instead of float32 [3]",
         ),
         (
-            dataclasses.replace(
-                FIRST, parameters=(FIRST.parameters[0], parameter("layer1.weight", [3], "float32", "bfloat16"))
-            ),
+            replace(FIRST, parameters=(FIRST.parameters[0], parameter("layer1.weight", [3], "float32", "bfloat16"))),
             "parameter 'layer1.weight' is float32 [3] sent as bfloat16 instead of float32 [3]",
         ),
     ],

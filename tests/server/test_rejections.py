@@ -16,9 +16,8 @@ from lightning_hetpipe.server.transport.frames import Opening
 from lightning_hetpipe.server.transport.grpc_channel import GrpcChannel
 from lightning_hetpipe.server.transport.grpc_import import grpc
 from lightning_hetpipe.server.transport.grpc_server import BEARER, MANY, ONE, SERVICE, TOKEN, GrpcServer
-from lightning_hetpipe.server.transport.interface import CallRefused
+from lightning_hetpipe.server.transport.interface import RELEASE, CallRefused
 from lightning_hetpipe.server.transport.rejections import EVERY, MOST, Rejections, host_of
-from lightning_hetpipe.server.transport.release import RELEASE
 from lightning_hetpipe.server.transport.security import Security
 from tests.server.transports import PATIENCE
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_hetpipe.cli.server_status import laid_out
+from lightning_hetpipe.cli.hetpipe_server import laid_out
 from lightning_hetpipe.server.process.client import Client
 from lightning_hetpipe.server.process.service import COORDINATOR_METHOD
 from lightning_hetpipe.server.process.sessions import SessionChannel, Sessions

@@ -22,7 +22,6 @@ from lightning_hetpipe.server.process.sessions import Sessions
 from lightning_hetpipe.server.protocol.identifiers import RemoteFault
 from lightning_hetpipe.server.protocol.messages import TrainingSignature
 from lightning_hetpipe.server.transport import grpc_server
-from lightning_hetpipe.server.transport.authority import make
 from lightning_hetpipe.server.transport.grpc_channel import GrpcChannel
 from lightning_hetpipe.server.transport.grpc_server import CALLS, GrpcServer
 from lightning_hetpipe.server.transport.interface import STATUS, Unreachable
@@ -30,6 +29,7 @@ from lightning_hetpipe.server.transport.security import Security
 from tests.server.storm import FEW_ARENAS, GROWTH, PREFACE, Storm, Tap, check_log, shout, tuple_of
 from tests.server.transports import PATIENCE, Desk, certificates, eventually
 from tests.server.waves import SESSION, SIGNATURE, SIZE, client, waves
+from tests.support.certificates import make
 from tests.support.process_use import Use
 
 SESSIONS = "lightning_hetpipe.server.process.sessions:Sessions"
@@ -187,8 +187,8 @@ def test_wrong_and_expired_certificates(count: int, pool: ThreadPoolExecutor, tm
     """From another authority, out of date, none, and no TLS at all: four times ``count``."""
     ours, expired, theirs = certificates(), tmp_path / "expired", tmp_path / "theirs"
     shutil.copytree(ours, expired)
-    make(expired, ["127.0.0.1"], 0)
-    make(theirs, ["127.0.0.1"], 2)
+    make(expired, days=0)
+    make(theirs)
     security, no_more = security_in(ours), security_in(expired)
     with (
         ServerProcess(SESSIONS, {"lease": PATIENCE}, security=security) as server,

@@ -13,12 +13,12 @@ from tempfile import mkdtemp
 
 import pytest
 
-from lightning_hetpipe.server.transport.authority import make
 from lightning_hetpipe.server.transport.grpc_channel import GrpcChannel
 from lightning_hetpipe.server.transport.grpc_server import GrpcServer
 from lightning_hetpipe.server.transport.interface import CallRefused, Channel, Handler, Reply
 from lightning_hetpipe.server.transport.security import Security
 from lightning_hetpipe.server.transport.shared_memory import memory
+from tests.support.certificates import make
 
 KINDS = ("grpc", "tls", "block")
 PATIENCE = 30.0
@@ -125,7 +125,7 @@ def certificates() -> Path:
         pytest.skip("certificates are made with the program openssl, which is not installed")
     folder = Path(mkdtemp(prefix="hetpipe-certificates-"))
     atexit.register(shutil.rmtree, folder)
-    make(folder, ["127.0.0.1", "localhost"], 2)
+    make(folder)
     return folder
 
 

@@ -14,8 +14,7 @@ from lightning_hetpipe.capture.measured_widths import measured_parts
 from lightning_hetpipe.pipeline.split.joined_graph import joined_graph
 from lightning_hetpipe.pipeline.split.rewriting import divided_layers
 from lightning_hetpipe.placement import measuring, planner
-from lightning_hetpipe.planning.model.layer_widths import LayerWidths, Width
-from lightning_hetpipe.planning.model.profile import LayerBytes, Profile, Times
+from lightning_hetpipe.planning.model.profile import LayerBytes, LayerWidths, Profile, Times, Width
 from tests.exact.pipelines import Pinned
 from tests.exact.running import fit
 from tests.oracle import Batch, Outputs

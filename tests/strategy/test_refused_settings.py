@@ -85,11 +85,6 @@ def test_numbers_of_updates_with_lower_rates(value: Any) -> None:
         HetPipeStrategy(lr_correction=value)
 
 
-def test_other_ways_to_start_processes_are_refused() -> None:
-    with refused("start_method='spawn' is not available yet", "leave start_method out, or set it to 'popen'"):
-        HetPipeStrategy(start_method="spawn")
-
-
 def test_an_allocation_is_that_of_a_plan() -> None:
     with refused("allocation='ed' is decided when", "there is none", "hetpipe-plan cluster=... strategy.allocation=ed"):
         HetPipeStrategy(allocation="ed")

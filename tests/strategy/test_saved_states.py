@@ -27,7 +27,7 @@ from lightning_hetpipe.strategy.checkpoints import ReplacingCheckpointIO
 from lightning_hetpipe.strategy.saved_states import add_states, note_in_flight, take_in_flight, take_state
 from lightning_hetpipe.workers import group as group_module
 from lightning_hetpipe.workers.group import Group
-from lightning_hetpipe.workers.large_gathers import gather_in_chunks
+from lightning_hetpipe.workers.value_gathers import gather_in_chunks
 from tests.exact.running import fit
 from tests.support.equality import assert_same
 from tests.support.host_memory import Peak

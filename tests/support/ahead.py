@@ -17,8 +17,8 @@ from torchmetrics import Metric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC, MulticlassF1Score, MulticlassPrecision
 from torchmetrics.regression import MeanSquaredError
 
-from lightning_hetpipe.run.extensions.call_recorder import CallRecorder
 from lightning_hetpipe.run.extensions.recorded_calls import Record
+from lightning_hetpipe.run.extensions.replay import CallRecorder
 from lightning_hetpipe.torch_private.tensors import pytree
 from tests.support.trainers import quiet_trainer
 

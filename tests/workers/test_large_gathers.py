@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_hetpipe.server.protocol.gathers import LIMIT
-from lightning_hetpipe.workers.large_gathers import CHUNK, gather_in_chunks
+from lightning_hetpipe.workers.value_gathers import CHUNK, gather_in_chunks
 
 SECONDS = 30.0
 

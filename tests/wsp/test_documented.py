@@ -25,7 +25,6 @@ PROGRAMS = {
     "hetpipe-train": "-m lightning_hetpipe.cli.hetpipe_train",
     "hetpipe-server": "-m lightning_hetpipe.cli.hetpipe_server",
     "hetpipe-host": "-m lightning_hetpipe.cli.hetpipe_host",
-    "hetpipe-certificates": "-m lightning_hetpipe.cli.hetpipe_certificates",
     "hetpipe-plan": "-m lightning_hetpipe.cli.hetpipe_plan",
 }
 """The commands of an environment, as this interpreter's."""
@@ -69,7 +68,7 @@ def folder(tmp_path: Path) -> Path:
         command.chmod(0o755)
     environment = {**os.environ, "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
     made = subprocess.run(
-        ["bash", "-ec", blocks("Secrets")["once"]],
+        ["bash", "-ec", "".join(blocks("Secrets").values())],
         cwd=tmp_path,
         env=environment,
         capture_output=True,

@@ -31,7 +31,7 @@ from lightning_hetpipe.server.transport.security import Security
 from lightning_hetpipe.workers import group, join_handshake
 from lightning_hetpipe.workers.departures import Departures
 from lightning_hetpipe.workers.group import Group
-from lightning_hetpipe.workers.large_gathers import gather_in_chunks
+from lightning_hetpipe.workers.value_gathers import gather_in_chunks
 from tests.server.transports import PATIENCE, certificates, security
 
 LEASE = 1.5

@@ -20,8 +20,10 @@ Where a layer cannot be compiled, it runs as it is, and those before and behind 
 
 from __future__ import annotations
 
+import time
 import warnings
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
@@ -229,3 +231,33 @@ def compiler_reason(error: BaseException) -> str:
 
 
 _CONTEXT = "Developer debug context:"
+
+
+Exclusively = Callable[[int, str], AbstractContextManager[None]]
+"""Given a minibatch's number and who asks: within it no user code runs, and no other thread computes."""
+
+
+class Compiling:
+    """Those of one stage.
+
+    Attributes:
+        at_work: Whether it is in one.
+        seconds: How long they have taken.
+    """
+
+    def __init__(self, stage: int, exclusively: Exclusively) -> None:
+        self.at_work = False
+        self.seconds = 0.0
+        self._stage = stage
+        self._exclusively = exclusively
+
+    @contextmanager
+    def exclusive(self, layers: str, minibatch: int) -> Iterator[None]:
+        """Around such a pass of ``layers``: :mod:`~lightning_hetpipe.pipeline.compile.compilation` says why."""
+        with self._exclusively(minibatch, f"stage {self._stage}, which is to compile {layers},"):
+            self.at_work, started = True, time.perf_counter()
+            try:
+                yield
+            finally:
+                self.at_work = False
+                self.seconds += time.perf_counter() - started

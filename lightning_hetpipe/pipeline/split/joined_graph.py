@@ -17,7 +17,7 @@ from torch import Tensor, fx
 
 from lightning_hetpipe.pipeline.graph_layer import GraphLayer, own_path
 from lightning_hetpipe.pipeline.random.generators import drawn
-from lightning_hetpipe.pipeline.split.attention_dropout import unfuse_dropouts
+from lightning_hetpipe.pipeline.split.masks import unfuse_dropouts
 from lightning_hetpipe.torch_private.graphs import ASSERTS_METADATA, HigherOrderOperator, OperatorOverload, arguments_of
 
 if TYPE_CHECKING:

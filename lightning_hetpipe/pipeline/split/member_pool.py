@@ -9,7 +9,6 @@ import queue
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -152,9 +151,7 @@ class MemberPool:
         self.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _handler(self, member: int, stream: Stream) -> Callable[[_Posted], None]:

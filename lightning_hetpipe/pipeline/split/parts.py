@@ -1,12 +1,15 @@
-"""Parts of tensors that the members of a group hold: taken from the whole, and put together again."""
+"""Parts of tensors that the members of a group hold: taken from the whole, put together again, once per version."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from lightning_hetpipe.pipeline.streams import move
 from lightning_hetpipe.rules.channel_layouts import ChannelLayout
 
 
@@ -33,3 +36,42 @@ def joined(parts: Sequence[Tensor], layout: ChannelLayout) -> Tensor:
 def _blocks(tensor: Tensor, dim: int, size: int) -> Tensor:
     """``tensor`` with the blocks of dimension ``dim``, each of that ``size``, as a dimension of their own."""
     return tensor.reshape(*tensor.shape[:dim], -1, size, *tensor.shape[dim + 1 :])
+
+
+class VersionParts:
+    """Parts of the weights in each version buffer, made once for each version, where a member first uses it.
+
+    Where a member is on the home device, a part that lies in one piece there is no copy.
+
+    A buffer is known by a key, and what is in it by how often it has been filled.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._kept: dict[Any, tuple[int, dict[Any, Tensor]]] = {}
+        self._now: dict[Any, Tensor] = {}
+
+    def use(self, buffer: Any, fills: int) -> None:
+        """Weights are those in ``buffer`` from now on."""
+        kept = self._kept.get(buffer)
+        if kept is None or kept[0] != fills:
+            kept = self._kept[buffer] = fills, {}
+        self._now = kept[1]
+
+    def clear(self) -> None:
+        """Give the memory back."""
+        self._kept.clear()
+        self._now = {}
+
+    def of(self, weight: Tensor, layout: ChannelLayout | None, member: int, device: torch.device) -> Tensor:
+        """The part of ``member`` of a ``weight``, or the whole where there is no layout, on ``device``."""
+        key = id(weight), layout, member
+        now = self._now
+        with self._lock:
+            found = now.get(key)
+        if found is None:
+            taken = weight.detach() if layout is None else part(weight.detach(), layout, member)
+            found = move(taken.contiguous(), device)
+            with self._lock:
+                now[key] = found
+        return found

@@ -18,9 +18,8 @@ from torch import Tensor, fx, nn
 
 from lightning_hetpipe.pipeline.reentrant_checkpoints import run_backward
 from lightning_hetpipe.pipeline.split.member_pool import MemberPool
-from lightning_hetpipe.pipeline.split.parts import joined, part
+from lightning_hetpipe.pipeline.split.parts import VersionParts, joined, part
 from lightning_hetpipe.pipeline.split.regions import GivenAs, Region, RegionInput, RegionOutput, TakenAs
-from lightning_hetpipe.pipeline.split.version_parts import VersionParts
 from lightning_hetpipe.pipeline.streams import move
 
 Opened = Callable[[], AbstractContextManager[Any]]

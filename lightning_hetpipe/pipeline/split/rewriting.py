@@ -20,8 +20,16 @@ from lightning_hetpipe.pipeline.random.generators import drawn
 from lightning_hetpipe.pipeline.split.joined_graph import JoinedGraph, layer_path, note_views, writes_and_views
 from lightning_hetpipe.pipeline.split.masks import Mask, mask_of
 from lightning_hetpipe.pipeline.split.operator_call import Divided, sizes_of
-from lightning_hetpipe.pipeline.split.region_graphs import MemberGraph, OuterGraph
-from lightning_hetpipe.pipeline.split.regions import GivenAs, Region, RegionInput, RegionOutput, SplitGraph, TakenAs
+from lightning_hetpipe.pipeline.split.regions import (
+    GivenAs,
+    MemberGraph,
+    OuterGraph,
+    Region,
+    RegionInput,
+    RegionOutput,
+    SplitGraph,
+    TakenAs,
+)
 from lightning_hetpipe.pipeline.split.unit_choice import (
     HEAVY,
     chosen_units,
@@ -31,7 +39,7 @@ from lightning_hetpipe.pipeline.split.unit_choice import (
     note_layouts,
     weight_of,
 )
-from lightning_hetpipe.planning.model.layer_widths import LayerWidths
+from lightning_hetpipe.planning.model.profile import LayerWidths
 from lightning_hetpipe.rules.channel_counts import ChannelCounts
 from lightning_hetpipe.rules.channel_layouts import ChannelLayout
 

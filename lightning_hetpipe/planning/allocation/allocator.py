@@ -10,18 +10,16 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 from lightning_hetpipe.planning.allocation.group_plans import GroupPlans
 from lightning_hetpipe.planning.allocation.groupings import Grouping
 from lightning_hetpipe.planning.allocation.worker_pipeline import server_nodes, shared_devices, worker_pipelines
-from lightning_hetpipe.planning.model.cluster import Cluster, Device, DeviceSlot
+from lightning_hetpipe.planning.model.cluster import Device, DeviceSlot
 from lightning_hetpipe.planning.model.cluster_simulation import ClusterSimulation, simulate_cluster
 from lightning_hetpipe.planning.model.estimate import INSTANT
-from lightning_hetpipe.planning.model.profile import Profile
 from lightning_hetpipe.planning.search.choice import Choice
+from lightning_hetpipe.planning.search.problem import PlanningProblem
 from lightning_hetpipe.rules.shares import staleness_bound, throughput, wave_lengths
-from lightning_hetpipe.rules.versions import STASH, WeightPolicy
 
 WAVES = 9
 """Simulated waves, of which the first third, and those of a clock distance, are the start."""
@@ -159,41 +157,29 @@ def most_stale(lengths: Sequence[int], in_flight: int, clock_distance: int) -> i
 
 
 class Allocator:
-    """Makes allocations of the devices of ``cluster``.
+    """Makes allocations of the devices of a cluster.
 
     Args:
-        profile: The model's.
-        cluster: The devices, and the links that all share.
+        problem: What is asked of each virtual worker's plan; all share the links of its cluster.
         in_flight: Nm, where it is not to be chosen.
         wave: W, where it is not to be chosen; a policy or shares may make it longer.
         clock_distance: D.
-        weights: The weight policy.
-        every: Minibatches of an optimizer step.
-        settings: Other arguments of :func:`~lightning_hetpipe.planning.search.choice.best_plan`.
     """
 
     def __init__(
         self,
-        profile: Profile,
-        cluster: Cluster,
+        problem: PlanningProblem,
         *,
         in_flight: int | None = None,
         wave: int | None = None,
         clock_distance: int = 0,
-        weights: WeightPolicy = STASH,
-        every: int = 1,
-        **settings: Any,
     ) -> None:
-        self.profile = profile
-        self.cluster = cluster
-        unsaid = {"optimizer": "adam", "recompute": False, "stages": None}
-        self.settings: dict[str, Any] = {**unsaid, "weights": weights, "every": every, **settings}
-        self.plans = GroupPlans(profile, cluster, self.settings)
+        self.problem = problem
+        self.profile, self.cluster = problem.profile, problem.cluster
+        self.plans = GroupPlans(problem)
         self.in_flight = in_flight
         self._wave = wave
         self._distance = clock_distance
-        self._weights = weights
-        self._every = every
         self._speeds: dict[Device, float] = {}
 
     def speed(self, slot: DeviceSlot) -> float:
@@ -261,7 +247,7 @@ class Allocator:
 
     def waves(self, rates: Sequence[float], in_flight: int, shares: bool) -> tuple[int, ...]:
         """W_v of virtual workers with ``rates``: whole optimizer steps, which runs with shares ask for."""
-        unit = self._every if self._weights.by_window or shares else 1
+        unit = self.problem.every if self.problem.weights.by_window or shares else 1
         least = -(-max(in_flight, self._wave or 0) // unit)
         bounded = [min(rate, MOST_UNEQUAL * min(rates)) for rate in rates]
         lengths = wave_lengths(bounded, least) if shares else (least,) * len(rates)

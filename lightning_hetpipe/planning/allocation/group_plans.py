@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from lightning_hetpipe.planning.allocation.groupings import Group
-from lightning_hetpipe.planning.model.cluster import Cluster, Device, DeviceSlot, Link
-from lightning_hetpipe.planning.model.profile import Profile
+from lightning_hetpipe.planning.model.cluster import Device, DeviceSlot, Link
 from lightning_hetpipe.planning.search.choice import Choice, best_plan
+from lightning_hetpipe.planning.search.problem import PlanningProblem
 
 Kinds: TypeAlias = tuple[tuple[Link, tuple[Device, ...]], ...]
 """The devices of a group by node, with the link between them there; in an order that equal groups share."""
@@ -19,13 +19,11 @@ class GroupPlans:
     """The plans.
 
     Args:
-        profile: The model's.
-        cluster: Whose links connect the devices.
-        settings: Arguments of :func:`~lightning_hetpipe.planning.search.choice.best_plan` besides the devices and Nm.
+        problem: What is asked of each plan, whatever its devices.
     """
 
-    def __init__(self, profile: Profile, cluster: Cluster, settings: dict[str, Any]) -> None:
-        self._profile, self._cluster, self._settings = profile, cluster, settings
+    def __init__(self, problem: PlanningProblem) -> None:
+        self._problem = problem
         self._rates: dict[Kinds, float] = {}
         self._known: dict[tuple[Kinds, int | None, bool], tuple[Choice, Group]] = {}
 
@@ -40,7 +38,7 @@ class GroupPlans:
         """Minibatches per second of ``group``, as a brief search finds it; 0 where nothing fits."""
         kinds, slots = self._sorted(group)
         if kinds not in self._rates:
-            choice = best_plan(self._profile, self._cluster, slots, brief=True, **self._settings)
+            choice = best_plan(replace(self._problem, slots=slots, brief=True))
             self._rates[kinds] = choice.rate if choice.fits else 0.0
         return self._rates[kinds]
 
@@ -65,8 +63,7 @@ class GroupPlans:
         )
 
     def _found(self, slots: Group, in_flight: int | None, fewer: bool) -> Choice:
-        asked = {**self._settings, "in_flight": in_flight, "fewer": fewer}
-        return best_plan(self._profile, self._cluster, slots, **asked)
+        return best_plan(replace(self._problem, slots=slots), in_flight, fewer=fewer)
 
     def _sorted(self, group: Sequence[DeviceSlot]) -> tuple[Kinds, Group]:
         nodes: dict[int, list[DeviceSlot]] = {}
@@ -75,7 +72,7 @@ class GroupPlans:
         found = []
         for node, slots in nodes.items():
             slots.sort(key=lambda slot: (_order(slot.device), slot.number))
-            found.append(((self._cluster.nodes[node].own_link, tuple(slot.device for slot in slots)), slots))
+            found.append(((self._problem.cluster.nodes[node].own_link, tuple(slot.device for slot in slots)), slots))
         found.sort(key=lambda each: (_order_of_link(each[0][0]), [*map(_order, each[0][1])], each[1][0].node))
         return tuple(kinds for kinds, _ in found), tuple(slot for _, slots in found for slot in slots)
 

@@ -26,13 +26,9 @@ from lightning_hetpipe.planning.allocation.allocator import HIDING, NEAR, Alloca
 from lightning_hetpipe.planning.allocation.group_plans import GroupPlans, Kinds
 from lightning_hetpipe.planning.allocation.groupings import PLACED, Group, Grouping
 from lightning_hetpipe.planning.model.cluster import Cluster, DeviceSlot
-from lightning_hetpipe.planning.model.estimate import INSTANT, estimate
+from lightning_hetpipe.planning.model.estimate import INSTANT
 from lightning_hetpipe.planning.model.profile import Profile, UserBytes
-from lightning_hetpipe.planning.model.stage_memory import optimizer_state
 from lightning_hetpipe.planning.search.choice import Choice, slowest_stage
-from lightning_hetpipe.rules.versions import Versions
-
-"""Name of the allocation."""
 
 SIMULATED = 24
 """Largest number of choices that are simulated."""
@@ -64,11 +60,11 @@ class PlacedPlans(GroupPlans):
     devices as without them."""
 
     def __init__(self, allocator: Allocator, first: int) -> None:
-        profile, cluster, stages = allocator.profile, allocator.cluster, allocator.settings["stages"]
-        settings = {**allocator.settings, "stages": None if stages is None else stages - 1}
-        super().__init__(profile, cluster, settings)
+        stages = allocator.problem.stages
+        problem = replace(allocator.problem, stages=None if stages is None else stages - 1)
+        super().__init__(problem)
         self._first = first
-        self.before = GroupPlans(_before(profile, first), cluster, settings)
+        self.before = GroupPlans(replace(problem, profile=_before(problem.profile, first)))
         """Plans of several devices before the last one."""
 
     def _found(self, slots: Group, in_flight: int | None, fewer: bool) -> Choice:
@@ -86,7 +82,9 @@ class PlacedPlans(GroupPlans):
         while not best.fits and best.in_flight > 1:
             best = self._at(slots, best.in_flight - 1)
         plan = best
-        while plan.fits and plan.in_flight <= best.in_flight + len(slots) and self._is_possible(plan.in_flight + 1):
+        while plan.fits and plan.in_flight <= best.in_flight + len(slots):
+            if not self._problem.versions(plan.in_flight + 1).is_possible:
+                break
             plan = self._at(slots, plan.in_flight + 1)
             best = max(best, plan, key=lambda each: (each.fits, each.rate))
         chosen = best
@@ -102,26 +100,14 @@ class PlacedPlans(GroupPlans):
         before = self.before.plan(own, in_flight) if len(own) > 1 else None
         stages = [(stage.slot, stage.first) for stage in before.stages] if before else [(slot, 0) for slot in own]
         stages.append((head, self._first if own else 0))
-        found = estimate(
-            self._profile,
-            self._cluster,
-            [slot for slot, _ in stages],
-            [first for _, first in stages],
-            in_flight,
-            state=optimizer_state(self._settings["optimizer"]),
-            recompute=self._settings["recompute"],
-            versions=Versions(self._settings["weights"], in_flight, self._settings["every"]),
-        )
+        found = self._problem.estimate([slot for slot, _ in stages], [first for _, first in stages], in_flight)
         return Choice.of(found, before.idle if before else (), (), (slowest_stage(found),))
-
-    def _is_possible(self, in_flight: int) -> bool:
-        return Versions(self._settings["weights"], in_flight, self._settings["every"]).is_possible
 
     def _sorted(self, group: Sequence[DeviceSlot]) -> tuple[Kinds, Group]:
         *own, head = group
         kinds, slots = super()._sorted(own)
         beside = any(slot.node == head.node for slot in own)
-        link = self._cluster.nodes[head.node].own_link if beside else self._cluster.between
+        link = self._problem.cluster.nodes[head.node].own_link if beside else self._problem.cluster.between
         return (*kinds, (link, (head.device,))), (*slots, head)
 
 
@@ -174,7 +160,7 @@ def allocate(
 
 def heads(allocator: Allocator) -> Iterator[Head]:
     """All heads, of those that are alike the first."""
-    cluster, stages = allocator.cluster, allocator.settings["stages"]
+    cluster, stages = allocator.cluster, allocator.problem.stages
     seen = set()
     for slot in cluster.slots:
         node = cluster.nodes[slot.node]

@@ -8,8 +8,8 @@ from collections.abc import Collection, Sequence
 
 from lightning_hetpipe.planning.model.cluster import Cluster, DeviceSlot, Link
 from lightning_hetpipe.planning.model.estimate import Estimate, stage_times_on, step_on, visits_on
-from lightning_hetpipe.planning.model.pipeline_run import Crossing, PlacedWeights, WorkerPipeline
 from lightning_hetpipe.planning.model.profile import Profile
+from lightning_hetpipe.planning.model.simulate import Crossing, PlacedWeights, WorkerPipeline
 from lightning_hetpipe.rules.parameter_placement import place
 
 

@@ -1,7 +1,6 @@
 """Simulation of a cluster: virtual workers, the parameter servers between them, and the links that they share.
 
-Each virtual worker is a pipeline, simulated task by task; one alone, which synchronises with nobody, does exactly what
-:func:`~lightning_hetpipe.planning.model.simulate.simulate` says. What several have in common:
+Each virtual worker is a :class:`~lightning_hetpipe.planning.model.simulate.PipelineRun`. What several have in common:
 
 - A wave ends when Lightning's thread has stepped the last of its W_v minibatches. The virtual worker pushes its update
   to the servers, waits until none is more than D waves behind it, and pulls (law L3). Minibatches in flight go on
@@ -24,22 +23,14 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from typing import TypeAlias
 
 import numpy as np
 
 from lightning_hetpipe.planning.model.cluster import Cluster
-from lightning_hetpipe.planning.model.pipeline_run import (
-    Crossing,
-    PipelineRun,
-    PlacedWeights,
-    WorkerPipeline,
-    rows,
-    task_seconds,
-)
-from lightning_hetpipe.planning.model.shared_device import SharedDevice
-from lightning_hetpipe.planning.model.shared_links import SharedLink
+from lightning_hetpipe.planning.model.shared_links import SharedDevice, SharedLink
+from lightning_hetpipe.planning.model.simulate import Crossing, PipelineRun, PlacedWeights, WorkerPipeline
 from lightning_hetpipe.rules.versions import STASH, Versions
 from lightning_hetpipe.rules.waves import may_pull
 
@@ -264,14 +255,18 @@ class _ClusterRun:
         self._waiting: dict[int, _Worker] = {}
 
     def simulation(self, jitter: float, seed: int) -> ClusterSimulation:
-        ahead = cache(self._versions.ahead)
         several = len(self._given) > 1
         devices: dict[Hashable, SharedDevice] = defaultdict(SharedDevice)
         for worker, given in zip(self._workers, self._given, strict=True):
-            seconds = rows(task_seconds(given), jitter, seed, worker.index)
-            own = {stage: devices[device] for stage, device in given.devices.items()}
             worker.run = PipelineRun(
-                given, self._waves * given.wave, ahead, several, seconds, partial(self._wait, worker), own
+                given,
+                self._versions,
+                self._waves * given.wave,
+                jitter,
+                (seed, worker.index),
+                synchronise=None if several else 0.0,
+                wait=partial(self._wait, worker),
+                devices={stage: devices[device] for stage, device in given.devices.items()},
             )
             self._note_staleness(worker)
             self._go_on(worker, 0.0)

@@ -1,4 +1,4 @@
-"""Costs of stages on devices, by the boundaries between which they lie: seconds and bytes.
+"""Costs of stages on devices, by the boundaries between which they lie: seconds and bytes; and divisions by them.
 
 Boundary b lies before layer b, boundary n behind the last layer. An array of (n + 1, n + 1) has the first boundary of a
 stage as its row and its last one as its column.
@@ -7,8 +7,8 @@ stage as its row and its last one as its column.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TypeAlias
 
@@ -21,6 +21,8 @@ from lightning_hetpipe.planning.model.simulate import StageLoad
 from lightning_hetpipe.planning.model.stage_memory import more
 
 Floats: TypeAlias = NDArray[np.float64]
+
+Fits: TypeAlias = NDArray[np.bool_]
 
 TICKS = 2**40
 """Approximate number of ticks, the smallest times that are told apart, in those of all layers."""
@@ -187,3 +189,46 @@ class StageBytes:
         left = limit - self.at(StageLoad(0, 0, 1), first, end, buffers)
         each = float(self._each[first, end])
         return left // each if each else math.copysign(math.inf, left)
+
+
+@dataclass(frozen=True)
+class Room:
+    """Room of the devices for stages, by their boundaries.
+
+    Attributes:
+        fits: For a kind of device, whether a stage has room on it; the same for the last stage.
+        before: Bytes of all stages but the last one.
+        last: Bytes of the last one.
+    """
+
+    fits: Callable[[int], tuple[Fits, Fits]]
+    before: Floats
+    last: Floats
+
+
+@dataclass(frozen=True)
+class Division:
+    """Layers divided among devices.
+
+    Attributes:
+        kinds: The kind of each stage's device.
+        splits: The first layer of each stage.
+        takes: Seconds of each stage.
+    """
+
+    kinds: tuple[int, ...]
+    splits: tuple[int, ...]
+    takes: tuple[float, ...] = field(compare=False)
+
+    @classmethod
+    def of(cls, costs: Costs, kinds: Sequence[int], splits: Sequence[int]) -> Division:
+        return cls(tuple(kinds), tuple(splits), tuple(costs.takes(kinds, splits)))
+
+    @property
+    def bottleneck(self) -> float:
+        """T_max in seconds."""
+        return max(self.takes)
+
+    def period(self, in_flight: int, synchronise: float = 0.0) -> float:
+        """Lower bound of the seconds for each minibatch; ``synchronise`` is what each wave's end waits."""
+        return max(self.bottleneck, (sum(self.takes) + synchronise) / in_flight)

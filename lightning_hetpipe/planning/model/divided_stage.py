@@ -16,8 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from lightning_hetpipe.planning.model.cluster import DeviceSlot
-from lightning_hetpipe.planning.model.layer_widths import layers_of_runs
-from lightning_hetpipe.planning.model.profile import Profile
+from lightning_hetpipe.planning.model.profile import Profile, layers_of_runs
 from lightning_hetpipe.planning.model.stage_memory import more
 from lightning_hetpipe.rules.channel_layouts import apportioned
 

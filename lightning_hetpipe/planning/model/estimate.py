@@ -4,25 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from lightning_hetpipe.planning.model.cluster import Cluster, DeviceSlot
 from lightning_hetpipe.planning.model.divided_stage import DividedStage
 from lightning_hetpipe.planning.model.profile import Profile
-from lightning_hetpipe.planning.model.simulate import Simulation, StageLoad, StageTimes, Visits, simulate_within
-from lightning_hetpipe.planning.model.spread_memory import SpreadMemory
-from lightning_hetpipe.planning.model.stage_memory import Sizes, StageMemory, stage_memory
+from lightning_hetpipe.planning.model.simulate import Simulation, StageLoad, StageTimes, Visits
+from lightning_hetpipe.planning.model.stage_memory import StageMemory
 from lightning_hetpipe.rules.schedule import calls, segments
-from lightning_hetpipe.rules.versions import STASH, Versions
-
-WAVES = 6
-"""Simulated waves of Nm minibatches each. In the first two the pipeline fills, and in the last it drains."""
+from lightning_hetpipe.rules.versions import Versions
 
 INSTANT = 1e-12
 """Shortest time to divide by, in seconds: layers may be said to take no time."""
-
-MINIBATCHES = 48
-"""Fewest minibatches that are simulated."""
 
 
 @dataclass(frozen=True)
@@ -113,63 +105,6 @@ class Estimate:
         ]
 
 
-def estimate(
-    profile: Profile,
-    cluster: Cluster,
-    slots: Sequence[DeviceSlot],
-    splits: Sequence[int],
-    in_flight: int,
-    *,
-    state: float = 0.0,
-    recompute: bool = False,
-    synchronise: float = 0.0,
-    versions: Versions | None = None,
-    spread: SpreadMemory | None = None,
-    run: SimulatedStages | None = None,
-) -> Estimate:
-    """Estimate stages on ``slots`` that start at the layers ``splits``.
-
-    Lightning's step takes as long as the updates of the stage whose take longest, as devices work side by side. Where
-    forwards are computed again, a backward takes that much longer, but for the last stage's.
-
-    Args:
-        profile: The model's.
-        cluster: Whose links connect the devices.
-        slots: The device of each stage.
-        splits: The first layer of each stage.
-        in_flight: Nm.
-        state: The optimizer's bytes for each byte of the trained weights.
-        recompute: Whether forwards are computed again for their backwards.
-        synchronise: Seconds that a wave's end waits for the parameter servers.
-        versions: Those that minibatches use; by default those of weight stashing.
-        spread: What devices hold in a spread run, for an estimate of one; by default it is of a pipeline.
-        run: Its simulation, where that is known.
-
-    Raises:
-        SettingError: where the profile has no times of a device.
-    """
-    versions = versions or Versions(STASH, in_flight)
-    run = run or simulated(profile, cluster, slots, splits, versions, recompute, synchronise)
-    stages = []
-    for index, (slot, first, after) in enumerate(zip(slots, splits, [*splits[1:], len(profile.layers)], strict=True)):
-        sizes = Sizes.of(profile.layers, first, after - 1)
-        last = index + 1 == len(slots)
-        if spread is not None:
-            taken = {StageLoad(1, 0): spread.stage(sizes, profile.user if last else None)}
-        else:
-            user = profile.user.total(in_flight, state) if last else 0
-            taken = {
-                load: stage_memory(
-                    sizes, in_flight, [load], state=state, recompute=recompute, user=user, buffers=versions.copies
-                )
-                for load in run.simulation.heaviest(index)
-            }
-        most = max(taken, key=lambda load: taken[load].total)
-        times, held = run.times[index], run.simulation.held[index]
-        stages.append(StageEstimate(slot, first, after - 1, times, taken[most], held, most))
-    return Estimate(tuple(stages), versions, recompute, run.rate, run.simulation, spread is not None)
-
-
 @dataclass(frozen=True)
 class SimulatedStages:
     """Simulation of stages.
@@ -185,52 +120,13 @@ class SimulatedStages:
     rate: float
 
 
-def simulated(
-    profile: Profile,
-    cluster: Cluster,
-    slots: Sequence[DeviceSlot],
-    splits: Sequence[int],
-    versions: Versions,
-    recompute: bool = False,
-    synchronise: float = 0.0,
-) -> SimulatedStages:
-    """Simulate stages as :func:`estimate` does, without a look at their memory."""
-    found = simulated_within(profile, cluster, slots, splits, versions, recompute, synchronise)
-    assert found is not None, "a run without limits comes to its end"
-    return found
-
-
-def simulated_within(
-    profile: Profile,
-    cluster: Cluster,
-    slots: Sequence[DeviceSlot],
-    splits: Sequence[int],
-    versions: Versions,
-    recompute: bool = False,
-    synchronise: float = 0.0,
-    room: Sequence[float] | None = None,
-) -> SimulatedStages | None:
-    """Simulate stages; None where one holds more minibatches than it has ``room`` for."""
-    times = stage_times_on(profile, cluster, slots, splits, recompute)
-    step = step_on(profile, slots, splits)
-    period = versions.period
-    waves = max(WAVES, -(-MINIBATCHES // period))
-    parts, visits = visits_on(profile, slots, splits, times, recompute)
-    settings: dict[str, Any] = {"step": step, "synchronise": synchronise, "visits": visits, "versions": versions}
-    run = simulate_within(parts, versions.in_flight, waves * period, room, **settings)
-    if run is None:
-        return None
-    begin, end = waves // 3 * period, (waves - 1) * period
-    seconds = run.published[end - 1] - run.published[begin - 1]
-    # Versions come in bunches, so that a window may begin behind one and end behind another: up to 2% too many.
-    rate = (end - begin) / max(seconds, INSTANT, (end - begin) * max(each.total for each in times))
-    return SimulatedStages(times, run, rate)
-
-
 def stage_times_on(
     profile: Profile, cluster: Cluster, slots: Sequence[DeviceSlot], splits: Sequence[int], recompute: bool = False
 ) -> list[StageTimes]:
-    """Times of stages on ``slots`` that start at the layers ``splits``; see :func:`estimate`."""
+    """Times of stages on ``slots`` that start at the layers ``splits``.
+
+    Where forwards are computed again, a backward takes that much longer, but for the last stage's.
+    """
     found = []
     for index, (slot, first, after) in enumerate(zip(slots, splits, [*splits[1:], len(profile.layers)], strict=True)):
         own = profile.times_on(slot.device)[first:after]

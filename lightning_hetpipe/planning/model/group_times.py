@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from lightning_hetpipe.planning.model.cluster import Cluster, DeviceSlot, Link
-from lightning_hetpipe.planning.model.layer_widths import layers_of_runs
-from lightning_hetpipe.planning.model.profile import Profile, Times
+from lightning_hetpipe.planning.model.profile import Profile, Times, layers_of_runs
 from lightning_hetpipe.rules.channel_layouts import apportioned
 
 MOST_UNITS = 256

@@ -1,14 +1,17 @@
-"""Links that transfers share: each gets an equal part of the bandwidth at any moment, as connections of one network do.
+"""Links and devices that virtual workers share.
 
-For each link a clock counts the bytes that every transfer on it has been given since the link was last idle. A transfer
-is over when that clock has advanced by its bytes, so that what starts or ends changes the pace of the others, and no
-more than the next end of each link has to be known.
+Each transfer on a link gets an equal part of the bandwidth at any moment, as connections of one network do. For each
+link a clock counts the bytes that every transfer on it has been given since the link was last idle. A transfer is over
+when that clock has advanced by its bytes, so that what starts or ends changes the pace of the others, and no more than
+the next end of each link has to be known.
 """
 
 from __future__ import annotations
 
 import heapq
 import itertools
+from collections import deque
+from collections.abc import Callable
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
@@ -64,3 +67,31 @@ class SharedLink(Generic[T]):
         else:
             self._given = 0.0
         self._since = now
+
+
+class SharedDevice:
+    """Device that has stages of several virtual workers, and computes their tasks one by one as they come.
+
+    A stage has no more than one task there, so that virtual workers take turns.
+    """
+
+    __slots__ = ("_busy", "_waiting")
+
+    def __init__(self) -> None:
+        self._busy = False
+        self._waiting: deque[Callable[[float], None]] = deque()
+
+    def take(self, now: float, start: Callable[[float], None]) -> None:
+        """Call ``start`` with the time at which the device is the caller's, at the earliest ``now``."""
+        if self._busy:
+            self._waiting.append(start)
+        else:
+            self._busy = True
+            start(now)
+
+    def free(self, now: float) -> None:
+        """End the task that it computes; the next one starts."""
+        if self._waiting:
+            self._waiting.popleft()(now)
+        else:
+            self._busy = False

@@ -11,8 +11,13 @@ Time only moves from event to event, so that a run of hours takes no longer than
   receives busy, and so counts towards T_max.
 - Lightning's thread takes the minibatches in order: each step lasts ``step`` seconds (hooks, optimizer), and one that
   ends a wave another ``synchronise`` (law L3), in which the pipeline goes on with what is in flight.
-- With ``jitter`` every task takes longer or shorter by a factor of its own, drawn for the ``seed``, the stage, the task
-  and the minibatch: the same for the same seed, whatever else changes.
+- With ``jitter`` every task takes longer or shorter by a factor of its own, drawn for the ``seed``, the virtual worker,
+  the minibatch and the task.
+- Events at one time are handled in the order in which they came to be known.
+
+:func:`simulate` runs one virtual worker to its end. In a cluster (:mod:`.cluster_simulation`) each
+:class:`PipelineRun` goes on until Lightning's thread has ended a wave, and the cluster ends the synchronisation. If
+stages share links or a device with other virtual workers, their run goes no further than to the present.
 """
 
 from __future__ import annotations
@@ -20,22 +25,25 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-import random
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
-from operator import attrgetter
-from typing import Any, NamedTuple
+from operator import itemgetter
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_hetpipe.planning.model.simulated_calls import SimulatedCalls
+from lightning_hetpipe.planning.model.shared_links import SharedDevice
+from lightning_hetpipe.rules.call_order import CallOrder
 from lightning_hetpipe.rules.schedule import Call, Segment, Work, calls, route, segments
 from lightning_hetpipe.rules.versions import STASH, Versions
 
-_ENDS, _FORWARDED, _READY = range(3)
+ROWS = 32
+"""Minibatches for which factors of tasks are drawn at once."""
+
+_ENDED, _READY, _FORWARDED = range(3)
 
 
 @dataclass(frozen=True)
@@ -117,19 +125,72 @@ class SimulatedTask(NamedTuple):
     forwarded: float
 
 
+TaskFields: TypeAlias = tuple[int, Work, int, float, float, float]
+"""Fields of a :class:`SimulatedTask`, of which the planner makes millions."""
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """Bytes that a visit to a segment receives over the network, from node ``source`` to node ``target``."""
+
+    nbytes: float
+    source: int
+    target: int
+
+
+@dataclass(frozen=True)
+class PlacedWeights:
+    """Bytes of weights that the stages of a virtual worker on node ``node`` push to and pull from server ``server``."""
+
+    node: int
+    server: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class WorkerPipeline:
+    """A virtual worker.
+
+    Attributes:
+        stages: Times of each stage, or with ``visits`` of one visit to each segment. Of what ``forwards`` and
+            ``gradients`` take, they have the latency only.
+        wave: W_v.
+        step: Seconds of Lightning's thread for each minibatch.
+        visits: Of each minibatch; by default one to each stage.
+        forwards: What the forward of a segment receives over the network, by the segment's index.
+        gradients: The same for its backward.
+        weights: Its weights, by where they lie.
+        devices: Devices that have stages of other virtual workers, too, by the index of the stage there.
+    """
+
+    stages: Sequence[StageTimes]
+    wave: int
+    step: float = 0.0
+    visits: Visits | None = None
+    forwards: Mapping[int, Crossing] = field(default_factory=dict)
+    gradients: Mapping[int, Crossing] = field(default_factory=dict)
+    weights: Sequence[PlacedWeights] = ()
+    devices: Mapping[int, Hashable] = field(default_factory=dict)
+
+
 @dataclass(frozen=True)
 class Simulation:
     """Result of a simulated run.
 
     Attributes:
-        spans: Every task, by its start.
+        tasks: The fields of every :class:`SimulatedTask`, in the order in which tasks started.
         published: When version p came to be, for p = 1, 2, ...
         held: For each stage, the most minibatches whose activations it held at once.
     """
 
-    spans: tuple[SimulatedTask, ...]
+    tasks: Sequence[TaskFields]
     published: tuple[float, ...]
     held: tuple[int, ...]
+
+    @cached_property
+    def spans(self) -> tuple[SimulatedTask, ...]:
+        """Every task, by its start."""
+        return tuple(map(SimulatedTask._make, sorted(self.tasks, key=itemgetter(3, 0))))
 
     def rate(self, edge: int = 0) -> float:
         """Minibatches per second, without the first and the last ``edge`` of them, where the pipeline fills and drains.
@@ -176,21 +237,25 @@ class Simulation:
         return when[order], *deltas[order].cumsum(axis=0).T
 
     @cached_property
-    def _by_stage(self) -> list[list[SimulatedTask]]:
-        found: list[list[SimulatedTask]] = [[] for _ in self.held]
-        for span in self.spans:
-            found[span.stage].append(span)
+    def _by_stage(self) -> list[list[TaskFields]]:
+        found: list[list[TaskFields]] = [[] for _ in self.held]
+        for task in self.tasks:
+            found[task[0]].append(task)
         return found
 
     @cached_property
     def _done(self) -> list[float]:
         """When each minibatch's last backward ended."""
-        done = {span.minibatch: span.end for span in self._by_stage[0] if span.work is not Work.FORWARD}
+        done = {number: end for _, work, number, _, end, _ in self._by_stage[0] if work is not Work.FORWARD}
         return [done[number] for number in range(1, len(done) + 1)]
 
     def busy(self, stage: int) -> float:
         """The fraction of all time in which ``stage`` computed."""
-        return sum(span.end - span.start for span in self._by_stage[stage]) / self.published[-1]
+        return sum(end - start for _, _, _, start, end, _ in self._by_stage[stage]) / self.published[-1]
+
+
+class NoRoom(Exception):
+    """A stage holds more minibatches than it has room for."""
 
 
 def simulate(
@@ -205,6 +270,7 @@ def simulate(
     seed: int = 0,
     visits: Visits | None = None,
     versions: Versions | None = None,
+    room: Sequence[float] | None = None,
 ) -> Simulation:
     """Run ``minibatches`` through a pipeline that starts empty.
 
@@ -220,171 +286,237 @@ def simulate(
         seed: Seed of the factors.
         visits: Of each minibatch; by default one to each stage.
         versions: Those that minibatches use; by default those of weight stashing.
+        room: For each stage, the most minibatches whose activations it may hold after a forward; None for no limits.
 
     Raises:
         ValueError: for numbers that no pipeline has.
+        NoRoom: as soon as a stage holds more minibatches than it has ``room`` for.
     """
-    settings: dict[str, Any] = {"step": step, "wave": wave, "synchronise": synchronise, "jitter": jitter, "seed": seed}
-    found = simulate_within(stages, in_flight, minibatches, None, **settings, visits=visits, versions=versions)
-    assert found is not None, "a run without limits comes to its end"
-    return found
-
-
-def simulate_within(
-    stages: Sequence[StageTimes],
-    in_flight: int,
-    minibatches: int,
-    room: Sequence[float] | None,
-    *,
-    step: float = 0.0,
-    wave: int | None = None,
-    synchronise: float = 0.0,
-    jitter: float = 0.0,
-    seed: int = 0,
-    visits: Visits | None = None,
-    versions: Versions | None = None,
-) -> Simulation | None:
-    """Run as :func:`simulate` does; None as soon as a stage has forwarded more minibatches than it has ``room`` for.
-
-    Args:
-        room: For each stage, the most minibatches whose activations it may hold; None for no limits.
-    """
-    if not stages or in_flight < 1 or minibatches < 1 or (wave is not None and wave < 1) or jitter < 0:
+    wave = in_flight if wave is None else wave
+    if not stages or in_flight < 1 or minibatches < 1 or wave < 1 or jitter < 0:
         raise ValueError(
             f"{len(stages)} stages, Nm = {in_flight}, {minibatches} minibatches, W = {wave}, jitter = {jitter}"
         )
-    visits = visits or Visits.once(len(stages))
-    versions = versions or Versions(STASH, in_flight)
-    return _Run(stages, visits, versions, minibatches, step, wave or in_flight, synchronise, jitter, seed).simulation(
-        room
+    given, tasks = WorkerPipeline(stages, wave, step, visits), list[TaskFields]()
+    run = PipelineRun(
+        given,
+        versions or Versions(STASH, in_flight),
+        minibatches,
+        jitter,
+        (seed, 0),
+        synchronise=synchronise,
+        room=room,
+        tasks=tasks,
     )
+    run.advance()
+    return Simulation(tasks, tuple(run.published), tuple(run.held))
 
 
-@dataclass
-class _Run:
-    """State of a simulation."""
+class PipelineRun:
+    """State of the run of one virtual worker.
 
-    times: Sequence[StageTimes]
-    visits: Visits
-    versions: Versions
-    minibatches: int
-    step: float
-    wave: int
-    synchronise: float
-    jitter: float
-    seed: int
+    Args:
+        given: The virtual worker.
+        versions: Those that minibatches use.
+        last: Number of its minibatches.
+        jitter: The standard deviation of the logarithm of the tasks' factors.
+        seed: Seed and number of the virtual worker, for which the factors are drawn.
+        synchronise: Seconds that a wave's end waits; None if it waits until :meth:`synchronised` is called.
+        wait: Waits for a transfer or for a device, given the time, and what to call with the time at which the one is
+            over or the other is free.
+        devices: Devices of stages that are other virtual workers', too.
+        room: For each stage, the most minibatches that it may hold after a forward; None for no limits.
+        tasks: The list to which the fields of each task are added, if anybody wants them.
 
-    def __post_init__(self) -> None:
-        self._route = route(self.visits.segments, self.visits.calls)
-        self._calls = SimulatedCalls(self._route, self.visits.changing)
-        self._complete: dict[int, float] = {}
-        self._published: list[float] = []
+    Attributes:
+        published: When version p came to be, for p = 1, 2, ...
+        held: For each stage, the most minibatches whose activations it held at once.
+        wave_end: When Lightning's thread came to the end of a wave, while it synchronises; None otherwise.
+        shares: Whether its stages share links, or a device, with others.
+    """
+
+    def __init__(
+        self,
+        given: WorkerPipeline,
+        versions: Versions,
+        last: int,
+        jitter: float = 0.0,
+        seed: tuple[int, int] = (0, 0),
+        *,
+        synchronise: float | None = 0.0,
+        wait: Callable[[float, Crossing | SharedDevice, Callable[[float], None]], None] | None = None,
+        devices: Mapping[int, SharedDevice] | None = None,
+        room: Sequence[float] | None = None,
+        tasks: list[TaskFields] | None = None,
+    ) -> None:
+        visits, devices = given.visits or Visits.once(len(given.stages)), devices or {}
+        path = route(visits.segments, visits.calls)
+        self.published: list[float] = []
+        self.wave_end: float | None = None
+        self._wave, self._step, self._last, self._versions = given.wave, given.step, last, versions
+        self._synchronise, self._wait, self._tasks = synchronise, wait, tasks
+        # By task of the route:
+        self._stage = stage = [task.segment.stage for task in path]
+        self._work = [task.work for task in path]
+        self._seconds = [given.stages[task.segment.index].of(task.work) for task in path]
+        self._forward = [  # until the forward is done; of a backward, until it starts
+            0.0 if task.work is Work.BACKWARD else given.stages[task.segment.index].of(Work.FORWARD) for task in path
+        ]
+        received = [given.gradients if task.work is Work.BACKWARD else given.forwards for task in path]
+        self._crossings = [each.get(task.segment.index) for each, task in zip(received, path, strict=True)]
+        self._devices = [devices.get(each) for each in stage]
+        self.shares = any(self._crossings) or bool(devices)
+        self._limits = [
+            math.inf if room is None or task.work is not Work.FORWARD else room[task.segment.stage] for task in path
+        ]
+        # A stage holds a minibatch from the start of its first task there to the end of the last one.
+        places = range(len(path))
+        enters, leaves = ({stage[n]: n for n in numbers} for numbers in (reversed(places), places))
+        self._enters, self._leaves = ([each[stage[n]] == n for n in places] for each in (enters, leaves))
+        orders = {segment: CallOrder[tuple[int, int]]() for segment in visits.changing}
+        waits = [task.work is not Work.BACKWARD and (task.call.again or task.call.ordinal > 0) for task in path]
+        self._orders = [orders.get(task.segment.index) if own else None for own, task in zip(waits, path, strict=True)]
+        self._closes = [
+            order is not None and not task.call.again for order, task in zip(self._orders, path, strict=True)
+        ]
+        # By stage:
+        stages = max(stage) + 1
+        self.held, self._holds, self._busy = [0] * stages, [0] * stages, [False] * stages
+        self._queues: list[deque[tuple[int, int]]] = [deque() for _ in range(stages)]
+        """Ready tasks of each stage: minibatch, and which task of the route."""
+        self._draw = factors(jitter, seed, len(path)) if jitter else None
+        self._factors: dict[int, list[float]] = {}
+        """Factors of the tasks of each minibatch that has started."""
+        self._complete: deque[float] = deque()
+        """When minibatches were complete that Lightning's thread has not taken yet."""
         self._started = 0
+        self._now = 0.0
+        self._number = itertools.count().__next__
+        self._events: list[tuple[float, int, int, int, int]] = []
+        """Events to come: time, number of the event, kind, minibatch, task."""
+        self._ready: deque[tuple[int, int, int]] = deque()
+        """Tasks that are ready now: number of the event, minibatch, task."""
+        self._begin(0.0)
 
-    def simulation(self, room: Sequence[float] | None = None) -> Simulation | None:
-        """Go from event to event. Ties are settled by the order in which events came up."""
-        stage_of = [task.segment.stage for task in self._route]
-        works = [task.work for task in self._route]
-        seconds = [self.times[task.segment.index].of(task.work) for task in self._route]
-        # Until the forward is done; of a backward, until it starts.
-        forward = [
-            0.0 if task.work is Work.BACKWARD else self.times[task.segment.index].of(Work.FORWARD)
-            for task in self._route
-        ]
-        enters, leaves = self._edges(stage_of)
-        limits = [
-            math.inf if room is None or work is not Work.FORWARD else room[s]
-            for s, work in zip(stage_of, works, strict=True)
-        ]
-        stages, last, ordered = max(stage_of) + 1, len(self._route) - 1, bool(self._calls)
-        busy, held, most = [False] * stages, [0] * stages, [0] * stages
-        queues: list[deque[tuple[int, int]]] = [deque() for _ in range(stages)]
-        order = itertools.count()
-        spans: list[SimulatedTask] = []
-        # What comes up later: time, order, minibatch, instruction, and whether that ends, is done with its forward, or
-        # becomes ready. What becomes ready now needs no heap.
-        later: list[tuple[float, int, int, int, int]] = []
-        ready: deque[tuple[int, int, int]] = deque()
-        now = 0.0
+    @property
+    def next(self) -> float | None:
+        """Time of the next event; None if there is none."""
+        return self._events[0][0] if self._events else None
 
-        def begin(when: float, numbers: Iterable[int]) -> None:
-            for number in numbers:
-                heapq.heappush(later, (when, next(order), number, 0, _READY))
+    def advance(self, until: float = math.inf) -> None:
+        """Go on to the end of a wave, or where others slow it down up to ``until``.
 
-        begin(0.0, self._next())
-        while later or ready:
-            if ready and (not later or later[0][0] > now or later[0][1] > ready[0][0]):
-                _, number, index = ready.popleft()
-                event = _READY
+        Raises:
+            NoRoom: where a stage holds more minibatches than it may.
+        """
+        events, ready, number_of, pop = self._events, self._ready, self._number, heapq.heappop
+        stages, orders, limits, leaves, devices = self._stage, self._orders, self._limits, self._leaves, self._devices
+        queues, busy, holds = self._queues, self._busy, self._holds
+        last = len(stages) - 1
+        while self.wave_end is None or self.shares:
+            if ready and (not events or events[0][0] > self._now or events[0][1] > ready[0][0]):
+                _, number, task = ready.popleft()
+                kind = _READY
+            elif events and events[0][0] <= until:
+                self._now, _, kind, number, task = pop(events)
             else:
-                now, _, number, index, event = heapq.heappop(later)
-            stage = stage_of[index]
-            if event == _FORWARDED:
-                if (following := self._calls.forwarded(number, index)) is not None:
-                    ready.append((next(order), *following))
-                continue
-            if event == _READY:
-                if ordered and not self._calls.admits(number, index):
+                return
+            stage, order = stages[task], orders[task]
+            if kind == _READY:
+                if order is not None and not order.admits(number, (number, task)):
                     continue
                 if busy[stage]:
-                    queues[stage].append((number, index))
+                    queues[stage].append((number, task))
                     continue
-            else:
-                if held[stage] > limits[index]:
-                    return None
-                held[stage] -= leaves[index]
-                if index < last:
-                    ready.append((next(order), number, index + 1))
+                busy[stage] = True
+            elif kind == _ENDED:
+                if device := devices[task]:
+                    device.free(self._now)
+                if holds[stage] > limits[task]:
+                    raise NoRoom
+                holds[stage] -= leaves[task]
+                if task < last:
+                    ready.append((number_of(), number, task + 1))
                 else:
-                    for done, numbers in self._finished(now, number):
-                        begin(done, numbers)
+                    self._completed(number)
                 if not queues[stage]:
                     busy[stage] = False
                     continue
-                number, index = queues[stage].popleft()
-            factor = self._factor(index, number)
-            end, forwarded = now + factor * seconds[index], now + factor * forward[index]
-            busy[stage] = True
-            if enters[index]:
-                held[stage] += 1
-                most[stage] = max(most[stage], held[stage])
-            if ordered and works[index] is not Work.BACKWARD:
-                heapq.heappush(later, (forwarded, next(order), number, index, _FORWARDED))
-            spans.append(SimulatedTask(stage, works[index], number, now, end, forwarded))
-            heapq.heappush(later, (end, next(order), number, index, _ENDS))
-        spans.sort(key=attrgetter("start", "stage"))
-        return Simulation(tuple(spans), tuple(self._published), tuple(most))
+                number, task = queues[stage].popleft()
+            else:
+                if order is not None and (following := order.close(number)) is not None:
+                    ready.append((number_of(), *following))
+                continue
+            if self._enters[task]:
+                holds[stage] += 1
+                self.held[stage] = max(self.held[stage], holds[stage])
+            if self.shares:
+                self._receive(number, task)
+            else:
+                self._compute(self._now, number, task)
 
-    @staticmethod
-    def _edges(stage_of: Sequence[int]) -> tuple[list[bool], list[bool]]:
-        """Instructions of a route from whose start on a stage holds the minibatch, and at whose end it no longer does:
-        the first one on each stage and the last."""
-        places = range(len(stage_of))
-        first, last = ({stage_of[n]: n for n in numbers} for numbers in (reversed(places), places))
-        return [first[stage_of[n]] == n for n in places], [last[stage_of[n]] == n for n in places]
+    def synchronised(self, now: float) -> None:
+        """End the synchronisation: the version at the wave's end is there."""
+        self.wave_end = None
+        self.published.append(now)
+        self._begin(now)
+        self._publish()
 
-    def _factor(self, index: int, number: int) -> float:
-        if not self.jitter:
-            return 1.0
-        task = self._route[index]
-        drawn = random.Random(f"{self.seed} {task.segment.index} {task.work.value} {number}").gauss(0.0, self.jitter)
-        return math.exp(drawn - self.jitter**2 / 2)
-
-    def _finished(self, now: float, number: int) -> Iterator[tuple[float, range]]:
-        """Let Lightning's thread go on as far as it can; yield when minibatches may start, and which."""
-        self._complete[number] = now
-        while (number := len(self._published) + 1) in self._complete:
-            before = self._published[-1] if self._published else 0.0
-            done = max(before, self._complete.pop(number)) + self.step
-            if number % self.wave == 0:
-                done += self.synchronise
-            self._published.append(done)
-            yield done, self._next()
-
-    def _next(self) -> range:
-        """Minibatches that there are weights for, and that have not started."""
-        published, first = len(self._published), self._started + 1
-        most = min(published + self.versions.in_flight, self.minibatches)
-        while self._started < most and self.versions.version(self._started + 1) <= published:
+    def _begin(self, now: float) -> None:
+        """Start the minibatches that there are weights for."""
+        published = len(self.published)
+        most = min(published + self._versions.in_flight, self._last)
+        while self._started < most and self._versions.version(self._started + 1) <= published:
             self._started += 1
-        return range(first, self._started + 1)
+            if self._draw is not None:
+                self._factors[self._started] = next(self._draw)
+            heapq.heappush(self._events, (now, self._number(), _READY, self._started, 0))
+
+    def _receive(self, number: int, task: int) -> None:
+        if (crossing := self._crossings[task]) is not None:
+            assert self._wait is not None
+            self._wait(self._now, crossing, lambda when: self._received(when, number, task))
+        else:
+            self._received(self._now, number, task)
+
+    def _received(self, now: float, number: int, task: int) -> None:
+        if device := self._devices[task]:
+            assert self._wait is not None
+            self._wait(now, device, lambda when: self._compute(when, number, task))
+        else:
+            self._compute(now, number, task)
+
+    def _compute(self, now: float, number: int, task: int) -> None:
+        factor = self._factors[number][task] if self._factors else 1.0
+        end, forwarded = now + factor * self._seconds[task], now + factor * self._forward[task]
+        if self._closes[task]:
+            heapq.heappush(self._events, (forwarded, self._number(), _FORWARDED, number, task))
+        if self._tasks is not None:
+            self._tasks.append((self._stage[task], self._work[task], number, now, end, forwarded))
+        heapq.heappush(self._events, (end, self._number(), _ENDED, number, task))
+
+    def _completed(self, number: int) -> None:
+        self._factors.pop(number, None)
+        self._complete.append(self._now)
+        if self.wave_end is None:
+            self._publish()
+
+    def _publish(self) -> None:
+        """Let Lightning's thread go on as far as it can."""
+        while self._complete:
+            before = self.published[-1] if self.published else 0.0
+            done = max(before, self._complete.popleft()) + self._step
+            if (len(self.published) + 1) % self._wave == 0:
+                if self._synchronise is None:
+                    self.wave_end = done
+                    return
+                done += self._synchronise
+            self.published.append(done)
+            self._begin(done)
+
+
+def factors(jitter: float, seed: tuple[int, int], tasks: int) -> Iterator[list[float]]:
+    """Yield factors of the ``tasks`` of each minibatch: log-normal, and 1 on average."""
+    generator = np.random.Generator(np.random.Philox(key=[seed[0] % 2**64, seed[1]]))
+    while True:
+        yield from np.exp(jitter * generator.standard_normal((ROWS, tasks)) - jitter**2 / 2).tolist()

@@ -26,7 +26,7 @@ User code
 
 The first minibatch of a fit, of which there are no versions yet, is spread over all devices by their room, and takes
 less; on a device that has the room it may take more than a stage of frozen weights does later. A run with one minibatch
-in flight is spread, too (:mod:`lightning_hetpipe.planning.model.spread_memory`).
+in flight is spread, too (:class:`SpreadMemory`).
 
 Gradients and activations are those of the moment at which they are most together. More gradients than these wait where
 Lightning's thread is slower than was simulated, or evaluates between two steps: on the host, where the device has no
@@ -41,7 +41,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from lightning_hetpipe.errors import SettingError
-from lightning_hetpipe.planning.model.profile import LayerBytes
+from lightning_hetpipe.planning.model.profile import LayerBytes, UserBytes
 from lightning_hetpipe.planning.model.simulate import StageLoad
 
 OPTIMIZERS: Mapping[str, float] = {
@@ -222,3 +222,45 @@ def stage_memory(
     versions = (in_flight if buffers is None else buffers) * trained + sizes.frozen
     optimizer = int(state * trained)
     return StageMemory(sizes.parameters, versions, trained, optimizer, activations, sizes.largest, user, waiting)
+
+
+@dataclass(frozen=True)
+class SpreadMemory:
+    """Memory model of a spread run: what a device holds where there is no pipeline.
+
+    With one minibatch in flight nothing is stashed and nothing waits: a device holds the live weights of its layers, of
+    trained ones the gradients and the optimizer's state, and the minibatch's activations until the backward. Later it
+    holds, in place of activations, what the optimizer's step makes for a while.
+
+    Attributes:
+        state: The optimizer's bytes for each byte of the trained weights, from one step to the next.
+        step: Bytes that its step makes for a while, for each byte of the trained weights.
+    """
+
+    state: float
+    step: float
+
+    @classmethod
+    def of(cls, optimizer: str | float) -> SpreadMemory:
+        """Memory model for ``optimizer``, as :func:`optimizer_state` takes it."""
+        step = step_bytes(optimizer)
+        return cls(optimizer_state(optimizer) - step, step)
+
+    def stage(self, sizes: Sizes, user: UserBytes | None = None) -> StageMemory:
+        """Memory of the device that holds layers of ``sizes`` and, if it is the last, what ``user`` code takes.
+
+        The workspace is that of the backward or of the step, whichever is more.
+        """
+        user = user or UserBytes()
+        trained = sizes.trained + user.trained
+        passing = user.kept + 2 * user.loss
+        workspace = max(sizes.largest, int(self.step * trained) - sizes.kept - passing)
+        return StageMemory(
+            weights=sizes.parameters + user.trained + user.frozen,
+            versions=0,
+            gradients=trained,
+            optimizer=int(self.state * trained),
+            activations=sizes.kept,
+            workspace=workspace,
+            user=user.batch + passing,
+        )

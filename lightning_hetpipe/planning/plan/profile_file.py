@@ -8,11 +8,8 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.planning.model import cluster
-from lightning_hetpipe.planning.model.layer_widths import LayerWidths, Width
-from lightning_hetpipe.planning.model.profile import LayerBytes, Profile, Times, UserBytes
-from lightning_hetpipe.planning.plan import sailor_files
+from lightning_hetpipe.planning.model.profile import LayerBytes, LayerWidths, Profile, Times, UserBytes, Width
 from lightning_hetpipe.planning.plan.json_file import Document, write
 
 VERSION = 1
@@ -37,31 +34,14 @@ def save(profile: Profile, path: str | PathLike[str]) -> None:
     write(path, as_json(profile))
 
 
-def load(path: str | PathLike[str], model: str | None = None, microbatch: int | None = None) -> Profile:
-    """Read a profile: a file that :func:`save` has written, its folder, or times of the Sailor project.
-
-    Args:
-        path: A file or a folder; of Sailor's as :mod:`~lightning_hetpipe.planning.plan.sailor_files` says.
-        model: Which of Sailor's, where there are several; otherwise the name that the file must have.
-        microbatch: Samples in a minibatch, likewise.
+def load(path: str | PathLike[str]) -> Profile:
+    """Read a file that :func:`save` has written, or the file profile.json of a folder.
 
     Raises:
         SettingError: one sentence with the file, the key and what is wrong there.
     """
     file = Path(path)
-    if file.is_dir() and (file / sailor_files.NAME).is_file():
-        file /= sailor_files.NAME
-    document = None if file.is_dir() else Document.read(file)
-    if document is None or sailor_files.has_times(document.value):
-        return sailor_files.load(file, model, microbatch)
-    found = _read(document)
-    for key, has, setting, asked in (
-        ("model", found.model, "profile_model", model),
-        ("samples", found.samples, "profile_microbatch", microbatch),
-    ):
-        if asked not in (None, has):
-            raise SettingError(f"{file}: {key} is {has!r}, and not {setting}={asked}; leave that out")
-    return found
+    return _read(Document.read(file / "profile.json" if file.is_dir() else file))
 
 
 def as_json(profile: Profile) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Choice of the plan of one virtual worker: which layers run on which device, and how many minibatches are in flight.
 
 For a given Nm the fastest plan that fits is looked for (``plans``): layers are divided by dynamic programming
-(``divider``), divisions are simulated, and single changes tried (``local_search``). Where few devices leave few orders
+(``divider``), divisions are simulated, and single changes tried. Where few devices leave few orders
 (eight of any kinds do) and the effort suffices, no plan at this Nm is faster by more than 1%.
 
 Where Nm is to be chosen, it begins with the least at which the time of all stages allows 1 / T_max. If memory is short
@@ -19,18 +19,14 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 
 from lightning_hetpipe.errors import SettingError
-from lightning_hetpipe.planning.model.cluster import Cluster, DeviceSlot
+from lightning_hetpipe.planning.model.cluster import DeviceSlot
+from lightning_hetpipe.planning.model.costs import Division
 from lightning_hetpipe.planning.model.estimate import Estimate
-from lightning_hetpipe.planning.model.profile import Profile
-from lightning_hetpipe.planning.model.spread_memory import SpreadMemory
-from lightning_hetpipe.planning.model.stage_memory import optimizer_state
-from lightning_hetpipe.planning.model.units import digits, in_seconds
-from lightning_hetpipe.planning.search.divider import FEW_BOUNDARIES, MOST_BOUNDARIES
-from lightning_hetpipe.planning.search.division import Division
+from lightning_hetpipe.planning.model.stage_memory import SpreadMemory
+from lightning_hetpipe.planning.model.units import digits, in_bytes, in_seconds
 from lightning_hetpipe.planning.search.plans import ENOUGH, GLIMPSE, MUCH, WORK, PlansAt
-from lightning_hetpipe.planning.search.problem import Loads, PlanningProblem, unseen
+from lightning_hetpipe.planning.search.problem import Loads, PlanningProblem
 from lightning_hetpipe.planning.search.spread_plan import spread_plan
-from lightning_hetpipe.rules.versions import STASH, WeightPolicy
 
 SHORT = 1
 """Minibatches more in flight that may slow plans down, where memory is short, before the search for more ends."""
@@ -114,25 +110,29 @@ class Choice(Estimate):
         """Changes that would make it fit; None where it does."""
         return None if self.advise is None else self.advise()
 
+    def ways_out(self, cli: bool = False) -> list[str]:
+        """List a phrase for each way to make it fit; none where it fits, or where nothing helps.
 
-def best_plan(
-    profile: Profile,
-    cluster: Cluster,
-    slots: Sequence[DeviceSlot] | None = None,
-    *,
-    optimizer: str | float = "adam",
-    ordered: bool = False,
-    in_flight: int | None = None,
-    fewer: bool = False,
-    recompute: bool = False,
-    synchronise: float = 0.0,
-    stages: int | None = None,
-    weights: WeightPolicy = STASH,
-    every: int = 1,
-    spread: bool = False,
-    brief: bool = False,
-    progress: Callable[[], object] = unseen,
-) -> Choice:
+        Args:
+            cli: Whether settings are given on the command line, not in Python.
+        """
+        if (found := self.help) is None:
+            return []
+        prefix, true = ("strategy.", "true") if cli else ("", "True")
+        lines = []
+        if found.in_flight is not None:
+            lines.append(f"{prefix}in_flight={found.in_flight}{' or fewer' if found.in_flight > 1 else ''}")
+        if found.recompute is not None:
+            fewer = " or fewer" if found.recompute > 1 else ""
+            lines.append(f"{prefix}recompute={true}, with {prefix}in_flight={found.recompute}{fewer}")
+        if found.lacking:
+            slots = {stage: self.stages[stage].slot for stage in sorted(found.lacking)}
+            each = [f"{in_bytes(found.lacking[n])} on {slot}" for n, slot in slots.items()]
+            lines.append(f"more memory: {' and '.join(each)}")
+        return lines
+
+
+def best_plan(problem: PlanningProblem, in_flight: int | None = None, *, fewer: bool = False) -> Choice:
     """The plan with the most simulated throughput that is found to fit.
 
     Nm is the smallest within 1% of the best, or a quarter more (:data:`SLACK`) where the slowest stage is always busy.
@@ -140,44 +140,24 @@ def best_plan(
     It may leave devices unused. Up to eight devices take milliseconds to tenths of a second for a given Nm.
 
     Args:
-        profile: The model's.
-        cluster: Whose links connect the devices.
-        slots: The virtual worker's devices; by default all of the cluster.
-        optimizer: A name in :data:`~lightning_hetpipe.planning.model.stage_memory.OPTIMIZERS`, or the bytes of state
-            for each byte of the weights.
-        ordered: Whether stages are to lie on the devices in their given order; some may be left out all the same.
+        problem: What is asked of it.
         in_flight: Nm, where it is not to be chosen.
         fewer: Whether the plan may be for the largest Nm below ``in_flight`` at which one fits, if none does there.
-        recompute: Whether forwards are computed again for their backwards.
-        synchronise: Seconds that a wave's end waits for the parameter servers.
-        stages: k, where it is not to be chosen.
-        weights: The weight policy.
-        every: Minibatches of an optimizer step.
-        spread: Whether ``in_flight=1`` asks for a spread run. It does in a fit, unless that compiles, has several
-            virtual workers, or computes forwards of several stages again. One device alone asks for it, too.
-        brief: Whether a plan will do that takes little time to find, and may be some percent slower.
-        progress: Called after each plan that was simulated.
 
     Raises:
         SettingError: where the profile has no times of a device, for more stages than there are devices or layers, or
             where ``every`` is too few for the weight policy at ``in_flight``.
     """
-    slots = cluster.slots if slots is None else tuple(slots)
-    most = min(len(slots), len(profile.layers))
-    if stages is not None and not 1 <= stages <= most:
+    devices, layers, stages = len(problem.slots), len(problem.profile.layers), problem.stages
+    if stages is not None and not 1 <= stages <= min(devices, layers):
         raise SettingError(
-            f"stages={stages} cannot be planned for {len(slots)} devices and {len(profile.layers)} layers: each stage"
-            f" needs one of both; set at most {most}"
+            f"stages={stages} cannot be planned for {devices} devices and {layers} layers: each stage needs one of"
+            f" both; set at most {min(devices, layers)}"
         )
-    state, alone = optimizer_state(optimizer), (stages or len(slots)) == 1
-    memory = SpreadMemory.of(optimizer) if spread and (alone or not recompute) else None
-    boundaries = FEW_BOUNDARIES if brief else MOST_BOUNDARIES
-    asked = (ordered, state, recompute, stages, synchronise, weights, every, memory, progress, boundaries)
-    problem = PlanningProblem(profile, cluster, slots, *asked)
     if in_flight is not None:
         problem.versions(in_flight).check()
-    search = _Search(problem, brief)
-    if memory is not None and (in_flight == 1 or (in_flight is None and len(slots) == 1)):
+    search, memory = _Search(problem), problem.spread_memory
+    if memory is not None and (in_flight == 1 or (in_flight is None and devices == 1)):
         return search.spread(memory)
     if in_flight is None:
         return search.choose()
@@ -185,11 +165,10 @@ def best_plan(
 
 
 class _Search:
-    """The search for the plan of ``problem``, which is to take little time if it is ``brief``."""
+    """The search for the plan of ``problem``."""
 
-    def __init__(self, problem: PlanningProblem, brief: bool = False) -> None:
+    def __init__(self, problem: PlanningProblem) -> None:
         self._problem = problem
-        self._brief = brief
         self._plans: dict[int, PlansAt] = {}
         self._found: dict[int, Estimate | None] = {}
 
@@ -202,7 +181,7 @@ class _Search:
         fastest = max((found for found in self._found.values() if found), key=lambda found: found.rate, default=None)
         if fastest is None:
             return self._unfit(1, asked=False)
-        if not self._brief:
+        if not self._problem.brief:
             best = max(best, self._again(fastest.in_flight).rate)
         plans = [found for _, found in sorted(self._found.items()) if found is not None]
         chosen = next(plan for plan in plans if plan.rate >= ENOUGH * best)
@@ -218,7 +197,7 @@ class _Search:
         plans = [found for _, found in sorted(self._found.items()) if found is not None]
         unfit = min((nm for nm, found in self._found.items() if found is None), default=None)
         reasons = _why(chosen, least.in_flight, plans, unfit)
-        if unfit is not None and not self._problem.recompute and not self._brief:
+        if unfit is not None and not self._problem.recompute and not self._problem.brief:
             # As many as keep all stages busy; to choose among fewer would take as long as to choose this plan.
             other = self._with_recompute()
             most = other.most(max(unfit, first), chosen.in_flight) or chosen.in_flight
@@ -249,7 +228,7 @@ class _Search:
     def plan(self, in_flight: int, floor: float = 0.0) -> Estimate | None:
         """The fastest plan that was found to fit; None where none was. See :meth:`PlansAt.best` for ``floor``."""
         if in_flight not in self._found:
-            self._found[in_flight] = self._at(in_flight).best(floor, 0 if self._brief else GLIMPSE)
+            self._found[in_flight] = self._at(in_flight).best(floor, 0 if self._problem.brief else GLIMPSE)
         return self._found[in_flight]
 
     def _again(self, in_flight: int) -> Estimate:
@@ -350,7 +329,7 @@ class _Search:
 
     def _unfit(self, in_flight: int, asked: bool) -> Choice:
         """The plan whose devices lack the least, and what would help."""
-        found = self._at(in_flight).least_lacking(0 if self._brief else WORK)
+        found = self._at(in_flight).least_lacking(0 if self._problem.brief else WORK)
         self._found = {in_flight: None}
 
         def advise() -> Help:
@@ -361,7 +340,7 @@ class _Search:
                     again = other.most(in_flight)
                 elif (choice := other.choose()).fits:
                     again = choice.in_flight
-            fewer, memory = self.most(in_flight - 1), self._problem.spread
+            fewer, memory = self.most(in_flight - 1), self._problem.spread_memory
             if fewer is None and memory is not None and spread_plan(self._problem, memory).fits:
                 fewer = 1
             return Help(fewer, again, _lacking(found))
@@ -370,7 +349,7 @@ class _Search:
         return self._choice(found, reasons, advise)
 
     def _with_recompute(self) -> _Search:
-        return _Search(replace(self._problem, recompute=True, spread=None))
+        return _Search(replace(self._problem, recompute=True, spread=False))
 
     def _choice(self, found: Estimate, reasons: Sequence[str], advise: Callable[[], Help] | None = None) -> Choice:
         used = {stage.slot for stage in found.stages}

@@ -6,7 +6,7 @@ A state says which devices of a block are placed, and which of them is the forem
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import NamedTuple, TypeAlias
@@ -170,7 +170,7 @@ def orders_of_blocks(costs: Costs, ordered: bool) -> tuple[list[list[Block]], bo
         return [[(each,) for each in everything]], True
     if _states(everything) <= MOST_ROWS:
         return [[everything]], True
-    return _by_what_they_have(costs), False
+    return _orders_by_speed(costs), False
 
 
 def _states(block: Block) -> int:
@@ -178,28 +178,20 @@ def _states(block: Block) -> int:
     return len(block) * math.prod(number + 1 for _, number in block)
 
 
-def _by_what_they_have(costs: Costs) -> list[list[Block]]:
-    """Orders of blocks: nodes, or the devices of one kind on a node, by what they have."""
+def _orders_by_speed(costs: Costs) -> list[list[Block]]:
+    """Orders of blocks: nodes, or the devices of one kind on a node, as they were given and by speed."""
     by_kind: list[Block] = [((kind, len(each.slots)),) for kind, each in enumerate(costs.kinds)]
     by_node: list[Block] = []
     for node in costs.within:
         own = tuple((kind, len(each.slots)) for kind, each in enumerate(costs.kinds) if each.node == node)
         by_node += [own] if _states(own) <= MOST_ROWS else [(each,) for each in own]
 
-    def memory(block: Block) -> float:
-        sizes = [costs.kinds[kind].device.memory or math.inf for kind, number in block for _ in range(number)]
-        return sum(sizes) / len(sizes)
-
     def slowness(block: Block) -> float:
         seconds = [float(costs.own_last[kind][0, -1]) for kind, number in block for _ in range(number)]
         return sum(seconds) / len(seconds)
 
-    keys: list[Callable[[Block], float]] = [lambda block: 0.0, memory, slowness]
     orders = []
     for blocks in (by_node, by_kind):
-        for key in keys:
-            found = sorted(blocks, key=key)
-            for each in (found, found[::-1]):
-                if each not in orders:
-                    orders.append(each)
+        for found in (blocks, sorted(blocks, key=slowness)):
+            orders += [each for each in (found, found[::-1]) if each not in orders]
     return orders

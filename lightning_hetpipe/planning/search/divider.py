@@ -6,8 +6,8 @@ found by dynamic programming from the last stage to the first. It looks for the 
 takes more than a given time, over (devices left, device placed last, boundary at which that one starts).
 
 Devices are placed block by block. If there are few states, all are one block, and every order of every subset is looked
-through (``exact``). Otherwise blocks are nodes, or the devices of one kind on a node, in several orders: by memory, by
-speed. Any order is looked through within a block, and any devices of any block may be left out.
+through (``exact``). Otherwise blocks are nodes, or the devices of one kind on a node, as they were given or by speed,
+forwards or backwards. Any order is looked through within a block, and any devices of any block may be left out.
 """
 
 from __future__ import annotations
@@ -21,10 +21,9 @@ from typing import TypeAlias
 
 import numpy as np
 
-from lightning_hetpipe.planning.model.costs import Costs
+from lightning_hetpipe.planning.model.costs import Costs, Division, Room
 from lightning_hetpipe.planning.model.estimate import INSTANT
 from lightning_hetpipe.planning.search.device_orders import Block, DeviceOrder, Rows, Twins, orders_of_blocks
-from lightning_hetpipe.planning.search.division import Division, Room
 from lightning_hetpipe.planning.search.dynamic_programme import SLIGHT, StageTakes, Ways
 
 MOST_BOUNDARIES = 128
@@ -67,7 +66,6 @@ class Divider:
         self._orders = [DeviceOrder(costs, blocks, stages or 1) for blocks in orders]
         self._shift = int(stages is not None)
         self.twins = Twins(costs, ordered)
-        self._slowest = self._bound()
         self._gap = max(1, -(-costs.layers // boundaries))
         self.whole = self._gap == 1
         self._boundaries = np.unique([*range(0, costs.layers, self._gap), costs.layers])
@@ -110,11 +108,10 @@ class Divider:
         most: float,
     ) -> None:
         """Add divisions in ``order`` with smaller periods than those that were ``found``; none is below ``low``."""
-        high = before = min(found.values(), default=most * CLOSE)
+        high = min(found.values(), default=most * CLOSE)
         farther = FARTHER
         # Most orders are no better than the best of those before, which the first cap says then.
         cap = high / CLOSE if high < math.inf else low * farther or math.inf
-        low = max(low, self._slowest)
         while True:
             division = self._ways(order, takes(cap)).best()
             if division is not None:
@@ -135,11 +132,6 @@ class Divider:
                 cap = low * farther if farther < FAR else math.inf
             else:
                 cap = math.sqrt(low * high) if low > high / FAR else high / 8
-        if high < before and (division := self._ways(order, takes(high)).best()) is not None:
-            # Of those as fast the one with few bytes, where the way here came by another.
-            division = replace(division, kinds=self.twins.first(division.kinds))
-            found.pop(division, None)
-            found[division] = division.period(in_flight, synchronise)
 
     def fastest(self, cap: float, room: Room) -> list[Division]:
         """The division of each order with the least sum of times whose stages take ``cap`` seconds at the most."""
@@ -188,16 +180,3 @@ class Divider:
         around = np.arange(-2 * self._gap, 2 * self._gap + 1)
         near = np.unique(np.add.outer([*splits, self.costs.layers], around))
         return near[(near >= 0) & (near <= self.costs.layers)]
-
-    def _bound(self) -> float:
-        """Lower bound of T_max: of the longest layer, and if work could be divided at will."""
-        takes = np.array([np.diagonal(own, 1) for own in self.costs.own_last])
-        longest, work = float(takes.min(axis=0).max()), takes.mean(axis=0)
-        if not work.all():
-            return longest
-        # A device of this kind takes no less than so much for each unit of work, whichever layers it gets.
-        slowness = (takes / work).min(axis=1)
-        if not slowness.all():
-            return longest
-        speed = sum(len(kind.slots) / slow for kind, slow in zip(self.costs.kinds, slowness, strict=True))
-        return max(longest, float(work.sum() / speed) * (1 - 1e-9))

@@ -18,9 +18,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lightning_hetpipe.planning.model.costs import Costs, Floats
+from lightning_hetpipe.planning.model.costs import Costs, Division, Floats, Room
 from lightning_hetpipe.planning.search.device_orders import DeviceOrder, Rows, Transition, Twins
-from lightning_hetpipe.planning.search.division import Division, Room
 
 CELLS = 1 << 20
 """Numbers that are worked on at once."""

@@ -12,16 +12,14 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import combinations, islice, pairwise, product
-from typing import Any
 
 from lightning_hetpipe.planning.model.cluster import Cluster, Device, DeviceSlot, Node
 from lightning_hetpipe.planning.model.divided_stage import DividedStage
-from lightning_hetpipe.planning.model.estimate import StageEstimate, estimate
+from lightning_hetpipe.planning.model.estimate import StageEstimate
 from lightning_hetpipe.planning.model.group_times import group_times
-from lightning_hetpipe.planning.model.layer_widths import LayerWidths
-from lightning_hetpipe.planning.model.profile import Profile
-from lightning_hetpipe.planning.model.stage_memory import optimizer_state
+from lightning_hetpipe.planning.model.profile import LayerWidths, Profile
 from lightning_hetpipe.planning.search.choice import Choice, best_plan
+from lightning_hetpipe.planning.search.problem import PlanningProblem
 
 WORTH = 1.03
 """Least ratio of rates at which groups are worth their trouble."""
@@ -36,27 +34,22 @@ Parts = tuple[tuple[DeviceSlot, ...], ...]
 """Devices of each group; most are alone."""
 
 
-def plan_with_groups(
-    profile: Profile, cluster: Cluster, slots: Sequence[DeviceSlot] | None = None, **asked: Any
-) -> Choice:
+def plan_with_groups(problem: PlanningProblem, in_flight: int | None = None) -> Choice:
     """The plan with groups of devices that is over 1.03 times as fast as the best one without, where there is one; else
     the latter.
 
     Args:
-        profile: The model's; its ``widths`` say what can be divided.
-        cluster: Whose links connect the devices.
-        slots: The virtual worker's devices; by default all of the cluster.
-        asked: As :func:`~lightning_hetpipe.planning.search.choice.best_plan` takes it.
+        problem: What is asked of the plan; the ``widths`` of its profile say what can be divided.
+        in_flight: Nm, where it is not to be chosen.
 
     Raises:
-        SettingError: as ``best_plan`` does.
+        SettingError: as :func:`~lightning_hetpipe.planning.search.choice.best_plan` does.
     """
-    slots = cluster.slots if slots is None else tuple(slots)
-    plain = best_plan(profile, cluster, slots, **asked)
-    if not profile.widths or len(slots) == 1 or asked.get("ordered"):
+    plain = best_plan(problem, in_flight)
+    if not problem.profile.widths or len(problem.slots) == 1 or problem.ordered:
         return plain
-    search = _GroupSearch(profile, cluster, slots, plain, {**asked, "spread": False})
-    ways = [*search.ways()] if len(slots) <= MOST_DEVICES else []
+    search = _GroupSearch(replace(problem, spread=False), in_flight, plain)
+    ways = [*search.ways()] if len(problem.slots) <= MOST_DEVICES else []
     if 0 < len(ways) <= MOST_WAYS:
         for parts in sorted(ways, key=search.bound):
             search.look(parts)
@@ -66,53 +59,40 @@ def plan_with_groups(
 
 
 def plan_with_shares(
-    profile: Profile,
-    cluster: Cluster,
+    problem: PlanningProblem,
+    in_flight: int | None,
     parts: Parts,
     shares: Mapping[tuple[DeviceSlot, ...], Sequence[float]],
-    **asked: Any,
 ) -> Choice:
     """The best plan with a stage on each of ``parts``, in their order; it may lack memory on any of their devices.
 
     Args:
-        profile: The model's; its ``widths`` say what can be divided.
-        cluster: Whose links connect the devices.
+        problem: What is asked of the plan; the ``widths`` of its profile say what can be divided.
+        in_flight: Nm, where it is not to be chosen.
         parts: Devices of each stage, of one node; the first one has the unsplit weights.
         shares: Of each device, for those parts that have several.
-        asked: As :func:`~lightning_hetpipe.planning.search.choice.best_plan` takes it.
 
     Raises:
-        SettingError: as ``best_plan`` does.
+        SettingError: as :func:`~lightning_hetpipe.planning.search.choice.best_plan` does.
     """
-    asked |= {"spread": False, "ordered": True, "stages": len(parts)}
-    return _best(profile, cluster, parts, asked, shares=shares)
+    return _best(replace(problem, spread=False, ordered=True, stages=len(parts)), in_flight, parts, shares=shares)
 
 
 class _GroupSearch:
-    def __init__(
-        self,
-        profile: Profile,
-        cluster: Cluster,
-        slots: Sequence[DeviceSlot],
-        plain: Choice,
-        asked: Mapping[str, Any],
-    ) -> None:
+    def __init__(self, problem: PlanningProblem, in_flight: int | None, plain: Choice) -> None:
         self.found = plain
         self._least = plain.rate * WORTH if plain.fits else 0.0
-        self._profile = profile
-        self._cluster = cluster
-        self._slots = tuple(slots)
-        self._asked = asked
-        self._stages = asked.get("stages") or 1
+        self._problem = problem
+        self._in_flight = in_flight
         self._bounds: dict[tuple[DeviceSlot, ...], float] = {}
 
     def ways(self) -> Iterator[Parts]:
         """Each way to join devices that is not the same as another one with devices that are alike, at most one more
         than are looked at."""
         seen = set[object]()
-        for parts in _partitions(self._slots):
+        for parts in _partitions(self._problem.slots):
             alike = _kinds(parts)
-            if len(parts) < len(self._slots) and alike not in seen:
+            if len(parts) < len(self._problem.slots) and alike not in seen:
                 seen.add(alike)
                 yield tuple(map(self._with_main_first, parts))
                 if len(seen) > MOST_WAYS:
@@ -120,7 +100,7 @@ class _GroupSearch:
 
     def join(self) -> None:
         """Join two parts at a time."""
-        at: Parts = tuple((slot,) for slot in self._slots)
+        at: Parts = tuple((slot,) for slot in self._problem.slots)
         improves = True
         while improves:
             improves, seen = False, set[object]()
@@ -141,11 +121,11 @@ class _GroupSearch:
 
     def look(self, parts: Parts) -> bool:
         """Plan with these groups; True if that is the best plan yet."""
-        if len(parts) < self._stages or self.bound(parts) * self._least >= 1:
+        if len(parts) < (self._problem.stages or 1) or self.bound(parts) * self._least >= 1:
             return False
         most: dict[tuple[DeviceSlot, ...], Sequence[float]] = {part: [1.0] * len(part) for part in parts}
         for _ in range(RETRIES):
-            found = _best(self._profile, self._cluster, parts, self._asked, most)
+            found = _best(self._problem, self._in_flight, parts, most)
             if not found.fits or found.rate <= self._least:
                 return False
             lacking = [stage for stage in found.stages if stage.divided and stage.divided.overflow]
@@ -159,7 +139,7 @@ class _GroupSearch:
 
     def _seconds(self, part: tuple[DeviceSlot, ...]) -> float:
         if part not in self._bounds:
-            times = group_times(self._profile, self._cluster, part).times
+            times = group_times(self._problem.profile, self._problem.cluster, part).times
             self._bounds[part] = max(sum(each.forward + each.backward for each in times), 1e-12)
         return self._bounds[part]
 
@@ -168,16 +148,15 @@ class _GroupSearch:
 
         def order(slot: DeviceSlot) -> tuple[float, float]:
             memory = math.inf if slot.device.memory is None else slot.device.memory
-            return -memory, sum(each.forward + each.backward for each in self._profile.times_on(slot.device))
+            return -memory, sum(each.forward + each.backward for each in self._problem.profile.times_on(slot.device))
 
         return tuple(sorted(part, key=order))
 
 
 def _best(
-    profile: Profile,
-    cluster: Cluster,
+    problem: PlanningProblem,
+    in_flight: int | None,
     parts: Parts,
-    asked: Mapping[str, Any],
     most: Mapping[tuple[DeviceSlot, ...], Sequence[float]] = {},
     shares: Mapping[tuple[DeviceSlot, ...], Sequence[float]] = {},
 ) -> Choice:
@@ -186,25 +165,15 @@ def _best(
     It is searched as if each part of a run could be divided. Where a stage begins within a run, it may better begin
     before or behind it.
     """
-    joined = _Joined(profile, cluster, parts, most, shares)
-    found = best_plan(joined.profile, joined.cluster, joined.slots, **asked)
+    joined, profile = _Joined(problem, parts, most, shares), problem.profile
+    found = best_plan(joined.problem, in_flight)
     first = tuple(stage.first for stage in found.stages)
     if _cut(profile, first).widths == profile.widths:
         return joined.apart(found)
     plans: list[Choice] = []
     for splits in _beside_runs(profile, first):
-        joined = _Joined(_cut(profile, splits), cluster, parts, most, shares)
-        again = estimate(
-            joined.profile,
-            joined.cluster,
-            [stage.slot for stage in found.stages],
-            splits,
-            found.in_flight,
-            state=optimizer_state(asked.get("optimizer", "adam")),
-            recompute=found.recompute,
-            synchronise=asked.get("synchronise", 0.0),
-            versions=found.versions,
-        )
+        joined = _Joined(replace(problem, profile=_cut(profile, splits)), parts, most, shares)
+        again = joined.problem.estimate([stage.slot for stage in found.stages], splits, found.in_flight)
         plans.append(joined.apart(Choice.of(again, found.idle, found.tried, found.reasons, found.advise)))
     return max(plans, key=lambda each: (each.fits, each.rate))
 
@@ -213,26 +182,23 @@ class _Joined:
     """The devices of each of ``parts`` as one.
 
     Args:
-        profile: The model's.
-        cluster: Whose links connect the devices.
+        problem: The problem with the devices of ``parts``.
         parts: The groups, and the devices that are alone.
         most: Of each, the part of layers' units that its devices have room for; by default all.
         shares: Of each group that is not divided as is fastest, the shares of its devices.
 
     Attributes:
-        profile: With the times of each group, by a name that stands for it.
-        cluster: With each group as one device.
-        slots: These.
+        problem: The problem with each group as one device, and its times by a name that stands for it.
     """
 
     def __init__(
         self,
-        profile: Profile,
-        cluster: Cluster,
+        problem: PlanningProblem,
         parts: Parts,
         most: Mapping[tuple[DeviceSlot, ...], Sequence[float]],
         shares: Mapping[tuple[DeviceSlot, ...], Sequence[float]],
     ) -> None:
+        profile, cluster = problem.profile, problem.cluster
         self._times = {part: group_times(profile, cluster, part, most.get(part), shares.get(part)) for part in parts}
         prefix = [f"{node.name} " if len(cluster.nodes) > 1 else "" for node in cluster.nodes]
         names = {part: prefix[part[0].node] + " + ".join(map(str, part)) for part in parts}
@@ -243,11 +209,11 @@ class _Joined:
             places |= {(number, index): part for index, part in enumerate(here)}
             devices = [Device(names[part], part[0].device.memory) for part in here]
             nodes.append(Node(node.name, devices or node.devices, node.own_link))
-        self.cluster = Cluster(nodes, cluster.between)
-        self._parts = {slot: places[at] for slot in self.cluster.slots if (at := (slot.node, slot.number)) in places}
-        self.slots = tuple(self._parts)
+        cluster = Cluster(nodes, cluster.between)
+        self._parts = {slot: places[at] for slot in cluster.slots if (at := (slot.node, slot.number)) in places}
         times = {names[part]: found.times for part, found in self._times.items()}
-        self.profile = replace(profile, times=times, estimated={names[part]: names[part] for part in guessed})
+        profile = replace(profile, times=times, estimated={names[part]: names[part] for part in guessed})
+        self.problem = replace(problem, profile=profile, cluster=cluster, slots=tuple(self._parts))
 
     def apart(self, found: Choice) -> Choice:
         """``found``, a plan for the groups, as one of their devices."""
@@ -258,7 +224,7 @@ class _Joined:
     def _apart(self, stage: StageEstimate, recompute: bool) -> StageEstimate:
         part = self._parts[stage.slot]
         counts = {n: own for n, own in self._times[part].counts.items() if stage.first <= n <= stage.last}
-        divided = DividedStage.of(stage, part, self.profile, counts, recompute) if counts else None
+        divided = DividedStage.of(stage, part, self.problem.profile, counts, recompute) if counts else None
         return replace(stage, slot=part[0], divided=divided)
 
 

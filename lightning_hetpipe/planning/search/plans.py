@@ -7,19 +7,21 @@ How many minibatches a stage holds, and so how much memory it takes, is known on
 2. the period of the first of these is a bound that no plan beats. While the best plan that fits is further from the
    bound than 1%, other divisions are simulated, those with small periods first, as many as the effort allows;
 3. where the effort did not suffice, or not all orders of the devices were looked through, a local search goes on from
-   the best plan (``local_search``).
+   the best plan (:func:`changes`).
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
 from functools import cached_property
+from itertools import pairwise
+from typing import TypeAlias
 
-from lightning_hetpipe.planning.model.estimate import MINIBATCHES, WAVES, Estimate
+from lightning_hetpipe.planning.model.costs import Division
+from lightning_hetpipe.planning.model.estimate import Estimate
 from lightning_hetpipe.planning.search.divider import CLOSE
-from lightning_hetpipe.planning.search.division import Division
-from lightning_hetpipe.planning.search.local_search import changes
-from lightning_hetpipe.planning.search.problem import Loads, PlanningProblem
+from lightning_hetpipe.planning.search.problem import MINIBATCHES, WAVES, Loads, PlanningProblem
 
 ENOUGH = 0.99
 """Part of a bound, or of a rate, that is as good as all of it."""
@@ -42,6 +44,10 @@ GLANCE = 100
 
 UPHILL = 1.0005
 """Smallest gain of throughput, as a factor, that is worth a change."""
+
+
+Place: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
+"""The kind of each stage's device, and its first layer."""
 
 
 class PlansAt:
@@ -211,3 +217,49 @@ class PlansAt:
 def _lack(found: Estimate) -> int:
     """Bytes that all devices together lack."""
     return sum(stage.overflow for stage in found.stages)
+
+
+def changes(problem: PlanningProblem, division: Division) -> Iterator[Division]:
+    """Yield the divisions that differ from ``division`` by one change: a split point moves, two devices change places,
+    another is taken or added."""
+    costs = problem.costs
+    kinds, splits = division.kinds, division.splits
+    ends = (*splits[1:], costs.layers)
+    places = [*_moved(splits, ends, kinds), *_placed(problem, kinds, splits, ends)]
+    for other, starts in places:
+        if problem.stages in (None, len(other)) and (not problem.ordered or _is_rising(other)):
+            yield Division.of(costs, other, starts)
+
+
+def _moved(splits: Sequence[int], ends: Sequence[int], kinds: tuple[int, ...]) -> Iterator[Place]:
+    """Move one split point, by 1, 2, 4, ... layers."""
+    step = 1
+    while step <= max(1, ends[-1] // 2):
+        for index in range(1, len(splits)):
+            for split in (splits[index] - step, splits[index] + step):
+                if splits[index - 1] < split < ends[index]:
+                    yield kinds, (*splits[:index], split, *splits[index + 1 :])
+        step *= 2
+
+
+def _placed(
+    problem: PlanningProblem, kinds: tuple[int, ...], splits: tuple[int, ...], ends: tuple[int, ...]
+) -> Iterator[Place]:
+    """Change devices, whatever their order."""
+    idle = [kind for kind, each in enumerate(problem.costs.kinds) if kinds.count(kind) < len(each.slots)]
+    for index, kind in enumerate(kinds):
+        before, after = kinds[:index], kinds[index + 1 :]
+        for other in idle:
+            if other != kind:
+                yield (*before, other, *after), splits
+            if ends[index] - splits[index] > 1:
+                split = (*splits[: index + 1], (splits[index] + ends[index]) // 2, *splits[index + 1 :])
+                yield (*before, other, kind, *after), split
+                yield (*before, kind, other, *after), split
+        for second in range(index):
+            if kinds[second] != kind:
+                yield (*kinds[:second], kind, *kinds[second + 1 : index], kinds[second], *after), splits
+
+
+def _is_rising(kinds: Sequence[int]) -> bool:
+    return all(one < other for one, other in pairwise(kinds))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
 from itertools import accumulate, chain, pairwise
 from typing import TypeAlias
@@ -12,14 +12,27 @@ from typing import TypeAlias
 import numpy as np
 
 from lightning_hetpipe.planning.model.cluster import Cluster, DeviceSlot
-from lightning_hetpipe.planning.model.costs import Costs, Floats, StageBytes, kinds_of
-from lightning_hetpipe.planning.model.estimate import Estimate, SimulatedStages, estimate, simulated_within
+from lightning_hetpipe.planning.model.costs import Costs, Division, Fits, Floats, Room, StageBytes, kinds_of
+from lightning_hetpipe.planning.model.estimate import (
+    INSTANT,
+    Estimate,
+    SimulatedStages,
+    StageEstimate,
+    stage_times_on,
+    step_on,
+    visits_on,
+)
 from lightning_hetpipe.planning.model.profile import Profile
-from lightning_hetpipe.planning.model.simulate import StageLoad
-from lightning_hetpipe.planning.model.spread_memory import SpreadMemory
-from lightning_hetpipe.planning.search.divider import MOST_BOUNDARIES, Divider
-from lightning_hetpipe.planning.search.division import Division, Fits, Room
+from lightning_hetpipe.planning.model.simulate import NoRoom, StageLoad, simulate
+from lightning_hetpipe.planning.model.stage_memory import Sizes, SpreadMemory, optimizer_state, stage_memory
+from lightning_hetpipe.planning.search.divider import FEW_BOUNDARIES, MOST_BOUNDARIES, Divider
 from lightning_hetpipe.rules.versions import STASH, Versions, WeightPolicy
+
+WAVES = 6
+"""Simulated waves of Nm minibatches each. In the first two the pipeline fills, and in the last it drains."""
+
+MINIBATCHES = 48
+"""Fewest minibatches that are simulated."""
 
 
 def unseen() -> None:
@@ -55,37 +68,57 @@ class Loads:
 
 @dataclass(frozen=True)
 class PlanningProblem:
-    """Layers that are to be divided among the devices of one virtual worker.
+    """Layers that are to be divided among the devices of one virtual worker, and all that is asked of a plan but Nm.
 
     Attributes:
         profile: The model's.
         cluster: Whose links connect the devices.
-        slots: The virtual worker's devices.
-        ordered: Whether stages are to lie on them in their order; some may be left out all the same.
-        state: The optimizer's bytes for each byte of the trained weights.
+        slots: The virtual worker's devices; by default all of the cluster.
+        optimizer: A name in :data:`~lightning_hetpipe.planning.model.stage_memory.OPTIMIZERS`, or the bytes of state
+            for each byte of the weights.
+        ordered: Whether stages are to lie on the devices in their given order; some may be left out all the same.
         recompute: Whether forwards are computed again for their backwards.
         stages: k, at most one for each layer and each device; None for as many as are of use.
         synchronise: Seconds that a wave's end waits for the parameter servers.
         weights: The weight policy.
         every: Minibatches of an optimizer step.
-        spread: What devices hold with one minibatch in flight, where that is a spread run; None where it is a pipeline.
+        spread: Whether ``in_flight=1`` asks for a spread run. It does in a fit, unless that compiles, has several
+            virtual workers, or computes forwards of several stages again. One device alone asks for it, too.
+        brief: Whether a plan will do that takes little time to find, and may be some percent slower.
         progress: Called after each simulation.
-        boundaries: Number of boundaries between layers above which only some are looked at.
+
+    Raises:
+        SettingError: for an optimizer that is not known.
     """
 
     profile: Profile
     cluster: Cluster
-    slots: Sequence[DeviceSlot]
+    slots: Sequence[DeviceSlot] = ()
+    _: KW_ONLY
+    optimizer: str | float = "adam"
     ordered: bool = False
-    state: float = 0.0
     recompute: bool = False
     stages: int | None = None
     synchronise: float = 0.0
     weights: WeightPolicy = STASH
     every: int = 1
-    spread: SpreadMemory | None = None
+    spread: bool = False
+    brief: bool = False
     progress: Callable[[], object] = unseen
-    boundaries: int = MOST_BOUNDARIES
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "slots", tuple(self.slots) or self.cluster.slots)
+
+    @cached_property
+    def state(self) -> float:
+        """The optimizer's bytes for each byte of the trained weights."""
+        return optimizer_state(self.optimizer)
+
+    @property
+    def spread_memory(self) -> SpreadMemory | None:
+        """Memory model of devices with one minibatch in flight, if that is a spread run; None for a pipeline."""
+        alone = (self.stages or len(self.slots)) == 1
+        return SpreadMemory.of(self.optimizer) if self.spread and (alone or not self.recompute) else None
 
     def versions(self, in_flight: int) -> Versions:
         """The versions that minibatches use at Nm = ``in_flight``."""
@@ -99,7 +132,7 @@ class PlanningProblem:
     @cached_property
     def divider(self) -> Divider:
         """Divider of the layers."""
-        return Divider(self.costs, self.stages, self.ordered, self.boundaries)
+        return Divider(self.costs, self.stages, self.ordered, FEW_BOUNDARIES if self.brief else MOST_BOUNDARIES)
 
     def lightest(self, in_flight: int, period: float = math.inf) -> Loads:
         """Least loads of stages whose division has a period of ``period`` seconds or less.
@@ -198,12 +231,15 @@ class PlanningProblem:
     def better(self, division: Division, in_flight: int, above: float) -> Estimate | None:
         """Simulate ``division``; None where that has no more than ``above`` minibatches per second, or a stage has no
         room for the minibatches that it holds."""
-        slots, versions = self.costs.slots(division.kinds), self.versions(in_flight)
-        room = None if self.profile.calls else self._most_held(division, versions.copies)
-        where = (self.profile, self.cluster, slots, division.splits, versions, self.recompute, self.synchronise)
-        run = simulated_within(*where, room)
-        self.progress()
-        return None if run is None or run.rate <= above else self.estimate(slots, division.splits, in_flight, run=run)
+        slots, splits = self.costs.slots(division.kinds), division.splits
+        room = None if self.profile.calls else self._most_held(division, self.versions(in_flight).copies)
+        try:
+            run = self._run(slots, splits, in_flight, room)
+        except NoRoom:
+            return None
+        finally:
+            self.progress()
+        return self.estimate(slots, splits, in_flight, run=run) if run.rate > above else None
 
     def _most_held(self, division: Division, copies: int) -> list[float]:
         """Minibatches for whose activations each stage has room, the last one left out, which holds one at a time."""
@@ -221,17 +257,67 @@ class PlanningProblem:
         spread: SpreadMemory | None = None,
         run: SimulatedStages | None = None,
     ) -> Estimate:
-        """Estimate of stages on ``slots`` that start at the layers ``splits``; see :func:`estimate`."""
-        return estimate(
-            self.profile,
-            self.cluster,
-            slots,
-            splits,
+        """Estimate stages on ``slots`` that start at the layers ``splits``.
+
+        Args:
+            slots: The device of each stage.
+            splits: The first layer of each stage.
+            in_flight: Nm.
+            spread: What devices hold in a spread run, for an estimate of one; by default it is of a pipeline.
+            run: Its simulation, where that is known.
+
+        Raises:
+            SettingError: where the profile has no times of a device.
+        """
+        run = run or self._run(slots, splits, in_flight)
+        versions, layers, user = self.versions(in_flight), self.profile.layers, self.profile.user
+        stages = list[StageEstimate]()
+        for index, (first, after) in enumerate(pairwise((*splits, len(layers)))):
+            sizes, last = Sizes.of(layers, first, after - 1), index + 1 == len(slots)
+            if spread is not None:
+                taken = {StageLoad(1, 0): spread.stage(sizes, user if last else None)}
+            else:
+                taken = {
+                    load: stage_memory(
+                        sizes,
+                        in_flight,
+                        [load],
+                        state=self.state,
+                        recompute=self.recompute,
+                        user=user.total(in_flight, self.state) if last else 0,
+                        buffers=versions.copies,
+                    )
+                    for load in run.simulation.heaviest(index)
+                }
+            most = max(taken, key=lambda load: taken[load].total)
+            place, held = (slots[index], first, after - 1), run.simulation.held[index]
+            stages.append(StageEstimate(*place, run.times[index], taken[most], held, most))
+        return Estimate(tuple(stages), versions, self.recompute, run.rate, run.simulation, spread is not None)
+
+    def _run(
+        self, slots: Sequence[DeviceSlot], splits: Sequence[int], in_flight: int, room: Sequence[float] | None = None
+    ) -> SimulatedStages:
+        """Simulate stages, as :func:`~lightning_hetpipe.planning.model.simulate.simulate` does.
+
+        Lightning's step takes as long as the updates of the stage whose take longest, as devices work side by side.
+        """
+        profile, versions = self.profile, self.versions(in_flight)
+        times = stage_times_on(profile, self.cluster, slots, splits, self.recompute)
+        parts, visits = visits_on(profile, slots, splits, times, self.recompute)
+        period = versions.period
+        waves = max(WAVES, -(-MINIBATCHES // period))
+        run = simulate(
+            parts,
             in_flight,
-            state=self.state,
-            recompute=self.recompute,
+            waves * period,
+            step=step_on(profile, slots, splits),
             synchronise=self.synchronise,
-            versions=self.versions(in_flight),
-            spread=spread,
-            run=run,
+            visits=visits,
+            versions=versions,
+            room=room,
         )
+        begin, end = waves // 3 * period, (waves - 1) * period
+        seconds = run.published[end - 1] - run.published[begin - 1]
+        # Versions come in bunches, so that a window may begin behind one and end behind another: up to 2% too many.
+        rate = (end - begin) / max(seconds, INSTANT, (end - begin) * max(each.total for each in times))
+        return SimulatedStages(times, run, rate)

@@ -14,8 +14,7 @@ from itertools import accumulate
 
 from lightning_hetpipe.planning.model.cluster import DeviceSlot
 from lightning_hetpipe.planning.model.estimate import Estimate
-from lightning_hetpipe.planning.model.spread_memory import SpreadMemory
-from lightning_hetpipe.planning.model.stage_memory import Sizes
+from lightning_hetpipe.planning.model.stage_memory import Sizes, SpreadMemory
 from lightning_hetpipe.planning.search.problem import PlanningProblem
 
 FULL = 0.85

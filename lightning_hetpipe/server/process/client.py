@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from types import TracebackType
 from typing import Self
 
 from torch import Tensor
@@ -110,9 +109,7 @@ class Client(ServerRequests):
         self._heart.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
         """Leave, unless that was done: with an exception, the others are told and end as well."""
         if not self._left:
             self._leave("" if kind is None else f"{kind.__name__}: {error}"[:2000])

@@ -15,11 +15,10 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, replace
 from importlib import import_module
-from types import TracebackType
 from typing import Any, Self, cast
 
 from lightning_hetpipe.errors import SettingError
-from lightning_hetpipe.server.process.parent_death import ASK, forget
+from lightning_hetpipe.server.process.signals import ASK, forget
 from lightning_hetpipe.server.transport.security import Security
 
 _START = 120.0  # seconds in which a child must serve: on a busy machine torch alone takes many to import
@@ -96,9 +95,7 @@ class ServerProcess:
         self.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
     def start(self, unwanted: threading.Event | None = None) -> None:

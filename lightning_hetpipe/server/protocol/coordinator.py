@@ -21,13 +21,11 @@ from lightning_hetpipe.server.protocol import messages
 from lightning_hetpipe.server.protocol.commit_log import CommitLog
 from lightning_hetpipe.server.protocol.deadlock import DeadlockDetector
 from lightning_hetpipe.server.protocol.decisions import GenerationBegan, Note, ignore
-from lightning_hetpipe.server.protocol.gathers import LIMIT, Gathers
+from lightning_hetpipe.server.protocol.gathers import LIMIT, Gathers, KeptBytes
 from lightning_hetpipe.server.protocol.identifiers import MOST_VIRTUAL_WORKERS, Refusal, RemoteFault
-from lightning_hetpipe.server.protocol.kept import KeptBytes
-from lightning_hetpipe.server.protocol.leases import Leases
 from lightning_hetpipe.server.protocol.messages import Answer, Request
 from lightning_hetpipe.server.protocol.recovery import Recovery, decide, newest_pull
-from lightning_hetpipe.server.protocol.roster import Roster
+from lightning_hetpipe.server.protocol.roster import Leases, Roster
 
 MAX_FAILURE = 4000
 """Characters of a failure's reason that are passed on."""

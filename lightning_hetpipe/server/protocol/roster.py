@@ -1,14 +1,60 @@
-"""Roster: the VWs of a session, by their incarnations: who may speak, who lives, who has departed. Pure."""
+"""Roster: the VWs of a session, by their incarnations: who may speak, who lives by its lease, who departed. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import fields
 
 from lightning_hetpipe.server.protocol.identifiers import Refusal, RemoteFault
-from lightning_hetpipe.server.protocol.leases import Leases
-from lightning_hetpipe.server.protocol.messages import Departed, Done, Join, Leave, Request, TrainingSignature
+from lightning_hetpipe.server.protocol.messages import (
+    Departed,
+    Done,
+    Join,
+    Leave,
+    Parameter,
+    Request,
+    TrainingSignature,
+)
 from lightning_hetpipe.server.protocol.recovery import check
-from lightning_hetpipe.server.protocol.signature import difference
+
+FORGOTTEN = 10
+"""Leases of silence of all VWs after which they are taken for dead."""
+
+
+class Leases:
+    """Leases: a VW is alive if it was heard within its lease.
+
+    If no message arrives from anyone, all VWs were stopped (Ctrl-Z), or the server was: VWs are heard three times in a
+    lease, so at most half a lease of that time counts. After `FORGOTTEN` leases of such a silence all leases end.
+
+    Args:
+        seconds: of silence after which a VW is left out.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self.seen: dict[int, float] = {}
+        """By VW that is alive, the time at which it was last heard."""
+        self._heard: float | None = None
+        """The time at which any VW was last heard."""
+
+    def hear(self, now: float) -> float:
+        """Note that a VW is heard; return the seconds before that do not count."""
+        excess = 0.0 if self._heard is None else max(0.0, now - self._heard - self.seconds / 2)
+        self._heard = now
+        self.seen = {vw: seen + excess for vw, seen in self.seen.items()}
+        return excess
+
+    def expired(self, now: float) -> list[int]:
+        """VWs whose leases have run out."""
+        silence = 0.0 if self._heard is None else now - self._heard
+        if self.seconds / 2 < silence <= FORGOTTEN * self.seconds:
+            return []
+        return [vw for vw, seen in self.seen.items() if now - seen > self.seconds]
+
+    def ends(self) -> list[float]:
+        """Times at which leases run out if nobody is heard until then."""
+        return [seen + self.seconds for seen in self.seen.values()]
 
 
 class Roster:
@@ -85,3 +131,35 @@ class Roster:
     def done(self) -> Done:
         """Answer that tells of departed members."""
         return Done(tuple(self._departed.values()))
+
+
+def difference(first: TrainingSignature, other: TrainingSignature) -> str | None:
+    """Describe the first difference of ``other`` from that of the VW that came first; ``None`` if they are equal."""
+    for mine, theirs in zip(first.settings, other.settings, strict=False):
+        if mine != theirs:
+            return f"'{theirs}' instead of '{mine}'"
+    for field in fields(TrainingSignature):
+        a, b = getattr(first, field.name), getattr(other, field.name)
+        if field.name not in ("settings", "parameters", "least") and a != b:
+            return f"{field.name.replace('_', ' ')}: {b!r} instead of {a!r}"
+    if len(first.settings) != len(other.settings):
+        return f"settings: {', '.join(other.settings)} instead of {', '.join(first.settings)}"
+    names = [parameter.name for parameter in first.parameters]
+    known = {parameter.name: parameter for parameter in first.parameters}
+    others = {parameter.name: parameter for parameter in other.parameters}
+    for name in names:
+        if name not in others:
+            return f"parameter '{name}' is missing"
+    for name, parameter in others.items():
+        if name not in known:
+            return f"parameter '{name}' is not known to the others"
+        if parameter != known[name]:
+            return f"parameter '{name}' is {_described(parameter)} instead of {_described(known[name])}"
+    if names != [parameter.name for parameter in other.parameters]:
+        return "the order of the parameters"
+    return None
+
+
+def _described(parameter: Parameter) -> str:
+    sent = "" if parameter.update_dtype == parameter.dtype else f" sent as {parameter.update_dtype}"
+    return f"{parameter.dtype} {list(parameter.shape)}{sent}"

@@ -29,6 +29,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_hetpipe.rules import parameter_placement
 from lightning_hetpipe.server.protocol.identifiers import Commit, Refusal, RemoteFault, UpdateId
 from lightning_hetpipe.server.protocol.messages import (
     Holding,
@@ -378,3 +379,16 @@ def _sender(message: Load | StageUpdate) -> tuple[int, tuple[int, ...]]:
 def _taken(body: memoryview) -> Tensor:
     """Bytes of ``body``, without a copy."""
     return torch.from_numpy(np.asarray(body)) if len(body) else block_of(0)
+
+
+def place(parameters: Sequence[Parameter], servers: int, how: str, homes: Sequence[int] = ()) -> list[list[int]]:
+    """Return the indices of the parameters on each server, ascending.
+
+    Args:
+        how, homes: As for :func:`~lightning_hetpipe.rules.parameter_placement.place`.
+
+    Raises:
+        SettingError: for another ``how``.
+    """
+    sizes = [math.prod(parameter.shape) * dtype_of(parameter.dtype).itemsize for parameter in parameters]
+    return parameter_placement.place(sizes, servers, how, homes)

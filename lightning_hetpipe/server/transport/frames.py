@@ -14,8 +14,7 @@ from enum import Enum
 from typing import TypeVar
 
 from lightning_hetpipe.server.transport.codec import Codec, Malformed
-from lightning_hetpipe.server.transport.interface import HEADER_LIMIT
-from lightning_hetpipe.server.transport.release import RELEASE
+from lightning_hetpipe.server.transport.interface import HEADER_LIMIT, RELEASE
 from lightning_hetpipe.server.transport.shared_memory import Place
 
 CHUNK = 1 << 20

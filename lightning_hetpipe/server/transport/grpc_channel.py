@@ -13,9 +13,8 @@ from lightning_hetpipe.server.transport.codec import Malformed
 from lightning_hetpipe.server.transport.frames import CHUNK, Answer, Opening, Outcome
 from lightning_hetpipe.server.transport.grpc_import import grpc
 from lightning_hetpipe.server.transport.grpc_server import BEARER, LIMITS, LONGEST, MANY, ONE, SERVICE, SHOWN, TOKEN
-from lightning_hetpipe.server.transport.interface import TIMEOUT, CallRefused, Unreachable
+from lightning_hetpipe.server.transport.interface import RELEASE, TIMEOUT, CallRefused, Unreachable
 from lightning_hetpipe.server.transport.rejections import printable
-from lightning_hetpipe.server.transport.release import RELEASE
 from lightning_hetpipe.server.transport.security import Security, is_loopback, split
 from lightning_hetpipe.server.transport.shared_memory import LEAST, NoBlock, Place, Views, place_of
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from types import TracebackType
 from typing import Any, NoReturn, Self
 
 from lightning_hetpipe.errors import SettingError
@@ -14,9 +13,8 @@ from lightning_hetpipe.server.transport.call_threads import CallThreads
 from lightning_hetpipe.server.transport.codec import Malformed
 from lightning_hetpipe.server.transport.frames import CHUNK, OVERHEAD, Answer, Opening, Outcome
 from lightning_hetpipe.server.transport.grpc_import import grpc
-from lightning_hetpipe.server.transport.interface import HEADER_LIMIT, CallRefused, Handler, Reply
+from lightning_hetpipe.server.transport.interface import HEADER_LIMIT, RELEASE, CallRefused, Handler, Reply
 from lightning_hetpipe.server.transport.rejections import Rejections, printable
-from lightning_hetpipe.server.transport.release import RELEASE
 from lightning_hetpipe.server.transport.security import Security, split
 from lightning_hetpipe.server.transport.shared_memory import NoBlock, Views, place_of
 
@@ -133,9 +131,7 @@ class GrpcServer:
         self._server = server
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
     def stop(self) -> None:

@@ -7,7 +7,11 @@ gRPC carries them (``grpc_server``, ``grpc_channel``); bodies in memory that bot
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib import metadata
 from typing import NamedTuple, Protocol
+
+RELEASE = metadata.version("lightning-hetpipe")
+
 
 TIMEOUT = 60.0
 """Default deadline of a call, in seconds."""

@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_hetpipe.planning.model.cluster import Cluster
+from lightning_hetpipe.planning.model.costs import Division
 from lightning_hetpipe.planning.model.profile import Profile
-from lightning_hetpipe.planning.search.division import Division
-from lightning_hetpipe.planning.search.local_search import changes
+from lightning_hetpipe.planning.search.plans import changes
 from lightning_hetpipe.planning.search.problem import PlanningProblem
 from tests.planning.instances import clusters, divisions, profiles
 from tests.support.marks import explores
@@ -20,7 +20,7 @@ def test_changes_are_divisions(
     profile: Profile, cluster: Cluster, ordered: bool, given_: bool, data: st.DataObject
 ) -> None:
     """And of as many stages, where that is given."""
-    costs = PlanningProblem(profile, cluster, cluster.slots, ordered).costs
+    costs = PlanningProblem(profile, cluster, optimizer=0, ordered=ordered).costs
     every = {
         (tuple(next(n for n, kind in enumerate(costs.kinds) if slot in kind.slots) for slot, *_ in stages), splits)
         for stages in divisions(len(profile.layers), cluster.slots, ordered)
@@ -28,7 +28,7 @@ def test_changes_are_divisions(
     }
     place = data.draw(st.sampled_from(sorted(every)))
     stages = len(place[0]) if given_ else None
-    problem = PlanningProblem(profile, cluster, cluster.slots, ordered, stages=stages)
+    problem = PlanningProblem(profile, cluster, optimizer=0, ordered=ordered, stages=stages)
     assert {(each.kinds, each.splits) for each in changes(problem, Division.of(costs, *place))} <= {
         each for each in every if stages in (None, len(each[0]))
     }

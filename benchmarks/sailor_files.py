@@ -1,4 +1,6 @@
-"""Profiles of the Sailor project (eth-easl/sailor, SOSP 2025), as its ``gather_profs.py`` writes them.
+"""`python -m benchmarks.sailor_files`: writes the Sailor project's times of one model as a profile of `hetpipe-plan`.
+
+The project (eth-easl/sailor, SOSP 2025) has these files, which its ``gather_profs.py`` writes:
 
     sailor_planner/profiles/MODEL/GPU/profile.json   {microbatch: {degree: {layer: [forward, backward, update]}}}
     simulations/profiles_tmp.json                    {MODEL: {GPU: the same}}
@@ -15,13 +17,16 @@ by the bytes of its weights.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import argparse
+import sys
+from collections.abc import Iterable, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Any, TypeVar
 
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.planning.model.profile import LayerBytes, Profile, Times
+from lightning_hetpipe.planning.plan import profile_file
 from lightning_hetpipe.planning.plan.json_file import Document
 
 T = TypeVar("T", str, int)
@@ -36,9 +41,22 @@ _WHOLE = "1"
 """Degree of tensor parallelism at which one GPU holds whole layers."""
 
 
-def has_times(value: Any) -> bool:
-    """Return True if ``value``, read from a file, has the form of one of Sailor's two files with times."""
-    return _is_of_gpu(value) or _is_of_models(value)
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Convert the times that ``arguments`` name, by default those of the command line; return the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.sailor_files")
+    parser.add_argument("path", help="a file of times, a model's folder, or the folder of all models")
+    parser.add_argument("--model", help="which one, if PATH has several models")
+    parser.add_argument("--microbatch", type=int, help="samples of a microbatch, if PATH has several microbatches")
+    parser.add_argument("--out", default=NAME, help="the file to write; profile.json by default")
+    given = parser.parse_args(arguments)
+    try:
+        profile = load(given.path, given.model, given.microbatch)
+    except SettingError as error:
+        print(error, file=sys.stderr)
+        return 2
+    profile_file.save(profile, given.out)
+    print(f"{given.out} has the times of {profile.model} at microbatch {profile.samples} on {', '.join(profile.times)}")
+    return 0
 
 
 def load(path: str | PathLike[str], model: str | None = None, microbatch: int | None = None) -> Profile:
@@ -54,7 +72,7 @@ def load(path: str | PathLike[str], model: str | None = None, microbatch: int | 
         SettingError: one sentence with the file and what is wrong there, or what has to be chosen.
     """
     found = _models(Path(path))
-    name = _chosen(found, model, "profile_model", f"{path} has the models")
+    name = _chosen(found, model, "--model", f"{path} has the models")
     whole = {
         (int(samples), gpu): degrees[_WHOLE]
         for gpu, document in found[name].items()
@@ -67,7 +85,7 @@ def load(path: str | PathLike[str], model: str | None = None, microbatch: int | 
             " release does not plan; give the times of another model, or of other GPUs"
         )
     counts = sorted({samples for samples, _ in whole})
-    samples = _chosen(counts, microbatch, "profile_microbatch", f"{path} has {name} at the microbatches")
+    samples = _chosen(counts, microbatch, "--microbatch", f"{path} has {name} at the microbatches")
     sizes = _sizes_file(Path(path))[name][_WHOLE]
     layers = _layers(sizes, samples)
     shares = _shares([layer.parameters for layer in layers])
@@ -85,7 +103,7 @@ def load(path: str | PathLike[str], model: str | None = None, microbatch: int | 
 def _models(path: Path) -> dict[str, dict[str, Document]]:
     """Times of each GPU, by model."""
     if path.is_dir():
-        files = sorted([*path.glob(f"*/{NAME}"), *path.glob(f"*/*/{NAME}")])
+        files = sorted([*path.glob(NAME), *path.glob(f"*/{NAME}"), *path.glob(f"*/*/{NAME}")])
     else:
         document = Document.read(path)
         if not _is_of_gpu(document.value):
@@ -170,9 +188,9 @@ def _chosen(found: Iterable[T], asked: T | None, setting: str, has: str) -> T:
     if asked is None and len(known) == 1:
         return known[0]
     if asked is None:
-        raise SettingError(f"{listed}; choose one, as in {setting}={known[0]}")
+        raise SettingError(f"{listed}; choose one, as in {setting} {known[0]}")
     if asked not in known:
-        raise SettingError(f"{listed}, and not {setting}={asked}; choose one of these")
+        raise SettingError(f"{listed}, and not {setting} {asked}; choose one of these")
     return asked
 
 
@@ -180,12 +198,9 @@ def _is_of_gpu(value: Any) -> bool:
     return isinstance(value, dict) and bool(value) and all(map(_is_number, value))
 
 
-def _is_of_models(value: Any) -> bool:
-    if not isinstance(value, dict) or not all(isinstance(gpus, dict) for gpus in value.values()):
-        return False
-    gpus = [times for each in value.values() for times in each.values()]
-    return bool(gpus) and all(map(_is_of_gpu, gpus))
-
-
 def _is_number(key: str) -> bool:
     return key.isascii() and key.isdigit()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

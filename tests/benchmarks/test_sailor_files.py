@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
+from benchmarks.sailor_files import load, main
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.planning.model.profile import LayerBytes, Times
-from lightning_hetpipe.planning.plan.profile_file import load, save
-from tests.planning.sailor import WEIGHTS, checkout, gpu, write
+from lightning_hetpipe.planning.plan import profile_file
+from tests.support.sailor import WEIGHTS, checkout, gpu, write
 
 
 @pytest.fixture
@@ -54,24 +55,22 @@ def test_a_gpu_without_times_at_the_microbatch_is_left_out(planner: Path) -> Non
     assert [*load(planner / "sailor_planner" / "profiles" / "GPT", microbatch=16).times] == ["A100-40"]
 
 
-def test_a_folder_with_a_profile_of_ours(planner: Path, tmp_path: Path) -> None:
-    mine = load(planner / "sailor_planner" / "profiles" / "OPT")
-    save(mine, tmp_path / "profile.json")
-    assert load(tmp_path) == mine
-    assert load(tmp_path, model="OPT", microbatch=4) == mine
-    with pytest.raises(SettingError, match=r"profile\.json: samples is 4, and not profile_microbatch=2; leave that ou"):
-        load(tmp_path, microbatch=2)
-    with pytest.raises(SettingError, match=r"profile\.json: model is 'OPT', and not profile_model=GPT; leave that out"):
-        load(tmp_path, model="GPT")
+def test_the_script_writes_a_profile_of_ours(planner: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    profiles = str(planner / "sailor_planner" / "profiles")
+    assert main([profiles, "--model", "GPT", "--microbatch", "2", "--out", str(tmp_path / "profile.json")]) == 0
+    assert profile_file.load(tmp_path) == load(profiles, "GPT", 2)
+    assert "has the times of GPT at microbatch 2 on A100-40, V100-16" in capsys.readouterr().out
+    assert main([profiles]) == 2
+    assert "has the models GPT, OPT; choose one" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("choices", "says"),
     [
-        ({}, r"profiles has the models GPT, OPT; choose one, as in profile_model=GPT$"),
-        ({"model": "gpt"}, r"profiles has the models GPT, OPT, and not profile_model=gpt; choose one of these"),
-        ({"model": "GPT"}, r"has GPT at the microbatches 1, 2, 16; choose one, as in profile_microbatch=1"),
-        ({"model": "OPT", "microbatch": 5}, r"has OPT at the microbatches 4, and not profile_microbatch=5; choose"),
+        ({}, r"profiles has the models GPT, OPT; choose one, as in --model GPT$"),
+        ({"model": "gpt"}, r"profiles has the models GPT, OPT, and not --model gpt; choose one of these"),
+        ({"model": "GPT"}, r"has GPT at the microbatches 1, 2, 16; choose one, as in --microbatch 1"),
+        ({"model": "OPT", "microbatch": 5}, r"has OPT at the microbatches 4, and not --microbatch 5; choose"),
     ],
 )
 def test_a_choice_that_has_to_be_made(planner: Path, choices: dict[str, Any], says: str) -> None:
