@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import selectors
 import socket
@@ -13,15 +14,15 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict
 from functools import partial
 from typing import Protocol, Self
 
 from lightning_hetpipe.errors import SettingError
-from lightning_hetpipe.hosts.host_child import LONGEST_REASON
-from lightning_hetpipe.hosts.host_process import started
+from lightning_hetpipe.hosts.host_child import CHILD, LONGEST_REASON
 from lightning_hetpipe.hosts.secured_socket import INTRODUCING, listen, unlike
 from lightning_hetpipe.server.process.server_process import how
-from lightning_hetpipe.server.process.signals import Signals
+from lightning_hetpipe.server.process.signals import Signals, guarded
 from lightning_hetpipe.server.transport.rejections import Rejections
 from lightning_hetpipe.server.transport.security import Security, joined, split
 
@@ -251,7 +252,7 @@ class _Hosts:
     """The processes."""
 
     def __init__(self, security: Security) -> None:
-        self._security = security
+        self._told = json.dumps({"path": [os.path.abspath(each) for each in sys.path], "security": asdict(security)})
         self._running: list[subprocess.Popen[bytes]] = []
         self._reasons: dict[int, str] = {}
 
@@ -266,7 +267,12 @@ class _Hosts:
             return None
         reasons, its = os.pipe()
         try:
-            process = started(self._security, connection.fileno(), its)
+            process = subprocess.Popen(
+                guarded([sys.executable, "-c", CHILD, "hetpipe-host", str(connection.fileno()), str(its)]),
+                stdin=subprocess.PIPE,
+                pass_fds=[connection.fileno(), its],
+                start_new_session=True,
+            )
         except OSError:
             os.close(reasons)
             raise
@@ -274,6 +280,9 @@ class _Hosts:
             os.close(its)
         self._reasons[reasons] = peer
         self._running.append(process)
+        assert process.stdin is not None
+        with suppress(OSError), process.stdin as pipe:
+            pipe.write(self._told.encode())  # a command line could be read by other users
         return reasons
 
     def heard(self, reasons: int) -> tuple[str, str]:

@@ -134,7 +134,7 @@ class PlannedDevices(SharedCheckpoints):
         return self.cluster is not None and self._nodes_started == 1 and self._is_on_cpu
 
     def _found_addresses(self) -> host_setting.StageHosts:
-        """Place of stages; addresses of hosts, where the nodes of this launch have started some."""
+        """Return the addresses of hosts that nodes of this launch have started, or those that the user gives."""
         hosts = self._found_hosts()
         return self.stage_hosts if hosts is None else hosts.hosts
 

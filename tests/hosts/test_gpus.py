@@ -12,9 +12,9 @@ import torch
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.hosts.host_device import name_of
 from lightning_hetpipe.planning.plan.document import Plan
-from tests.exact.pipelines import even
-from tests.exact.running import assert_same_run, fit
-from tests.hosts.test_other_machines import Hosts, plan, serving, task
+from tests.exact.running import fit
+from tests.hosts.elsewhere import Hosts, serving
+from tests.hosts.test_other_machines import plan, task
 from tests.support.models import vectors
 from tests.support.strategies import stashing
 
@@ -30,16 +30,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 def loaders() -> dict[str, Any]:
     return {"loader": vectors(40, 4), "val_loader": vectors(12, 4)}
-
-
-@pytest.mark.parametrize("name", SETTINGS)
-def test_processes(name: str) -> None:
-    settings: dict[str, Any] = {"accelerator": "gpu", "devices": [0], **SETTINGS[name]}
-    found = [
-        fit(task(), **loaders(), strategy=even(6, 3, 3, stage_hosts=hosts), **settings)
-        for hosts in ("threads", "processes")
-    ]
-    assert_same_run(*found)
 
 
 @pytest.fixture(scope="module")
