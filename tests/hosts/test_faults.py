@@ -8,9 +8,11 @@ import socket
 import subprocess
 import sys
 import textwrap
-from collections.abc import Sequence
+import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import lightning as L
@@ -21,7 +23,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_hetpipe.hosts import orders
 from lightning_hetpipe.hosts.host_connection import HostConnection
-from lightning_hetpipe.hosts.remote_stage import HostLost
+from lightning_hetpipe.hosts.remote_stage import HostLost, RemoteStage
 from lightning_hetpipe.hosts.stage_host import Host
 from lightning_hetpipe.hosts.wire import Wire
 from lightning_hetpipe.pipeline.message_code import RemoteFailure
@@ -41,44 +43,67 @@ def net() -> nn.Sequential:
     return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, CLASSES))
 
 
-class Signals(L.Callback):
-    """Sends a signal to the host of the first stage after some minibatches."""
+class Ends(L.Callback):
+    """Tells the host of the first stage to end after some minibatches."""
 
-    def __init__(self, hosts: Hosts, sent: signal.Signals) -> None:
-        self.hosts, self.sent = hosts, sent
+    def __init__(self, hosts: Hosts) -> None:
+        self.hosts = hosts
         self.pid = 0
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
         if trainer.global_step == 3:
             (self.pid,) = self.hosts.children()
-            os.kill(self.pid, self.sent)
+            os.kill(self.pid, signal.SIGTERM)
 
 
-def trained(callbacks: Sequence[L.Callback], address: str = NEAR, timeout: float = 60) -> None:
-    trainer = quiet_trainer(elsewhere(5, 2, 3, address, timeout=timeout), callbacks=[*callbacks])
+def trained(address: str = NEAR, *callbacks: L.Callback) -> None:
+    trainer = quiet_trainer(elsewhere(5, 2, 3, address, timeout=60), callbacks=[*callbacks])
     trainer.fit(Task(net()), vectors(40, 4))
 
 
 def test_a_host_that_is_told_to_end_does_so_with_its_leader(hosts: Hosts) -> None:
     """As whoever tells all processes of a run to end tells hosts, too; their stage's weights are still to be saved."""
-    tells = Signals(hosts, signal.SIGTERM)
-    trained([tells], hosts.address)
-    assert tells.pid
+    ends = Ends(hosts)
+    trained(hosts.address, ends)
+    assert ends.pid
 
 
-def test_a_host_that_is_stopped(hosts: Hosts) -> None:
+def test_a_host_that_is_stopped(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
     """Lightning's thread asks it for gradients with the lock over user code, whose time the watchdog does not count."""
-    stops = Signals(hosts, signal.SIGSTOP)
-    text = rf"the process of stage 0 \(host {hosts.address}\) has not answered for 8 s, and was ended"
-    with pytest.raises(HostLost, match=text):
-        trained([stops], hosts.address, timeout=8)
-    os.kill(stops.pid, signal.SIGCONT)  # it finds its connection ended
+    original, stopped = RemoteStage.take, list[int]()
+
+    def take(stage: RemoteStage, minibatch: int) -> Any:
+        if minibatch == 4:
+            stopped.extend(hosts.children())
+            os.kill(stopped[0], signal.SIGSTOP)
+            stage._watchdog.seconds = 3
+        return original(stage, minibatch)
+
+    monkeypatch.setattr(RemoteStage, "take", take)
+    text = rf"the process of stage 0 \(host {hosts.address}\) has not answered for 3 s, and was ended"
+    try:
+        with pytest.raises(HostLost, match=text):
+            trained(hosts.address)
+    finally:
+        for pid in stopped:
+            os.kill(pid, signal.SIGCONT)  # it finds its connection ended
+    assert len(stopped) == 1
+
+
+def test_a_stage_says_what_its_host_was_given() -> None:
+    """Where the watchdog ends a run, as the host does not answer."""
+    asked = {(4, "forward"): time.monotonic()}
+    host = SimpleNamespace(name="host desk:7071")
+    stage: Any = SimpleNamespace(index=0, _host=host, _lost=None, _lock=threading.Lock(), _asked=asked)
+    assert RemoteStage.describe(stage).startswith("stage 0 (host desk:7071) was given the forward of minibatch 4 ")
+    asked.clear()
+    assert RemoteStage.describe(stage) == "stage 0 (host desk:7071) is idle"
 
 
 def test_a_host_that_ends_before_it_is_set_up(host_threads: list[HostThread], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Host, "run", lambda _: False)
     with pytest.raises(HostLost, match=r"the process of stage 0 \(process \d+\) has ended"):
-        trained([])
+        trained()
     assert host_threads
 
 
@@ -194,5 +219,5 @@ def test_what_cannot_be_taken_ends_the_stage(host_threads: list[HostThread], mon
 
     monkeypatch.setattr(Wire, "receive", receive)
     with pytest.raises(HostLost, match=r"stage 0 .* has sent what could not be taken \(RuntimeError: can't allocate"):
-        trained([])
+        trained()
     assert host_threads
