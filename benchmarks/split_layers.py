@@ -25,8 +25,8 @@ from benchmarks.split_layers_worker import WORKER, Net, Task
 from lightning_hetpipe.planning.model.cluster import Cluster, Device, Link, Node
 from lightning_hetpipe.planning.model.profile import Profile
 from lightning_hetpipe.planning.plan import profile_file
-from lightning_hetpipe.planning.plan.device_group import PlannedMember
 from lightning_hetpipe.planning.plan.document import Plan
+from lightning_hetpipe.planning.plan.planned_worker import PlannedMember
 from lightning_hetpipe.planning.search.choice import Choice, best_plan
 from lightning_hetpipe.planning.search.grouped_plans import plan_with_groups
 from lightning_hetpipe.planning.search.problem import PlanningProblem

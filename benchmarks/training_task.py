@@ -60,8 +60,6 @@ class Task:
     """For "strategy": whether forwards are computed again for their backwards."""
     compile: bool = False
     """For "strategy": whether stages run compiled layers."""
-    stage_hosts: Literal["threads", "processes"] = "threads"
-    """For "strategy": where stages run."""
     timeline: bool = False
     """For "strategy": whether it records one."""
     wave: int | None = None

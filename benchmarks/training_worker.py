@@ -210,13 +210,11 @@ def train_with_strategy(task: Task) -> Iterator[Measurement]:
         recompute=task.recompute,
         compile=task.compile,
         timeline=task.timeline,
-        stage_hosts=task.stage_hosts,
         **policy,
     )
     metrics = collected_metrics() if task.workers > 1 else None
     with padded(strategy, [Pad(*pad) for pad in task.pads]) if task.pads else nullcontext() as emulation:
-        helped = task.workers > 1 or task.stage_hosts == "processes"
-        watch = Window(task, cpu_seconds=with_helpers if helped else time.process_time)
+        watch = Window(task, cpu_seconds=with_helpers if task.workers > 1 else time.process_time)
         window = run(task, strategy, watch, metrics)
     report = strategy.last_run
     notes: dict[str, object] = {}

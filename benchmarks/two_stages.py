@@ -36,7 +36,6 @@ ONE_STAGE = "e HetPipeStrategy(stages=1), one thread"
 TWO_AT_ONCE = "f two processes of b at once"
 TWO_STAGES_TEST = "g as a, Trainer.test"
 ONE_THREAD_TEST = "h as b, Trainer.test"
-PROCESSES = "j as a, stage_hosts=processes"
 DDP = "i Lightning's DDP, two gloo processes, one thread each"
 
 VARIANTS = (
@@ -49,7 +48,6 @@ VARIANTS = (
     TWO_AT_ONCE,
     TWO_STAGES_TEST,
     ONE_THREAD_TEST,
-    PROCESSES,
 )
 
 WARM_UP = 33
@@ -92,9 +90,6 @@ RATIOS = (
     Ratio("a/d  two stages over Schedule1F1B", TWO_STAGES, SCHEDULE_1F1B, 1.6),
     Ratio("f/b  ceiling: two independent processes over one", TWO_AT_ONCE, ONE_THREAD),
     Ratio("a/f  two stages over the ceiling", TWO_STAGES, TWO_AT_ONCE),
-    Ratio("j/f  two stages as processes over the ceiling", PROCESSES, TWO_AT_ONCE, 0.95),
-    Ratio("j/a  two stages as processes over threads", PROCESSES, TWO_STAGES),
-    Ratio("j/d  two stages as processes over Schedule1F1B", PROCESSES, SCHEDULE_1F1B, 1.6),
     Ratio("a/i  two stages over DDP", TWO_STAGES, DDP),
     Ratio("a/c  two stages over the default threads", TWO_STAGES, DEFAULT_THREADS),
     Ratio("e/b  one stage over the plain Trainer", ONE_STAGE, ONE_THREAD),
@@ -191,7 +186,6 @@ def run(options: Options, name: str = NAME) -> Outcome:
     best = QUICK_MICROBATCHES if options.quick else best_microbatches(task)
     jobs: dict[str, Callable[[], dict[str, Measurement]]] = {
         TWO_STAGES: partial(measure, replace(task, variant="strategy")),
-        PROCESSES: partial(measure, replace(task, variant="strategy", stage_hosts="processes")),
         ONE_THREAD: partial(measure, task),
         DEFAULT_THREADS: partial(measure, task, threads=None),
         SCHEDULE_1F1B: partial(measure_schedule_1f1b, task, best),

@@ -45,7 +45,7 @@ def test_the_arguments_of_the_strategy_and_their_defaults() -> None:
         "recompute": False,
         "split": False,
         "timeline": False,
-        "stage_hosts": "threads",
+        "stage_hosts": None,
         "lr_correction": "auto",
         "wsp": None,
         "timeout": timedelta(minutes=5),

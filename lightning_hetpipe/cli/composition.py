@@ -12,6 +12,7 @@ from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 from lightning_hetpipe.cli.config_checks import unknown
 from lightning_hetpipe.cli.start_up import ConsoleScript
 from lightning_hetpipe.cli.targets import closest
+from lightning_hetpipe.launch.command import OVERRIDE, WITH_VALUE
 
 _NO_OPTION = re.compile(r"\+*(?P<group>\w[\w/@]*)=(?P<value>null|true|false|[\d.]*)", re.IGNORECASE)
 _UNKNOWN = re.compile(r"Could not (?:override|append to config|find match) [^']*'([\w@/]+)'")
@@ -37,7 +38,7 @@ def refusal(error: BaseException, arguments: Sequence[str], program: ConsoleScri
         arguments: the command line's.
         program: whose configuration it is.
     """
-    text = " ".join(str(error).split()).replace("++", "")  # which `overrides.settled` put there
+    text = " ".join(str(error).split()).replace("++", "")  # which `settled` put there
     cause = error.__cause__
     if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options:
         group, _, name = error.missing_cfg_file.rpartition("/")
@@ -87,14 +88,11 @@ def _first_line(error: BaseException) -> str:
 _PLAIN = re.compile(r"(?!hydra\.)[A-Za-z_]\w*(\.\w+)+=")
 # A value with a = in it that is nothing of Hydra's own grammar (quoted, escaped, a list, a mapping, a sweep).
 _WITH_EQUALS = re.compile(r"(\+{0,2}[A-Za-z_][\w.]*)=([^'\"\[{(,\\]*=[^'\"\[{(,\\]*)")
-_OVERRIDE = re.compile(r"[^-].*=|~")
 # What says which stages there are, and what of an experiment's strategy it takes the place of.
 _PLANS = (
     (re.compile(r"\+{0,2}strategy\.plan=(?!null$)"), ("strategy.stages", "strategy.in_flight")),
     (re.compile(r"\+{0,2}cluster=(?!default$)"), ("strategy.stages",)),
 )
-# Hydra's options whose value is the next argument.
-_WITH_VALUE = {"--config-dir", "-cd", "--config-path", "-cp", "--config-name", "-cn", "--package", "-p", "--cfg", "-c"}
 
 
 def planned(arguments: list[str]) -> list[str]:
@@ -124,7 +122,7 @@ def settled(arguments: list[str]) -> list[str]:
     ]
     marked = [f"++{argument}" if _PLAIN.match(argument) else argument for argument in quoted]
     is_override = [
-        _OVERRIDE.match(argument) is not None and before not in _WITH_VALUE
+        OVERRIDE.match(argument) is not None and before not in WITH_VALUE
         for before, argument in zip(["", *marked], marked, strict=False)
     ]
     return [argument for _, argument in sorted(zip(is_override, marked, strict=True), key=itemgetter(0))]

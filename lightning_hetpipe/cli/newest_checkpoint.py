@@ -9,7 +9,7 @@ import os
 import sys
 from pathlib import Path
 
-from lightning_hetpipe.launch.checkpoint_progress import furthest
+from lightning_hetpipe.launch.supervision import furthest
 
 
 def main() -> None:

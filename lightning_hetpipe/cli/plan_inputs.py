@@ -26,7 +26,7 @@ from lightning_hetpipe.planning.model.cluster import PCIE, Cluster, DeviceSlot, 
 from lightning_hetpipe.planning.model.profile import Profile
 from lightning_hetpipe.planning.model.units import seconds_of
 from lightning_hetpipe.planning.plan import profile_file
-from lightning_hetpipe.planning.plan.profile_cache import ProfileCache
+from lightning_hetpipe.planning.plan.profile_file import ProfileCache
 from lightning_hetpipe.rules.versions import WeightPolicy
 from lightning_hetpipe.run.automatic import planned_policies
 from lightning_hetpipe.strategy import split_setting

@@ -1,1 +1,1 @@
-"""Stages in processes of their own: hosts, and what the process of Lightning's loop has of them."""
+"""Stages on other machines: hosts, and what the process of Lightning's loop has of them."""

@@ -12,21 +12,31 @@ from contextlib import suppress
 from types import FrameType
 from typing import Any
 
+# The search path comes from the parent, as with multiprocessing, so that the child finds what the parent finds.
+CHILD = """
+import json, sys
+told = json.load(sys.stdin)
+sys.path[:] = told["path"]
+from lightning_hetpipe.hosts.host_child import child
+child(told["security"], *map(int, sys.argv[2:]))
+"""
+"""Program of a host, whose arguments are a name and descriptors, and whose input says what it has to know."""
+
 LONGEST_REASON = 1000
 """Bytes of the reason for which somebody was not let in."""
 
 
-def child(security: dict[str, Any] | None, descriptor: int, reasons: int | None = None) -> None:
+def child(security: dict[str, Any], descriptor: int, reasons: int) -> None:
     """Be a host, at the socket ``descriptor``.
 
     Args:
-        security: For a process whose callers have to show who they are.
+        security: By which callers have to show who they are.
         reasons: A pipe; gets why the caller was not let in, and is closed when that is known.
     """
     _end_with(os.getppid())
     raw = socket.socket(fileno=descriptor)
     try:
-        connection = raw if security is None or reasons is None else _admitted(raw, security, reasons)
+        connection = _admitted(raw, security, reasons)
         if connection is not None and not _served(raw, connection, security):
             os._exit(1)
     except BaseException:
@@ -52,14 +62,12 @@ def _end_with(parent: int) -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
-def _served(raw: socket.socket, connection: Any, given: dict[str, Any] | None) -> bool:
+def _served(raw: socket.socket, connection: Any, given: dict[str, Any]) -> bool:
     from lightning_hetpipe.hosts.stage_host import Host
     from lightning_hetpipe.hosts.wire import Wire
     from lightning_hetpipe.server.transport.security import Security
 
-    security = None if given is None else Security(**given)
-    host = "" if given is None else raw.getsockname()[0]
-    return Host(Wire(connection, shares=given is None), security, host).run()
+    return Host(Wire(connection), Security(**given), raw.getsockname()[0]).run()
 
 
 def _admitted(raw: socket.socket, given: dict[str, Any], reasons: int) -> Any:

@@ -45,7 +45,6 @@ class HostDevice:
         self.device = CPU
         self.members: Sequence[torch.device] = ()
         self.place = str(CPU)
-        self._looks = CPU
         self._stream: Stream | None = None
 
     def use(self, order: orders.UseDevice) -> None:
@@ -57,7 +56,7 @@ class HostDevice:
         self.members = [_accelerator(number, name, order.host) for number, name in order.members]
         device = _accelerator(order.number, order.name, order.host)
         torch.accelerator.set_device_index(device.index)
-        self.device, self.place, self._looks = device, f"{device} of {order.host}", order.looks
+        self.device, self.place = device, f"{device} of {order.host}"
 
     def seed(self, generators: RandomGenerators, stage: int) -> None:
         """Seed the device's default generator, from which fused operators draw, by the run and its ``stage``."""
@@ -66,8 +65,8 @@ class HostDevice:
             default_generators()[self.device.index].manual_seed(seed)
 
     def given(self, message: Any) -> Any:
-        """``message`` for a stage on the device: autocast on the CPU, as which a leader sees it, holds there."""
-        if accelerates(self.device) and self._looks == CPU and isinstance(message, Forward):
+        """``message`` for a stage on the device: autocast on the CPU, as which the leader sees it, holds there."""
+        if accelerates(self.device) and isinstance(message, Forward):
             return message._replace(autocast=message.autocast.as_on_cpu(self.device.type))
         return message
 
@@ -99,13 +98,13 @@ class HostDevice:
         return StageState([[move(tensor, CPU) for tensor in own] for own in state.buffers])
 
 
-def _accelerator(number: int, name: str | None, host: str) -> torch.device:
-    """The accelerator of this machine that has this ``number``, and this ``name`` unless that is None."""
+def _accelerator(number: int, name: str, host: str) -> torch.device:
+    """The accelerator of this machine that has this ``number`` and ``name``."""
     there = all_devices()
-    if 0 <= number < len(there) and (name is None or canonical(name) == canonical(name_of(there[number]))):
+    if 0 <= number < len(there) and canonical(name) == canonical(name_of(there[number])):
         return there[number]
     has = told_devices() or "no accelerator, only its CPU"
-    raise SettingError(f"{host} has no {name or 'accelerator'}:{number}: it has {has}; plan for what is there")
+    raise SettingError(f"{host} has no {name}:{number}: it has {has}; plan for what is there")
 
 
 def name_of(device: torch.device) -> str:

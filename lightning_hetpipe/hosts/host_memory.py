@@ -34,7 +34,6 @@ class HostMemory:
         send: Sends an order; the host obeys one after the other.
         asking: Is held by whoever asks, until the answer is there.
         answer: Waits for the answer to what was sent.
-        looks: The device that tensors there have for this process.
         accelerates: Whether the host computes on an accelerator.
     """
 
@@ -43,14 +42,12 @@ class HostMemory:
         send: Callable[[Any], None],
         asking: AbstractContextManager[Any],
         answer: Callable[[], Any],
-        looks: torch.device = CPU,
         *,
         accelerates: bool = False,
     ) -> None:
         self._send = send
         self._asking = asking
         self._answer = answer
-        self.looks = looks
         self.accelerates = accelerates
         self._numbers = count()
         self._handles: WeakValueDictionary[int, Handle] = WeakValueDictionary()

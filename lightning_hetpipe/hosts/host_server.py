@@ -19,8 +19,7 @@ from functools import partial
 from typing import Protocol, Self
 
 from lightning_hetpipe.errors import SettingError
-from lightning_hetpipe.hosts.host_child import LONGEST_REASON
-from lightning_hetpipe.hosts.host_process import CHILD
+from lightning_hetpipe.hosts.host_child import CHILD, LONGEST_REASON
 from lightning_hetpipe.hosts.secured_socket import INTRODUCING, listen, unlike
 from lightning_hetpipe.server.process.server_process import how
 from lightning_hetpipe.server.process.signals import Signals, guarded

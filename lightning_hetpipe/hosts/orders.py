@@ -3,8 +3,8 @@
     to the host      UseDevice, first, where it is to compute on an accelerator; Put, SharedBlock, Runs, Bring,
                      CallServer, Listen, HandOver, at any time; SetUp, and then Begin, Publish, NewLayers, NewVariants,
                      Take, Look, Delivered, and tasks of the stage
-    from the host    results of tasks; Shown, before the last result of a minibatch; ServerAnswered; Brought, Taken and
-                     Looked, in the order in which these were asked for; Broken, last
+    from the host    results of tasks; ServerAnswered; Brought, Taken and Looked, in the order in which these were asked
+                     for; Broken, last
     host to host     Handed, Forgotten
 
 They travel in one order. So a version is at the host before the first minibatch that uses it.
@@ -21,21 +21,6 @@ from torch import Tensor
 
 from lightning_hetpipe.pipeline.stage_messages import Flags, StageState, Version
 from lightning_hetpipe.rules.versions import Reading
-from lightning_hetpipe.server.transport.shared_memory import Place
-
-
-class SharedTensor(NamedTuple):
-    """Tensor in memory that several processes see.
-
-    Attributes:
-        place: Of its bytes; None where there are none.
-        dtype, shape, stride: Its own.
-    """
-
-    place: Place | None
-    dtype: torch.dtype
-    shape: Sequence[int]
-    stride: Sequence[int]
 
 
 class Held(NamedTuple):
@@ -49,15 +34,13 @@ class UseDevice(NamedTuple):
 
     Attributes:
         number: The accelerator's, on that machine.
-        name: Its name as a plan has it; None where only the number is known.
-        looks: The device that its tensors have for the process of Lightning's loop.
+        name: Its name as a plan has it.
         host: The host's name, for errors.
         members: Number and name of the accelerator of each member of the stage's group; none where it has none.
     """
 
     number: int
-    name: str | None
-    looks: torch.device
+    name: str
     host: str
     members: Sequence[Sequence[Any]]
 
@@ -79,7 +62,6 @@ class SetUp:
         modes: Settings of torch that belong to a process.
         group: The fields of its group, where several devices divide its layers: the number of these, their shares, the
             counts of each layer, and the number of the one with the unsplit weights.
-        shows: Whether gradients and state of each minibatch are :class:`Shown`.
     """
 
     index: int
@@ -99,7 +81,6 @@ class SetUp:
     pad: Sequence[float] | None
     modes: Sequence[Any]
     group: Sequence[Any] | None
-    shows: bool
 
 
 class PublishedWeights(NamedTuple):
@@ -107,11 +88,11 @@ class PublishedWeights(NamedTuple):
 
     Attributes:
         held: The number of the buffer with the weights of each reading, and the flags of its version.
-        buffers: The tensors of buffers that are new, or have new tensors.
+        buffers: Numbers of the tensors of buffers that are new, or have new tensors.
     """
 
     held: Sequence[tuple[Reading, int, Flags]]
-    buffers: Mapping[int, Sequence[SharedTensor | Held]]
+    buffers: Mapping[int, Sequence[int]]
 
 
 class Begin(NamedTuple):
@@ -279,7 +260,7 @@ class Take(NamedTuple):
 
     Attributes:
         minibatch: Its number.
-        numbers: For each weight the number under which the host keeps its gradient; none if it shows them.
+        numbers: For each weight the number under which the host keeps its gradient.
     """
 
     minibatch: int
@@ -298,6 +279,14 @@ class Delivered(NamedTuple):
     minibatch: int
 
 
+class KeptTensor(NamedTuple):
+    """Looks of a gradient that the host keeps."""
+
+    dtype: torch.dtype
+    shape: Sequence[int]
+    stride: Sequence[int]
+
+
 class SparseTensor(NamedTuple):
     """Gradient of an embedding that asks for sparse ones."""
 
@@ -311,24 +300,16 @@ class Taken(NamedTuple):
     """Answer to :class:`Take`.
 
     Attributes:
-        gradients: Of weights, by number. Of those that the host keeps only the looks are here.
+        gradients: Of weights, by number.
         memory: What is counted of the stage's memory: of each quantity what it is now, and at the most.
         busy: Seconds that the stage has computed.
         padded: The fields of the record of a stage that is emulated, or None.
     """
 
-    gradients: Mapping[int, Tensor | SharedTensor | SparseTensor]
+    gradients: Mapping[int, KeptTensor | SparseTensor]
     memory: Sequence[Sequence[int]]
     busy: float
     padded: Sequence[float] | None
-
-
-class Shown(NamedTuple):
-    """Answers to :class:`Take` and :class:`Look` for ``minibatch``, which are not sent then."""
-
-    minibatch: int
-    taken: Taken
-    state: StageState
 
 
 class Looked(NamedTuple):
@@ -351,8 +332,7 @@ class Broken(NamedTuple):
 
 RECORDS: Sequence[type[Any]] = (
     UseDevice,
-    Place,
-    SharedTensor,
+    KeptTensor,
     SparseTensor,
     Held,
     Put,
@@ -378,7 +358,6 @@ RECORDS: Sequence[type[Any]] = (
     Look,
     Delivered,
     Taken,
-    Shown,
     Looked,
     Broken,
 )

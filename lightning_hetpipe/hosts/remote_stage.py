@@ -1,53 +1,43 @@
-"""A stage whose tasks run at a host, as the process of Lightning's loop has it."""
+"""A stage at a host: live weights, gradients, optimizer states and versions are there, and its tasks run there.
+
+The live parameters become :class:`~lightning_hetpipe.hosts.remote_tensor.RemoteTensor`s, and stay the same objects: the
+user's optimizer, clipping, callbacks and hooks work with them as ever, and what they compute is computed at the host.
+When the stage ends, values come home, and parameters are what they were.
+"""
 
 from __future__ import annotations
 
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from itertools import count
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lightning_hetpipe.emulation import Emulation, Padded
-from lightning_hetpipe.errors import SettingError, VirtualWorkerLost
+from lightning_hetpipe.errors import PipelineStalled, SettingError, VirtualWorkerLost
 from lightning_hetpipe.hosts import orders
-from lightning_hetpipe.hosts.host_process import HostProcess
+from lightning_hetpipe.hosts.host_connection import HostConnection
+from lightning_hetpipe.hosts.host_memory import HostMemory
+from lightning_hetpipe.hosts.remote_stash import RemoteStash
+from lightning_hetpipe.hosts.remote_tensor import RemoteTensor, come_home, move_out, remote
 from lightning_hetpipe.hosts.server_calls import HostHolder
-from lightning_hetpipe.hosts.shared_weights import FoundStash, SharedStash
 from lightning_hetpipe.hosts.stage_host import modes
-from lightning_hetpipe.hosts.wire import CODE, Wire
 from lightning_hetpipe.pipeline.graph_code import layers_as_data, new_variants
 from lightning_hetpipe.pipeline.graph_layer import GraphLayer
 from lightning_hetpipe.pipeline.message_code import STAYING
 from lightning_hetpipe.pipeline.plain_code import NotPlain
 from lightning_hetpipe.pipeline.split.member_pool import DeviceGroup
-from lightning_hetpipe.pipeline.stage import FoundGradients, Layer, Stage
+from lightning_hetpipe.pipeline.stage import FoundGradients, Stage
 from lightning_hetpipe.pipeline.stage_messages import Backward, Cancel, Evaluate, Failure, Forward, StageState, Version
 from lightning_hetpipe.pipeline.stage_thread import Parcel
 from lightning_hetpipe.pipeline.streams import HostStream
 from lightning_hetpipe.pipeline.weight_stash import VersionedLayers
-
-
-class HostLink(Protocol):
-    """A host, as this process has it."""
-
-    wire: Wire
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def node(self) -> str: ...
-
-    def told(self) -> str: ...
-
-    def join(self, seconds: float) -> None: ...
-
-    def kill(self) -> None: ...
+from lightning_hetpipe.torch_private.subclasses import take_in_foreach
 
 
 class HostLost(VirtualWorkerLost):
@@ -56,15 +46,6 @@ class HostLost(VirtualWorkerLost):
 
 LOST: tuple[type[Exception], ...] = (HostLost, *STAYING.values())
 """Errors that say that a host cannot go on."""
-
-
-def reason_to_stay(layers: list[Layer]) -> str | None:
-    """Tell why a stage with ``layers`` cannot run at a host; None if it can."""
-    try:
-        CODE.write(layers_as_data(layers))
-    except NotPlain as reason:
-        return str(reason)
-    return None
 
 
 def _written_group(group: DeviceGroup) -> list[Any]:
@@ -82,46 +63,59 @@ class _RemoteStream(HostStream):
 
 
 class RemoteStage(Stage):
-    """A stage at a host. Its versions are here, in memory that the host sees, for user code and for the host.
-
-    Live weights, gradients and optimizers stay in this process, so that Lightning and its callbacks see what they
-    always do.
+    """The stage, as the process of Lightning's loop has it.
 
     Args:
-        connect: Starts the host; by default a process of this machine.
-        args: Those of :class:`~lightning_hetpipe.pipeline.stage.Stage`.
+        connect: Connects to the host.
+        accelerators: Number and name, on the host's machine, of the accelerator that the stage is on, then of that of
+            each member of its group; none for a CPU.
+        args: Those of :class:`~lightning_hetpipe.pipeline.stage.Stage`. The device is a CPU, as which this process sees
+            the host's.
     """
 
-    holder: HostHolder | None = None
-    """The host, for the weights that it has."""
     emulation: Emulation | None = None
     """Emulation of the stages of this virtual worker, where their devices are not here."""
     whose = ""
     """Name of its virtual worker, where there are several, as the end of its own."""
-    shows_gradients = True
-    """True if the host sends gradients and state of a minibatch unasked, as the step waits for them."""
 
-    def __init__(self, connect: Callable[[], HostLink] | None, *args: Any) -> None:
-        self._start_host = connect or HostProcess
-        self._host: HostLink | None = None
+    def __init__(
+        self, connect: Callable[[], HostConnection], accelerators: Sequence[tuple[int, str]], index: int, *args: Any
+    ) -> None:
+        self._accelerators = accelerators
+        self._moved: list[nn.Parameter] = []
         self._answers: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()  # numbered as they come
         self._questions = count()
         self._asked: dict[tuple[int, str], float] = {}
         self._lock = threading.Lock()
         self._asking = threading.Lock()  # answers come in the order of questions
-        self._shown: dict[int, orders.Shown] = {}
         self._lost: str | None = None
         self._broken: str | None = None  # the class's name of the error with which the host cannot go on
         self._known: list[int] = []
         self._is_set_up = False
-        super().__init__(*args)
+        self._memory = HostMemory(
+            self._send_at_once, self._asking, self._await_answer, accelerates=bool(self._accelerators)
+        )
+        self.holder = HostHolder(self._memory, self._send, self._end_silent)
+        """The host, for the weights that it has."""
+        self._receiver = threading.Thread(target=self._receive, name=f"hetpipe-stage-{index}-results", daemon=True)
+        self._host = connect()
+        try:
+            super().__init__(index, *args)
+        except BaseException:
+            self.close()  # nobody else knows of it yet
+            raise
         self.stream = self._busy = _RemoteStream()
+
+    @property
+    def place(self) -> str:
+        if not self._accelerators:
+            return super().place
+        number, name = self._accelerators[0]
+        return f"{name}:{number} of {self._host.name}"
 
     # The stage's life.
 
     def start(self) -> None:
-        if self._host is None:
-            self._connect()
         settings, planned = self._settings, self.memory.planned
         pad = None if self.emulation is None else self.emulation.pad(self.index)
         self._known = self._variants()
@@ -144,7 +138,6 @@ class RemoteStage(Stage):
                 None if pad is None else [pad.forward, pad.backward],
                 modes(),
                 None if self._members is None else _written_group(self._members.group),
-                self.shows_gradients,
             )
         )
         self._is_set_up = True
@@ -153,27 +146,27 @@ class RemoteStage(Stage):
         """Wait until the host has done all that it was told so far."""
         self._ask(orders.Bring(()))
 
-    def _connect(self) -> None:
-        """Start the host, which knows nothing of the stage yet."""
-        host = self._host = self._start_host()
-        name = f"{self._name}-results"
-        self._receiver = threading.Thread(target=self._receive, args=(host,), name=name, daemon=True)
-        self._receiver.start()
+    def await_weights(self) -> None:
+        """Wait until the host has the weights, if they are to be on an accelerator.
 
-    def _layers_as_data(self) -> list[Any]:
-        return layers_as_data(self.layers)
+        Raises:
+            SettingError: if the host has no such device.
+            torch.OutOfMemoryError: if that has no room for them.
+        """
+        if self._accelerators:
+            self._memory.bring(())
 
     def close(self) -> None:
-        if self._host is None:
-            return
-        if self._watchdog.given_up is not None:
-            self._host.kill()  # it may be stopped; whoever waits for its answers is told
-        self._host.wire.end()
+        try:
+            if self._receiver.ident is not None and self._lost is None:
+                with suppress(*LOST, PipelineStalled):
+                    self._come_home()
+        finally:
+            if self._receiver.ident is not None and self._watchdog.given_up is not None:
+                self._host.kill()  # it may be stopped; whoever waits for its answers is told
+            self._host.wire.end()
 
     def join(self, seconds: float) -> bool:
-        if self._host is None:
-            return True
-        self._host.join(seconds)
         self._receiver.join(seconds)
         if self._receiver.is_alive():
             return False
@@ -181,8 +174,6 @@ class RemoteStage(Stage):
         return True
 
     def describe(self) -> str:
-        if self._host is None:
-            return f"stage {self.index} has no process yet"
         who = f"stage {self.index} ({self._host.name})"
         if self._lost is not None:
             return f"{who} {self._lost}"
@@ -192,9 +183,28 @@ class RemoteStage(Stage):
             (number, work), since = next(iter(self._asked.items()))
         return f"{who} was given the {work} of minibatch {number} {time.monotonic() - since:.1f} s ago"
 
-    # Versions and states.
+    # Weights.
+
+    def has(self, parameter: Tensor) -> bool:
+        """Tell whether the host has ``parameter``."""
+        return isinstance(parameter, RemoteTensor) and parameter.handle.owner is self._memory
+
+    def adopt(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        """Have the states that ``optimizers`` keep of its weights at the host, too."""
+        own = set(self._moved)
+        for optimizer in optimizers:
+            for parameter, state in optimizer.state.items():
+                if parameter not in own:
+                    continue
+                for name, value in state.items():
+                    if isinstance(value, Tensor) and value.shape == parameter.shape and value.dim():
+                        state[name] = remote(value, self._memory)
 
     def copy_layers(self) -> None:
+        if self._receiver.ident is None:
+            self._receiver.start()
+            self._use_devices()
+        self._move_out()
         super().copy_layers()
         if self._is_set_up:
             self._known = self._variants()
@@ -206,12 +216,39 @@ class RemoteStage(Stage):
                     " them before fit"
                 ) from None
 
+    def _use_devices(self) -> None:
+        take_in_foreach(RemoteTensor)
+        if self._accelerators:
+            own, *members = self._accelerators
+            self._send_at_once(orders.UseDevice(*own, self._host.name, [[*each] for each in members]))
+            self._memory.bring(())  # before any weight leaves this process for a host that has no such device
+
+    def _move_out(self) -> None:
+        """Have the live weights at the host."""
+        every = nn.ModuleList([layer.module for layer in self.layers]).parameters()
+        own = [parameter for parameter in every if not isinstance(parameter, RemoteTensor)]
+        for parameter in own:
+            move_out(parameter, self._memory)
+        self._moved += own
+
+    def _come_home(self) -> None:
+        """Have all values in this process: weights, gradients, the optimizers' states, and what else is of use."""
+        stash = getattr(self, "stash", None)  # none where the stage was not made
+        self._memory.close(stash.numbers() if isinstance(stash, RemoteStash) else ())
+        for tensor in [*self._memory.tensors.values()]:
+            if isinstance(tensor, RemoteTensor) and tensor.handle.owner is None and _is_leaf(tensor):
+                come_home(tensor)
+
+    def _layers_as_data(self) -> list[Any]:
+        return layers_as_data(self.layers, lambda each: each.handle.name if isinstance(each, RemoteTensor) else each)
+
     def _new_stash(self, layers: nn.ModuleList) -> VersionedLayers:
-        return SharedStash(layers, self._settings.version_buffers, self.device)
+        return RemoteStash(self._memory, layers, self._settings.version_buffers, self.device)
+
+    # Versions and states.
 
     def begin(self, version: Version, forwards: int) -> None:
         super().begin(version, forwards)
-        self._shown.clear()
         self._send(orders.Begin(_without_weights(version), forwards, self._published()))
 
     def publish(self, version: Version) -> None:
@@ -219,44 +256,55 @@ class RemoteStage(Stage):
         self._send(orders.Publish(_without_weights(version), self._published()))
 
     def state(self, minibatch: int) -> StageState:
-        found = self._shown.get(minibatch) or self._ask(orders.Look(minibatch))
-        assert isinstance(found, orders.Looked | orders.Shown)
-        for runner, left in zip(self._runners.values(), found.state.buffers, strict=True):
+        found: StageState = self._ask(orders.Look(minibatch)).state
+        for runner, left in zip(self._runners.values(), found.buffers, strict=True):
             runner.buffers.mirror(minibatch, left)  # so that publishing finds what callbacks have changed
-        return found.state
-
-    def take(self, minibatch: int) -> FoundGradients:
-        found = FoundGradients()
-        for number, each in self._taken(minibatch, ()).items():
-            found.gradients[number] = sparse_of(each) if isinstance(each, orders.SparseTensor) else each
         return found
 
-    def _taken(self, minibatch: int, numbers: Sequence[int]) -> Mapping[int, Any]:
-        for number in [each for each in [*self._shown] if each < minibatch]:
-            del self._shown[number]  # the step has taken nothing of it
-        shown = self._shown.get(minibatch)
-        taken = self._ask(orders.Take(minibatch, numbers)) if shown is None else shown.taken
+    def take(self, minibatch: int) -> FoundGradients:
+        assert isinstance(self.stash, RemoteStash)
+        handles = [self._memory.new() for _ in self.stash.parameters]
+        taken = self._ask(orders.Take(minibatch, [handle.number for handle in handles]))
         assert isinstance(taken, orders.Taken)
         self.memory.mirror(taken.memory)
         self._busy.show(taken.busy)
         if self.emulation is not None and taken.padded is not None:
             passes, overruns, *seconds = taken.padded
             self.emulation.mirror(self.index, Padded(int(passes), int(overruns), *seconds))
-        return taken.gradients
+        found = FoundGradients()
+        for number, each in taken.gradients.items():
+            if isinstance(each, orders.SparseTensor):
+                found.gradients[number] = torch.sparse_coo_tensor(
+                    each.indices, each.values, [*each.shape], is_coalesced=each.coalesced
+                )
+            else:
+                like = torch.empty_strided(each.shape, each.stride, dtype=each.dtype, device="meta")
+                found.gradients[number] = RemoteTensor(handles[number], like)
+        return found
 
     def delivered(self, minibatch: int) -> None:
-        self._shown.pop(minibatch, None)
         self._send(orders.Delivered(minibatch))
 
     def _published(self) -> orders.PublishedWeights:
-        assert isinstance(self.stash, FoundStash)
+        assert isinstance(self.stash, RemoteStash)
         return self.stash.published()
+
+    # Other hosts.
+
+    def listen(self, secret: str) -> int:
+        """Have the host let in those of other stages that show ``secret``; gives its port."""
+        port: int = self._ask(orders.Listen(secret)).values
+        return port
+
+    def hand_over(self, order: orders.HandOver) -> list[str | None]:
+        """Have the host hand over to others what ``order`` says; gives for each why it cannot be reached, or None."""
+        reasons: list[str | None] = self._ask(order).values
+        return reasons
 
     # Messages.
 
     def put(self, parcel: Parcel) -> None:
-        message, host = parcel.message, self._host
-        assert host is not None
+        message = parcel.message
         if parcel.event is not None:
             parcel.event.synchronize()
         for event in parcel.others:
@@ -288,7 +336,11 @@ class RemoteStage(Stage):
             self._known = [known + len(each["graphs"]) for known, each in zip(self._known, new, strict=True)]
 
     def _send(self, message: Any) -> None:
-        assert self._host is not None
+        """Send ``message`` behind the operators that wait."""
+        self._memory.flush()
+        self._send_at_once(message)
+
+    def _send_at_once(self, message: Any) -> None:
         if self._broken is not None:  # the host takes messages, but does nothing any more
             raise self._host_lost()
         try:
@@ -308,7 +360,6 @@ class RemoteStage(Stage):
         Lightning's thread has the lock over user code meanwhile, so that the watchdog does not count this time. Where a
         wait was interrupted, as by Ctrl-C, its answer comes before the one to this question.
         """
-        assert self._host is not None
         found: list[Any] = []
         since, question = time.monotonic(), next(self._questions)
 
@@ -328,13 +379,11 @@ class RemoteStage(Stage):
 
     def _end_silent(self, seconds: float) -> Exception:
         """End the host, which has not answered for so many ``seconds``; gives the error that says so."""
-        assert self._host is not None
         self._lost = f"has not answered for {seconds:g} s, and was ended"
         self._host.kill()
         return self._host_lost()
 
     def _host_lost(self) -> Exception:
-        assert self._host is not None
         if self._lost is None:
             self._lost = self._host.told()
         kind = STAYING.get(self._broken or "")
@@ -346,28 +395,24 @@ class RemoteStage(Stage):
         advice = "" if self._settings.generators.virtual_worker else "; start again from the last checkpoint"
         return HostLost(f"{who}{self.whose} ({where}) {self._lost}{advice}", f"{who} ({where}) {self._lost}")
 
-    def _receive(self, host: HostLink) -> None:
+    def _receive(self) -> None:
         torch.set_num_threads(self._torch_threads)
         numbers = count()
         while True:
             try:
-                message = host.wire.receive()
+                message = self._host.wire.receive()
             except (EOFError, NotPlain):
                 break
             except Exception as unfit:  # such as want of memory for what has come
                 self._lost = f"has sent what could not be taken ({type(unfit).__name__}: {unfit})"
-                host.wire.end()
+                self._host.wire.end()
                 break
             if isinstance(message, orders.Broken):
                 kind = "" if message.kind in STAYING else f"{message.kind}: "
                 self._lost, self._broken = f"cannot go on: {kind}{message.error}", message.kind
                 break
             if isinstance(message, orders.ServerAnswered):
-                assert self.holder is not None
                 self.holder.answered(message)
-                continue
-            if isinstance(message, orders.Shown):
-                self._shown[message.minibatch] = message
                 continue
             if isinstance(message, orders.Taken | orders.Looked | orders.Brought):
                 self._answers.put((next(numbers), message))
@@ -378,8 +423,7 @@ class RemoteStage(Stage):
             self._watchdog.moved()
             self._done(message, None)
         error = self._host_lost()
-        if self.holder is not None:
-            self.holder.lose(error)
+        self.holder.lose(error)
         with self._lock:
             waiting = {number for number, _ in self._asked}
             self._asked.clear()
@@ -387,9 +431,10 @@ class RemoteStage(Stage):
             self._done(Failure(number, error), None)
 
 
-def sparse_of(sent: orders.SparseTensor) -> Tensor:
-    """The tensor that was ``sent``."""
-    return torch.sparse_coo_tensor(sent.indices, sent.values, [*sent.shape], is_coalesced=sent.coalesced)
+def _is_leaf(tensor: Tensor) -> bool:
+    with suppress(RuntimeError):  # torch does not tell it of a view from no_grad whose base was changed with gradients
+        return tensor.is_leaf
+    return False
 
 
 def _without_weights(version: Version) -> Version:

@@ -12,8 +12,7 @@ Which operators run where is decided by sizes alone, never by values:
 
 Tensors that lie elsewhere go there for it. On CPUs results have the same bits wherever they are computed.
 
-A tensor at a host of this machine has for this process the device that it has there; one on another machine is seen to
-be on the CPU, whatever it is on there.
+For this process a tensor at a host is on the CPU, whatever it is on there.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
-from lightning_hetpipe.hosts.host_memory import Handle, HostMemory
+from lightning_hetpipe.hosts.host_memory import CPU, Handle, HostMemory
 from lightning_hetpipe.pipeline.plain_code import NotPlain
 from lightning_hetpipe.torch_private.graphs import OperatorOverload
 from lightning_hetpipe.torch_private.subclasses import as_plain, exchange, make_without_memory
@@ -46,7 +45,7 @@ class RemoteTensor(Tensor):
 
     @staticmethod
     def __new__(cls, handle: Handle, like: Tensor) -> RemoteTensor:
-        made = make_without_memory(cls, like, handle.memory.looks)
+        made = make_without_memory(cls, like, CPU)
         made.handle = handle
         handle.memory.tensors[id(made)] = made
         return made
@@ -133,15 +132,10 @@ def local(tensor: Tensor) -> Tensor:
     """The value of ``tensor``, in this process: a copy of one that is at a host; of a parameter a parameter."""
     if not isinstance(tensor, RemoteTensor):
         return tensor
-    found = _value(tensor.handle)
+    found = tensor.handle.bring()
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(found, tensor.requires_grad)
     return found.detach().requires_grad_(tensor.requires_grad)
-
-
-def _value(handle: Handle) -> Tensor:
-    """The tensor's value, on the device that it has for this process; at home, once the host has ended."""
-    return handle.bring() if handle.owner is None else handle.bring().to(handle.memory.looks)
 
 
 def move_out(parameter: nn.Parameter, memory: HostMemory) -> None:
@@ -151,13 +145,6 @@ def move_out(parameter: nn.Parameter, memory: HostMemory) -> None:
     memory.tensors[id(parameter)] = parameter
     is_dense = gradient is not None and gradient.layout is torch.strided
     parameter.grad = remote(gradient, memory) if gradient is not None and is_dense else gradient
-
-
-def leave(parameter: nn.Parameter) -> None:
-    """Have ``parameter`` and its gradient leave their device for the host's memory of this process."""
-    gradient, parameter.grad = parameter.grad, None
-    parameter.data = parameter.data.cpu()
-    parameter.grad = None if gradient is None else gradient.cpu()
 
 
 def come_home(tensor: Tensor) -> None:
@@ -228,8 +215,7 @@ def _run(func: OperatorOverload, args: Sequence[Any], kwargs: Mapping[str, Any])
     if facts.on_lists and facts.writes:  # torch counts changes of single tensors only
         increment_version(_written(facts, args, kwargs))
     device = kwargs.get("device")
-    leaves = device is not None and any(each is not None and each.looks != device for each in owners)
-    if facts.is_local or owners == {None} or leaves:
+    if facts.is_local or owners == {None} or device not in (None, CPU):
         return _locally(func, facts, args, kwargs)
     if len(owners) == 1:
         return _remotely(func, facts, owners.pop(), args, kwargs)
@@ -317,7 +303,7 @@ def _locally(func: OperatorOverload, facts: _Operator, args: Sequence[Any], kwar
         if not isinstance(leaf, RemoteTensor):
             return leaf
         if id(leaf) not in brought:
-            brought[id(leaf)] = leaf, _value(leaf.handle)
+            brought[id(leaf)] = leaf, leaf.handle.bring()
         return brought[id(leaf)][1]
 
     results = func(*_mapped(here, args), **{name: _mapped(here, each) for name, each in kwargs.items()})

@@ -128,11 +128,11 @@ class ServerCalls:
     """The same at the host.
 
     Args:
-        security: Certificates and token for servers, as the host itself has them; None where it has none.
+        security: Certificates and token for servers, as the host itself has them.
         answer: Sends an answer.
     """
 
-    def __init__(self, security: Security | None, answer: Callable[[orders.ServerAnswered], None]) -> None:
+    def __init__(self, security: Security, answer: Callable[[orders.ServerAnswered], None]) -> None:
         self._security = security
         self._answer = answer
         self._channels: dict[str, GrpcChannel] = {}

@@ -1,7 +1,7 @@
 """A host: one stage, in a process that runs nothing of the user's.
 
-It has the stage's layers as graphs, and versions of its weights in memory of the process of Lightning's loop, from
-which all messages come. It ends when that process does.
+It has the stage's layers as graphs, and its weights with their gradients, optimizer states and versions. All messages
+come from the process of Lightning's loop, with which it ends.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import queue
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
@@ -23,8 +22,8 @@ from lightning_hetpipe.hosts import orders
 from lightning_hetpipe.hosts.host_device import Computed, HostDevice
 from lightning_hetpipe.hosts.host_memory import CPU, HeldTensors
 from lightning_hetpipe.hosts.peer_hosts import PeerHosts
+from lightning_hetpipe.hosts.remote_stash import HostedStash
 from lightning_hetpipe.hosts.server_calls import ServerCalls
-from lightning_hetpipe.hosts.shared_weights import SeenStash
 from lightning_hetpipe.hosts.wire import Wire
 from lightning_hetpipe.pipeline.freed_memory import keep_freed_memory
 from lightning_hetpipe.pipeline.graph_code import add_variants, layers_of_data
@@ -34,7 +33,7 @@ from lightning_hetpipe.pipeline.random.generators import RandomGenerators
 from lightning_hetpipe.pipeline.readers_writer_lock import ReadersWriterLock
 from lightning_hetpipe.pipeline.split.member_pool import DeviceGroup
 from lightning_hetpipe.pipeline.stage import Layer, Stage, StageSettings
-from lightning_hetpipe.pipeline.stage_messages import Failure, InputGradients, Result
+from lightning_hetpipe.pipeline.stage_messages import Failure, Result
 from lightning_hetpipe.pipeline.stage_thread import Parcel
 from lightning_hetpipe.pipeline.streams import StreamEvent, Streams, move
 from lightning_hetpipe.pipeline.threads import Watchdog
@@ -143,11 +142,11 @@ class HostedStage(Stage):
 
     def see(self, weights: orders.PublishedWeights) -> None:
         """Have what was published now."""
-        assert isinstance(self.stash, SeenStash)
+        assert isinstance(self.stash, HostedStash)
         self.stash.take(weights)
 
     def _new_stash(self, layers: nn.ModuleList) -> VersionedLayers:
-        return SeenStash(layers, self.held.get)
+        return HostedStash(layers, self.held.get)
 
     def _forget(self, minibatch: int) -> None:
         super()._forget(minibatch)
@@ -163,9 +162,9 @@ class Host:
         host: Of the address at which peers find it.
     """
 
-    def __init__(self, wire: Wire, security: Security | None = None, host: str = "127.0.0.1") -> None:
+    def __init__(self, wire: Wire, security: Security, host: str) -> None:
         self._wire = wire
-        self._peers = PeerHosts(host, security or Security())
+        self._peers = PeerHosts(host, security)
         self._timeout = 0.0
         self._calls = ServerCalls(security, self._answer_call)
         self._answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -173,8 +172,6 @@ class Host:
         self._device = HostDevice()
         self._streams = Streams()
         self._emulation: Emulation | None = None
-        self._shows: Stage | None = None
-        self._backwards: Counter[int] = Counter()
 
     def run(self) -> bool:
         """Do what messages ask for, until none comes any more; False if that could not be done.
@@ -264,8 +261,8 @@ class Host:
             recompute=setup.recompute,
             buffers=setup.buffers,
         )
-        watchdog = Watchdog(setup.timeout, lambda: True, lambda: f"stage {setup.index} in a process of its own")
-        stage = HostedStage(
+        watchdog = Watchdog(setup.timeout, lambda: True, lambda: f"stage {setup.index} at its host")
+        return HostedStage(
             self._held,
             lambda minibatch: self._answers.put(orders.Forgotten(minibatch)),
             self._device.place,
@@ -283,8 +280,6 @@ class Host:
             setup.visits,
             None if setup.group is None else self._group(*setup.group),
         )
-        self._shows = stage if setup.shows else None
-        return stage
 
     def _group(
         self, members: int, shares: Sequence[float], counts: Mapping[str, Sequence[int]], home: int
@@ -295,7 +290,6 @@ class Host:
 
     def _serve(self, stage: HostedStage, message: Any) -> None:
         if isinstance(message, orders.Begin):
-            self._backwards.clear()
             stage.stream.synchronize()  # what was dropped may still be computed, on the weights that come next
             stage.see(message.weights)
             stage.begin(message.version, message.forwards)
@@ -323,16 +317,16 @@ class Host:
         found = taken.gradients
         for event in taken.events:
             self._streams.user.join(event, found.values())
-        gradients = self._keep(found, numbers) if numbers else _plain(found)
+        gradients = self._keep(found, numbers)
         levels = [[level.now, level.most] for level in stage.memory.levels()]
         padded = None if self._emulation is None else [*asdict(self._emulation.stages[stage.index]).values()]
         return orders.Taken(gradients, levels, stage.stream.busy_seconds(), padded)
 
     def _keep(
         self, gradients: dict[int, Tensor], numbers: Sequence[int]
-    ) -> dict[int, orders.SharedTensor | orders.SparseTensor]:
+    ) -> dict[int, orders.KeptTensor | orders.SparseTensor]:
         """Hold ``gradients`` under ``numbers``; gives their looks."""
-        looks: dict[int, orders.SharedTensor | orders.SparseTensor] = {}
+        looks: dict[int, orders.KeptTensor | orders.SparseTensor] = {}
         taken: set[int | None] = set()
         for number, each in gradients.items():
             if each.layout is torch.strided:
@@ -340,7 +334,7 @@ class Host:
                     each = each.clone(memory_format=torch.preserve_format)
                 taken.add(memory)
                 self._held.put(numbers[number], each)
-                looks[number] = orders.SharedTensor(None, each.dtype, list(each.shape), list(each.stride()))
+                looks[number] = orders.KeptTensor(each.dtype, list(each.shape), list(each.stride()))
             else:
                 looks[number] = _sparse(move(each, CPU))
         return looks
@@ -351,16 +345,7 @@ class Host:
         return self._held.get(held.number).data  # whose changes in place are not counted in graphs
 
     def _done(self, result: Result, event: StreamEvent | None) -> None:
-        if self._shows is not None and isinstance(result, InputGradients):
-            self._show(self._shows, result.minibatch)
         self._answers.put(result if event is None else Computed(result, event))
-
-    def _show(self, stage: Stage, minibatch: int) -> None:
-        """Send what the step takes of ``minibatch``, if that was its last backward here."""
-        self._backwards[minibatch] += 1
-        if self._backwards[minibatch] == stage.memory.visits:
-            del self._backwards[minibatch]
-            self._answers.put(orders.Shown(minibatch, self._taken(stage, minibatch, ()), stage.state(minibatch)))
 
     def _answer_call(self, answer: orders.ServerAnswered) -> None:
         self._answers.put(answer)
@@ -389,11 +374,6 @@ def _alone(number: int, who: str) -> Iterator[None]:
 
 def _text_of(error: Exception) -> str:
     return "\n".join([str(error), *getattr(error, "__notes__", ())])
-
-
-def _plain(gradients: dict[int, Tensor]) -> dict[int, Tensor | orders.SparseTensor]:
-    """``gradients`` as they are sent."""
-    return {number: each if each.layout is torch.strided else _sparse(each) for number, each in gradients.items()}
 
 
 def _sparse(gradient: Tensor) -> orders.SparseTensor:

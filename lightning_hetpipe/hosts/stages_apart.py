@@ -1,4 +1,4 @@
-"""Choice of the stages that have processes of their own: those with graphs of all layers, and without the loss."""
+"""Stages that a plan has on other machines than the last one, each of which has its host there."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from secrets import token_hex
 from typing import Any
 
 import torch
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
-from lightning_hetpipe.accelerator import accelerates
 from lightning_hetpipe.emulation import Emulation
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.hosts import orders
-from lightning_hetpipe.hosts.host_process import HostConnection
-from lightning_hetpipe.hosts.owned_stage import Accelerator, OwnedStage
-from lightning_hetpipe.hosts.remote_stage import RemoteStage, reason_to_stay
+from lightning_hetpipe.hosts.host_connection import HostConnection
+from lightning_hetpipe.hosts.remote_stage import RemoteStage
+from lightning_hetpipe.hosts.wire import CODE
 from lightning_hetpipe.pipeline.engine import Engine
-from lightning_hetpipe.pipeline.split.member_pool import DeviceGroup
+from lightning_hetpipe.pipeline.graph_code import layers_as_data
+from lightning_hetpipe.pipeline.plain_code import NotPlain
 from lightning_hetpipe.pipeline.stage import Layer, Stage
 from lightning_hetpipe.rules.schedule import Segment
 from lightning_hetpipe.server.process.held_weights import HERE, WeightHolder
@@ -32,20 +32,10 @@ NO_ACCELERATORS: Mapping[int, Sequence[tuple[int, str]]] = {}
 NO_NODES: Mapping[int, str] = {}
 
 
-def owns(device: torch.device) -> bool:
-    """Tell whether the host of a stage on ``device`` owns it, as no memory there is shared with this process."""
-    return device.type != "cpu"
-
-
-def _devices_of_group(args: Sequence[Any]) -> Sequence[torch.device]:
-    return next((each.devices for each in args if isinstance(each, DeviceGroup)), ())
-
-
 class StagesApart:
-    """Makes stages, and remembers which stay in this process, and why.
+    """Makes stages, and knows those on other machines.
 
     Args:
-        all: Whether each stage is to have a process, where that is possible.
         addresses: Of the hosts of stages that are on other machines, by their numbers.
         security: Certificates and token for these.
         emulation: Of the stages, where their devices are not here.
@@ -57,7 +47,6 @@ class StagesApart:
 
     def __init__(
         self,
-        all: bool,
         addresses: Mapping[int, str],
         security: Security,
         emulation: Emulation | None = None,
@@ -65,11 +54,9 @@ class StagesApart:
         nodes: Mapping[int, str] = NO_NODES,
         worker: int | None = None,
     ) -> None:
-        self._all, self._addresses, self._security, self._emulation = all, addresses, security, emulation
+        self._addresses, self._security, self._emulation = addresses, security, emulation
         self._accelerators, self._nodes = accelerators, nodes
         self._whose = "" if worker is None else f" of virtual worker {worker}"
-        self._apart: list[int] = []
-        self._reasons: dict[int, str] = {}
         self._stages: list[RemoteStage] = []
         self._unreached: dict[int, str] = {}
         self._apart_from: dict[tuple[int, int], str] = {}
@@ -77,15 +64,13 @@ class StagesApart:
     def adopt(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
         """Have states of ``optimizers`` where their weights are."""
         for stage in self._stages:
-            if isinstance(stage, OwnedStage):
-                stage.adopt(optimizers)
+            stage.adopt(optimizers)
 
     def holder(self, channel: Channel, parameter: Tensor) -> WeightHolder:
         """The holder of ``parameter``, where it is to be sent to the server that ``channel`` leads to."""
         stage = self._owner(parameter)
-        if stage is None or stage.index not in self._addresses:
+        if stage is None:
             return HERE
-        assert stage.holder is not None
         assert isinstance(channel, SessionChannel)
         inside = is_loopback(split(channel.address)[0]) and not is_loopback(split(self._addresses[stage.index])[0])
         why = f"{channel.address} is of this machine alone" if inside else stage.holder.cannot_reach(channel)
@@ -97,14 +82,16 @@ class StagesApart:
     def machine(self, parameter: Tensor) -> str:
         """The machine that has ``parameter``, as the host of its address; empty for this one."""
         stage = self._owner(parameter)
-        return "" if stage is None else self._away().get(stage.index, "")
+        return "" if stage is None else self._machine(stage)
 
-    def _owner(self, parameter: Tensor) -> OwnedStage | None:
-        stages = (stage for stage in self._stages if isinstance(stage, OwnedStage))
-        return next((stage for stage in stages if stage.has(parameter)), None)
+    def _owner(self, parameter: Tensor) -> RemoteStage | None:
+        return next((stage for stage in self._stages if stage.has(parameter)), None)
+
+    def _machine(self, stage: RemoteStage) -> str:
+        return split(self._addresses[stage.index])[0]
 
     def close(self) -> None:
-        """End the processes."""
+        """End the hosts."""
         with ExitStack() as ends:  # of all, also where one fails
             for stage in reversed(self._stages):
                 ends.callback(stage.close)
@@ -112,31 +99,23 @@ class StagesApart:
     def make(
         self, index: int, device: torch.device, segments: Sequence[Segment], layers: Sequence[Layer], *args: Any
     ) -> Stage:
-        """Make stage ``index``, with the arguments of :class:`~lightning_hetpipe.pipeline.stage.Stage`."""
+        """Make stage ``index``, with the arguments of :class:`~lightning_hetpipe.pipeline.stage.Stage`.
+
+        Raises:
+            SettingError: if it is planned for another machine, and a layer has no graph.
+        """
         address = self._addresses.get(index)
-        if address is None and not self._all:
+        if address is None:
             return Stage(index, device, segments, layers, *args)
-        own = [layers[number] for segment in segments for number in segment.layers]
-        reason = reason_to_stay(own)
-        if reason is not None and address is not None:
+        try:
+            CODE.write(layers_as_data([layers[number] for segment in segments for number in segment.layers]))
+        except NotPlain as reason:
             raise SettingError(
                 f"stage {index} is planned for another machine, and has to stay in this process, as {reason}; plan its"
                 " layers for the node of the last stage"
-            )
-        if reason is not None:
-            self._reasons[index] = reason
-            return Stage(index, device, segments, layers, *args)
-        self._apart.append(index)
-        stage: RemoteStage
-        if address is not None:
-            connect = partial(HostConnection, address, self._security, self._nodes.get(index, ""))
-            there = [Accelerator(*each) for each in self._accelerators.get(index, ())]
-            stage = OwnedStage(connect, there, index, device, segments, layers, *args)
-        elif owns(device):
-            here = [Accelerator(each.index) for each in (device, *_devices_of_group(args)) if accelerates(each)]
-            stage = OwnedStage(None, here, index, device, segments, layers, *args)
-        else:
-            stage = RemoteStage(None, index, device, segments, layers, *args)
+            ) from None
+        connect = partial(HostConnection, address, self._security, self._nodes.get(index, ""))
+        stage = RemoteStage(connect, self._accelerators.get(index, ()), index, device, segments, layers, *args)
         stage.emulation, stage.whose = self._emulation, self._whose
         self._stages.append(stage)
         return stage
@@ -155,8 +134,7 @@ class StagesApart:
                     " process; plan its layers for the node of the last stage"
                 )
         for stage in self._stages:
-            if isinstance(stage, OwnedStage):
-                stage.await_weights()
+            stage.await_weights()
 
     def await_hosts(self) -> None:
         """Wait until all hosts are ready for the first minibatch, once they were told all that they need for it."""
@@ -165,11 +143,10 @@ class StagesApart:
 
     def join(self, engine: Engine) -> None:
         """Have hosts on other machines hand activations and gradients over to each other, where they can."""
-        away, followers = self._away(), engine.followers
+        followers, away = engine.followers, {stage.index: stage for stage in self._stages}
         stages = {segment.index: stage.index for stage in engine.stages for segment in stage.segments}
         listening: dict[int, tuple[str, str]] = {}
-        for stage in [each for each in self._stages if each.index in away]:
-            assert isinstance(stage, OwnedStage)
+        for stage in self._stages:
             after, before = (
                 {segment.index: stages[to] for segment in stage.segments if (to := each[segment.index]) is not None}
                 for each in followers
@@ -177,9 +154,8 @@ class StagesApart:
             others = sorted(({*after.values(), *before.values()} & away.keys()) - {stage.index})
             for other in others:
                 if other not in listening:
-                    secret, its = token_hex(16), engine.stages[other]
-                    assert isinstance(its, OwnedStage)
-                    listening[other] = joined(away[other], its.listen(secret)), secret
+                    secret, its = token_hex(16), away[other]
+                    listening[other] = joined(self._machine(its), its.listen(secret)), secret
             if not others:
                 continue
             forwards, backwards = (
@@ -188,10 +164,6 @@ class StagesApart:
             order = orders.HandOver(stage.index, [listening[other] for other in others], forwards, backwards)
             reasons = zip(others, stage.hand_over(order), strict=True)
             self._apart_from.update({(stage.index, other): why for other, why in reasons if why is not None})
-
-    def _away(self) -> dict[int, str]:
-        """Hosts of the addresses of stages on other machines, by number."""
-        return {index: split(address)[0] for index, address in self._addresses.items()}
 
     def tell_unreached(self) -> None:
         """Say what goes by this process, once hosts were joined, and :meth:`holder` was asked for all weights."""
@@ -207,19 +179,7 @@ class StagesApart:
             )
 
     def tell(self) -> None:
-        """Say so, once for all virtual workers."""
-        text, warns = self.told()
-        (rank_zero_warn if warns else rank_zero_info)(f"hetpipe: {text}")
-
-    def told(self) -> tuple[str, bool]:
-        """The sentence that says which stages have processes, and whether none has, which is worth a warning."""
-        reasons = [f"stage {index} stays in this process, as {reason}" for index, reason in self._reasons.items()]
-        if not self._apart and self._all:
-            why = "; ".join(reasons) or "there is one stage, which has the loss and stays with the user's code"
-            return f"stage_hosts='processes' changes nothing: {why}", True
-        if not self._all:
-            own = [f"stage {index} is at {address}" for index, address in self._addresses.items()]
-            return "; ".join(own), False
-        names = " and ".join(map(str, self._apart))
-        each = f"stages {names} have processes of their own" if len(self._apart) > 1 else f"stage {names} has a process"
-        return "; ".join([each if len(self._apart) > 1 else f"{each} of its own", *reasons]), False
+        """Say where stages on other machines are, once for all virtual workers."""
+        if self._addresses:
+            told = "; ".join(f"stage {index} is at {address}" for index, address in self._addresses.items())
+            rank_zero_info(f"hetpipe: {told}")

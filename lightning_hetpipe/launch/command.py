@@ -15,9 +15,9 @@ from lightning_hetpipe.errors import SettingError
 _START = os.getcwd()
 """The working folder at import: the nearest one gets to the folder in which the program was started."""
 
-_OVERRIDE = re.compile(r"[^-].*=|~")
-# Hydra's options whose value is the next argument.
-_WITH_VALUE = {"--config-dir", "-cd", "--config-path", "-cp", "--config-name", "-cn", "--package", "-p"}
+OVERRIDE = re.compile(r"[^-].*=|~")
+WITH_VALUE = {"--config-dir", "-cd", "--config-path", "-cp", "--config-name", "-cn", "--package", "-p", "--cfg", "-c"}
+"""Hydra's options whose value is the next argument."""
 # Overrides that a child gets from us instead, or cannot use: it runs one job, in its launcher's folder, without log.
 _OURS = re.compile(
     r"[+~]*hydra(\.mode|\.run\.dir|\.output_subdir|\.sweep\b|\.sweeper\b|\.launcher\b|\.job\.(num|id)|\.job_logging\b"
@@ -138,9 +138,9 @@ def _options(arguments: Sequence[str]) -> list[str]:
     """The arguments without overrides, and without the wish for a sweep."""
     kept = []
     for before, argument in zip(["", *arguments], arguments, strict=False):
-        if before not in _WITH_VALUE:
+        if before not in WITH_VALUE:
             multirun = argument == "-m" or (len(argument) > 3 and "--multirun".startswith(argument))
-            if multirun or _OVERRIDE.match(argument):
+            if multirun or OVERRIDE.match(argument):
                 continue
         kept.append(argument)
     return kept

@@ -20,7 +20,7 @@ from lightning_hetpipe.placement.progress import Bar, hidden
 from lightning_hetpipe.planning.model.catalogue import known, speed_by
 from lightning_hetpipe.planning.model.profile import LayerBytes, Profile, Times
 from lightning_hetpipe.planning.model.stage_memory import COPIES, OPTIMIZERS, WEIGHT_DECAY
-from lightning_hetpipe.planning.plan.profile_cache import Conditions, ProfileCache
+from lightning_hetpipe.planning.plan.profile_file import Conditions, ProfileCache
 
 UNKNOWN_OPTIMIZER = "adam"
 """Optimizer whose state is assumed for one that the memory model does not know."""

@@ -39,7 +39,7 @@ from lightning_hetpipe.pipeline.freed_memory import keep_freed_memory
 from lightning_hetpipe.pipeline.live import Moves
 from lightning_hetpipe.pipeline.operands import OperandsTogether
 from lightning_hetpipe.pipeline.random.generators import RandomGenerators
-from lightning_hetpipe.pipeline.stage import Stage, StageSettings
+from lightning_hetpipe.pipeline.stage import StageSettings
 from lightning_hetpipe.pipeline.user.minibatch import Minibatch
 from lightning_hetpipe.pipeline.user.user_section import ProcessState
 from lightning_hetpipe.placement.decision import Decision
@@ -334,7 +334,6 @@ class Fit(TrainerRun):
         ]
         moved = self._move(layout)
         stages = StagesApart(
-            settings.in_processes,
             settings.hosts,
             settings.security,
             self._emulation,
@@ -363,14 +362,13 @@ class Fit(TrainerRun):
             called=watch.called,
             planned=decision.planned,
             versions=versions,
-            make_stage=stages.make if settings.has_hosts else Stage,
+            make_stage=stages.make,
             groups=decision.groups,
         )
-        if settings.has_hosts:
-            stages.check(engine.stages)
-            stages.tell()
-            stages.adopt(trainer.optimizers)
-            stages.join(engine)
+        stages.check(engine.stages)
+        stages.tell()
+        stages.adopt(trainer.optimizers)
+        stages.join(engine)
         self._synchroniser.hold(stages.holder, stages.machine)
         stages.tell_unreached()
         if self._prediction is not None:

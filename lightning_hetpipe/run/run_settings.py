@@ -63,8 +63,6 @@ class RunSettings:
     """Weight policies, of which the first is taken that devices have room for."""
     automatic: Automatic | None = None
     """Choice of the policy and the correction of rates, unless the user has made it."""
-    in_processes: bool = False
-    """True if each stage is to have a process of its own where that is possible."""
     hosts: Mapping[int, str] = field(default_factory=dict)
     """Addresses of the hosts of stages on other machines."""
     accelerators: Mapping[int, Sequence[tuple[int, str]]] = field(default_factory=dict)
@@ -82,14 +80,9 @@ class RunSettings:
     """Gives a call in which virtual workers have waited for each other since it last did."""
 
     @property
-    def has_hosts(self) -> bool:
-        """True if stages may be at hosts, in processes here or on other machines."""
-        return self.in_processes or bool(self.hosts)
-
-    @property
     def wants_graphs(self) -> bool:
         """True if all layers are to be captured as graphs, where that is possible."""
-        return self.has_hosts or self.has_groups
+        return bool(self.hosts) or self.has_groups
 
     @property
     def is_spread(self) -> bool:

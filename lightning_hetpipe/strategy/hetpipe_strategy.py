@@ -104,14 +104,11 @@ class HetPipeStrategy(PlannedDevices):
         timeline: Whether to record what each stage did when: True for the last hundred minibatches, or the first and
             the last one to keep, such as ``(100, 120)``, counted over the run from 1. It is in
             ``last_run.timeline``, in the run's folder as a Chrome trace, and on TensorBoard as a picture.
-        stage_hosts: Where stages run: "threads" of one process, which share its Python interpreter; or "processes" of
-            their own, for every stage whose layers were captured as graphs, but not for the last one, which stays with
-            the user's code. Results are the same, bit for bit. Whether processes are faster depends on the model: try
-            both. Each takes some seconds to start, and on a GPU some hundred MB more. A mapping, such as
-            ``{"attic": "10.0.0.2:7071"}``, is for a plan whose virtual workers have stages on several machines, and
-            hosts of your own: it has for each of its nodes the address of the ``hetpipe-host`` there, but for the node
-            of the last stage, on which this program runs. Without one, the program itself is started on each machine
-            of such a plan, and where there is no last stage it serves the others.
+        stage_hosts: Hosts of your own, such as ``{"attic": "10.0.0.2:7071"}``, for a ``plan`` whose virtual workers
+            have stages on several machines: for each of its nodes the address of the ``hetpipe-host`` there, but for
+            the node of the last stage, on which this program runs. Results are the same, bit for bit, as with all
+            stages on one machine. Without it, the program itself is started on each machine of such a plan, and where
+            there is no last stage it serves the others.
         plan: A Plan, or the path of one that ``hetpipe-plan`` has saved: its stages, on its devices, with its number in
             flight and its weight policy; and its virtual workers, with their clock distance, waves and placement of
             parameters, where the WSPCallback sets none of its own. Where it has several machines, one command on each
@@ -165,7 +162,7 @@ class HetPipeStrategy(PlannedDevices):
         recompute: bool = False,
         split: bool | Literal["auto"] | split_setting.Shares = False,
         timeline: bool | Sequence[int] = False,
-        stage_hosts: host_setting.StageHosts = "threads",
+        stage_hosts: host_setting.StageHosts = None,
         lr_correction: int | Literal["auto"] | None = "auto",
         wsp: Any = None,
         timeout: timedelta | float = timedelta(minutes=5),
@@ -246,9 +243,8 @@ class HetPipeStrategy(PlannedDevices):
                 run_settings.check_precision(self.precision_plugin)
             if self._group is not None:
                 together.check_together(trainer)
-            if self.stage_hosts != "threads" and wanted.is_spread:
-                one_stage, one_in_flight = wanted.is_one_stage, wanted.in_flight == 1
-                host_setting.check_stage_hosts(self.stage_hosts, one_stage=one_stage, one_in_flight=one_in_flight)
+            if wanted.is_spread:
+                host_setting.refuse_spread(self.stage_hosts)
             if self.compile is not None:
                 compile_setting.check(self.compile, self._devices())
         self._divide(trainer)
@@ -392,7 +388,6 @@ class HetPipeStrategy(PlannedDevices):
             virtual_worker=self.global_rank,
             virtual_workers=self.world_size,
             timeline=self._timeline,
-            in_processes=self.stage_hosts == "processes",
             hosts=host_setting.stages_elsewhere(self._own_plan, places, planner.placement.emulated),
             accelerators=host_setting.accelerators_elsewhere(self._own_plan, planner.placement.emulated),
             nodes=host_setting.nodes_elsewhere(self._own_plan),

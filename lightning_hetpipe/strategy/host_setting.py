@@ -1,11 +1,9 @@
-"""The setting ``stage_hosts``: where stages run, in threads, processes or at hosts on other nodes."""
+"""The setting ``stage_hosts``: hosts of stages on other nodes of a plan."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
-
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from typing import Any
 
 from lightning_hetpipe.errors import SettingError, nearest
 from lightning_hetpipe.launch.node_hosts import ServingNodes
@@ -14,65 +12,57 @@ from lightning_hetpipe.planning.plan.document import Plan
 from lightning_hetpipe.planning.plan.planned_worker import PlannedStage
 from lightning_hetpipe.strategy.wsp_callback import check_address
 
-HOSTS = ("threads", "processes")
-
-StageHosts = Literal["threads", "processes"] | Mapping[str, str]
-"""Place of stages; a mapping has the address of a host for each of a plan's nodes."""
+StageHosts = Mapping[str, str] | None
+"""Address of a host for each of a plan's nodes; None for none."""
 
 
 def stage_hosts(value: Any, *, compiles: bool, timeline: Window | None) -> StageHosts:
-    """Check the setting that says where stages run.
+    """Check the setting.
 
     Raises:
-        SettingError: for another value, and for settings that stages in processes do not know yet.
+        SettingError: for another value, and for settings that hosts do not know yet.
     """
-    if isinstance(value, Mapping):
-        for node, address in value.items():
-            check_address(f"stage_hosts[{node!r}]", address)
-        if not value:
-            raise SettingError("stage_hosts={} names no host; give 'threads', 'processes', or a host for each node")
-    elif value not in HOSTS:
+    if value is None:
+        return None
+    if not isinstance(value, Mapping):
         raise SettingError(
-            f"stage_hosts={value!r} must be 'threads', 'processes', or a mapping of a plan's nodes to addresses of"
-            f" their hosts{nearest(str(value), HOSTS)}"
+            f"stage_hosts={value!r} must map nodes of a plan to addresses of their hosts, as in"
+            " {'attic': '10.0.0.2:7071'}; leave stage_hosts out for stages in threads of this process"
         )
+    for node, address in value.items():
+        check_address(f"stage_hosts[{node!r}]", address)
+    if not value:
+        raise SettingError("stage_hosts={} names no host; give a host for each node, or leave stage_hosts out")
     for name, is_set in (("compile", compiles), ("timeline", timeline is not None)):
-        if value != "threads" and is_set:
+        if is_set:
             raise SettingError(
-                f"stage_hosts={value!r} has stages in processes that know no {name} yet; leave {name} out, or"
-                " stage_hosts"
+                f"stage_hosts={value!r} has stages at hosts that know no {name} yet; leave {name} out, or stage_hosts"
             )
-    return {str(node): address for node, address in value.items()} if isinstance(value, Mapping) else value
+    return {str(node): address for node, address in value.items()}
 
 
-def check_stage_hosts(hosts: StageHosts, *, one_stage: bool, one_in_flight: bool) -> None:
-    """Refuses hosts for a run without a pipeline, of which ``one_stage`` or ``one_in_flight`` is the cause; warns where
-    that leaves processes out."""
-    if isinstance(hosts, Mapping):
+def refuse_spread(hosts: StageHosts) -> None:
+    """Refuse hosts for a run without a pipeline."""
+    if hosts is not None:
         raise SettingError(
             f"stage_hosts={dict(hosts)!r} is for stages, and one minibatch in flight has none, as the step runs on the"
             " model as it is; plan with more in flight, or leave stage_hosts out"
         )
-    why = "one minibatch is in flight, and so there are no stages"
-    why = "there is one stage, which stays with the user's code" if one_stage else why
-    few = " and ".join(["stages"] * one_stage + ["in_flight"] * one_in_flight)
-    rank_zero_warn(f"stage_hosts={hosts!r} changes nothing: {why}; set {few} to more, or leave stage_hosts out")
 
 
 def check_host_nodes(hosts: StageHosts, plan: Plan) -> None:
     """Refuses ``hosts`` for nodes that ``plan`` does not have."""
-    named = hosts if isinstance(hosts, Mapping) else {}
     known = [*plan.workers_on_nodes]
-    for node in [each for each in named if each not in known]:
+    for node in [each for each in hosts or () if each not in known]:
         raise SettingError(
-            f"stage_hosts={dict(named)!r} names {node!r}, which is no node of the plan for {plan.model}, whose nodes"
-            f" are {' and '.join(map(repr, known))}{nearest(node, known)}"
+            f"stage_hosts={dict(hosts or {})!r} names {node!r}, which is no node of the plan for {plan.model}, whose"
+            f" nodes are {' and '.join(map(repr, known))}{nearest(node, known)}"
         )
 
 
 def serving_nodes(plan: Plan | None, emulated: bool, hosts: StageHosts) -> ServingNodes | None:
     """The nodes of ``plan``, if the program runs on nodes that serve stages of virtual workers which others lead."""
-    if plan is None or emulated or isinstance(hosts, Mapping):
+    if plan is None or emulated or hosts is not None:
         return None
     served = {node: plan.served(node) for node in plan.workers_on_nodes}
     stages = {
@@ -91,7 +81,7 @@ def stages_elsewhere(plan: Plan | None, hosts: StageHosts, emulated: bool) -> di
     Raises:
         SettingError: for hosts that are of no use.
     """
-    if not isinstance(hosts, Mapping):
+    if hosts is None:
         return {}
     if plan is None:
         raise SettingError(

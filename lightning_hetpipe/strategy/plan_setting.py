@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from dataclasses import replace
 from itertools import groupby
 from typing import Any
@@ -105,9 +104,8 @@ def workers_as_planned(
     if emulated:
         return found
     for index, worker in enumerate(plan.virtual_workers):
-        known = hosts if isinstance(hosts, Mapping) else {}
-        lacking = [node for node in worker.nodes if node not in (worker.leader, *known)]
-        if lacking and (nodes == 1 or known):
+        lacking = [node for node in worker.nodes if node not in (worker.leader, *(hosts or ()))]
+        if lacking and (nodes == 1 or hosts):
             raise SettingError(
                 f"the plan for {plan.model} has a virtual worker with stages on several nodes ({index}, on"
                 f" {', '.join(worker.nodes)}); start this program on each of the plan's nodes, with"

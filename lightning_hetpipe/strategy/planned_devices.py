@@ -22,7 +22,7 @@ from lightning_hetpipe.placement.planner import Planner
 from lightning_hetpipe.placement.spread import spread
 from lightning_hetpipe.planning.model.cluster import Cluster
 from lightning_hetpipe.planning.plan.document import Plan
-from lightning_hetpipe.planning.plan.profile_cache import ProfileCache
+from lightning_hetpipe.planning.plan.profile_file import ProfileCache
 from lightning_hetpipe.planning.search.split_points import partition
 from lightning_hetpipe.planning.search.spread_plan import FROZEN
 from lightning_hetpipe.run.finetuning import trains_frozen_later

@@ -17,7 +17,7 @@ from lightning_hetpipe.placement.device_placement import discovered_cluster
 from lightning_hetpipe.placement.measuring import optimizer_name, profiled
 from lightning_hetpipe.placement.progress import Bar, hidden
 from lightning_hetpipe.planning.model.profile import Profile
-from lightning_hetpipe.planning.plan.profile_cache import ProfileCache
+from lightning_hetpipe.planning.plan.profile_file import ProfileCache
 from lightning_hetpipe.rules.versions import WeightPolicy
 from lightning_hetpipe.run.run_settings import RunSettings
 from lightning_hetpipe.strategy.hetpipe_strategy import HetPipeStrategy

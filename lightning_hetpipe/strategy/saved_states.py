@@ -66,7 +66,7 @@ def take_shares(checkpoint: dict[str, Any], size: int) -> tuple[int, ...] | None
 
 
 def note_wave(checkpoint: dict[str, Any], wave: int | None) -> None:
-    """Note W of the virtual worker that saves ``checkpoint``: `launch/checkpoint_progress.py` counts waves by it."""
+    """Note W of the virtual worker that saves ``checkpoint``: `launch/supervision.py` counts waves by it."""
     if wave is not None:
         checkpoint.setdefault(_NOTE, {})["wave"] = wave
 

@@ -9,7 +9,7 @@ from typing import Any, Literal, Protocol, SupportsIndex, TypeVar
 
 import pytest
 
-from lightning_hetpipe.cli.kinds import expected
+from lightning_hetpipe.cli.config_checks import expected
 from lightning_hetpipe.cli.targets import TargetSignature
 
 

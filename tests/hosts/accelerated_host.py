@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 
 from lightning_hetpipe.cli import hetpipe_host
-from lightning_hetpipe.hosts import host_process, host_server
+from lightning_hetpipe.hosts import host_child, host_server
 from tests.support.accelerator import set_limit, show
 
 BEFORE = "from lightning_hetpipe.hosts.host_child import child\n"
@@ -25,13 +25,13 @@ def give(limit: int) -> None:
 
 def with_devices(limit: int) -> str:
     """The program of a host's process that has the devices."""
-    assert BEFORE in host_process.CHILD
-    return host_process.CHILD.replace(BEFORE, SHOWN.format(limit) + BEFORE)
+    assert BEFORE in host_child.CHILD
+    return host_child.CHILD.replace(BEFORE, SHOWN.format(limit) + BEFORE)
 
 
 def main() -> None:
     limit = int(sys.argv.pop(1))
-    setattr(host_server, "CHILD", with_devices(limit))  # noqa: B010  # which has it from host_process
+    setattr(host_server, "CHILD", with_devices(limit))  # noqa: B010  # which has it from host_child
     give(limit)
     hetpipe_host.main()
 

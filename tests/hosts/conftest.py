@@ -1,4 +1,4 @@
-"""Fixtures for stages in processes of their own."""
+"""Fixtures for stages at hosts."""
 
 from __future__ import annotations
 
@@ -6,16 +6,31 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.hosts.elsewhere import Hosts, serving
 from tests.hosts.host_threads import HostThread
+from tests.server.transports import eventually
 
 
 @pytest.fixture
 def host_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[HostThread]]:
-    """Hosts that are threads of this process, and the list of those that were made."""
+    """Hosts that are threads of this process, at any address, and the list of those that were made."""
     made: list[HostThread] = []
     monkeypatch.setattr(HostThread, "made", made)
-    monkeypatch.setattr("lightning_hetpipe.hosts.remote_stage.HostProcess", HostThread)
+    monkeypatch.setattr("lightning_hetpipe.hosts.stages_apart.HostConnection", lambda *_: HostThread())
     yield made
     for host in made:
         host.thread.join(60)  # a fit that fails while it is set up waits for none
     assert not any(host.thread.is_alive() for host in made)
+
+
+@pytest.fixture(scope="session")
+def hetpipe_host() -> Iterator[Hosts]:
+    with serving({}) as found:
+        yield found
+
+
+@pytest.fixture
+def hosts(hetpipe_host: Hosts) -> Iterator[Hosts]:
+    """A hetpipe-host, none of whose hosts a test leaves behind."""
+    yield hetpipe_host
+    eventually(lambda: not hetpipe_host.children(), "a host has not ended")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import queue
 import socket
-import subprocess
 from typing import Any, cast
 
 import pytest
@@ -13,15 +12,14 @@ from torch import nn
 
 from lightning_hetpipe.hosts import orders, server_calls
 from lightning_hetpipe.hosts.host_memory import HostMemory
-from lightning_hetpipe.hosts.host_process import HostProcess
-from lightning_hetpipe.hosts.owned_stage import OwnedStage
-from lightning_hetpipe.hosts.remote_stage import HostLost
+from lightning_hetpipe.hosts.remote_stage import HostLost, RemoteStage
 from lightning_hetpipe.hosts.remote_tensor import RemoteTensor
 from lightning_hetpipe.hosts.server_calls import HostHolder, ServerCalls
 from lightning_hetpipe.hosts.stage_host import Host
 from lightning_hetpipe.hosts.wire import Wire
 from lightning_hetpipe.server.transport.interface import Unreachable
-from tests.exact.pipelines import even
+from lightning_hetpipe.server.transport.security import Security
+from tests.hosts.elsewhere import elsewhere
 from tests.hosts.host_threads import HostThread
 from tests.hosts.test_other_machines import task
 from tests.support.models import vectors
@@ -49,7 +47,7 @@ def test_a_host_that_answers_no_call_is_ended_where_it_could_still_write(
 
 def test_a_call_that_begins_as_its_host_ends_reaches_nobody() -> None:
     answers = list[orders.ServerAnswered]()
-    calls = ServerCalls(None, answers.append)
+    calls = ServerCalls(Security(), answers.append)
     calls.close()
     order = orders.CallServer(5, "127.0.0.1:1", "status", torch.empty(0, dtype=torch.uint8), None, None, 1.0)
     calls._make(order, None, None)
@@ -71,7 +69,7 @@ def test_what_is_forgotten_is_so_behind_all_that_was_handed_over() -> None:
 
     own, its = socket.socketpair()
     with own, its:
-        host = Host(Wire(own))
+        host = Host(Wire(own), Security(), "127.0.0.1")
         host._peers = cast(Any, Peers())
         assert isinstance(host._answers, queue.SimpleQueue)
         for message in (orders.Brought(None), orders.Forgotten(7), None):
@@ -80,33 +78,19 @@ def test_what_is_forgotten_is_so_behind_all_that_was_handed_over() -> None:
     assert done == ["handed over", "forgot 7"]
 
 
-def test_a_host_that_cannot_be_started_leaves_no_socket(monkeypatch: pytest.MonkeyPatch) -> None:
-    pair = socket.socketpair()
-    monkeypatch.setattr(socket, "socketpair", lambda: pair)
-
-    def fails(*_: Any, **__: Any) -> None:
-        raise OSError("no process can be had")
-
-    monkeypatch.setattr(subprocess, "Popen", fails)
-    with pytest.raises(OSError, match="no process can be had"):
-        HostProcess()
-    assert [each.fileno() for each in pair] == [-1, -1]
-
-
 def test_weights_come_home_from_a_stage_that_could_not_be_made(
     host_threads: list[HostThread], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lightning_hetpipe.hosts.stages_apart.owns", lambda device: True)
     away = list[bool]()
 
-    def fails(stage: OwnedStage, layers: nn.ModuleList) -> None:
+    def fails(stage: RemoteStage, layers: nn.ModuleList) -> None:
         away.extend(isinstance(each, RemoteTensor) for each in layers.parameters())
         raise ArithmeticError("of a test")
 
-    monkeypatch.setattr(OwnedStage, "_new_stash", fails)
+    monkeypatch.setattr(RemoteStage, "_new_stash", fails)
     learner, before = task(), task().state_dict()
     with pytest.raises(ArithmeticError, match="of a test"):
-        quiet_trainer(even(5, 2, 2, stage_hosts="processes")).fit(learner, vectors(12, 4))
+        quiet_trainer(elsewhere(5, 2, 2)).fit(learner, vectors(12, 4))
     assert away
     assert all(away)
     found = learner.state_dict()

@@ -33,8 +33,9 @@ from lightning_hetpipe.hosts.secured_socket import (
 )
 from lightning_hetpipe.server.transport.security import Security
 from tests.exact.running import assert_equal, expect, fit
+from tests.hosts.elsewhere import Hosts, serving
 from tests.hosts.limited_host import DESCRIPTORS
-from tests.hosts.test_other_machines import Hosts, apart, serving, task
+from tests.hosts.test_other_machines import apart, task
 from tests.server.storm import shout, tuple_of
 from tests.server.test_storm import knock, security_in
 from tests.server.transports import PATIENCE, certificates, eventually

@@ -16,7 +16,7 @@ from lightning_hetpipe.hosts.remote_stage import RemoteStage
 from lightning_hetpipe.hosts.remote_tensor import local
 from lightning_hetpipe.hosts.wire import SMALL, Wire
 from lightning_hetpipe.pipeline.threads import Watchdog
-from tests.exact.pipelines import even
+from tests.hosts.elsewhere import elsewhere
 from tests.hosts.host_threads import HostThread
 from tests.hosts.test_other_machines import net, task
 from tests.support.models import vectors
@@ -56,12 +56,9 @@ class WaitsInVain(L.Callback):
 def test_an_answer_that_nobody_waits_for_any_more_is_not_that_to_the_next_question(
     error: BaseException, host_threads: list[HostThread], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lightning_hetpipe.hosts.stages_apart.owns", lambda device: True)
     waits, learner = WaitsInVain(monkeypatch, error), task()
     with pytest.raises((SystemExit, type(error))):
-        quiet_trainer(even(len(net()), 3, 3, stage_hosts="processes", timeout=20), callbacks=[waits]).fit(
-            learner, vectors(40, 4)
-        )
+        quiet_trainer(elsewhere(len(net()), 3, 3, timeout=20), callbacks=[waits]).fit(learner, vectors(40, 4))
     assert host_threads
     for found in (waits.after, dict(learner.net.named_parameters())):
         assert found.keys() == waits.before.keys()
@@ -105,7 +102,6 @@ def test_weights_of_other_stages_come_home_where_one_stalls(
     host_threads: list[HostThread], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A stage that cannot close in time keeps no other one from it."""
-    monkeypatch.setattr("lightning_hetpipe.hosts.stages_apart.owns", lambda device: True)
     original = RemoteStage._await_answer
     closing: list[int] = []
 
@@ -121,7 +117,7 @@ def test_weights_of_other_stages_come_home_where_one_stalls(
 
     monkeypatch.setattr(RemoteStage, "_await_answer", await_answer)
     learner = task()
-    strategy = even(len(net()), 3, 3, stage_hosts="processes", timeout=20)
+    strategy = elsewhere(len(net()), 3, 3, timeout=20)
     quiet_trainer(strategy, callbacks=[Ends()]).fit(learner, vectors(40, 4))
     assert len(host_threads) == 2
     assert all(type(each) is nn.Parameter for each in learner.net[2:].parameters())

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hetpipe.hosts.stage_host import modes, set_modes
-from tests.exact.pipelines import even
 from tests.exact.running import assert_equal, expect, fit
+from tests.hosts.elsewhere import Hosts, elsewhere
 from tests.support.captured_models import Whole
 from tests.support.models import CLASSES, Learner, vectors
 
@@ -100,11 +100,11 @@ class Tiny(nn.Module):
 
 
 @pytest.mark.parametrize("name", ["matmul", "denormals"])
-def test_they_reach_processes(name: str) -> None:
+def test_they_reach_processes(name: str, hosts: Hosts) -> None:
     def made() -> Learner:
         torch.manual_seed(7)
         return Whole(Tiny())
 
     with CASES[name]():
         expected = expect(made(), vectors(18, 4), 2)
-        assert_equal(expected, fit(made(), vectors(18, 4), strategy=even(3, 2, 2, stage_hosts="processes")))
+        assert_equal(expected, fit(made(), vectors(18, 4), strategy=elsewhere(3, 2, 2, hosts.address)))

@@ -7,8 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,50 +25,12 @@ from lightning_hetpipe.hosts.remote_tensor import RemoteTensor
 from lightning_hetpipe.planning.plan.document import Plan
 from lightning_hetpipe.planning.plan.planned_worker import PlannedStage, PlannedWorker
 from tests.exact.running import assert_equal, assert_same_run, expect, fit
+from tests.hosts.elsewhere import Hosts, serving
 from tests.server.transports import certificates, eventually
 from tests.support.models import ADAMW, CLASSES, Task, vectors
 from tests.support.strategies import stashing
 from tests.support.trainers import quiet_trainer
 from tests.wsp.launch import ROOT
-
-
-class Hosts:
-    """A running hetpipe-host."""
-
-    def __init__(self, process: subprocess.Popen[str], address: str) -> None:
-        self.process, self.address = process, address
-
-    def children(self) -> list[int]:
-        path = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
-        return [*map(int, path.read_text().split())]
-
-
-@contextmanager
-def serving(environment: dict[str, str], *program: str) -> Iterator[Hosts]:
-    module, *arguments = program or ("lightning_hetpipe.cli.hetpipe_host",)
-    process = subprocess.Popen(
-        [sys.executable, "-m", module, *arguments, "address=127.0.0.1:0"],
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**{name: value for name, value in os.environ.items() if not name.startswith("HETPIPE")}, **environment},
-        start_new_session=True,
-    )
-    try:
-        assert process.stdout is not None
-        line = process.stdout.readline()
-        assert line.startswith("hetpipe-host: serving 127.0.0.1:"), line
-        yield Hosts(process, line.split()[2].rstrip(";"))
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(30) == 128 + signal.SIGTERM
-    finally:
-        process.kill()
-        process.communicate()
-
-
-@pytest.fixture(scope="module")
-def hosts() -> Iterator[Hosts]:
-    with serving({}) as found:
-        yield found
 
 
 def net() -> nn.Sequential:
@@ -113,7 +74,6 @@ def test_a_virtual_worker_over_machines_has_the_oracles_bits(hosts: Hosts) -> No
     """Two of its stages are at hosts, with their weights, gradients and optimizer states."""
     expected = expect(task(), vectors(40, 4), 3)
     assert_equal(expected, fit(task(), vectors(40, 4), strategy=apart(hosts, "attic", "cellar", "desk")))
-    eventually(lambda: not hosts.children(), "a host has not ended")
 
 
 TWO = """
@@ -154,7 +114,6 @@ def check_two(hosts: Hosts, device: str, tmp_path: Path) -> None:
         subprocess.run([sys.executable, program, saved, *where], check=True, timeout=120, env=within(ROOT))
         found.append(torch.load(saved))
     assert_alike(*found)
-    eventually(lambda: not hosts.children(), "a host has not ended")
 
 
 def within(folder: Path) -> dict[str, str]:
@@ -265,7 +224,6 @@ def test_after_an_error_weights_are_home(hosts: Hosts) -> None:
     with pytest.raises(ArithmeticError):
         quiet_trainer(apart(hosts, "attic", "desk", "desk"), callbacks=[Interrupted()]).fit(learner, vectors(40, 4))
     assert all(type(parameter) is nn.Parameter for parameter in learner.parameters())
-    eventually(lambda: not hosts.children(), "a host has not ended")
 
 
 class KeepsView(L.Callback):
@@ -361,7 +319,6 @@ def test_an_accelerator_that_a_host_lacks(hosts: Hosts) -> None:
     strategy = stashing(plan=plan("attic", "desk", "desk", device="RTX-3090"), stage_hosts={"attic": hosts.address})
     said = f"stage 0 (host {hosts.address} on attic) cannot go on: host {hosts.address} has no RTX-3090:0: it has no"
     assert f"{said} accelerator" in refused(strategy)
-    eventually(lambda: not hosts.children(), "a host has not ended")
 
 
 def test_a_spread_run_has_no_stages_for_hosts() -> None:
@@ -396,9 +353,21 @@ def test_plans_and_hosts_that_do_not_fit(settings: dict[str, Any], message: str)
     [
         ({"attic": "there"}, r"stage_hosts\['attic'\]='there' is not host:port"),
         ({"attic": 5}, r"stage_hosts\['attic'\]=5 is not host:port"),
-        ({}, "stage_hosts={} names no host"),
+        ({}, "stage_hosts={} names no host; give a host for each node, or leave stage_hosts out"),
+        (
+            "processes",
+            r"stage_hosts='processes' must map nodes of a plan to addresses of their hosts, as in"
+            r" \{'attic': '10.0.0.2:7071'\}; leave stage_hosts out for stages in threads of this process",
+        ),
     ],
 )
 def test_wrong_hosts(hosts: Any, message: str) -> None:
     with pytest.raises(SettingError, match=message):
         HetPipeStrategy(stage_hosts=hosts)
+
+
+@pytest.mark.parametrize("other", ["compile", "timeline"])
+def test_settings_that_hosts_do_not_know(other: str) -> None:
+    settings: dict[str, Any] = {"stage_hosts": {"attic": "127.0.0.1:1"}, other: True}
+    with pytest.raises(SettingError, match=f"leave {other} out, or stage_hosts"):
+        HetPipeStrategy(**settings)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,8 +10,8 @@ import torch
 from torch import nn
 
 from lightning_hetpipe.hosts import orders, peer_hosts
-from lightning_hetpipe.hosts.owned_stage import OwnedStage
 from lightning_hetpipe.hosts.peer_hosts import PeerHosts
+from lightning_hetpipe.hosts.remote_stage import RemoteStage
 from lightning_hetpipe.pipeline.autocast import Autocast
 from lightning_hetpipe.pipeline.engine import Engine
 from lightning_hetpipe.pipeline.stage_messages import Backward, Forward, InputGradients, Output
@@ -20,17 +19,12 @@ from lightning_hetpipe.pipeline.values import Addends, Value
 from lightning_hetpipe.rules.versions import Reading
 from lightning_hetpipe.server.transport.security import Security
 from tests.exact.running import assert_equal, expect, fit
-from tests.hosts.test_other_machines import Hosts, apart, net, serving
+from tests.hosts.elsewhere import Hosts
+from tests.hosts.test_other_machines import apart, net
 from tests.server.transports import certificates, eventually
 from tests.support.models import ADAMW, CLASSES, Task, vectors
 
 NODES = ("attic", "cellar", "loft", "desk")
-
-
-@pytest.fixture(scope="module")
-def hosts() -> Iterator[Hosts]:
-    with serving({}) as found:
-        yield found
 
 
 @pytest.fixture
@@ -74,8 +68,8 @@ def test_a_peer_that_cannot_be_reached(
     """The leader hands tensors on to it, and says so."""
     with socket.create_server(("127.0.0.1", 0)) as closed:
         port = closed.getsockname()[1]
-    original = OwnedStage.listen
-    monkeypatch.setattr(OwnedStage, "listen", lambda self, secret: port if self.index else original(self, secret))
+    original = RemoteStage.listen
+    monkeypatch.setattr(RemoteStage, "listen", lambda self, secret: port if self.index else original(self, secret))
     expected = expect(deep(), vectors(40, 4), 3)
     assert_equal(expected, fit(deep(), vectors(40, 4), strategy=apart(hosts, *NODES)))
     assert seen == {"forward": {torch.Tensor}, "backward": {orders.HandedOver, torch.Tensor}}

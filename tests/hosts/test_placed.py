@@ -16,7 +16,7 @@ from lightning_hetpipe.planning.allocation.placed import PlacedPlans, allocate, 
 from lightning_hetpipe.planning.model.cluster import Cluster, Node
 from lightning_hetpipe.planning.model.profile import LayerBytes, Profile, Times
 from lightning_hetpipe.planning.search.problem import PlanningProblem
-from tests.hosts.test_other_machines import serving
+from tests.hosts.elsewhere import serving
 from tests.hosts.test_waves_by_stage import done, environment
 from tests.support.namespaces import Unavailable, network
 from tests.wsp.launch import ROOT

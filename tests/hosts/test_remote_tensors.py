@@ -24,14 +24,12 @@ from tests.support.marks import explores
 class Table:
     """A host's table at the other end of messages that are bytes, and the memory that this process sees."""
 
-    def __init__(self, device: str = "cpu", looks: str = "cpu") -> None:
+    def __init__(self, device: str = "cpu") -> None:
         self.held = HeldTensors()
         self.held.device = torch.device(device)
         self.sent: list[Any] = []
         self._answers: list[Any] = []
-        self.memory = HostMemory(
-            self._send, _Nothing(), lambda: self._answers.pop(), torch.device(looks), accelerates=device != "cpu"
-        )
+        self.memory = HostMemory(self._send, _Nothing(), lambda: self._answers.pop(), accelerates=device != "cpu")
 
     def _send(self, order: Any) -> None:
         order = _copied(order)

@@ -1,4 +1,4 @@
-"""Virtual workers whose stages have processes of their own compute what the oracle does, to the bit."""
+"""Virtual workers whose stages are at hosts compute what the oracle does, to the bit."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.hosts.elsewhere import Hosts
 from tests.support.marks import slow_except
 from tests.wsp.launch import Job, run_all
 from tests.wsp.test_exact import check, expected
@@ -21,8 +22,8 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", slow_except(CASES, "resnet"))
-def test_two(name: str, tmp_path: Path) -> None:
+def test_two(name: str, tmp_path: Path, hosts: Hosts) -> None:
     task, more, options = CASES[name]
-    job = Job(tmp_path, task, (4, 5), 3, 3, {"stage_hosts": "processes", **more})
+    job = Job(tmp_path, task, (4, 5), 3, 3, {"hosts": hosts.address, **more})
     (found,) = run_all(job)
     check(job, found, expected(job, 3, **options))

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.hosts.test_other_machines import serving
+from tests.hosts.elsewhere import serving
 from tests.server.transports import eventually
 from tests.support.namespaces import Machine, Unavailable, finished, network
 from tests.wsp.launch import ROOT, SECONDS

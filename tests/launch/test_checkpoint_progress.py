@@ -12,7 +12,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lightning_hetpipe.launch.checkpoint_progress import Progress, furthest, progress_of
+from lightning_hetpipe.launch.supervision import Progress, furthest, progress_of
 from tests.support.models import mlp, vectors
 from tests.support.trainers import quiet_trainer
 

@@ -20,7 +20,7 @@ from lightning_hetpipe.pipeline.random.generators import RandomGenerators
 from lightning_hetpipe.placement import measuring
 from lightning_hetpipe.placement.measuring import kept, profiled
 from lightning_hetpipe.planning.model.profile import LayerBytes, Profile, Times
-from lightning_hetpipe.planning.plan.profile_cache import ProfileCache
+from lightning_hetpipe.planning.plan.profile_file import ProfileCache
 from tests.capture.test_microbenchmark import CPU, piece_of
 
 BACKENDS: Any = torch.backends

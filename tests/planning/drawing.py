@@ -8,9 +8,8 @@ from itertools import pairwise
 from hypothesis import strategies as st
 
 from lightning_hetpipe.planning.model.profile import LayerBytes, LayerWidths, Profile, Times, Width
-from lightning_hetpipe.planning.plan.device_group import PlannedMember, PlannedSplit
 from lightning_hetpipe.planning.plan.document import Plan
-from lightning_hetpipe.planning.plan.planned_worker import PlannedStage, PlannedWorker
+from lightning_hetpipe.planning.plan.planned_worker import PlannedMember, PlannedSplit, PlannedStage, PlannedWorker
 from lightning_hetpipe.rules.versions import POLICIES
 
 SECONDS = st.floats(0, 1e6, allow_subnormal=False)

@@ -11,8 +11,7 @@ import pytest
 
 from lightning_hetpipe import Cluster, Node, Plan
 from lightning_hetpipe.errors import SettingError
-from lightning_hetpipe.planning.plan.device_group import PlannedMember, PlannedSplit
-from lightning_hetpipe.planning.plan.planned_worker import PlannedStage, PlannedWorker
+from lightning_hetpipe.planning.plan.planned_worker import PlannedMember, PlannedSplit, PlannedStage, PlannedWorker
 
 GROUP = (PlannedMember("box", "RTX-3090:0", 3.0, 1 << 30, 24 << 30), PlannedMember("box", "T4:1", 1.0))
 SPLITS = (PlannedSplit("net.0", (48, 16)), PlannedSplit("net.2", (64, 0)))

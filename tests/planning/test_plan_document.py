@@ -139,12 +139,11 @@ def test_an_unknown_weight_policy() -> None:
     assert (problem.place, problem.said.partition(" one of ")[0]) == ("weights", "is 'stale' and must be")
 
 
-def test_files_of_earlier_releases(tmp_path: Path) -> None:
+def test_keys_that_may_be_left_out(tmp_path: Path) -> None:
     PLAN.save(tmp_path / "plan.json")
     value = json.loads((tmp_path / "plan.json").read_text())
     for key in ("recompute", "spread", "weights", "accumulate_grad_batches"):
         del value[key]
-    value["first_minibatch_bytes"] = 3  # of an earlier release, in which it had to fit on one device
     (tmp_path / "plan.json").write_text(json.dumps(value))
     assert Plan.load(tmp_path / "plan.json") == PLAN
     assert not PLAN.recompute

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from lightning_hetpipe.planning.model.profile import LayerBytes, Profile, Times
-from lightning_hetpipe.planning.plan.profile_cache import Conditions, ProfileCache, cache_folder
+from lightning_hetpipe.planning.plan.profile_file import Conditions, ProfileCache, cache_folder
 
 CONDITIONS = Conditions(
     layers=[("net.0", "linear"), ("net.1", "relu")],

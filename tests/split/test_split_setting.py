@@ -14,8 +14,7 @@ from torch import nn
 from lightning_hetpipe import Cluster, Device, HetPipeStrategy, Node, Plan
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.placement import measuring, planner
-from lightning_hetpipe.planning.plan.device_group import PlannedMember, PlannedSplit
-from lightning_hetpipe.planning.plan.planned_worker import PlannedStage, PlannedWorker
+from lightning_hetpipe.planning.plan.planned_worker import PlannedMember, PlannedSplit, PlannedStage, PlannedWorker
 from tests.exact.pipelines import Pinned
 from tests.exact.running import fit
 from tests.split.longest_layer import with_longest

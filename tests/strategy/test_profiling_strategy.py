@@ -15,7 +15,7 @@ from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.placement import measuring
 from lightning_hetpipe.placement.measuring import optimizer_name
 from lightning_hetpipe.planning.model.profile import Profile
-from lightning_hetpipe.planning.plan.profile_cache import ProfileCache
+from lightning_hetpipe.planning.plan.profile_file import ProfileCache
 from lightning_hetpipe.strategy.profiling_strategy import ProfilingStrategy, profile
 from tests.support.small import Learner, batches
 from tests.support.trainers import quiet_trainer

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from lightning_hetpipe.launch.launcher import LEFT_OUT
+from tests.hosts.elsewhere import serving
 from tests.oracle import Run, State
 from tests.support.equality import assert_same
 from tests.wsp.launch import Job, left_behind, start
@@ -78,7 +79,6 @@ CASES: dict[str, tuple[dict[str, Any], int]] = {
     "in mid-push": ({"message": "StageUpdate", "when": "middle"}, 0),
     "in mid-pull": ({"message": "Read", "nth": 5, "when": "middle"}, 1),
     "batchnorm": ({"task": "resnet"}, 1),
-    "stage hosts": ({"stage_hosts": "processes"}, 1),
     "a hook that asks all": ({"talks": True}, 1),
     "loaders made anew": ({"validate": True, "trainer": {"max_epochs": 4, "reload_dataloaders_every_n_epochs": 1}}, 1),
     "a first validation, made alone": (
@@ -95,9 +95,18 @@ CASES: dict[str, tuple[dict[str, Any], int]] = {
 
 
 @pytest.mark.slow
+def test_stages_at_hosts_come_back(tmp_path: Path) -> None:
+    with serving({}) as hosts:
+        check_membership(tmp_path, {"hosts": hosts.address}, 1)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_the_bits_are_those_of_the_oracle_with_that_membership(name: str, tmp_path: Path) -> None:
-    how, waves = CASES[name]
+    check_membership(tmp_path, *CASES[name])
+
+
+def check_membership(tmp_path: Path, how: dict[str, Any], waves: int) -> None:
     job = coming_back(tmp_path, **how)
     assert "died by SIGKILL, and is started again (no more restarts)" in ended_well(job)
     found = job.written()

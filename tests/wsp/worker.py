@@ -41,6 +41,7 @@ from lightning_hetpipe.run import preemption
 from lightning_hetpipe.run.extensions.pace import Pace
 from tests.exact.pipelines import Delays
 from tests.exact.running import Recorder
+from tests.hosts.elsewhere import away
 from tests.oracle import State
 from tests.split.longest_layer import with_longest
 from tests.support.models import Learner
@@ -329,9 +330,10 @@ def main(job: dict[str, Any]) -> None:
         timeout=job.get("timeout", 60),
         weights=job.get("weights", "stash"),
         lr_correction=job.get("lr_correction", "auto"),
-        stage_hosts=job.get("stage_hosts", "threads"),
         split=job.get("split", False),
     )
+    if "hosts" in job:
+        away(strategy, job["hosts"])
     if "longest" in job:
         vars(planner)["profiled"] = with_longest(measuring.profiled, job["longest"], longest=Times(0.04, 0.08))
     recorder, validates, notes = Recorder(), Validates(), Notes()

@@ -99,8 +99,8 @@ class LayerWidths:
     Attributes:
         run: The first layer of those whose devices hand their channels on to each other until this one, itself perhaps.
         units: By the name of each of its modules that is divided, as a plan's
-            :class:`~lightning_hetpipe.planning.plan.device_group.PlannedSplit` has it: channels, groups of channels or
-            heads. None of a layer that computes the channels that each device has, as an activation does.
+            :class:`~lightning_hetpipe.planning.plan.planned_worker.PlannedSplit` has it: channels, groups of channels
+            or heads. None of a layer that computes the channels that each device has, as an activation does.
         sums: Whether devices give what has to be added, as the second linear layer of a transformer's MLP does.
         measured: By a device's name, times of some parts, in ascending order, the last one that of all.
     """

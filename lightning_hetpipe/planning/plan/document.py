@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
 from os import PathLike
 from typing import Any
@@ -15,7 +15,7 @@ from lightning_hetpipe.planning.allocation.allocator import Allocation, most_sta
 from lightning_hetpipe.planning.model.cluster import Cluster, DeviceSlot
 from lightning_hetpipe.planning.model.estimate import Estimate
 from lightning_hetpipe.planning.plan.faults import Problem, plan_problems
-from lightning_hetpipe.planning.plan.json_file import Document, write
+from lightning_hetpipe.planning.plan.json_file import Document, Positive, write
 from lightning_hetpipe.planning.plan.planned_worker import PlannedStage, PlannedWorker
 from lightning_hetpipe.planning.plan.table import table
 from lightning_hetpipe.rules.versions import POLICIES, STASH, Versions
@@ -24,9 +24,6 @@ VERSION = 1
 
 MOST_RANKS = 8
 """Largest number of machines whose NODE_RANK is named."""
-
-_FORMER = ("first_minibatch_bytes",)
-"""Keys of earlier releases' files, which say nothing any more."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +40,7 @@ class Plan:
         virtual_workers: Each.
         layers: Their names, in order.
         recompute: Whether forwards are computed again for their backwards. The figures are for that, and a run is as
-            the plan says; files of earlier releases do not say it, and mean no.
+            the plan says; a file that does not say it means no.
         spread: Whether it is of a spread run, which a run of the plan is, too; as ``recompute``.
         weights: Name of the weight policy that the figures, and a run, are for; "stash" where a file does not say it.
         accumulate_grad_batches: Minibatches of an optimizer step that the figures are for; 1 where a file does not say.
@@ -54,8 +51,8 @@ class Plan:
     """
 
     model: str
-    in_flight: int
-    wave: int
+    in_flight: Positive
+    wave: Positive
     clock_distance: int
     bottleneck_s: float
     minibatches_per_second: float
@@ -64,7 +61,7 @@ class Plan:
     recompute: bool = False
     spread: bool = False
     weights: str = STASH.name
-    accumulate_grad_batches: int = 1
+    accumulate_grad_batches: Positive = 1
     allocation: str = ""
     placement: str = "size"
     network_bytes: int = 0
@@ -142,26 +139,7 @@ class Plan:
         """
         document = Document.read(path)
         document.version(VERSION)
-        document.object("schema_version", *(field.name for field in fields(cls)), *_FORMER)
-        return cls(
-            document["model"].text(),
-            document["in_flight"].whole(1),
-            document["wave"].whole(1),
-            document["clock_distance"].whole(),
-            document["bottleneck_s"].number(),
-            document["minibatches_per_second"].number(),
-            tuple(PlannedWorker.read(each) for each in document["virtual_workers"].entries()),
-            tuple(each.text() for each in document["layers"].entries()),
-            **document.given(
-                recompute=Document.truth,
-                spread=Document.truth,
-                weights=Document.text,
-                accumulate_grad_batches=lambda each: each.whole(1),
-                allocation=Document.text,
-                placement=Document.text,
-                network_bytes=Document.whole,
-            ),
-        )
+        return document.made(cls, "schema_version")
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write ``plan.json``, whole or not at all.

@@ -14,9 +14,8 @@ from lightning_hetpipe.rules.parameter_placement import PLACEMENTS
 from lightning_hetpipe.rules.versions import POLICIES
 
 if TYPE_CHECKING:
-    from lightning_hetpipe.planning.plan.device_group import PlannedMember, PlannedSplit
     from lightning_hetpipe.planning.plan.document import Plan
-    from lightning_hetpipe.planning.plan.planned_worker import PlannedStage
+    from lightning_hetpipe.planning.plan.planned_worker import PlannedMember, PlannedSplit, PlannedStage
 
 
 @dataclass(frozen=True)

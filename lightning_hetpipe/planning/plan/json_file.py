@@ -8,11 +8,17 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from types import UnionType
+from typing import Annotated, Any, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from lightning_hetpipe.errors import SettingError, nearest
+
+T = TypeVar("T")
+
+Positive = Annotated[int, 1]
+"""A whole number of at least 1."""
 
 
 @dataclass(frozen=True)
@@ -68,10 +74,6 @@ class Document:
             self.refuse(f"has no '{key}'")
         return Document(self.file, self.value[key], f"{self.path}.{key}" if self.path else key)
 
-    def given(self, **readers: Callable[[Document], Any]) -> dict[str, Any]:
-        """Values of the optional keys that are there, each as its reader reads it."""
-        return {key: read(self[key]) for key, read in readers.items() if key in self}
-
     def items(self) -> Iterator[tuple[str, Document]]:
         """Keys and values of an object."""
         return ((key, self[key]) for key in self.object())
@@ -100,13 +102,39 @@ class Document:
             self.refuse(f"is {_shown(value)} and must be a whole number, {least} or more")
         return value
 
-    def whole_or_none(self, least: int = 0) -> int | None:
-        return None if self.value is None else self.whole(least)
-
     def truth(self) -> bool:
         if not isinstance(self.value, bool):
             self.refuse(f"is {_shown(self.value)} and must be true or false")
         return self.value
+
+    def made(self, kind: type[T], *besides: str) -> T:
+        """Make the dataclass ``kind`` of an object whose keys are its fields; those with a default may be left out.
+
+        A field's annotation says what its value must be: text, a number, a whole number (with ``Annotated``, of a least
+        one), true or false, a tuple of these, another such dataclass, or one of these and None.
+
+        Args:
+            kind: The class.
+            besides: Further keys of the object, which are not read.
+        """
+        known: Any = kind
+        names, hints = [field.name for field in fields(known)], get_type_hints(kind, include_extras=True)
+        self.object(*besides, *names)
+        needed = {field.name for field in fields(known) if field.default is MISSING}
+        return kind(**{name: self[name]._as(hints[name]) for name in names if name in needed or name in self})
+
+    def _as(self, hint: Any) -> Any:
+        origin, arguments = get_origin(hint), get_args(hint)
+        if origin is Annotated:
+            return self.whole(arguments[1])
+        if origin in (Union, UnionType):
+            return None if self.value is None else self._as(arguments[0])
+        if origin is tuple:
+            return tuple(each._as(arguments[0]) for each in self.entries())
+        if isinstance(hint, type) and is_dataclass(hint):
+            return self.made(hint)
+        readers: dict[Any, Callable[[], Any]] = {str: self.text, float: self.number, int: self.whole, bool: self.truth}
+        return readers[hint]()
 
     def version(self, mine: int) -> None:
         """Refuse another schema version than ``mine``."""

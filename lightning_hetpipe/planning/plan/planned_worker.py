@@ -1,22 +1,87 @@
-"""Virtual workers of a plan, and their stages: made of estimates, and read from ``plan.json``."""
+"""Virtual workers of a plan, their stages and groups of devices: made of estimates, and read from ``plan.json``."""
 
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Collection
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from lightning_hetpipe.planning.model.cluster import Cluster, DeviceSlot
 from lightning_hetpipe.planning.model.divided_stage import DividedStage
 from lightning_hetpipe.planning.model.estimate import Estimate
-from lightning_hetpipe.planning.plan.device_group import (
-    ESTIMATED,
-    NOMINAL,
-    DeviceLabel,
-    PlannedMember,
-    PlannedSplit,
-)
-from lightning_hetpipe.planning.plan.json_file import Document
+from lightning_hetpipe.planning.plan.json_file import Positive
+
+ESTIMATED = " (estimated)"
+NOMINAL = " (nominal memory)"
+_DEVICE = re.compile(rf"(?P<name>.+):(?P<number>\d+)(?:{re.escape(ESTIMATED)}|{re.escape(NOMINAL)})?", re.DOTALL)
+
+
+class DeviceLabel:
+    """Reader of a ``device`` such as "RTX-3090:1": a name, and the device's number on its node."""
+
+    device: str
+
+    @property
+    def device_name(self) -> str:
+        """Device name without its number."""
+        match = _DEVICE.fullmatch(self.device)
+        return self.device if match is None else match["name"]
+
+    @property
+    def device_number(self) -> int | None:
+        """Number of the device on its node, from 0; None if ``device`` does not say."""
+        match = _DEVICE.fullmatch(self.device)
+        return None if match is None else int(match["number"])
+
+    @property
+    def place(self) -> str:
+        """Device name and number, such as "RTX-3090:1"."""
+        return self.device.removesuffix(ESTIMATED).removesuffix(NOMINAL)
+
+    @property
+    def estimated(self) -> bool:
+        """True if its times come from a data sheet."""
+        return self.device.endswith(ESTIMATED)
+
+    @property
+    def nominal(self) -> bool:
+        """True if its memory comes from a data sheet, and its times do not."""
+        return self.device.endswith(NOMINAL)
+
+
+@dataclass(frozen=True)
+class PlannedMember(DeviceLabel):
+    """One device of a stage's group.
+
+    Attributes:
+        node: The machine's name, which is the stage's.
+        device: As a stage's.
+        share: Its part of the work, relative to the other members' shares; 0 for nothing.
+        memory_bytes: That it takes; 0 where nothing was estimated.
+        memory_limit_bytes: That it has; None where that is no limit.
+    """
+
+    node: str
+    device: str
+    share: float
+    memory_bytes: int = 0
+    memory_limit_bytes: Positive | None = None
+
+
+@dataclass(frozen=True)
+class PlannedSplit:
+    """One layer that a group divides.
+
+    Attributes:
+        layer: Path of the module in the LightningModule, such as "net.features.0"; of a parameter that no module has
+            as its ``weight``, the parameter's own.
+        counts: How many of its units each member computes, in the order of the group: output channels, groups of a
+            grouped convolution, or attention heads (of keys and values, where several of queries share one).
+    """
+
+    layer: str
+    counts: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -31,7 +96,7 @@ class PlannedStage(DeviceLabel):
         time_s: For one minibatch, forward and backward, with its transfers.
         memory_bytes: That it takes.
         memory_limit_bytes: That its device has; None where that is no limit.
-        weights_bytes: Of these, its weights, by which a spread run divides the model; 0 in files of earlier releases.
+        weights_bytes: Of these, its weights, by which a spread run divides the model; 0 where a file does not say it.
         group: The devices that divide its layers, in order, the stage's own among them: that one holds the unsplit
             weights, gradients and optimizer state. Empty where the stage is on one device.
         splits: The layers that the group divides by their output channels; of a group without any, all that can be,
@@ -44,7 +109,7 @@ class PlannedStage(DeviceLabel):
     last_layer: int
     time_s: float
     memory_bytes: int
-    memory_limit_bytes: int | None
+    memory_limit_bytes: Positive | None
     weights_bytes: int = 0
     group: tuple[PlannedMember, ...] = ()
     splits: tuple[PlannedSplit, ...] = ()
@@ -54,25 +119,6 @@ class PlannedStage(DeviceLabel):
         others = {f"{place}.group[{number}]": each for number, each in enumerate(self.group)}
         own = (self.node, self.device_number)
         return {place: self, **{key: each for key, each in others.items() if (each.node, each.device_number) != own}}
-
-    @classmethod
-    def read(cls, document: Document) -> PlannedStage:
-        """Read a stage of ``plan.json``."""
-        document.object(*(field.name for field in fields(cls)))
-        return cls(
-            document["node"].text(),
-            document["device"].text(),
-            document["first_layer"].whole(),
-            document["last_layer"].whole(),
-            document["time_s"].number(),
-            document["memory_bytes"].whole(),
-            document["memory_limit_bytes"].whole_or_none(1),
-            **document.given(
-                weights_bytes=Document.whole,
-                group=lambda each: tuple(map(PlannedMember.read, each.entries())),
-                splits=lambda each: tuple(map(PlannedSplit.read, each.entries())),
-            ),
-        )
 
 
 @dataclass(frozen=True)
@@ -87,7 +133,7 @@ class PlannedWorker:
 
     minibatches_per_second: float
     stages: tuple[PlannedStage, ...]
-    wave: int | None = None
+    wave: Positive | None = None
 
     @property
     def nodes(self) -> tuple[str, ...]:
@@ -118,16 +164,6 @@ class PlannedWorker:
             wave: As above.
         """
         return cls(rate, _stages(found, cluster, estimated, nominal), wave)
-
-    @classmethod
-    def read(cls, document: Document) -> PlannedWorker:
-        """Read a virtual worker of ``plan.json``."""
-        document.object(*(field.name for field in fields(cls)))
-        return cls(
-            document["minibatches_per_second"].number(),
-            tuple(map(PlannedStage.read, document["stages"].entries())),
-            **document.given(wave=lambda each: each.whole_or_none(1)),
-        )
 
 
 def _stages(

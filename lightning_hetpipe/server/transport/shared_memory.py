@@ -2,8 +2,7 @@
 
 Every process writes its own blocks only, and maps those of others to read them: a VW's update, which the server adds
 from where the VW wrote it, and a server's weights, which VWs copy from where the server adds. So a body is copied once
-or not at all, and a process that is fenced, stopped or faulty can spoil nothing but its own memory. (A VW's own
-processes, which live and die as one, lend each other blocks to write to.)
+or not at all, and a process that is fenced, stopped or faulty can spoil nothing but its own memory.
 
 A block is a *memfd*: memory with a descriptor and no name. So nothing is left behind however its owner dies, no limit
 of /dev/shm applies, and Python's resource tracker, which unlinks what attached processes merely opened, has no part in
@@ -150,19 +149,14 @@ def place_of(buffers: Sequence[memoryview]) -> Place | None:
 
 
 class Views:
-    """Blocks of other processes, mapped to be read.
+    """Blocks of other processes, mapped to be read."""
 
-    Args:
-        writes: Whether what is written to them reaches their owners.
-    """
-
-    def __init__(self, *, writes: bool = False) -> None:
-        self._writes = writes
+    def __init__(self) -> None:
         self._lock = threading.RLock()
         self._mapped: dict[tuple[int, str], tuple[Place, mmap.mmap]] = {}
 
     def look(self, place: Place) -> memoryview:
-        """Map the bytes at ``place``; by default, writes to them are seen by nobody else.
+        """Map the bytes at ``place``; writes to them are seen by nobody else.
 
         Raises:
             NoBlock: if ``place`` is not in a block of this user on this host that holds the secret.
@@ -173,7 +167,7 @@ class Views:
         with self._lock:
             self.drop()
             if key not in self._mapped:
-                self._mapped[key] = place, _mapped(place, self._writes)
+                self._mapped[key] = place, _mapped(place)
             mapped = self._mapped[key][1]
         if place.start + place.size > len(mapped) - _FIRST:
             raise NoBlock(f"it is smaller than {place.start + place.size} bytes")
@@ -200,20 +194,20 @@ def _network() -> int:
     return os.stat("/proc/self/ns/net").st_ino
 
 
-def _mapped(place: Place, writes: bool) -> mmap.mmap:
+def _mapped(place: Place) -> mmap.mmap:
     if place.network != _network():
         raise NoBlock("it is in another network namespace")
     try:
         # Open nothing but blocks: opening some files has effects.
         if not _LINK.fullmatch(os.readlink(place.path)):
             raise NoBlock("it is not where it is said to be")
-        descriptor = os.open(place.path, (os.O_RDWR if writes else os.O_RDONLY) | os.O_CLOEXEC | os.O_NONBLOCK)
+        descriptor = os.open(place.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
         raise NoBlock(f"it cannot be seen from the other process ({error.strerror})") from None
     try:
         size = _verified(descriptor, place)
-        # By default a private mapping: a mistaken write here does not reach the owner's memory.
-        mapped = mmap.mmap(descriptor, size, access=mmap.ACCESS_WRITE if writes else mmap.ACCESS_COPY)
+        # A private mapping: a mistaken write here does not reach the owner's memory.
+        mapped = mmap.mmap(descriptor, size, access=mmap.ACCESS_COPY)
     except (OSError, ValueError) as error:
         raise NoBlock(f"it cannot be mapped ({error})") from None
     finally:

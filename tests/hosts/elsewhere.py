@@ -1,0 +1,88 @@
+"""Stages at hosts, as on other machines: ``hetpipe-host`` in a process, and strategies whose stages are there."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from lightning_hetpipe import HetPipeStrategy
+from lightning_hetpipe.run.run_settings import RunSettings
+from tests.exact.pipelines import even
+
+NEAR = "127.0.0.1:1"
+"""Address at which the fixture ``host_threads`` has hosts."""
+
+
+class Hosts:
+    """A running hetpipe-host."""
+
+    def __init__(self, process: subprocess.Popen[str], address: str) -> None:
+        self.process, self.address = process, address
+
+    def children(self) -> list[int]:
+        """Processes that are hosts and have not ended."""
+        path = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
+        return [pid for pid in map(int, path.read_text().split()) if _runs(pid)]
+
+
+def _runs(pid: int) -> bool:
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return False
+
+
+@contextmanager
+def serving(environment: dict[str, str], *program: str) -> Iterator[Hosts]:
+    module, *arguments = program or ("lightning_hetpipe.cli.hetpipe_host",)
+    process = subprocess.Popen(
+        [sys.executable, "-m", module, *arguments, "address=127.0.0.1:0"],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**{name: value for name, value in os.environ.items() if not name.startswith("HETPIPE")}, **environment},
+        start_new_session=True,
+    )
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        assert line.startswith("hetpipe-host: serving 127.0.0.1:"), line
+        yield Hosts(process, line.split()[2].rstrip(";"))
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 128 + signal.SIGTERM
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def away(
+    strategy: HetPipeStrategy,
+    address: str = NEAR,
+    accelerators: Mapping[int, Sequence[tuple[int, str]]] | None = None,
+) -> HetPipeStrategy:
+    """Have all stages of ``strategy`` but the last be at hosts at ``address``, whatever is planned.
+
+    Args:
+        strategy: It has a number of stages.
+        address: Of hetpipe-host.
+        accelerators: Number and name of the accelerators that stages are on, as of ``RunSettings``.
+    """
+    own = strategy._fit_settings
+
+    def fit_settings() -> RunSettings:
+        found = own()
+        assert isinstance(found.stages, int)
+        return replace(found, hosts=dict.fromkeys(range(found.stages - 1), address), accelerators=accelerators or {})
+
+    vars(strategy)["_fit_settings"] = fit_settings
+    return strategy
+
+
+def elsewhere(layers: int, stages: int, in_flight: int, address: str = NEAR, **settings: Any) -> HetPipeStrategy:
+    """A pipeline of stages with equal numbers of layers, all but the last of which are at hosts."""
+    return away(even(layers, stages, in_flight, **settings), address)
