@@ -99,7 +99,7 @@ def _measured(profiling: ProfilingInput, device: torch.device, name: str, model:
 
 def layer_seconds(profiling: ProfilingInput, device: torch.device | None, bar: Bar) -> list[float]:
     """Measure seconds of each layer, forward and backward, on ``device`` or where it lies."""
-    rounds = (ROUNDS + 1) * sum(len(values) for _, values, _ in profiling.layers)
+    rounds = ROUNDS * sum(len(values) for _, values, _ in profiling.layers)
     there = {str(each.device) for layer, _, _ in profiling.layers for each in layer.module.parameters()}
     where = device or " and ".join(sorted(there)) or "cpu"
     with bar(f"measuring on {where}", rounds) as tick:

@@ -126,7 +126,7 @@ def test_below_richs_bar_it_is_a_line_of_rich(
         strategy = HetPipeStrategy(stages=2, cluster=cluster)
         quiet_trainer(strategy, enable_progress_bar=True, callbacks=[Bars()]).fit(Learner(), batches(3))
     measured = [line for line in lines if line[0] == "measuring on cpu"]
-    steps = 4 * (ROUNDS + 1) if cluster is None else 4  # of four layers
+    steps = 4 * ROUNDS if cluster is None else 4  # of four layers
     assert measured[-1] == ("measuring on cpu", steps, steps)
     assert any(line[0] == "searching for a plan" for line in lines) == (cluster is not None)
     assert all({"measuring on cpu", "searching for a plan"}.isdisjoint(names) for names in left)
