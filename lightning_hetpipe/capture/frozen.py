@@ -24,7 +24,7 @@ from torch.utils import checkpoint
 from lightning_hetpipe.capture.data_checks import SeenAnswers
 from lightning_hetpipe.capture.noticed_calls import NoticedCalls, is_users, line_that_names
 from lightning_hetpipe.capture.plain_attributes import PLAIN, plain_attributes
-from lightning_hetpipe.capture.reached_values import ReachedValues, names_in, told
+from lightning_hetpipe.capture.reached_values import NOT_FOLLOWED, ReachedValues, names_in, told
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,11 @@ class FrozenValues:
                 outer.update(called)
                 outer.noticed.update(self.noticed)
             self.checkpoints |= any(code.co_filename == checkpoint.__file__ for code, _ in called)
-            new = {key: names for key, names in called.items() if key not in self._called and is_users(key[0])}
+            new = {
+                key: names
+                for key, names in called.items()
+                if key not in self._called and is_users(key[0]) and not _is_generated(key[0], names)
+            }
             self._stale |= bool(new) or self._replaced
             self._called |= new
 
@@ -129,16 +133,14 @@ class FrozenValues:
 
     def _find(self) -> None:
         parts = dict(self._module.named_modules())
-        codes = {id(code): code for code, _ in self._called}
-        names = names_in(codes.values())
+        names = names_in(code for code, _ in self._called)
         self._reached = reached = ReachedValues(names, parts.values())
         self._own, self._replaced, self._stale = [], False, False
         for globals_ in {id(held): held for held in self._called.values()}.values():
             read = {name for (code, _), held in self._called.items() if held is globals_ for name in code.co_names}
             reached.namespace(globals_.get("__name__", "a module"), globals_, read)
-        for function in gc.get_referrers(*codes.values()):
-            if isinstance(function, FunctionType) and id(function.__code__) in codes:
-                reached.function(function)
+        for function in _functions(self._called):
+            reached.function(function)
         for path, part in parts.items():
             reached.kind(type(part))
             attributes = plain_attributes(part)  # fingerprint.py sees to these themselves
@@ -146,6 +148,29 @@ class FrozenValues:
                 self._own.append(f"{path or type(part).__name__}.{name}")
                 reached.value(self._own[-1], attributes[name])
         reached.follow()
+
+
+def _is_generated(code: CodeType, globals_: Mapping[str, Any]) -> bool:
+    """Tell whether a library has written ``code`` for a class of its own, as ``dataclasses`` does."""
+    package = str(globals_.get("__name__")).partition(".")[0]
+    return code.co_filename == "<string>" and package in NOT_FOLLOWED
+
+
+def _functions(called: Mapping[tuple[CodeType, int], Mapping[str, Any]]) -> Iterator[FunctionType]:
+    """Yield the functions that have the code of ``called``, which also has their globals."""
+    unknown: dict[int, CodeType] = {}
+    for (code, _), globals_ in called.items():
+        first, *rest = code.co_qualname.split(".")
+        found: Any = globals_.get(first)
+        for part in rest:
+            found = getattr(found, "__dict__", {}).get(part)
+        if isinstance(found, FunctionType) and found.__code__ is code:
+            yield found
+        else:  # such as a closure, of which there may be several: all objects are looked through
+            unknown[id(code)] = code
+    for function in gc.get_referrers(*unknown.values()) if unknown else ():
+        if isinstance(function, FunctionType) and id(function.__code__) in unknown:
+            yield function
 
 
 class _Called(dict[tuple[CodeType, int], dict[str, Any]]):

@@ -54,7 +54,7 @@ NAMED = 3
 _ABSENT = object()
 _CONTAINERS = (list, tuple, set, frozenset, deque, OrderedDict, dict)
 _DESCRIPTORS = (FunctionType, staticmethod, classmethod, property, GetSetDescriptorType, MemberDescriptorType)
-_NOT_FOLLOWED = {"torch", "lightning_hetpipe", "numpy", *sys.stdlib_module_names} - {"argparse", "types"}
+NOT_FOLLOWED = {"torch", "lightning_hetpipe", "numpy", *sys.stdlib_module_names} - {"argparse", "types"}
 """Packages whose modules and objects hold nothing that a user would change for ``forward``."""
 
 
@@ -203,7 +203,7 @@ class ReachedValues:
     def kind(self, kind: type, depth: int = DEPTH) -> None:
         """Watch the attributes of the class ``kind`` and of its bases that are neither methods nor properties."""
         for base in kind.__mro__:
-            if id(base) not in self._seen and _top(str(base.__module__)) not in _NOT_FOLLOWED:
+            if id(base) not in self._seen and _top(str(base.__module__)) not in NOT_FOLLOWED:
                 self._seen.add(id(base))
                 held = vars(base)
                 names = [name for name in self._names & held.keys() if is_value(held[name])]
@@ -248,11 +248,11 @@ class ReachedValues:
         elif isinstance(value, functools.partial):
             self._pending.extend((path, held, depth) for held in (value.args, value.keywords))
         elif isinstance(value, ModuleType):
-            if _top(value.__name__) not in _NOT_FOLLOWED:
+            if _top(value.__name__) not in NOT_FOLLOWED:
                 self.namespace(path, vars(value), self._names, depth)
         elif isinstance(value, type):
             self.kind(value, depth)
-        elif isinstance(value, nn.Module) or _top(str(type(value).__module__)) not in _NOT_FOLLOWED:
+        elif isinstance(value, nn.Module) or _top(str(type(value).__module__)) not in NOT_FOLLOWED:
             self._object(path, value, depth)
 
     def _object(self, path: str, value: Any, depth: int) -> None:
