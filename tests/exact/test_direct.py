@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from lightning_hetpipe import HetPipeStrategy
+from lightning_hetpipe.errors import SettingError
 from tests.exact.pipelines import Pinned, delayed, even
 from tests.exact.running import assert_equal, assert_same_run, expect, fit
 from tests.oracle import Batch, Outputs, Recipe
@@ -465,9 +467,41 @@ def test_what_torch_func_is_given(in_flight: int) -> None:
         found: Tensor = torch.vmap(torch.sum)(weight).sum()
         return found
 
-    refuse(Mapped(each), in_flight, "'net.0.weight' to a function of torch.func", "net.0.weight.clone()")
+    refuse(Mapped(each), in_flight, "'net.0.weight' is used in a function of torch.func", "net.0.weight.clone()")
     task, loader = Mapped(lambda weight: each(weight.clone())), vectors(18, 4)
     assert_equal(expect(task, loader, in_flight), fit(task, loader, strategy=even(5, 2, in_flight)))
+
+
+class Derivative(nn.Module):
+    """Adds the derivative of a layer's output, as ``torch.func`` computes it."""
+
+    def __init__(self, cloned: bool) -> None:
+        super().__init__()
+        self.first, self.layer, self.last = nn.Linear(6, 16), nn.Linear(16, 16), nn.Linear(16, CLASSES)
+        self.cloned = cloned
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        weights = {name: each.clone() for name, each in self.layer.named_parameters()} if self.cloned else {}
+
+        def norm(row: Tensor) -> Tensor:
+            found: Any = torch.func.functional_call(self.layer, weights, (row,)) if weights else self.layer(row)
+            return found.tanh().sum()
+
+        out: Tensor = self.last(h + torch.vmap(torch.func.grad(norm))(h))
+        return out
+
+
+def test_layers_within_a_function_of_torch_func() -> None:
+    """Copies of their weights would be tensors of that function; to watch the layers read storages that it hides."""
+
+    def pipelined() -> HetPipeStrategy:
+        return HetPipeStrategy(stages=2, in_flight=3, weights="stash")
+
+    loader, task = vectors(18, 4), Task(Derivative(cloned=True))
+    with pytest.raises(SettingError, match=r"'net.layer.weight' is used in a function of torch.func.*in_flight=1"):
+        fit(Task(Derivative(cloned=False)), loader, strategy=pipelined())
+    assert_equal(expect(task, loader, 3), fit(task, loader, strategy=pipelined()))
 
 
 def test_parameters_in_named_tuples() -> None:
