@@ -504,6 +504,49 @@ def test_layers_within_a_function_of_torch_func() -> None:
     assert_equal(expect(task, loader, 3), fit(task, loader, strategy=pipelined()))
 
 
+class Recomputed(torch.autograd.Function):
+    """Runs two layers, and once more for their gradients, as blocks that can be reversed do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layers: nn.ModuleList, *weights: Tensor) -> Tensor:
+        ctx.layers = layers
+        ctx.save_for_backward(x.detach())
+        return Recomputed.run(layers, x)
+
+    @staticmethod
+    def run(layers: nn.ModuleList, x: Tensor) -> Tensor:
+        one, other = layers
+        out: Tensor = x + one(x)
+        return out + other(out)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        with torch.enable_grad():
+            x = ctx.saved_tensors[0].requires_grad_()
+            found = torch.autograd.grad(Recomputed.run(ctx.layers, x), [x, *ctx.layers.parameters()], gradients[0])
+        return found[0], None, *found[1:]
+
+
+class Recomputing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 16), nn.Linear(16, CLASSES)
+        self.layers = nn.ModuleList([nn.Linear(16, 16), nn.Linear(16, 16)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        run: Any = Recomputed.apply
+        out: Tensor = self.last(run(self.first(x), self.layers, *self.layers.parameters()))
+        return out
+
+
+def test_layers_that_a_function_of_the_users_own_runs() -> None:
+    """Stages cannot run them, as no graph of autograd leads through it: it raised torch's own error."""
+    with pytest.raises(
+        SettingError, match=r"asks for the gradient of the parameter 'net.layers.0.weight'.*in_flight=1"
+    ):
+        fit(Task(Recomputing()), vectors(18, 4), strategy=HetPipeStrategy(stages=2, in_flight=3, weights="stash"))
+
+
 def test_parameters_in_named_tuples() -> None:
     task, loader = Mapped(lambda weight: torch.cat(cast(Any, Pair(weight, weight))).norm()), vectors(18, 4)
     assert_equal(expect(task, loader, 3), fit(task, loader, strategy=even(5, 2, 3)))
