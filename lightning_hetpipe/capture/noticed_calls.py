@@ -20,6 +20,7 @@ from types import CodeType, FrameType
 from typing import Any
 
 import torch
+from lightning import LightningModule
 from torch import Tensor
 from torch.autograd import graph as autograd_graph
 from torch.utils import checkpoint
@@ -57,6 +58,7 @@ _CALLS: dict[CodeType, tuple[str, str]] = {
     _code(torch.inference_mode.__enter__): (INFERENCE, "computes in torch.inference_mode()"),
     _code(torch.manual_seed): (SEED, "sets a seed (torch.manual_seed)"),
     _code(logging.Logger.callHandlers): _OUTPUT,
+    _code(LightningModule.log): _OUTPUT,
 }
 """Functions by their code, each with the kind of the call and the words for it."""
 
@@ -142,7 +144,7 @@ def line_that_names(codes: Iterable[CodeType], path: str) -> str | None:
 
 def _asked_by_user(frame: FrameType | None) -> bool:
     """Tell whether a user's own code is the one that writes, itself or by the standard library; warnings are not."""
-    while frame is not None and frame.f_code.co_filename.startswith(_STANDARD_LIBRARY):
+    while frame is not None and frame.f_code.co_filename.startswith((_STANDARD_LIBRARY, *PACKAGES)):
         if frame.f_code.co_filename.startswith(PACKAGES) or frame.f_code.co_filename == warnings.__file__:
             return False
         frame = frame.f_back

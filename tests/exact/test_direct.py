@@ -472,7 +472,7 @@ def test_what_torch_func_is_given(in_flight: int) -> None:
     assert_equal(expect(task, loader, in_flight), fit(task, loader, strategy=even(5, 2, in_flight)))
 
 
-class Derivative(nn.Module):
+class Derivative(nn.Sequential):
     """Adds the derivative of a layer's output, as ``torch.func`` computes it."""
 
     def __init__(self, cloned: bool) -> None:
@@ -486,7 +486,8 @@ class Derivative(nn.Module):
 
         def norm(row: Tensor) -> Tensor:
             found: Any = torch.func.functional_call(self.layer, weights, (row,)) if weights else self.layer(row)
-            return found.tanh().sum()
+            total: Tensor = found.tanh().sum()
+            return total
 
         out: Tensor = self.last(h + torch.vmap(torch.func.grad(norm))(h))
         return out
@@ -516,8 +517,9 @@ class Recomputed(torch.autograd.Function):
     @staticmethod
     def run(layers: nn.ModuleList, x: Tensor) -> Tensor:
         one, other = layers
-        out: Tensor = x + one(x)
-        return out + other(out)
+        between = x + one(x)
+        out: Tensor = between + other(between)
+        return out
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
@@ -527,7 +529,7 @@ class Recomputed(torch.autograd.Function):
         return found[0], None, *found[1:]
 
 
-class Recomputing(nn.Module):
+class Recomputing(nn.Sequential):
     def __init__(self) -> None:
         super().__init__()
         self.first, self.last = nn.Linear(6, 16), nn.Linear(16, CLASSES)

@@ -23,6 +23,7 @@ from torch.autograd import graph as autograd_graph
 from torch.nn import functional as F
 
 from lightning_hetpipe import HetPipeStrategy
+from lightning_hetpipe.capture.noticed_calls import PACKAGES
 from lightning_hetpipe.errors import SettingError
 from tests.support.models import CLASSES, vectors
 from tests.support.trainers import quiet_trainer
@@ -177,7 +178,8 @@ def follow_in_hidden_weights(net: Net, h: Tensor) -> Tensor:
     with torch.no_grad():
         for mine, other in zip(follower.parameters(), net.second.parameters(), strict=True):
             mine.lerp_(other, 0.2)
-    return h - follower(h)
+    out: Tensor = h - follower(h)
+    return out
 
 
 def count_in_a_slot(net: Net, h: Tensor) -> Tensor:
@@ -476,6 +478,39 @@ def test_what_a_forward_writes_is_what_a_plain_run_writes(
 @pytest.mark.filterwarnings("ignore:once")
 def test_a_warning_is_no_effect() -> None:
     trained(lambda: Task(Net(warn)), synchronous(module="net"))
+
+
+LIBRARY: dict[str, Any] = {}
+exec(compile("def tell():\n    print('of a library')", f"{PACKAGES[0]}/library.py", "exec"), LIBRARY)
+
+
+def call_a_library(net: Net, h: Tensor) -> Tensor:
+    LIBRARY["tell"]()
+    return h
+
+
+def test_what_a_library_prints_is_no_effect() -> None:
+    """In an environment of its own, where installed packages lie outside the standard library, it was one."""
+    trained(lambda: Task(Net(call_a_library)), synchronous(module="net"))
+
+
+class Logged(Task):
+    def __init__(self) -> None:
+        super().__init__(Net(self.log_the_mean))
+
+    def log_the_mean(self, net: Net, h: Tensor) -> Tensor:
+        self.log("mean", h.detach().mean(), on_step=False, on_epoch=True)
+        return h
+
+
+@pytest.mark.parametrize("weights", ["sync", "stash"])
+def test_what_a_forward_logs_to_lightning(weights: str) -> None:
+    """In stages it would be logged once; Lightning's own results were named as what it changes."""
+    found = []
+    for in_flight in (1, 3):
+        task = trained(Logged, HetPipeStrategy(stages=2, in_flight=in_flight, weights=weights))
+        found.append(float(task.trainer.callback_metrics["mean"]))
+    assert weights != "sync" or found[0] == found[1]
 
 
 class EvaluatedGlobal(Task):
