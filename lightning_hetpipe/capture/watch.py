@@ -225,7 +225,13 @@ class TrainingWatch(Watch):
         """Run the module that is called, once and as it is, and note what the call shows."""
         began, before = _now(), self._observing
         earlier = [each for each in self._calls if each.piece.module is call.module and not self._open]
-        node = CallNode(earlier[0].piece if earlier else Piece.of(call.name, call.module, self._wants_graphs))
+        piece = earlier[0].piece if earlier else Piece.of(call.name, call.module, self._wants_graphs)
+        node = CallNode(piece, training=call.module.training)
+        if any(each.training is not node.training for each in earlier):
+            node.refusal = PipelineRefusal(
+                f"training_step calls '{call.name}' in training mode and in evaluation mode, and stages run it in one;"
+                " call it in one of them"
+            )
         seeded = states_of_torch() if has_own_seed() else None
         (self._open[-1].inner if self._open else self._calls).append(node)
         self._open.append(node)
