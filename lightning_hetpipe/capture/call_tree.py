@@ -42,6 +42,7 @@ class CallNode(Checked):
         graph: What is needed to make its graph; None if it is to have none.
         inputs, outputs: Nodes of autograd's graph that what it was given, and what it returned, come from.
         blocks: Blocks of memory that its output lies in.
+        training: Whether the module was in training mode.
     """
 
     piece: Piece
@@ -52,6 +53,7 @@ class CallNode(Checked):
     inputs: list[Any] = field(default_factory=list)
     outputs: list[Any] = field(default_factory=list)
     blocks: Collection[Any] = ()
+    training: bool = True
 
     def ends(self, given: Any, output: Any) -> None:
         """Note where the call lies in autograd's graph."""

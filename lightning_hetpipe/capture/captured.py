@@ -156,6 +156,9 @@ class Captured:
         marked = marked_paths(graph.graph)
         if found is None:
             raise self._other_layers(marked)
+        live = self._live()
+        if any(path not in live for part in found for path in part.changes):
+            raise SideEffect(self._name, "changes weights that no module in it has registered", is_shared=True)
         if not self.layers:
             blocks = [self._module.get_submodule(part.block) for part in found]  # in which parts are called
             recomputed = [self.frozen.checkpoints or is_checkpointed(block) for block in blocks]

@@ -119,7 +119,7 @@ def untouched(module: nn.Module, frozen: FrozenValues, *, runs: bool = False) ->
     before_run = StateBefore(module, frozen)
     buffers = [(buffer, buffer.clone()) for buffer in module.buffers()] if runs else []
     with ExitStack() as stack:
-        for each in (*frozen.plain.values(), *(buffer for buffer, _ in buffers)):
+        for each in (*frozen.plain.values(), *frozen.parameters, *(buffer for buffer, _ in buffers)):
             if isinstance(each, Tensor) and not each.is_inference():
                 stack.enter_context(unseen_change(each))  # a backward that is still to come may have saved it
         stack.callback(_undo, before_run, buffers)

@@ -131,7 +131,8 @@ class EvaluationWatch(Watch):
             if any(map(_is_other, buffers, piece.module.buffers())):
                 raise SettingError("it changes its buffers")
             scripted = any(map(is_scripted, parts))
-            apart = self.names is None and not self._known and piece.needs_graph() and not scripted
+            writes = frozen.noticed.told(OUTPUT) is not None  # and would write again
+            apart = self.names is None and not self._known and piece.needs_graph() and not scripted and not writes
             for part, earlier in zip(parts, attributes, strict=True):
                 if attribute := changed_attribute(earlier, attributes_with_contents(part)):
                     raise SettingError(f"it changes its attribute '{attribute}' (of {type(part).__name__})")
@@ -154,9 +155,12 @@ class EvaluationWatch(Watch):
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # whatever it is, the module itself has computed
+            if isinstance(error, SideEffect) and error.is_lost:
+                raise
             self.shares |= isinstance(error, SideEffect) and error.is_shared
             self.reasons[piece.name] = reason_of(error)
-            if apart and unknown_in((args, kwargs)) is None:  # such as a cache, to which it would add once more
+            # It would add once more to what it is given, such as a cache, and to what batches share.
+            if apart and not self.shares and unknown_in((args, kwargs)) is None:
                 self._take_apart(call, own_args, own_kwargs, frozen)
             return output
         self.pieces.append(piece)

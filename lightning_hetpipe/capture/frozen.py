@@ -59,7 +59,7 @@ class FrozenValues:
 
         Others may be noted within.
         """
-        outer = sys.getprofile()
+        outer, self.noticed = sys.getprofile(), NoticedCalls()  # those of an evaluation are none of a minibatch
         if outer is not None and not isinstance(outer, _Called):
             yield
             return
@@ -88,6 +88,11 @@ class FrozenValues:
     def plain(self) -> Mapping[str, Tensor | np.ndarray[Any, Any]]:
         """Tensors and arrays among these values, by their paths: no parameters, and no buffers of the module."""
         return self._reached.plain
+
+    @property
+    def parameters(self) -> Sequence[nn.Parameter]:
+        """Parameters of other modules among these values."""
+        return self._reached.parameters
 
     def now(self) -> Values:
         """The values as they are; first of all, which ones are watched."""
@@ -143,6 +148,7 @@ class FrozenValues:
             reached.function(function)
         for path, part in parts.items():
             reached.kind(type(part))
+            reached.slots(path or type(part).__name__, part)
             attributes = plain_attributes(part)  # fingerprint.py sees to these themselves
             for name in sorted(names & attributes.keys()):
                 self._own.append(f"{path or type(part).__name__}.{name}")

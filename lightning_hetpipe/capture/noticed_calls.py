@@ -10,6 +10,7 @@ from __future__ import annotations
 import dis
 import io
 import linecache
+import logging
 import os
 import sysconfig
 import warnings
@@ -19,6 +20,7 @@ from types import CodeType, FrameType
 from typing import Any
 
 import torch
+from lightning import LightningModule
 from torch import Tensor
 from torch.autograd import graph as autograd_graph
 from torch.utils import checkpoint
@@ -47,6 +49,7 @@ def _code(function: Callable[..., Any]) -> CodeType:
     return code
 
 
+_OUTPUT = (OUTPUT, "prints, logs or opens a file")
 _CALLS: dict[CodeType, tuple[str, str]] = {
     _code(Tensor.register_hook): (HOOK, "puts a hook on a tensor"),
     _code(Tensor.register_post_accumulate_grad_hook): (HOOK, "puts a hook on a tensor"),
@@ -54,6 +57,8 @@ _CALLS: dict[CodeType, tuple[str, str]] = {
     _code(autograd_graph.saved_tensors_hooks.__enter__): (HOOK, "packs what autograd saves (saved_tensors_hooks)"),
     _code(torch.inference_mode.__enter__): (INFERENCE, "computes in torch.inference_mode()"),
     _code(torch.manual_seed): (SEED, "sets a seed (torch.manual_seed)"),
+    _code(logging.Logger.callHandlers): _OUTPUT,
+    _code(LightningModule.log): _OUTPUT,
 }
 """Functions by their code, each with the kind of the call and the words for it."""
 
@@ -70,7 +75,6 @@ _OF_GENERATORS: dict[str, tuple[str, str]] = {
 }
 """Methods of default generators, by which every device's functions set seeds and states; they are written in C."""
 
-_OUTPUT = (OUTPUT, "prints, logs or opens a file")
 _WRITERS = (print, open)
 _WRITING = {"write", "writelines"}
 """Methods of files, of which the console is one."""
@@ -87,6 +91,8 @@ class NoticedCalls(dict[str, tuple[str, str]]):
         if found is None or found[0] in self:
             return
         caller = frame.f_back
+        if found is _OUTPUT and not _asked_by_user(caller):
+            return
         if caller is not None and caller.f_code.co_filename == checkpoint.__file__:
             return  # what checkpoints do for themselves is known (`FrozenValues.checkpoints`)
         self[found[0]] = (found[1], _users_line(caller))
@@ -138,7 +144,7 @@ def line_that_names(codes: Iterable[CodeType], path: str) -> str | None:
 
 def _asked_by_user(frame: FrameType | None) -> bool:
     """Tell whether a user's own code is the one that writes, itself or by the standard library; warnings are not."""
-    while frame is not None and frame.f_code.co_filename.startswith(_STANDARD_LIBRARY):
+    while frame is not None and frame.f_code.co_filename.startswith((_STANDARD_LIBRARY, *PACKAGES)):
         if frame.f_code.co_filename.startswith(PACKAGES) or frame.f_code.co_filename == warnings.__file__:
             return False
         frame = frame.f_back
@@ -163,6 +169,6 @@ def _is_of_random(code: CodeType) -> bool:
 
 
 def _users_line(frame: FrameType | None) -> str:
-    while frame is not None and frame.f_code.co_filename.startswith((_TORCH, "<")):
+    while frame is not None and (not is_users(frame.f_code) or frame.f_code.co_filename.startswith("<")):
         frame = frame.f_back
     return "" if frame is None else line_for_people(frame.f_code.co_filename, frame.f_lineno)

@@ -22,7 +22,7 @@ from lightning_hetpipe.pipeline.reentrant_checkpoints import is_reentrant_checkp
 from lightning_hetpipe.pipeline.stage import Layer
 from lightning_hetpipe.pipeline.values import blocks, tensors_of
 from lightning_hetpipe.torch_private.autograd import graph_leaves, graph_nodes, graph_start
-from lightning_hetpipe.torch_private.tensors import version_counter
+from lightning_hetpipe.torch_private.tensors import behind_functorch, version_counter
 
 Attributes = Sequence[tuple[nn.Module, dict[str, Any]]]
 """Modules with their attributes at some time, as `attributes_with_contents` gives them."""
@@ -89,6 +89,11 @@ class Observation:
         """
         name, module = self.name, self.module
         refuse_hooks(name, module)
+        if any(behind_functorch(tensor) is not None for tensor in self._given):
+            raise PipelineRefusal(
+                f"layer '{name}' is called in a function of torch.func (grad or vmap, say), whose tensors cannot be"
+                " handed on to a stage; call it outside of that function"
+            )
         if owner := next((part for part in module.modules() if _holds_generator(part)), None):
             raise PipelineRefusal(
                 f"layer '{name}' keeps a random generator of its own (in {type(owner).__name__}), which the copies of"

@@ -10,6 +10,7 @@ import functools
 import operator
 import sys
 import threading
+import weakref
 from array import array
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -103,12 +104,14 @@ class ReachedValues:
         only_ends: Whether only the ends of long containers are compared, as where user code runs in each minibatch.
 
     Attributes:
-        plain: Tensors and arrays among the values, by their paths; parameters are left out.
+        plain: Tensors and arrays among the values, by their paths, without parameters.
+        parameters: Those of the modules among them.
         kinds: The classes of the objects that are watched.
     """
 
     def __init__(self, names: Collection[str], left_out: Iterable[object], *, only_ends: bool = False) -> None:
         self.plain: dict[str, Tensor | np.ndarray[Any, Any]] = {}
+        self.parameters: list[nn.Parameter] = []
         self.kinds: set[type] = set()
         self._names = frozenset(names)
         self._only_ends = only_ends
@@ -245,6 +248,8 @@ class ReachedValues:
             self._container(path, value, depth)
         elif isinstance(value, MethodType):
             self._pending.append((path, value.__self__, depth))
+        elif isinstance(value, weakref.ref):
+            self._pending.append((path, value(), depth))
         elif isinstance(value, functools.partial):
             self._pending.extend((path, held, depth) for held in (value.args, value.keywords))
         elif isinstance(value, ModuleType):
@@ -257,8 +262,10 @@ class ReachedValues:
 
     def _object(self, path: str, value: Any, depth: int) -> None:
         self.kinds.add(type(value))
+        if isinstance(value, nn.Module):
+            self.parameters.extend(value.parameters())
         self.kind(type(value), depth)
-        self._slots(path, value, depth)
+        self.slots(path, value, depth)
         held = _attributes(value)
         own = [held, *(held.get(kind, {}) for kind in ("_parameters", "_buffers", "_modules"))]
         defaults = {name for base in type(value).__mro__ for name in vars(base)}  # of the class, for any object
@@ -277,7 +284,8 @@ class ReachedValues:
 
         self._add(path, lambda: (value.get(_ABSENT),), write=put)
 
-    def _slots(self, path: str, value: Any, depth: int) -> None:
+    def slots(self, path: str, value: Any, depth: int = DEPTH) -> None:
+        """Watch those of ``value`` that functions name, and their contents."""
         named = ((name, getattr(type(value), name, None)) for name in sorted(self._names))
         slots = {name: slot for name, slot in named if isinstance(slot, MemberDescriptorType)}
 

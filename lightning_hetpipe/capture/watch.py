@@ -7,11 +7,13 @@ does. What follows from that is decided when the step is over.
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
+from types import FrameType
 from typing import Any
 
 import torch
@@ -188,7 +190,8 @@ class TrainingWatch(Watch):
 
     def answer(self, call: ModuleCall) -> Any:
         name, module = call.name, call.module
-        if torch.is_inference_mode_enabled():  # nothing is trained by such a call, and no autograd graph shows it
+        # Nothing is trained by such calls, and no autograd graph shows them.
+        if torch.is_inference_mode_enabled() or (not torch.is_grad_enabled() and _in_custom_function()):
             return NOT_TAKEN
         if self._open:
             # Several threads of a module's could make calls at once, which would be in no order.
@@ -222,7 +225,13 @@ class TrainingWatch(Watch):
         """Run the module that is called, once and as it is, and note what the call shows."""
         began, before = _now(), self._observing
         earlier = [each for each in self._calls if each.piece.module is call.module and not self._open]
-        node = CallNode(earlier[0].piece if earlier else Piece.of(call.name, call.module, self._wants_graphs))
+        piece = earlier[0].piece if earlier else Piece.of(call.name, call.module, self._wants_graphs)
+        node = CallNode(piece, training=call.module.training)
+        if any(each.training is not node.training for each in earlier):
+            node.refusal = PipelineRefusal(
+                f"training_step calls '{call.name}' in training mode and in evaluation mode, and stages run it in one;"
+                " call it in one of them"
+            )
         seeded = states_of_torch() if has_own_seed() else None
         (self._open[-1].inner if self._open else self._calls).append(node)
         self._open.append(node)
@@ -357,6 +366,14 @@ def _add_layer(layers: list[Layer], observation: Observation, root: nn.Module, a
 def _refuse_changes(layer: str, fingerprint: Fingerprint) -> None:
     if (changed := fingerprint.changed()) is not None:
         raise SettingError(f"layer '{layer}' changes '{changed}' in forward, which a graph would not do")
+
+
+def _in_custom_function() -> bool:
+    """Tell whether the ``forward`` of a ``torch.autograd.Function`` runs, whose ``backward`` computes gradients."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code is not torch.autograd.Function.apply.__code__:
+        frame = frame.f_back
+    return frame is not None
 
 
 def _now() -> float:

@@ -24,7 +24,7 @@ from torch.autograd.graph import get_gradient_edge
 from lightning_hetpipe.pipeline.reentrant_checkpoints import run_backward
 from lightning_hetpipe.pipeline.streams import move
 from lightning_hetpipe.torch_private.autograd import graph_nodes
-from lightning_hetpipe.torch_private.tensors import pytree
+from lightning_hetpipe.torch_private.tensors import behind_functorch, pytree
 
 
 class Addends(tuple[Tensor, ...]):
@@ -148,6 +148,8 @@ def _waits(tensor: Tensor) -> bool:
 
 def blocks(tensors: Iterable[Tensor]) -> dict[tuple[torch.device, int], int]:
     """The blocks of memory that ``tensors`` lie in, with the bytes of each; sparse ones are left out."""
+    inner = [(behind_functorch(tensor), tensor) for tensor in tensors]
+    tensors = [tensor if found is None else found for found, tensor in inner]
     strided = [tensor for tensor in tensors if tensor.layout is torch.strided and tensor.numel()]
     storages = [(tensor.device, tensor.untyped_storage()) for tensor in strided]
     return {(device, storage.data_ptr()): storage.nbytes() for device, storage in storages}

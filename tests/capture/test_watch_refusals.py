@@ -406,3 +406,16 @@ def test_a_call_that_fails_shows_no_layers(make: Callable[[], nn.Module]) -> Non
         return loss
 
     assert [piece.name for piece in watch(Watched(step, net=make(), other=nn.Linear(4, 2)), X)] == ["other"]
+
+
+def test_calls_in_both_modes() -> None:
+    """The graph was said to give other values, by an attribute that others set."""
+
+    def step(module: Any, x: Tensor) -> Tensor:
+        module.net.eval()
+        target = module.net(x).detach()
+        module.net.train()
+        loss: Tensor = (module.net(x) - target).square().sum()
+        return loss
+
+    refused(r"calls 'net' in training mode and in evaluation mode, and stages run it in one", step, net=linear_net())

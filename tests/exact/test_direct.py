@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from lightning_hetpipe import HetPipeStrategy
+from lightning_hetpipe.errors import SettingError
 from tests.exact.pipelines import Pinned, delayed, even
 from tests.exact.running import assert_equal, assert_same_run, expect, fit
 from tests.oracle import Batch, Outputs, Recipe
@@ -465,9 +467,86 @@ def test_what_torch_func_is_given(in_flight: int) -> None:
         found: Tensor = torch.vmap(torch.sum)(weight).sum()
         return found
 
-    refuse(Mapped(each), in_flight, "'net.0.weight' to a function of torch.func", "net.0.weight.clone()")
+    refuse(Mapped(each), in_flight, "'net.0.weight' is used in a function of torch.func", "net.0.weight.clone()")
     task, loader = Mapped(lambda weight: each(weight.clone())), vectors(18, 4)
     assert_equal(expect(task, loader, in_flight), fit(task, loader, strategy=even(5, 2, in_flight)))
+
+
+class Derivative(nn.Sequential):
+    """Adds the derivative of a layer's output, as ``torch.func`` computes it."""
+
+    def __init__(self, cloned: bool) -> None:
+        super().__init__()
+        self.first, self.layer, self.last = nn.Linear(6, 16), nn.Linear(16, 16), nn.Linear(16, CLASSES)
+        self.cloned = cloned
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        weights = {name: each.clone() for name, each in self.layer.named_parameters()} if self.cloned else {}
+
+        def norm(row: Tensor) -> Tensor:
+            found: Any = torch.func.functional_call(self.layer, weights, (row,)) if weights else self.layer(row)
+            total: Tensor = found.tanh().sum()
+            return total
+
+        out: Tensor = self.last(h + torch.vmap(torch.func.grad(norm))(h))
+        return out
+
+
+def test_layers_within_a_function_of_torch_func() -> None:
+    """Copies of their weights would be tensors of that function; to watch the layers read storages that it hides."""
+
+    def pipelined() -> HetPipeStrategy:
+        return HetPipeStrategy(stages=2, in_flight=3, weights="stash")
+
+    loader, task = vectors(18, 4), Task(Derivative(cloned=True))
+    with pytest.raises(SettingError, match=r"'net.layer.weight' is used in a function of torch.func.*in_flight=1"):
+        fit(Task(Derivative(cloned=False)), loader, strategy=pipelined())
+    assert_equal(expect(task, loader, 3), fit(task, loader, strategy=pipelined()))
+
+
+class Recomputed(torch.autograd.Function):
+    """Runs two layers, and once more for their gradients, as blocks that can be reversed do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layers: nn.ModuleList, *weights: Tensor) -> Tensor:
+        ctx.layers = layers
+        ctx.save_for_backward(x.detach())
+        return Recomputed.run(layers, x)
+
+    @staticmethod
+    def run(layers: nn.ModuleList, x: Tensor) -> Tensor:
+        one, other = layers
+        between = x + one(x)
+        out: Tensor = between + other(between)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        with torch.enable_grad():
+            x = ctx.saved_tensors[0].requires_grad_()
+            found = torch.autograd.grad(Recomputed.run(ctx.layers, x), [x, *ctx.layers.parameters()], gradients[0])
+        return found[0], None, *found[1:]
+
+
+class Recomputing(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 16), nn.Linear(16, CLASSES)
+        self.layers = nn.ModuleList([nn.Linear(16, 16), nn.Linear(16, 16)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        run: Any = Recomputed.apply
+        out: Tensor = self.last(run(self.first(x), self.layers, *self.layers.parameters()))
+        return out
+
+
+def test_layers_that_a_function_of_the_users_own_runs() -> None:
+    """Stages cannot run them, as no graph of autograd leads through it: it raised torch's own error."""
+    with pytest.raises(
+        SettingError, match=r"asks for the gradient of the parameter 'net.layers.0.weight'.*in_flight=1"
+    ):
+        fit(Task(Recomputing()), vectors(18, 4), strategy=HetPipeStrategy(stages=2, in_flight=3, weights="stash"))
 
 
 def test_parameters_in_named_tuples() -> None:

@@ -6,6 +6,7 @@ import itertools
 import logging
 import threading
 import warnings
+import weakref
 from array import array
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from torch.autograd import graph as autograd_graph
 from torch.nn import functional as F
 
 from lightning_hetpipe import HetPipeStrategy
+from lightning_hetpipe.capture.noticed_calls import PACKAGES
 from lightning_hetpipe.errors import SettingError
 from tests.support.models import CLASSES, vectors
 from tests.support.trainers import quiet_trainer
@@ -35,12 +37,16 @@ LOCAL = threading.local()
 class Net(nn.Module):
     """Three layers, of which the first one's output is given to ``effect``, which may return another one."""
 
+    __slots__ = ("calls",)
+
     def __init__(self, effect: Callable[[Net, Tensor], Tensor]) -> None:
         super().__init__()
         self.first, self.second, self.third = nn.Linear(6, 16), nn.Linear(16, 16), nn.Linear(16, CLASSES)
         self.effect = effect
         self.queue: deque[Tensor] = deque(maxlen=3)
         self.held = [torch.zeros(16)]
+        self.hidden = [nn.Linear(16, 16)]
+        self.calls = 0
         self.count = torch.zeros(1)
         self.array = np.zeros(1, dtype=np.float32)
         self.norms: list[float] = []
@@ -167,6 +173,20 @@ def fill_a_global(net: Net, h: Tensor) -> Tensor:
     return h
 
 
+def follow_in_hidden_weights(net: Net, h: Tensor) -> Tensor:
+    follower = net.hidden[0].requires_grad_(False)
+    with torch.no_grad():
+        for mine, other in zip(follower.parameters(), net.second.parameters(), strict=True):
+            mine.lerp_(other, 0.2)
+    out: Tensor = h - follower(h)
+    return out
+
+
+def count_in_a_slot(net: Net, h: Tensor) -> Tensor:
+    net.calls += 1
+    return h / net.calls
+
+
 def shuffle(net: Net, h: Tensor) -> Tensor:
     with torch.random.fork_rng():
         torch.manual_seed(42)
@@ -191,6 +211,8 @@ EFFECTS = [
     roll_a_buffer,
     set_the_data_of_a_buffer,
     fill_a_global,
+    follow_in_hidden_weights,
+    count_in_a_slot,
     shuffle,
 ]
 
@@ -205,6 +227,10 @@ class Task(L.LightningModule):
         loss = F.cross_entropy(self.net(batch[0]), batch[1])
         return loss + 0.1 * sum(AUX) if AUX else loss
 
+    def predict_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        found: Tensor = self.net(batch[0])
+        return found
+
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), 0.1)
 
@@ -217,6 +243,12 @@ def trained(made: Callable[[], L.LightningModule], strategy: Any) -> Any:
     return task
 
 
+def trained_and_asked(made: Callable[[], L.LightningModule], strategy: Any) -> tuple[Any, Any]:
+    """The task, and its predictions."""
+    task = trained(made, strategy)
+    return task, task.trainer.predict(task, vectors(12, 4))
+
+
 def synchronous(**settings: Any) -> HetPipeStrategy:
     return HetPipeStrategy(stages=2, in_flight=3, weights="sync", **settings)
 
@@ -224,7 +256,11 @@ def synchronous(**settings: Any) -> HetPipeStrategy:
 @pytest.mark.parametrize("effect", EFFECTS)
 def test_side_effects_are_those_of_a_plain_run(effect: Callable[[Net, Tensor], Tensor]) -> None:
     """The module is taken apart: the layers are pipelined, and the code between them is user code."""
-    plain, ours = (trained(lambda: Task(Net(effect)), strategy) for strategy in ("auto", synchronous()))
+    made = [trained_and_asked(lambda: Task(Net(effect)), strategy) for strategy in ("auto", synchronous())]
+    (plain, plain_found), (ours, found) = made
+    assert all(map(torch.equal, plain_found, found))
+    assert torch.equal(plain.net.hidden[0].weight, ours.net.hidden[0].weight)
+    assert plain.net.calls == ours.net.calls
     for (name, one), other in zip(plain.named_parameters(), ours.parameters(), strict=True):
         assert torch.equal(one, other), name
     assert torch.equal(plain.net.bank, ours.net.bank)
@@ -316,6 +352,39 @@ def test_what_user_code_could_not_do_either_is_refused(effect: Callable[[Net, Te
         trained(lambda: Task(Net(effect)), synchronous())
 
 
+def test_an_iterator_is_refused_in_an_evaluation_too() -> None:
+    """Tracing the module for an evaluation advanced it, without a word."""
+    task, loader = Evaluated(Net(lambda net, h: h if net.training else step_an_iterator(net, h))), vectors(12, 4)
+    with pytest.raises(SettingError, match=r"in this validation, 'net' changes 'Net.steps' .* set in_flight=1"):
+        quiet_trainer(strategy=synchronous(), max_epochs=1).fit(task, loader, loader)
+
+
+class Child(nn.Module):
+    """Counts in the module that holds it."""
+
+    def __init__(self, parent: nn.Module) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+        self.parent = weakref.ref(parent)
+
+    def forward(self, x: Tensor) -> Tensor:
+        parent: Any = self.parent()
+        parent.calls += 1
+        out: Tensor = self.layer(x)
+        return out
+
+
+class Parent(Net):
+    def __init__(self) -> None:
+        super().__init__(lambda net, h: h)
+        self.second: Any = Child(self)
+
+
+def test_what_a_weak_reference_leads_to() -> None:
+    found = [trained_and_asked(lambda: Task(Parent()), strategy)[0].net.calls for strategy in ("auto", synchronous())]
+    assert found == [15, 15]
+
+
 def test_what_minibatches_in_flight_would_share_is_refused() -> None:
     """User code of several minibatches would find the tensors of others in a global list."""
     with pytest.raises(
@@ -349,12 +418,37 @@ def warn(net: Net, h: Tensor) -> Tensor:
     return h
 
 
+def print_in_evaluation(net: Net, h: Tensor) -> Tensor:
+    return h if net.training else print_the_mean(net, h)
+
+
+class Listens(logging.Handler):
+    """Writes nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heard: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.heard.append(record.getMessage())
+
+
+LISTENS, HEARD = Listens(), logging.getLogger(f"{__name__}.heard")
+HEARD.addHandler(LISTENS)
+HEARD.propagate = False
+
+
+def tell_a_handler(net: Net, h: Tensor) -> Tensor:
+    HEARD.warning("%.4f", h.detach().mean())
+    return h
+
+
 class Evaluated(Task):
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
         self.net(batch[0])
 
 
-@pytest.mark.parametrize("effect", [print_the_mean, log_the_mean, append_the_mean])
+@pytest.mark.parametrize("effect", [print_the_mean, log_the_mean, append_the_mean, print_in_evaluation, tell_a_handler])
 def test_what_a_forward_writes_is_what_a_plain_run_writes(
     effect: Callable[[Net, Tensor], Tensor],
     tmp_path: Path,
@@ -369,9 +463,12 @@ def test_what_a_forward_writes_is_what_a_plain_run_writes(
         folder.mkdir()
         monkeypatch.chdir(folder)
         caplog.clear()
+        LISTENS.heard.clear()
         torch.manual_seed(3)
-        quiet_trainer(strategy=strategy, max_epochs=2).fit(Evaluated(Net(effect)), loader, loader)
-        logged = [record.getMessage() for record in caplog.records if record.name == LOG.name]
+        trainer, task = quiet_trainer(strategy=strategy, max_epochs=2), Evaluated(Net(effect))
+        trainer.fit(task, loader, loader)
+        trainer.predict(task, loader)
+        logged = [record.getMessage() for record in caplog.records if record.name == LOG.name] + LISTENS.heard
         file = folder / "means"
         found.append((capsys.readouterr().out, logged, file.read_text() if file.exists() else ""))
     assert found[0] == found[1]
@@ -381,6 +478,39 @@ def test_what_a_forward_writes_is_what_a_plain_run_writes(
 @pytest.mark.filterwarnings("ignore:once")
 def test_a_warning_is_no_effect() -> None:
     trained(lambda: Task(Net(warn)), synchronous(module="net"))
+
+
+LIBRARY: dict[str, Any] = {}
+exec(compile("def tell():\n    print('of a library')", f"{PACKAGES[0]}/library.py", "exec"), LIBRARY)
+
+
+def call_a_library(net: Net, h: Tensor) -> Tensor:
+    LIBRARY["tell"]()
+    return h
+
+
+def test_what_a_library_prints_is_no_effect() -> None:
+    """In an environment of its own, where installed packages lie outside the standard library, it was one."""
+    trained(lambda: Task(Net(call_a_library)), synchronous(module="net"))
+
+
+class Logged(Task):
+    def __init__(self) -> None:
+        super().__init__(Net(self.log_the_mean))
+
+    def log_the_mean(self, net: Net, h: Tensor) -> Tensor:
+        self.log("mean", h.detach().mean(), on_step=False, on_epoch=True)
+        return h
+
+
+@pytest.mark.parametrize("weights", ["sync", "stash"])
+def test_what_a_forward_logs_to_lightning(weights: str) -> None:
+    """In stages it would be logged once; Lightning's own results were named as what it changes."""
+    found = []
+    for in_flight in (1, 3):
+        task = trained(Logged, HetPipeStrategy(stages=2, in_flight=in_flight, weights=weights))
+        found.append(float(task.trainer.callback_metrics["mean"]))
+    assert weights != "sync" or found[0] == found[1]
 
 
 class EvaluatedGlobal(Task):

@@ -342,10 +342,7 @@ class ParameterView(OwnMode):
                 elif (other := stand_ins.get(id(value))) is not None:
                     found.append(other)
                 elif (inner := behind_functorch(value)) is not None and (one := known.get(id(inner))) is not None:
-                    raise PipelineRefusal(
-                        f"training_step gives '{one.name}' to a function of torch.func, where the pipeline cannot put"
-                        f" this minibatch's version in its place; give it {one.name}.clone()"
-                    )
+                    raise _within_torch_func(one.name)
             elif isinstance(value, list | tuple):
                 self._find(value, found)
             elif isinstance(value, dict):
@@ -372,6 +369,8 @@ class ParameterView(OwnMode):
         if (used := self._used.get(key)) is None:
             with torch.inference_mode(False):
                 copy = weight.stash.parameter(weight.index, self._weights)
+                if behind_functorch(copy) is not None:
+                    raise _within_torch_func(weight.name)
                 seen: Tensor = copy
                 if copy.device != self._device:
                     with torch.enable_grad():  # user code may look at it without first, and use it then
@@ -393,6 +392,13 @@ def _name(func: Callable[..., Any]) -> tuple[str, str]:
     if name in ("__get__", "__set__", "__delete__"):
         return getattr(getattr(func, "__self__", None), "__name__", ""), name
     return name, ""
+
+
+def _within_torch_func(parameter: str) -> PipelineRefusal:
+    return PipelineRefusal(
+        f"'{parameter}' is used in a function of torch.func, where the pipeline cannot put this minibatch's version in"
+        f" its place; use {parameter}.clone() there, made before that function is called (torch.func.functional_call)"
+    )
 
 
 def _refusal(parameter: str, name: str, kind: str) -> str:
