@@ -36,7 +36,7 @@ from lightning_hetpipe.planning.search.split_points import partition_within, sta
 from lightning_hetpipe.planning.search.spread_plan import FULL
 from lightning_hetpipe.redirect import Redirect
 from lightning_hetpipe.run.evaluation_run import EvaluationRun
-from lightning_hetpipe.run.prepared_batch import before_transfer
+from lightning_hetpipe.run.look_ahead import before_transfer
 from lightning_hetpipe.run.run_settings import RunSettings
 from lightning_hetpipe.run.trainer_run import TrainerRun
 

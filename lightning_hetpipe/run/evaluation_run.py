@@ -39,14 +39,12 @@ from lightning_hetpipe.rules.versions import STASH, Versions
 from lightning_hetpipe.run.driver import Driver, Opened
 from lightning_hetpipe.run.extensions.carried_state import SHARED, CarriedState
 from lightning_hetpipe.run.extensions.module_attributes import Attributes
-from lightning_hetpipe.run.extensions.modules_apart import user_parts
-from lightning_hetpipe.run.extensions.random_states import RandomStates
+from lightning_hetpipe.run.extensions.random_states import RandomStates, user_parts
 from lightning_hetpipe.run.extensions.replay import Replay
 from lightning_hetpipe.run.extensions.shared_values import SharedValues
 from lightning_hetpipe.run.lifecycle import Extension
-from lightning_hetpipe.run.look_ahead import LookAhead
+from lightning_hetpipe.run.look_ahead import LookAhead, prepared
 from lightning_hetpipe.run.piece_calls import PieceForwards
-from lightning_hetpipe.run.prepared_batch import prepared
 from lightning_hetpipe.run.user_step import default_dtype_in
 from lightning_hetpipe.torch_private.tensors import version_counter
 

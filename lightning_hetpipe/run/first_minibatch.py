@@ -29,9 +29,8 @@ from lightning_hetpipe.planning.model.units import in_bytes
 from lightning_hetpipe.reporting.meter import batch_size
 from lightning_hetpipe.rules.versions import Versions
 from lightning_hetpipe.run.extensions.outside_parameters import OutsideParameters
-from lightning_hetpipe.run.finetuning import trains_frozen_later
 from lightning_hetpipe.run.lifecycle import Extension
-from lightning_hetpipe.run.run_settings import RunSettings, check_resumed, nothing_to_recompute
+from lightning_hetpipe.run.run_settings import RunSettings, check_resumed, nothing_to_recompute, trains_frozen_later
 from lightning_hetpipe.run.staleness_warning import check_staleness, has_batch_norm
 from lightning_hetpipe.run.user_step import UserStep
 from lightning_hetpipe.torch_private.tensors import pytree

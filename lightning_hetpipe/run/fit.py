@@ -54,10 +54,9 @@ from lightning_hetpipe.run.evaluation import Evaluation
 from lightning_hetpipe.run.extensions.carried_state import SHARED
 from lightning_hetpipe.run.extensions.loss_scale import LossScale
 from lightning_hetpipe.run.extensions.module_attributes import Attributes
-from lightning_hetpipe.run.extensions.modules_apart import ModulesApart, user_parts
 from lightning_hetpipe.run.extensions.outside_parameters import OutsideParameters
 from lightning_hetpipe.run.extensions.pace import Pace
-from lightning_hetpipe.run.extensions.random_states import InlineRandomStates, RandomStates
+from lightning_hetpipe.run.extensions.random_states import InlineRandomStates, ModulesApart, RandomStates, user_parts
 from lightning_hetpipe.run.extensions.recording import Recording
 from lightning_hetpipe.run.extensions.replay import Replay
 from lightning_hetpipe.run.extensions.shared_values import SharedValues
@@ -69,11 +68,11 @@ from lightning_hetpipe.run.extensions.waves_and_cuts import WavesAndCuts
 from lightning_hetpipe.run.first_minibatch import FirstMinibatch
 from lightning_hetpipe.run.gradients import clip_by_norm
 from lightning_hetpipe.run.lifecycle import Extension
+from lightning_hetpipe.run.look_ahead import before_transfer, prepared
 from lightning_hetpipe.run.lr_correction import RateCorrection
 from lightning_hetpipe.run.piece_calls import PieceCalls
 from lightning_hetpipe.run.prediction import Prediction, prediction_of
 from lightning_hetpipe.run.preemption import Preemption
-from lightning_hetpipe.run.prepared_batch import before_transfer, prepared
 from lightning_hetpipe.run.run_settings import RunSettings
 from lightning_hetpipe.run.spread_run import SpreadRun
 from lightning_hetpipe.run.steps import PipelinedSteps, SpreadSteps, Steps

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import lightning as L
 import torch
+from lightning.pytorch.callbacks import BaseFinetuning
 from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
@@ -231,3 +232,9 @@ def check_optimizer(optimizer: torch.optim.Optimizer, way_out: str) -> None:
             "LBFGS evaluates the loss several times in one step, and a pipeline runs each minibatch once; use another"
             f" optimizer, or {way_out}"
         )
+
+
+def trains_frozen_later(trainer: L.Trainer) -> bool:
+    """Return True if a callback of Lightning's may unfreeze weights; which ones and when, only the callback knows."""
+    callbacks = getattr(trainer, "callbacks", [])  # set by a connector, without declaring it
+    return any(isinstance(callback, BaseFinetuning) for callback in callbacks)

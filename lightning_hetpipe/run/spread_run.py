@@ -29,9 +29,8 @@ from lightning_hetpipe.planning.search.spread_plan import divided
 from lightning_hetpipe.reporting.meter import Meter
 from lightning_hetpipe.reporting.report import RunReport, StageReport
 from lightning_hetpipe.rules.spans import BACKWARD, FORWARD
-from lightning_hetpipe.run.finetuning import trains_frozen_later
 from lightning_hetpipe.run.lifecycle import Around, Extension
-from lightning_hetpipe.run.run_settings import RunSettings, nothing_to_recompute
+from lightning_hetpipe.run.run_settings import RunSettings, nothing_to_recompute, trains_frozen_later
 
 LACKING = (
     "with one minibatch in flight a model is spread over its devices by the bytes of its weights; take smaller batches,"

@@ -39,8 +39,8 @@ from lightning_hetpipe.run import run_settings, together
 from lightning_hetpipe.run.automatic import automatic_policy
 from lightning_hetpipe.run.evaluation import Evaluation
 from lightning_hetpipe.run.fit import Fit
+from lightning_hetpipe.run.look_ahead import ReadyBatch
 from lightning_hetpipe.run.lr_correction import Correction
-from lightning_hetpipe.run.prepared_batch import ReadyBatch
 from lightning_hetpipe.run.staleness_warning import is_clipped
 from lightning_hetpipe.run.trainer_run import TrainerRun
 from lightning_hetpipe.strategy import checks, compile_setting, host_setting, plan_setting, settings, split_setting

@@ -25,7 +25,7 @@ from lightning_hetpipe.planning.plan.document import Plan
 from lightning_hetpipe.planning.plan.profile_file import ProfileCache
 from lightning_hetpipe.planning.search.split_points import partition
 from lightning_hetpipe.planning.search.spread_plan import FROZEN
-from lightning_hetpipe.run.finetuning import trains_frozen_later
+from lightning_hetpipe.run.run_settings import trains_frozen_later
 from lightning_hetpipe.strategy import checks, compile_setting, host_setting, plan_setting, settings, split_setting
 from lightning_hetpipe.strategy.shared_checkpoints import SharedCheckpoints
 from lightning_hetpipe.workers.weight_copies import copies_kept
