@@ -51,12 +51,7 @@ class Captured:
     """
 
     def __init__(
-        self,
-        name: str,
-        module: nn.Module,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        frozen: FrozenValues,
+        self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], frozen: FrozenValues
     ) -> None:
         self.layers: list[Layer] = []
         self.frozen = frozen

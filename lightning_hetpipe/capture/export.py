@@ -316,11 +316,7 @@ def _silently() -> Iterator[None]:
             log.removeFilter(_is_said_better)
 
 
-_LOGS = (
-    "torch._export.non_strict_utils",
-    "torch._subclasses.fake_tensor",
-    "torch.fx.experimental.symbolic_shapes",
-)
+_LOGS = ("torch._export.non_strict_utils", "torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes")
 
 
 def _is_said_better(record: logging.LogRecord) -> bool:

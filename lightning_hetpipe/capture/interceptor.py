@@ -74,11 +74,7 @@ class Interceptor:
     """
 
     def __init__(
-        self,
-        modules: Iterable[tuple[str, nn.Module]],
-        handler: Callable[[ModuleCall], Any],
-        *,
-        one_step: bool = False,
+        self, modules: Iterable[tuple[str, nn.Module]], handler: Callable[[ModuleCall], Any], *, one_step: bool = False
     ) -> None:
         self._handler = handler
         self._calls: _Calls = _Calls() if one_step else _ThreadCalls()

@@ -12,9 +12,9 @@ from torch import Tensor, fx, nn
 from torch.fx.node import map_aggregate
 
 from lightning_hetpipe.capture.grouping import LayerNodes, alike, changed_buffers, groups, path_of
+from lightning_hetpipe.pipeline.graph_code import described
 from lightning_hetpipe.pipeline.graph_layer import LayerGraph, here
 from lightning_hetpipe.pipeline.random.generators import drawn
-from lightning_hetpipe.pipeline.split.descriptions import described
 from lightning_hetpipe.torch_private.graphs import ASSERTS_METADATA, OperatorOverload, arguments_of, outputs_of
 
 
@@ -44,11 +44,7 @@ class LayerFunction:
 
 
 def parts(
-    graph: fx.GraphModule,
-    module: nn.Module,
-    name: str,
-    device: torch.device,
-    calls: Sequence[str | None] | None = None,
+    graph: fx.GraphModule, module: nn.Module, name: str, device: torch.device, calls: Sequence[str | None] | None = None
 ) -> list[LayerFunction] | None:
     """Split ``graph``, which is ``module``'s at path ``name``, into layers. Each hands on all that a later one needs.
 

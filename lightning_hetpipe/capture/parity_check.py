@@ -174,12 +174,7 @@ def _equal(one: tuple[Value, AutogradNodes], other: tuple[Value, AutogradNodes])
 
 
 def _run_graph(
-    piece: Piece,
-    value: Any,
-    buffers: dict[str, Tensor],
-    generators: RandomGenerators,
-    minibatch: int | str,
-    call: int,
+    piece: Piece, value: Any, buffers: dict[str, Tensor], generators: RandomGenerators, minibatch: int | str, call: int
 ) -> tuple[Value, list[Value]]:
     """Run the layers of ``piece`` on ``value``, starting from ``buffers``; also return the input of each."""
     inputs: list[Value] = []

@@ -119,9 +119,7 @@ def _together(calls: Sequence[tuple[LayerBytes, Times]]) -> tuple[LayerBytes, Ti
 def _bytes(layer: Layer, benchmark: Microbenchmark) -> LayerBytes:
     scratch, (_, own) = benchmark.scratch, benchmark.inputs()
     outputs, kept = Counter().kept(
-        own,
-        lambda: benchmark.forward(own),
-        lambda: [*scratch.parameters(), *scratch.buffers()],
+        own, lambda: benchmark.forward(own), lambda: [*scratch.parameters(), *scratch.buffers()]
     )
     return LayerBytes(
         layer.name,

@@ -166,11 +166,7 @@ def run(config: DictConfig) -> float | None:
 
 
 def _show(
-    config: DictConfig,
-    plan: Plan,
-    lines: Sequence[str],
-    measured: Profile,
-    others: Callable[[], Sequence[str]] = tuple,
+    config: DictConfig, plan: Plan, lines: Sequence[str], measured: Profile, others: Callable[[], Sequence[str]] = tuple
 ) -> Path:
     """Print the plan, remarks and other plans, and make the run's folder, with the profile where one was measured.
 

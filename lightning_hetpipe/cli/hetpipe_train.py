@@ -114,11 +114,7 @@ def _supervise(restarts: int) -> None:
     global _supervised_code
     program = this_program(is_first=True)
     supervisor = supervision.RunSupervisor(
-        program.command,
-        program.folder,
-        restarts,
-        lambda path: [f"ckpt_path={quoted(path)}"],
-        supervision.own_number(),
+        program.command, program.folder, restarts, lambda path: [f"ckpt_path={quoted(path)}"], supervision.own_number()
     )
     _supervised_code = supervisor.run()
 

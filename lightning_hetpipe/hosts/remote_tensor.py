@@ -315,11 +315,7 @@ def _locally(func: OperatorOverload, facts: _Operator, args: Sequence[Any], kwar
 
 
 def _remotely(
-    func: OperatorOverload,
-    facts: _Operator,
-    memory: HostMemory | None,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
+    func: OperatorOverload, facts: _Operator, memory: HostMemory | None, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Run ``func`` at the host of ``memory``."""
     assert memory is not None

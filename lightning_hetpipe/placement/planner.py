@@ -32,13 +32,7 @@ from lightning_hetpipe.placement.measuring import (
     profiled,
 )
 from lightning_hetpipe.placement.progress import Bar, hidden
-from lightning_hetpipe.placement.split_groups import (
-    as_planned,
-    chosen_groups,
-    parts_of,
-    planned_groups,
-    shared_groups,
-)
+from lightning_hetpipe.placement.split_groups import as_planned, chosen_groups, parts_of, planned_groups, shared_groups
 from lightning_hetpipe.planning.model.catalogue import canonical
 from lightning_hetpipe.planning.model.cluster import DeviceSlot
 from lightning_hetpipe.planning.model.estimate import Estimate, StageEstimate
@@ -256,13 +250,7 @@ class Planner:
         """Profile of all devices; where they are emulated, with the factor by which they are slowed down."""
         placement = self.placement
         profile = profiled(
-            profiling,
-            placement.types,
-            self.model,
-            self.precision,
-            self.cache,
-            self.bar,
-            with_widths=bool(self.split),
+            profiling, placement.types, self.model, self.precision, self.cache, self.bar, with_widths=bool(self.split)
         )
         devices = [slot.device for slot in placement.cluster.slots]
         if not placement.emulated:

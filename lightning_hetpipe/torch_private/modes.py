@@ -25,11 +25,7 @@ from torch.autograd.function import BackwardCFunction, _SingleLevelFunction
 from torch.nn.utils import clip_grad, convert_parameters
 from torch.nn.utils.clip_grad import _group_tensors_by_device_and_dtype  # type: ignore[attr-defined]  # imported there
 from torch.nn.utils.convert_parameters import _check_param_device
-from torch.overrides import (
-    TorchFunctionMode,
-    _get_current_function_mode_stack,
-    has_torch_function,
-)
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, has_torch_function
 from torch.utils import checkpoint as _checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode, _pop_mode, _push_mode
 from torch.utils.checkpoint import _infer_device_type, get_device_states

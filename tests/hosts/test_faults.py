@@ -91,7 +91,7 @@ def test_a_host_that_is_stopped(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_stage_says_what_its_host_was_given() -> None:
-    """Where the watchdog ends a run, as the host does not answer."""
+    """The watchdog asks this, if it ends a run whose host does not answer."""
     asked = {(4, "forward"): time.monotonic()}
     host = SimpleNamespace(name="host desk:7071")
     stage: Any = SimpleNamespace(index=0, _host=host, _lost=None, _lock=threading.Lock(), _asked=asked)

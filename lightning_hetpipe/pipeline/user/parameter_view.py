@@ -310,12 +310,7 @@ class ParameterView(OwnMode):
             )
 
     def _refuse(
-        self,
-        func: Callable[..., Any],
-        name: str,
-        kind: str,
-        weights: Sequence[_Weight],
-        buffers: Sequence[_Buffer],
+        self, func: Callable[..., Any], name: str, kind: str, weights: Sequence[_Weight], buffers: Sequence[_Buffer]
     ) -> None:
         if weights and func is torch.autograd.grad:
             raise PipelineRefusal(

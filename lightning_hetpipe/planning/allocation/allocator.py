@@ -190,13 +190,7 @@ class Allocator:
         return self._speeds[slot.device]
 
     def allocate(
-        self,
-        name: str,
-        grouping: Grouping,
-        *,
-        shares: bool,
-        placement: str = "size",
-        plans: GroupPlans | None = None,
+        self, name: str, grouping: Grouping, *, shares: bool, placement: str = "size", plans: GroupPlans | None = None
     ) -> Allocation:
         """The allocation of ``grouping``, called ``name``.
 

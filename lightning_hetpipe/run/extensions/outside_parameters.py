@@ -37,10 +37,7 @@ class OutsideParameters(Extension):
         self._begin()
 
     def leave_out(
-        self,
-        roots: Collection[nn.Module],
-        versioned: Callable[[], Collection[int]],
-        is_in_flight: Callable[[], bool],
+        self, roots: Collection[nn.Module], versioned: Callable[[], Collection[int]], is_in_flight: Callable[[], bool]
     ) -> None:
         """Forget what is inside ``roots``, the pieces, and what is ``versioned``: the ``id`` of each such tensor.
 
