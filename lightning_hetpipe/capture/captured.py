@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, fx, nn
 
 from lightning_hetpipe.capture.data_checks import Answers, DataChecks, Decisions
@@ -157,6 +158,13 @@ class Captured:
         if not self.layers:
             blocks = [self._module.get_submodule(part.block) for part in found]  # in which parts are called
             recomputed = [self.frozen.checkpoints or is_checkpointed(block) for block in blocks]
+            changed = [path for part, again in zip(found, recomputed, strict=True) if again for path in part.changes]
+            if changed:
+                rank_zero_warn(
+                    f"'{self._name}' calls torch.utils.checkpoint, and changes the buffer '{changed[0]}': a plain run"
+                    " changes buffers of checkpointed layers twice in each minibatch, stages change them once; set"
+                    " in_flight=1 for the values of a plain run"
+                )
             self.layers = [
                 Layer(part.name, GraphLayer(self.device), kind=part.kind, recompute=recompute, piece=self._name)
                 for part, recompute in zip(found, recomputed, strict=True)

@@ -187,6 +187,14 @@ def test_checkpoints_in_a_module_are_recompute(
     assert first == 2 * last
 
 
+def test_a_batch_norm_under_a_checkpoint_is_told() -> None:
+    """A plain run changes its statistics once more in the backward pass."""
+    task = Checkpoints()
+    task.net.blocks[1] = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6))
+    with pytest.warns(UserWarning, match=r"'net' calls .*checkpoint, and changes the buffer 'blocks\.1.* in_flight=1"):
+        fit(task, vectors(24, 4), strategy=even(5, 2, 3))
+
+
 def test_an_input_that_user_code_changes_in_place_is_refused() -> None:
     """It would be computed again from something else: the batch, after the call."""
 
