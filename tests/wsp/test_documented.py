@@ -181,6 +181,7 @@ def test_every_command_is_among_them() -> None:
     assert headings == ["Secrets", "By hand", "torchrun", "SLURM", "hetpipe-train", "Servers of your own", OVER]
     assert {name for heading in headings for name in blocks(heading)} == {
         "once",
+        "for the hosts",
         "/bin/bash",
         "on 10.0.0.1",
         "on 10.0.0.2",
