@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -28,6 +28,20 @@ class UserSection(Protocol):
 
     def leave(self, for_good: bool = False) -> None:
         """End the section; ``for_good`` where it was the minibatch's last one."""
+
+
+@dataclass(frozen=True)
+class SectionBetween:
+    """Sections of user code between a call of ``begin`` and a call of ``end``."""
+
+    begin: Callable[[], None]
+    end: Callable[[], None]
+
+    def enter(self) -> None:
+        self.begin()
+
+    def leave(self, for_good: bool = False) -> None:
+        self.end()
 
 
 class UserSections:

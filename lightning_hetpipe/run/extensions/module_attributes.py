@@ -24,6 +24,7 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -31,7 +32,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hetpipe.errors import SettingError
-from lightning_hetpipe.pipeline.user.user_section import UserSection
+from lightning_hetpipe.pipeline.user.user_section import SectionBetween, UserSection
 from lightning_hetpipe.pipeline.values import equal
 from lightning_hetpipe.rules.versions import Versions
 from lightning_hetpipe.run.extensions.container_contents import (
@@ -145,7 +146,8 @@ class Attributes(Extension):
         return self.seen(minibatch, 0)
 
     def section(self, minibatch: int) -> UserSection:
-        return _AttributesSection(self, minibatch)
+        numbers = count(1)
+        return SectionBetween(lambda: self.enter(minibatch, next(numbers)), self.leave)
 
     def emptied(self, version: int) -> None:
         """The pipeline starts empty at ``version``: all see what the module holds."""
@@ -458,19 +460,3 @@ def _exchange(holder: Any, key: Any, old: Any, new: Any) -> None:
     held = holder if isinstance(holder, dict) else vars(holder)
     if held.get(key) is old:
         held[key] = new
-
-
-class _AttributesSection:
-    """Has the LightningModule hold the attributes that a minibatch's sections see, one after the other."""
-
-    def __init__(self, attributes: Attributes, minibatch: int) -> None:
-        self._attributes = attributes
-        self._minibatch = minibatch
-        self._entered = 0
-
-    def enter(self) -> None:
-        self._entered += 1
-        self._attributes.enter(self._minibatch, self._entered)
-
-    def leave(self, for_good: bool = False) -> None:
-        self._attributes.leave()

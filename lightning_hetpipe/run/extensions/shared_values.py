@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Iterable, Iterator
+from functools import partial
 from types import CodeType, FunctionType
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torchmetrics import Metric
 
 from lightning_hetpipe.capture.effects import copy_of, same_contents
@@ -20,7 +21,7 @@ from lightning_hetpipe.capture.noticed_calls import PACKAGES, is_users, line_tha
 from lightning_hetpipe.capture.plain_attributes import plain_attributes
 from lightning_hetpipe.capture.reached_values import ReachedValues, is_value, names_in, told
 from lightning_hetpipe.errors import SettingError
-from lightning_hetpipe.pipeline.user.user_section import UserSection
+from lightning_hetpipe.pipeline.user.user_section import SectionBetween, UserSection
 from lightning_hetpipe.rules.versions import Versions
 from lightning_hetpipe.run.extensions.watched_attributes import users_attributes
 from lightning_hetpipe.run.lifecycle import Extension
@@ -28,8 +29,6 @@ from lightning_hetpipe.run.lifecycle import Extension
 _NOT_USERS = {"torch", "lightning", "pytorch_lightning", "torchmetrics", "builtins"}
 _COMPARED = 64
 """Sections, from an empty pipeline on, in which contents of tensors and of large arrays are compared as well."""
-_SMALL = 4096
-"""Most bytes of an array whose contents are compared in each section."""
 
 
 class SharedValues(Extension):
@@ -67,7 +66,7 @@ class SharedValues(Extension):
         self.emptied(0)
 
     def section(self, minibatch: int) -> UserSection:
-        return _SharedSection(self, minibatch)
+        return SectionBetween(self.enter, partial(self.leave, minibatch))
 
     def emptied(self, version: int) -> None:
         """The pipeline starts empty: take what the module holds now."""
@@ -86,8 +85,8 @@ class SharedValues(Extension):
             self._replaced |= replaced  # by each minibatch, which has its own then
             self._find()
         self._sections += 1
-        plain = self._reached.plain.items()
-        copies = [(path, each, copy_of(each)) for path, each in plain if self._is_compared(each)]
+        plain = self._reached.plain.items() if self._sections <= _COMPARED else ()
+        copies = [(path, each, copy_of(each)) for path, each in plain]
         self._before = self._reached.now(), copies
 
     def leave(self, minibatch: int) -> None:
@@ -135,25 +134,6 @@ class SharedValues(Extension):
                 self._reached.namespace(path, vars(part), own, given=defaults)
             self._reached.follow()
             self._kinds |= self._reached.kinds
-
-    def _is_compared(self, value: Any) -> bool:
-        if self._sections <= _COMPARED:
-            return True
-        return not isinstance(value, Tensor) and value.nbytes <= _SMALL
-
-
-class _SharedSection:
-    """Compares around each section of one minibatch's user code."""
-
-    def __init__(self, shared: SharedValues, minibatch: int) -> None:
-        self._shared = shared
-        self._minibatch = minibatch
-
-    def enter(self) -> None:
-        self._shared.enter()
-
-    def leave(self, for_good: bool = False) -> None:
-        self._shared.leave(self._minibatch)
 
 
 def functions_of(kinds: Iterable[type], values: Iterable[object], package: str) -> Iterator[FunctionType]:
