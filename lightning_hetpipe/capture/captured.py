@@ -17,7 +17,7 @@ from lightning_hetpipe.capture.export import decides, graph_of
 from lightning_hetpipe.capture.frozen import FrozenValues
 from lightning_hetpipe.capture.gradient_checkpointing import is_checkpointed
 from lightning_hetpipe.capture.grouping import called_alike, joined_by_buffer, marked_paths
-from lightning_hetpipe.capture.layer_functions import LayerFunction, at, device_of, parts
+from lightning_hetpipe.capture.layer_functions import at, device_of, parts
 from lightning_hetpipe.capture.one_device import inputs_on, on_one_device
 from lightning_hetpipe.capture.plain_attributes import SetsState
 from lightning_hetpipe.capture.variant import AutogradNodes, Mode, Variant
@@ -171,12 +171,12 @@ class Captured:
             ]
             self._calls, self._marked = [part.call for part in found], marked
             self.joined = joined_by_buffer(graph.graph, self._module) if len(found) == 1 else None
-        tensors = [self._tensors(part, graph) for part in found]
+        tensors = [{path: live[path] if path in live else at(graph, path) for path in part.own} for part in found]
         if not self._variants:
             for layer, taken in zip(self.layers, tensors, strict=True):
                 graph_layer(layer).take(taken)
         owns = [
-            self._own(layer, taken, marked, part.changes)
+            self._own(layer, taken, marked, part.changes, live)
             for layer, taken, part in zip(self.layers, tensors, found, strict=True)
         ]
         for layer, part, own in zip(self.layers, found, owns, strict=True):
@@ -280,10 +280,15 @@ class Captured:
             self._module.forward(*args, **kwargs)
 
     def _own(
-        self, layer: Layer, tensors: Mapping[str, Tensor], marked: Sequence[str], changes: Collection[str]
+        self,
+        layer: Layer,
+        tensors: Mapping[str, Tensor],
+        marked: Sequence[str],
+        changes: Collection[str],
+        live: Collection[str],
     ) -> list[str | Tensor]:
         """The paths of ``tensors``, which ``layer`` holds; a constant that it does not hold is given itself."""
-        live, own = self._live(), list[str | Tensor]()
+        own = list[str | Tensor]()
         for path, tensor in tensors.items():
             held = graph_layer(layer).held(path)
             is_replaced = held is not None and not isinstance(tensor, nn.Parameter)  # by `_fill`
@@ -310,10 +315,6 @@ class Captured:
         live: dict[str, Tensor] = dict(self._module.named_parameters(remove_duplicate=False))
         live.update(self._module.named_buffers(remove_duplicate=False))
         return live
-
-    def _tensors(self, part: LayerFunction, graph: fx.GraphModule) -> dict[str, Tensor]:
-        live = self._live()
-        return {path: live[path] if path in live else at(graph, path) for path in part.own}
 
 
 def graph_layer(layer: Layer) -> GraphLayer:

@@ -24,7 +24,7 @@ from torch.utils import checkpoint
 from lightning_hetpipe.capture.data_checks import SeenAnswers
 from lightning_hetpipe.capture.noticed_calls import NoticedCalls, is_users, line_that_names
 from lightning_hetpipe.capture.plain_attributes import PLAIN, plain_attributes
-from lightning_hetpipe.capture.reached_values import NOT_FOLLOWED, ReachedValues, names_in, told
+from lightning_hetpipe.capture.reached_values import ReachedValues, is_followed, names_in, told
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class FrozenValues:
 
         Others may be noted within.
         """
-        outer, self.noticed = sys.getprofile(), NoticedCalls()  # those of an evaluation are none of a minibatch
+        outer, self.noticed = sys.getprofile(), NoticedCalls()  # calls of an evaluation are not those of a minibatch
         if outer is not None and not isinstance(outer, _Called):
             yield
             return
@@ -96,18 +96,15 @@ class FrozenValues:
 
     def now(self) -> Values:
         """The values as they are; first of all, which ones are watched."""
-        if self._stale:
-            self._find()
-        return Values(self._reached, self._reached.now())
+        reached = self._watched()
+        return Values(reached, reached.now())
 
     def changed(self, before: Values) -> str | None:
         """Name some values that are not as they were ``before``, or that nobody watched then; None if there are
         none."""
-        if self._stale:
-            self._find()
-        if before.of is not self._reached:
+        if before.of is not self._watched():
             return "what it reads"
-        found = [*self._reached.differences(before.contents)]
+        found = [*before.of.differences(before.contents)]
         self._replaced |= not all(isinstance(value, PLAIN) for each in found for value in (each.before, each.now))
         return told(found)
 
@@ -136,6 +133,11 @@ class FrozenValues:
         """The first line of the functions that were called which names the last part of ``path``, for people."""
         return line_that_names([code for code, _ in self._called], path)
 
+    def _watched(self) -> ReachedValues:
+        if self._stale:
+            self._find()
+        return self._reached
+
     def _find(self) -> None:
         parts = dict(self._module.named_modules())
         names = names_in(code for code, _ in self._called)
@@ -158,8 +160,7 @@ class FrozenValues:
 
 def _is_generated(code: CodeType, globals_: Mapping[str, Any]) -> bool:
     """Tell whether a library has written ``code`` for a class of its own, as ``dataclasses`` does."""
-    package = str(globals_.get("__name__")).partition(".")[0]
-    return code.co_filename == "<string>" and package in NOT_FOLLOWED
+    return code.co_filename == "<string>" and not is_followed(str(globals_.get("__name__")))
 
 
 def _functions(called: Mapping[tuple[CodeType, int], Mapping[str, Any]]) -> Iterator[FunctionType]:

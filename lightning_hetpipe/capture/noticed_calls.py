@@ -144,11 +144,13 @@ def line_that_names(codes: Iterable[CodeType], path: str) -> str | None:
 
 def _asked_by_user(frame: FrameType | None) -> bool:
     """Tell whether a user's own code is the one that writes, itself or by the standard library; warnings are not."""
-    while frame is not None and frame.f_code.co_filename.startswith((_STANDARD_LIBRARY, *PACKAGES)):
-        if frame.f_code.co_filename.startswith(PACKAGES) or frame.f_code.co_filename == warnings.__file__:
+    while frame is not None and not frame.f_code.co_filename.startswith(PACKAGES):
+        if is_users(frame.f_code):
+            return True
+        if not frame.f_code.co_filename.startswith(_STANDARD_LIBRARY) or frame.f_code.co_filename == warnings.__file__:
             return False
         frame = frame.f_back
-    return frame is not None and is_users(frame.f_code)
+    return False
 
 
 def _is_default(generator: torch.Generator) -> bool:

@@ -56,7 +56,7 @@ class Piece:
         autocast: What ``training_step`` had autocast do where it called the piece in the watched step.
         single: Its one layer, if it is one of torch.nn's own.
         captured: Its graphs, if it has any.
-        wants_graph: Whether it is to have a graph if it can: a stage with a process of its own runs nothing else.
+        wants_graph: Whether it is to have a graph if it can: a stage at a host runs nothing else.
     """
 
     name: str

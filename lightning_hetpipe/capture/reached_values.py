@@ -47,7 +47,7 @@ NAMED = 3
 _ABSENT = object()
 _CONTAINERS = (list, tuple, set, frozenset, deque, OrderedDict, dict)
 _DESCRIPTORS = (FunctionType, staticmethod, classmethod, property, GetSetDescriptorType, MemberDescriptorType)
-NOT_FOLLOWED = {"torch", "lightning_hetpipe", "numpy", *sys.stdlib_module_names} - {"argparse", "types"}
+_NOT_FOLLOWED = {"torch", "lightning_hetpipe", "numpy", *sys.stdlib_module_names} - {"argparse", "types"}
 """Packages whose modules and objects hold nothing that a user would change for ``forward``."""
 
 
@@ -117,7 +117,7 @@ class ReachedValues:
         return [source.read() for source in self._sources]
 
     def differences(self, before: Sequence[tuple[Any, ...]]) -> Iterator[Difference]:
-        """Yield what is not as it was ``before``."""
+        """Yield each value that differs from the value ``before``."""
         now = self.now()
         sizes = [*map(len, before)] == [*map(len, now)]
         if sizes and all(map(operator.is_, chain.from_iterable(before), chain.from_iterable(now))):
@@ -147,7 +147,7 @@ class ReachedValues:
         self._pending.append((path, value, DEPTH))
 
     def follow(self) -> None:
-        """Watch the values given so far, and what they hold: what is near first."""
+        """Watch the values given so far, and the values that these hold: near values first."""
         while self._pending:
             self._follow(*self._pending.popleft())
 
@@ -183,7 +183,7 @@ class ReachedValues:
         given: Iterable[str] = (),
         kind: type | None = None,
     ) -> None:
-        """Watch those of ``names`` that ``holder``, or the class ``kind``, has or may get, and their contents."""
+        """Watch the ``names`` that ``holder``, or the class ``kind``, has or may get, and their contents."""
         keys = sorted({*names} & {*holder, *given})
 
         def put(values: tuple[Any, ...]) -> None:
@@ -198,7 +198,7 @@ class ReachedValues:
     def kind(self, kind: type, depth: int = DEPTH) -> None:
         """Watch the attributes of the class ``kind`` and of its bases that are neither methods nor properties."""
         for base in kind.__mro__:
-            if id(base) not in self._seen and _top(str(base.__module__)) not in NOT_FOLLOWED:
+            if id(base) not in self._seen and is_followed(str(base.__module__)):
                 self._seen.add(id(base))
                 held = vars(base)
                 names = [name for name in self._names & held.keys() if is_value(held[name])]
@@ -245,11 +245,11 @@ class ReachedValues:
         elif isinstance(value, functools.partial):
             self._pending.extend((path, held, depth) for held in (value.args, value.keywords))
         elif isinstance(value, ModuleType):
-            if _top(value.__name__) not in NOT_FOLLOWED:
+            if is_followed(value.__name__):
                 self.namespace(path, vars(value), self._names, depth)
         elif isinstance(value, type):
             self.kind(value, depth)
-        elif isinstance(value, nn.Module) or _top(str(type(value).__module__)) not in NOT_FOLLOWED:
+        elif isinstance(value, nn.Module) or is_followed(str(type(value).__module__)):
             self._object(path, value, depth)
 
     def _object(self, path: str, value: Any, depth: int) -> None:
@@ -277,7 +277,7 @@ class ReachedValues:
         self._add(path, lambda: (value.get(_ABSENT),), write=put)
 
     def slots(self, path: str, value: Any, depth: int = DEPTH) -> None:
-        """Watch those of ``value`` that functions name, and their contents."""
+        """Watch the slots of ``value`` that functions name, and their contents."""
         named = ((name, getattr(type(value), name, None)) for name in sorted(self._names))
         slots = {name: slot for name, slot in named if isinstance(slot, MemberDescriptorType)}
 
@@ -355,8 +355,9 @@ def _put_bytes(value: bytearray | array[Any], contents: bytes) -> None:
     value.extend(contents) if isinstance(value, bytearray) else value.frombytes(contents)
 
 
-def _top(module: str) -> str:
-    return "" if module.startswith("lightning_hetpipe.demo") else module.partition(".")[0]
+def is_followed(module: str) -> bool:
+    """Tell whether objects of the ``module`` may hold what a user would change for ``forward``."""
+    return module.startswith("lightning_hetpipe.demo") or module.partition(".")[0] not in _NOT_FOLLOWED
 
 
 def _attributes(value: Any) -> dict[str, Any]:
