@@ -24,7 +24,7 @@ from lightning_hetpipe.launch.servers import FoundServers
 from lightning_hetpipe.launch.wsp_settings import WSPSettings
 from lightning_hetpipe.server.process.client import Client
 from lightning_hetpipe.server.process.notices import NOTICE_AFTER, say
-from lightning_hetpipe.server.process.server_requests import ServersSilent, ServersUnheard
+from lightning_hetpipe.server.process.waits import ServersSilent, ServersUnheard
 from lightning_hetpipe.server.protocol.identifiers import COORDINATOR, FirstLost, PeerFailed
 from lightning_hetpipe.server.protocol.messages import Departed
 from lightning_hetpipe.workers.collectives import gather_in_chunks, gather_values

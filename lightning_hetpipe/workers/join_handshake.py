@@ -25,8 +25,8 @@ from lightning_hetpipe.launch.servers import FoundServers
 from lightning_hetpipe.launch.wsp_settings import WSPSettings
 from lightning_hetpipe.server.process.client import Client, NotJoined
 from lightning_hetpipe.server.process.notices import NOTICE_AFTER, say
-from lightning_hetpipe.server.process.server_requests import LONGEST_WAIT, Cancelled, ServersUnheard
 from lightning_hetpipe.server.process.sessions import SessionChannel
+from lightning_hetpipe.server.process.waits import LONGEST_WAIT, Cancelled, ServersUnheard
 from lightning_hetpipe.server.protocol.identifiers import COORDINATOR, PeerFailed, Refusal, RemoteFault
 from lightning_hetpipe.server.protocol.messages import Departed, Lost, Parameter, TrainingSignature
 from lightning_hetpipe.server.protocol.shard import place

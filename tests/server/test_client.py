@@ -14,8 +14,8 @@ from torch import Tensor
 
 from lightning_hetpipe.rules.waves import waves
 from lightning_hetpipe.server.process.client import Client
-from lightning_hetpipe.server.process.server_requests import Cancelled
 from lightning_hetpipe.server.process.service import COORDINATOR_METHOD, SHARD_METHOD, Service
+from lightning_hetpipe.server.process.waits import Cancelled
 from lightning_hetpipe.server.protocol.identifiers import LocalFault, PeerFailed, Refusal, RemoteFault
 from lightning_hetpipe.server.protocol.messages import (
     NOTHING,

@@ -17,8 +17,8 @@ from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.launch.servers import FoundServers
 from lightning_hetpipe.server.process import client
 from lightning_hetpipe.server.process.client import NotJoined
-from lightning_hetpipe.server.process.server_requests import ServersSilent
 from lightning_hetpipe.server.process.sessions import Sessions
+from lightning_hetpipe.server.process.waits import ServersSilent
 from lightning_hetpipe.server.protocol.identifiers import PeerFailed
 from lightning_hetpipe.server.transport.grpc_server import GrpcServer
 from lightning_hetpipe.server.transport.security import Security

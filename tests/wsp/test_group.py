@@ -18,10 +18,10 @@ import torch
 from lightning_hetpipe import WSPCallback
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.launch.servers import FoundServers
-from lightning_hetpipe.server.process.server_requests import ServersSilent
 from lightning_hetpipe.server.process.service import Service
 from lightning_hetpipe.server.process.sessions import Sessions
 from lightning_hetpipe.server.process.supervisor import ServerLost
+from lightning_hetpipe.server.process.waits import ServersSilent
 from lightning_hetpipe.server.protocol.identifiers import PeerFailed
 from lightning_hetpipe.server.protocol.messages import Fetch, Gather, Leave, Lost, Message, decode
 from lightning_hetpipe.server.transport.grpc_channel import GrpcChannel
