@@ -89,7 +89,7 @@ def results(part: str, cases: Mapping[str, Case]) -> Iterator[Result]:
 
 
 def compared(wanted: Callable[[], Any], found: Callable[[], Any]) -> str | None:
-    """Tell how ``found`` differs from what is ``wanted``, and whether ``wanted`` itself repeats; None if equal."""
+    """Tell how ``found`` differs from the ``wanted`` result, and whether the ``wanted`` run repeats; None if equal."""
     try:
         expected = wanted()
     except SettingError:

@@ -42,7 +42,7 @@ _WHOLE = "1"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Convert the times that ``arguments`` name, by default those of the command line; return the exit code."""
+    """Convert the times that ``arguments``, or the command line, name; return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.sailor_files")
     parser.add_argument("path", help="a file of times, a model's folder, or the folder of all models")
     parser.add_argument("--model", help="which one, if PATH has several models")

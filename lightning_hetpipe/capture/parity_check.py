@@ -150,7 +150,7 @@ def compare(
 
 
 def _varies(run: Callable[[], tuple[Value, list[Value]]], found: Value, gave: Value, autocast: Autocast) -> bool:
-    """Tell whether the values that a graph ``found`` are those that its module ``gave`` but for last bits, which vary.
+    """Tell whether the values that a graph ``found`` are what its module ``gave``, but for last bits that vary.
 
     Some kernels of accelerators add in an order that is left to chance, so that ``run`` finds others each time.
     """

@@ -15,7 +15,7 @@ from lightning_hetpipe.pipeline.weight_stash import VersionBuffer, VersionedLaye
 
 
 class RemoteStash(WeightStash):
-    """A stage's versions in the ``memory`` of its host; other arguments are those of ``WeightStash``."""
+    """Versions of a stage in the ``memory`` of its host. Further arguments go to ``WeightStash``."""
 
     def __init__(self, memory: HostMemory, *args: Any) -> None:
         self.memory = memory

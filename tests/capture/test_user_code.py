@@ -34,13 +34,18 @@ class Distils(L.LightningModule):
         return loss
 
 
-def test_what_a_step_takes() -> None:
-    module = Distils()
+def watched(module: Any) -> tuple[TrainingWatch, Tensor]:
+    """The watch of a step of ``module``, and the loss of the step."""
     watch = TrainingWatch(module, None, RandomGenerators(0), 1)
     batch = torch.randn(ROWS, WIDTH), torch.zeros(ROWS, dtype=torch.long)
     with watch.watching():
         loss = module.training_step(batch, 0)
     watch.check(loss, (batch,))
+    return watch, loss
+
+
+def test_what_a_step_takes() -> None:
+    watch, loss = watched(Distils())
     log, chances = ROWS * CLASSES * 4, ROWS * CLASSES * 4
     assert watch.user == UserBytes(
         trained=4 * WIDTH,
@@ -88,9 +93,5 @@ class Checkpointed(L.LightningModule):
 
 def test_what_is_checkpointed_is_not_computed_again() -> None:
     module = Checkpointed()
-    watch = TrainingWatch(module, None, RandomGenerators(0), 1)
-    batch = torch.randn(ROWS, WIDTH), torch.zeros(ROWS, dtype=torch.long)
-    with watch.watching():
-        loss = module.training_step(batch, 0)
-    watch.check(loss, batch)
+    watched(module)
     assert module.runs == 1

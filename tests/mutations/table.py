@@ -431,8 +431,8 @@ MUTATIONS = (
         "L9",
         "an attribute that a step sets is seen at once",
         "run/extensions/module_attributes.py",
-        "        self._attributes.leave()",
-        "        pass",
+        "next(numbers)), self.leave)",
+        "next(numbers)), lambda: None)",
         ("tests/run/test_module_attributes.py", "tests/run/test_user_sections.py"),
     ),
     Mutation(
