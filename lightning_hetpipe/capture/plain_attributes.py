@@ -38,10 +38,11 @@ def plain_attributes(module: nn.Module) -> dict[str, Any]:
     computed = computed_names(module)
     found: dict[str, Any] = {}
     for name, value in vars(module).items():
-        value = _behind_stand_ins(name, value)
-        if value is _ABSENT or name in _TORCHS_OWN or name in computed:
+        if name in _TORCHS_OWN or name in computed:
             continue
-        found[name] = value
+        value = _behind_stand_ins(name, value)
+        if value is not _ABSENT:
+            found[name] = value
     return found
 
 
