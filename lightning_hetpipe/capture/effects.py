@@ -17,16 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from lightning_hetpipe.capture.contents import CONTAINERS, items_of, refill, same_objects
 from lightning_hetpipe.capture.frozen import FrozenValues
-from lightning_hetpipe.capture.plain_attributes import (
-    CONTAINERS,
-    attributes_with_contents,
-    changed_attribute,
-    items_of,
-    plain_attributes,
-    refill,
-    same_objects,
-)
+from lightning_hetpipe.capture.plain_attributes import attributes_with_contents, changed_attribute, plain_attributes
 from lightning_hetpipe.errors import PipelineRefusal
 from lightning_hetpipe.pipeline.values import equal
 from lightning_hetpipe.torch_private.tensors import pytree, unseen_change

@@ -18,6 +18,7 @@ from torch import Tensor
 from lightning_hetpipe.accelerator import accelerates
 from lightning_hetpipe.capture.call_tree import WatchedCall
 from lightning_hetpipe.capture.captured import Captured, graph_layer
+from lightning_hetpipe.capture.contents import PLAIN
 from lightning_hetpipe.capture.effects import put_back, refuse_noticed, untouched
 from lightning_hetpipe.capture.export import decides
 from lightning_hetpipe.capture.gradient_check import alike, refuse_other_gradients, tolerance_of
@@ -25,7 +26,7 @@ from lightning_hetpipe.capture.gradient_checkpointing import without_checkpoints
 from lightning_hetpipe.capture.noticed_calls import HOOK, INFERENCE, JOINT_HOOK, OUTPUT, SEED, STATE
 from lightning_hetpipe.capture.opaque_containers import without_opaque
 from lightning_hetpipe.capture.pieces import Piece
-from lightning_hetpipe.capture.plain_attributes import PLAIN, sets_attribute
+from lightning_hetpipe.capture.plain_attributes import sets_attribute
 from lightning_hetpipe.capture.variant import AutogradNodes
 from lightning_hetpipe.errors import PipelineRefusal
 from lightning_hetpipe.pipeline.autocast import Autocast
