@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hetpipe.accelerator import is_initialized
-from lightning_hetpipe.capture.call_tree import CallNode, WatchedCall
+from lightning_hetpipe.capture.call_tree import CallNode, WatchedCall, user_bytes
 from lightning_hetpipe.capture.compiled_modules import is_compiled, is_looked_through, refuse_scripted
 from lightning_hetpipe.capture.effects import refuse_noticed, refuse_seeded
 from lightning_hetpipe.capture.fingerprint import Fingerprint
@@ -34,7 +34,6 @@ from lightning_hetpipe.capture.opaque_containers import without_opaque
 from lightning_hetpipe.capture.piece_search import CAPTURE_TIMEOUT, PieceSearch, TakenApart
 from lightning_hetpipe.capture.pieces import Piece, never_called
 from lightning_hetpipe.capture.plain_attributes import attributes_with_contents
-from lightning_hetpipe.capture.user_code import user_bytes
 from lightning_hetpipe.errors import PipelineRefusal, SettingError
 from lightning_hetpipe.pipeline.random.generators import RandomGenerators
 from lightning_hetpipe.pipeline.reentrant_checkpoints import is_reentrant_checkpoint, reentrant_checkpoint

@@ -785,7 +785,7 @@ MUTATIONS = (
     Mutation(
         "layers",
         "gradients of a graph are not compared",
-        "capture/gradient_check.py",
+        "capture/parity_check.py",
         "if not alike(one, other, tolerance_of(call.autocast, one), largest):",
         "if False:",
         ("tests/exact/test_side_effects.py", "-k", "other_gradients"),
