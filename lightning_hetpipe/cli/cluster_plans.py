@@ -16,7 +16,7 @@ from lightning_hetpipe.planning.model.cluster import Cluster, DeviceSlot
 from lightning_hetpipe.planning.model.units import digits
 from lightning_hetpipe.planning.plan.document import Plan
 from lightning_hetpipe.planning.search.problem import PlanningProblem
-from lightning_hetpipe.reporting.cluster_plots import draw_cluster
+from lightning_hetpipe.reporting.plots import draw_cluster
 from lightning_hetpipe.rules.parameter_placement import CANDIDATES
 from lightning_hetpipe.rules.versions import WeightPolicy
 

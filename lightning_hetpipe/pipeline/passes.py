@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
-from lightning_hetpipe.pipeline.readers_writer_lock import ReadersWriterLock
 from lightning_hetpipe.pipeline.streams import Stream, StreamEvent
+from lightning_hetpipe.pipeline.threads import ReadersWriterLock
 
 if TYPE_CHECKING:
     from lightning_hetpipe.pipeline.stage import BeforePass

@@ -632,7 +632,7 @@ MUTATIONS = (
     Mutation(
         "planning",
         "batches cross no network",
-        "planning/allocation/worker_pipeline.py",
+        "planning/allocation/allocator.py",
         "if given and leader != first:",
         "if False:",
         ("tests/planning/test_placed.py",),
