@@ -30,7 +30,7 @@ _COPIED: dict[type, Callable[[Any], Any]] = {
     **dict.fromkeys((dict, OrderedDict, defaultdict, Counter), dict),
     set: set,
 }
-"""What copies the contents of a container of each kind."""
+"""Functions that copy the contents of a container, by its class."""
 
 _OBJECTS = frozenset({"types", "argparse"})
 _NOT_USERS = (sys.stdlib_module_names | {"torch", "lightning", "torchmetrics", "numpy", "lightning_hetpipe"}) - _OBJECTS
