@@ -243,7 +243,7 @@ def _left_alone(name: str, module: nn.Module, frozen: FrozenValues) -> Iterator[
         patched.update(before_run.changed())  # functions of `torch.fx.wrap`, for which tracing puts others
 
     def check(*call: Any) -> None:
-        if (changed := before_run.changed_attribute()) is not None:
+        if (changed := before_run.attributes.changed()) is not None:
             part, attribute = changed
             raise sets_attribute(name, part, attribute, frozen.line_of(attribute))
         for path, buffer in module.named_buffers():

@@ -131,7 +131,7 @@ def compare(
             return Value.of(gave), AutogradNodes.of(inputs, gave)
 
         gave, autograd = run()
-        if (set_one := before_run.changed_attribute()) is not None:
+        if (set_one := before_run.attributes.changed()) is not None:
             raise sets_attribute(piece.name, *set_one, captured.frozen.line_of(set_one[1]))
         refuse_noticed(piece.name, captured.frozen, HOOK, JOINT_HOOK, INFERENCE, OUTPUT, SEED, STATE)
         graph = partial(_run_graph, piece, value, buffers, generators, minibatch, call)

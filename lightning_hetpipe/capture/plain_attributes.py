@@ -55,10 +55,18 @@ def changed_attribute(before: dict[str, Any], after: dict[str, Any]) -> str | No
     return None
 
 
-def refuse_changes(layer: str, module: nn.Module, before: dict[str, Any]) -> None:
-    """Refuses what ``module``'s forward, in ``layer``, has changed of ``attributes_with_contents``."""
-    if changed := changed_attribute(before, attributes_with_contents(module)):
-        raise sets_attribute(layer, module, changed)
+class AttributesBefore:
+    """Plain attributes of ``module`` and of its parts, as they are before a call."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._parts = [(part, attributes_with_contents(part)) for part in module.modules()]
+
+    def changed(self) -> tuple[nn.Module, str] | None:
+        """The first attribute that was set, or whose container has other items, with its module."""
+        for part, before in self._parts:
+            if name := changed_attribute(before, attributes_with_contents(part)):
+                return part, name
+        return None
 
 
 class SetsState(PipelineRefusal):
