@@ -41,8 +41,7 @@ from lightning_hetpipe.pipeline.streams import StreamEvent, Streams, move
 from lightning_hetpipe.pipeline.threads import ReadersWriterLock, Watchdog
 from lightning_hetpipe.pipeline.values import tensors_in
 from lightning_hetpipe.pipeline.weight_stash import VersionedLayers, WeightStash
-from lightning_hetpipe.rules.call_order import CallOrder
-from lightning_hetpipe.rules.schedule import Segment
+from lightning_hetpipe.rules.schedule import CallOrder, Segment
 
 
 @dataclass(frozen=True)

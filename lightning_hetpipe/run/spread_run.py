@@ -24,7 +24,7 @@ from lightning_hetpipe.capture.pieces import named_pieces, never_called
 from lightning_hetpipe.capture.sequentials import layers_of
 from lightning_hetpipe.pipeline.operands import OperandsTogether
 from lightning_hetpipe.placement.layout import device_bytes, device_name, stage_count
-from lightning_hetpipe.placement.overflow import Overflow
+from lightning_hetpipe.placement.spread import Overflow
 from lightning_hetpipe.planning.search.spread_plan import divided
 from lightning_hetpipe.reporting.meter import Meter
 from lightning_hetpipe.reporting.report import RunReport, StageReport

@@ -141,7 +141,7 @@ MUTATIONS = (
     Mutation(
         "L2",
         "a minibatch starts from buffers that the one before it has not left yet",
-        "rules/call_order.py",
+        "rules/schedule.py",
         "if self._open is not None and minibatch > self._open:",
         "if self._open is not None and minibatch > self._open + 1000:",
         ("tests/rules/test_call_order.py", "tests/pipeline/test_repeated_calls.py"),
