@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from typing import Any
 
 import lightning as L
@@ -278,7 +278,7 @@ class WavesAndCuts(Extension):
 
     def _readmit(self, coming: Mapping[int, int]) -> None:
         trainer, group = self._trainer, self._synchroniser.group
-        with self._pausing(), NamelessFile() as file:
+        with self._pausing(), closing(NamelessFile()) as file:
             group.seats.agreed[LOADERS] = loaders_made(trainer)
             metrics = trainer.callback_metrics.items()
             group.seats.agreed[METRICS] = [(name, torch.as_tensor(value).cpu()) for name, value in metrics]
