@@ -10,7 +10,7 @@ import lightning as L
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.errors import SettingError, say
 from lightning_hetpipe.lightning_private import (
     averages,
     begin_next_epoch,
@@ -31,7 +31,6 @@ from lightning_hetpipe.run.lifecycle import Extension
 from lightning_hetpipe.run.missed_data import EpochShare, MissedData
 from lightning_hetpipe.run.preemption import LEAVES, NOTHING, Preemption
 from lightning_hetpipe.run.together import check_batches, check_shares, minibatches_per_step
-from lightning_hetpipe.server.process.notices import say
 from lightning_hetpipe.workers.nameless_file import NamelessFile
 from lightning_hetpipe.workers.shared_data import deal_among, let_be_long
 from lightning_hetpipe.workers.synchroniser import Computing, Synchroniser
