@@ -17,16 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from lightning_hetpipe.capture.contents import CONTAINERS, items_of, refill, same_objects
 from lightning_hetpipe.capture.frozen import FrozenValues
-from lightning_hetpipe.capture.plain_attributes import (
-    CONTAINERS,
-    attributes_with_contents,
-    changed_attribute,
-    items_of,
-    plain_attributes,
-    refill,
-    same_objects,
-)
+from lightning_hetpipe.capture.plain_attributes import AttributesBefore, plain_attributes
 from lightning_hetpipe.errors import PipelineRefusal
 from lightning_hetpipe.pipeline.values import equal
 from lightning_hetpipe.torch_private.tensors import pytree, unseen_change
@@ -70,19 +63,12 @@ class StateBefore:
     def __init__(self, module: nn.Module, frozen: FrozenValues) -> None:
         self._module = module
         self._frozen = frozen
-        self._parts = [(part, attributes_with_contents(part)) for part in module.modules()]
+        self.attributes = AttributesBefore(module)
         self._dicts = [(held, dict(held)) for part in module.modules() for held in (vars(part), vars(part)["_buffers"])]
         owned = (value for part in module.modules() for value in plain_attributes(part).values())
         self._containers = [(value, items_of(value)) for value in owned if isinstance(value, CONTAINERS)]
         self._before = frozen.now()
         self._copies = [(path, each, copy_of(each)) for path, each in frozen.plain.items()]
-
-    def changed_attribute(self) -> tuple[nn.Module, str] | None:
-        """The first plain attribute that was set, or whose container has other items, with its module."""
-        for part, earlier in self._parts:
-            if name := changed_attribute(earlier, attributes_with_contents(part)):
-                return part, name
-        return None
 
     def changed(self) -> list[str]:
         """The paths of what was changed beside own attributes, and in them below their first level."""

@@ -48,7 +48,7 @@ from lightning_hetpipe.redirect import Redirect
 from lightning_hetpipe.reporting.report import RunReport
 from lightning_hetpipe.rules.versions import Versions, WeightPolicy
 from lightning_hetpipe.run import first_minibatch, spread_run
-from lightning_hetpipe.run.around_step import AroundStep
+from lightning_hetpipe.run.around_step import AroundStep, RateCorrection
 from lightning_hetpipe.run.driver import Driver
 from lightning_hetpipe.run.evaluation import Evaluation
 from lightning_hetpipe.run.extensions.carried_state import SHARED
@@ -69,7 +69,6 @@ from lightning_hetpipe.run.first_minibatch import FirstMinibatch
 from lightning_hetpipe.run.gradients import clip_by_norm
 from lightning_hetpipe.run.lifecycle import Extension
 from lightning_hetpipe.run.look_ahead import before_transfer, prepared
-from lightning_hetpipe.run.lr_correction import RateCorrection
 from lightning_hetpipe.run.piece_calls import PieceCalls
 from lightning_hetpipe.run.prediction import Prediction, prediction_of
 from lightning_hetpipe.run.preemption import Preemption

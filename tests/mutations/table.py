@@ -141,7 +141,7 @@ MUTATIONS = (
     Mutation(
         "L2",
         "a minibatch starts from buffers that the one before it has not left yet",
-        "rules/call_order.py",
+        "rules/schedule.py",
         "if self._open is not None and minibatch > self._open:",
         "if self._open is not None and minibatch > self._open + 1000:",
         ("tests/rules/test_call_order.py", "tests/pipeline/test_repeated_calls.py"),
@@ -632,7 +632,7 @@ MUTATIONS = (
     Mutation(
         "planning",
         "batches cross no network",
-        "planning/allocation/worker_pipeline.py",
+        "planning/allocation/allocator.py",
         "if given and leader != first:",
         "if False:",
         ("tests/planning/test_placed.py",),
@@ -785,7 +785,7 @@ MUTATIONS = (
     Mutation(
         "layers",
         "gradients of a graph are not compared",
-        "capture/gradient_check.py",
+        "capture/parity_check.py",
         "if not alike(one, other, tolerance_of(call.autocast, one), largest):",
         "if False:",
         ("tests/exact/test_side_effects.py", "-k", "other_gradients"),
