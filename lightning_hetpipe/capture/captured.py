@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 
 from lightning_hetpipe.capture.data_checks import Answers, DataChecks, Decisions
 from lightning_hetpipe.capture.effects import SideEffect, put_back, untouched
-from lightning_hetpipe.capture.export import decides, graph_of
+from lightning_hetpipe.capture.export import REPLACED, decides, graph_of
 from lightning_hetpipe.capture.frozen import FrozenValues
 from lightning_hetpipe.capture.gradient_checkpointing import is_checkpointed
 from lightning_hetpipe.capture.grouping import called_alike, joined_by_buffer, marked_paths
@@ -153,6 +153,8 @@ class Captured:
         marked = marked_paths(graph.graph)
         if found is None:
             raise self._other_layers(marked)
+        if not self._variants:
+            self._own_buffers(graph.meta[REPLACED])
         live = self._live()
         if any(path not in live for part in found for path in part.changes):
             raise SideEffect(self._name, "changes weights that no module in it has registered", is_shared=True)
@@ -183,6 +185,12 @@ class Captured:
         for layer, part, own in zip(self.layers, found, owns, strict=True):
             graph_layer(layer).code.add_graph(part.graph, own, part.changes)
         self._variants.append(variant)
+
+    def _own_buffers(self, paths: Collection[str]) -> None:
+        """Copy the buffers that the module assigned: they may be views of its inputs, and stages write to buffers."""
+        for path in paths:
+            owner, _, name = path.rpartition(".")
+            setattr(self._module.get_submodule(owner), name, self._module.get_buffer(path).detach().clone())
 
     def _inputs(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], images_vary: bool, numbers: frozenset[int]

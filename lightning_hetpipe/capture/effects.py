@@ -64,7 +64,8 @@ class StateBefore:
         self._module = module
         self._frozen = frozen
         self.attributes = AttributesBefore(module)
-        self._dicts = [(held, dict(held)) for part in module.modules() for held in (vars(part), vars(part)["_buffers"])]
+        self._attributes = [(vars(part), dict(vars(part))) for part in module.modules()]
+        self._buffers = [(held, dict(held)) for part in module.modules() for held in (vars(part)["_buffers"],)]
         owned = (value for part in module.modules() for value in plain_attributes(part).values())
         self._containers = [(value, items_of(value)) for value in owned if isinstance(value, CONTAINERS)]
         self._before = frozen.now()
@@ -77,11 +78,14 @@ class StateBefore:
             path for path, each, copy in self._copies if path not in paths and not same_contents(each, copy)
         ]
 
+    def undo_assigned_buffers(self) -> None:
+        """Give the modules the buffers that they held: others may be views of what the module was called with."""
+        _refill(self._buffers)
+
     def undo(self) -> None:
         """Put everything back."""
-        for held, earlier in self._dicts:
-            held.clear()
-            held.update(earlier)
+        self.undo_assigned_buffers()
+        _refill(self._attributes)
         for container, items in self._containers:
             if not same_objects(items_of(container), items):
                 refill(container, items)
@@ -91,6 +95,12 @@ class StateBefore:
                 if not same_contents(each, copy):
                     writable: Any = each
                     writable[...] = copy
+
+
+def _refill(namespaces: Iterable[tuple[dict[str, Any], dict[str, Any]]]) -> None:
+    for held, earlier in namespaces:
+        held.clear()
+        held.update(earlier)
 
 
 @contextmanager

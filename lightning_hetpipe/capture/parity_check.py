@@ -126,6 +126,7 @@ def compare(
                 ):
                     gave = module.forward(*args, **kwargs)  # not through __call__, whose hooks run around it
             finally:
+                before_run.undo_assigned_buffers()
                 put_back((buffer, buffers[path]) for path, buffer in module.named_buffers())
             gave = without_opaque(piece.name, gave)
             return Value.of(gave), AutogradNodes.of(inputs, gave)

@@ -372,7 +372,8 @@ class Fit(TrainerRun):
         if self._prediction is not None:
             engine.moves = self._moves
         modules = [piece.module for piece in pieces]
-        outside.leave_out(modules, engine.versioned, lambda: bool(driver.in_flight()))
+        way_out = "set in_flight=1" + (", or weights='sync'" if trainer.accumulate_grad_batches == 1 else "")
+        outside.leave_out(modules, engine.versioned, lambda: bool(driver.in_flight()), way_out)
         parts = user_parts(apart.modules.values(), modules)
         add(ModulesApart(apart.modules, modules, self._generators))
         if in_flight > 1:
@@ -380,7 +381,6 @@ class Fit(TrainerRun):
                 outside.check_step()
                 apart.refuse_shared()
             add(outside, TrainerCounters(trainer), RandomStates(self._state), Replay(self._module, context))
-            way_out = "set in_flight=1" + (", or weights='sync'" if trainer.accumulate_grad_batches == 1 else "")
             add(SharedValues(self._module, modules, lambda: engine.versions, way_out))
             attributes = [Attributes(part, lambda: engine.versions, way_out) for part in (self._module, *parts)]
             add(*attributes)  # after the stand-ins of Replay, which all see

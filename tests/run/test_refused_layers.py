@@ -68,6 +68,19 @@ def distil(module: Any, x: Tensor, y: Tensor, batch_idx: int) -> Any:
     return F.mse_loss(module.net(x), target)
 
 
+@pytest.mark.parametrize(("step", "teacher"), [(counts, None), (replaces, None), (distil, Teacher)])
+def test_such_changes_with_synchronous_weights(step: Callable[..., Any], teacher: type[Teacher] | None) -> None:
+    """Nothing runs ahead there, as the error says."""
+    found = list[dict[str, Tensor]]()
+    for strategy in ("auto", HetPipeStrategy(stages=2, in_flight=3, weights="sync")):
+        torch.manual_seed(0)
+        module = Learner(step, teacher=layers().requires_grad_(False))
+        module.register_buffer("seen", torch.zeros(()))
+        quiet_trainer(strategy, callbacks=[teacher()] if teacher else []).fit(module, batches())
+        found.append(module.state_dict())
+    assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())
+
+
 def test_a_teacher_that_a_callback_moves() -> None:
     module = Learner(distil, teacher=layers().requires_grad_(False))
     assert_refused(
@@ -117,7 +130,7 @@ def normed_teacher() -> nn.Module:
 
 
 def test_a_teacher_with_batchnorm() -> None:
-    remedy = "set in_flight=1, or pipeline 'teacher', too (module=['net', 'teacher'])"
+    remedy = "set in_flight=1, or weights='sync', or pipeline 'teacher', too (module=['net', 'teacher'])"
     message = "'teacher.1.running_mean', which lies outside the pipelined modules, was changed by training_step"
     assert_refused(Learner(distil, teacher=normed_teacher()), message, remedy, strategy=pipeline(3))
 
