@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -16,6 +16,7 @@ from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.pipeline.autocast import Autocast
 from lightning_hetpipe.pipeline.values import Value, blocks, tensors_of
 from lightning_hetpipe.planning.model.profile import UserBytes
+from lightning_hetpipe.torch_private.subclasses import address_of
 from lightning_hetpipe.torch_private.tensors import version_counter
 
 
@@ -80,6 +81,7 @@ class WatchedCall(Checked):
         given: What it was given: (args, kwargs).
         inputs: The tensors in that, where they are in autograd's graph.
         buffers: Copies of its buffers from before, by path.
+        memory: The addresses of its buffers before, by path.
         gave: What it gave; None until it is over.
         outputs: The tensors in that, where they are in autograd's graph.
         frozen: What it may have read of Python outside itself.
@@ -91,6 +93,7 @@ class WatchedCall(Checked):
     given: Value
     inputs: Sequence[Tensor]
     buffers: dict[str, Tensor]
+    memory: Mapping[str, int | None]
     frozen: FrozenValues
     autocast: Autocast = field(default_factory=Autocast.current)
     gave: Value | None = None
@@ -105,6 +108,8 @@ class WatchedCall(Checked):
         for path, buffer in module.named_buffers():
             if path not in self.buffers or self.buffers[path].shape != buffer.shape:
                 self.buffers[path] = buffer.clone()  # it is made in the first forward
+            elif address_of(buffer) != self.memory[path]:  # it may be a view of a batch, and stages write to buffers
+                buffer.data = buffer.detach().clone()
 
     @property
     def was_changed(self) -> bool:

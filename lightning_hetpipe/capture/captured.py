@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 
 from lightning_hetpipe.capture.data_checks import Answers, DataChecks, Decisions
 from lightning_hetpipe.capture.effects import SideEffect, put_back, untouched
-from lightning_hetpipe.capture.export import REPLACED, decides, graph_of
+from lightning_hetpipe.capture.export import decides, graph_of
 from lightning_hetpipe.capture.frozen import FrozenValues
 from lightning_hetpipe.capture.gradient_checkpointing import is_checkpointed
 from lightning_hetpipe.capture.grouping import called_alike, joined_by_buffer, marked_paths
@@ -26,6 +26,7 @@ from lightning_hetpipe.pipeline.graph_layer import GraphLayer
 from lightning_hetpipe.pipeline.operands import across_devices_of
 from lightning_hetpipe.pipeline.stage import Layer
 from lightning_hetpipe.pipeline.user.user_section import ProcessState, own_state
+from lightning_hetpipe.torch_private.subclasses import address_of
 from lightning_hetpipe.torch_private.tensors import pytree, without_memory
 
 VARIANTS = 8
@@ -153,11 +154,10 @@ class Captured:
         marked = marked_paths(graph.graph)
         if found is None:
             raise self._other_layers(marked)
-        if not self._variants:
-            self._own_buffers(graph.meta[REPLACED])
         live = self._live()
         if any(path not in live for part in found for path in part.changes):
             raise SideEffect(self._name, "changes weights that no module in it has registered", is_shared=True)
+        self._refuse_shared_memory(live, {path for part in found for path in part.changes})
         if not self.layers:
             blocks = [self._module.get_submodule(part.block) for part in found]  # in which parts are called
             recomputed = [self.frozen.checkpoints or is_checkpointed(block) for block in blocks]
@@ -185,12 +185,6 @@ class Captured:
         for layer, part, own in zip(self.layers, found, owns, strict=True):
             graph_layer(layer).code.add_graph(part.graph, own, part.changes)
         self._variants.append(variant)
-
-    def _own_buffers(self, paths: Collection[str]) -> None:
-        """Copy the buffers that the module assigned: they may be views of its inputs, and stages write to buffers."""
-        for path in paths:
-            owner, _, name = path.rpartition(".")
-            setattr(self._module.get_submodule(owner), name, self._module.get_buffer(path).detach().clone())
 
     def _inputs(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], images_vary: bool, numbers: frozenset[int]
@@ -305,6 +299,16 @@ class Captured:
                 raise self._other_layers(marked)
             own.append(path if held is tensor else tensor.detach())
         return own
+
+    def _refuse_shared_memory(self, live: Mapping[str, Tensor], changes: Collection[str]) -> None:
+        """Refuse a graph that changes a buffer of whose memory another tensor is a view: stages have copies of both."""
+        for path in changes:
+            for other, tensor in live.items():
+                if tensor is not live[path] and address_of(tensor) == address_of(live[path]) is not None:
+                    raise SetsState(
+                        f"'{self._name}' changes its buffer '{self._name}.{path}' in forward, whose memory is also that"
+                        f" of '{self._name}.{other}', and stages have copies of both; compute one of them in forward"
+                    )
 
     def _other_layers(self, marked: Sequence[str]) -> PipelineRefusal:
         """A later graph, whose nodes are in modules of these ``marked`` paths, cannot be divided as the first graph."""

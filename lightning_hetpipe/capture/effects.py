@@ -22,6 +22,7 @@ from lightning_hetpipe.capture.frozen import FrozenValues
 from lightning_hetpipe.capture.plain_attributes import AttributesBefore, plain_attributes
 from lightning_hetpipe.errors import PipelineRefusal
 from lightning_hetpipe.pipeline.values import equal
+from lightning_hetpipe.torch_private.subclasses import address_of
 from lightning_hetpipe.torch_private.tensors import pytree, unseen_change
 
 Plain = Tensor | np.ndarray[Any, Any]
@@ -66,6 +67,7 @@ class StateBefore:
         self.attributes = AttributesBefore(module)
         self._attributes = [(vars(part), dict(vars(part))) for part in module.modules()]
         self._buffers = [(held, dict(held)) for part in module.modules() for held in (vars(part)["_buffers"],)]
+        self._memory = [(buffer, buffer.data) for buffer in module.buffers()]
         owned = (value for part in module.modules() for value in plain_attributes(part).values())
         self._containers = [(value, items_of(value)) for value in owned if isinstance(value, CONTAINERS)]
         self._before = frozen.now()
@@ -79,8 +81,14 @@ class StateBefore:
         ]
 
     def undo_assigned_buffers(self) -> None:
-        """Give the modules the buffers that they held: others may be views of what the module was called with."""
+        """Give the modules the buffers that they held, in the memory that these had.
+
+        What a forward has put in their place may be a view of its inputs, or of data.
+        """
         _refill(self._buffers)
+        for buffer, data in self._memory:
+            if address_of(buffer) != address_of(data):
+                buffer.data = data
 
     def undo(self) -> None:
         """Put everything back."""

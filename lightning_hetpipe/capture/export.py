@@ -48,9 +48,6 @@ _OURS = f"{Path(__file__).parent.parent}{os.sep}"
 _DATA: Any = Tensor.data  # torch has no types for the descriptor
 _COPY = torch.ops.aten.copy_.default
 
-REPLACED = "replaced buffers"
-"""Key, in a graph's ``meta``, of the paths of the buffers that its module assigns."""
-
 
 def graph_of(
     name: str,
@@ -160,8 +157,7 @@ def _traced(
             " them with torch, or in training_step"
         )
     assert isinstance(graph, fx.GraphModule)
-    buffers = dict(module.named_buffers(remove_duplicate=False))
-    graph.meta[REPLACED] = write_assigned_buffers(name, graph, buffers, assigned)
+    write_assigned_buffers(name, graph, dict(module.named_buffers(remove_duplicate=False)), assigned)
     inputs = graph.graph.find_nodes(op="placeholder")
     for number in numbers:
         for user in list(inputs[number].users):
@@ -360,7 +356,7 @@ class WritesByData(TorchFunctionMode):
 
 def write_assigned_buffers(
     name: str, graph: fx.GraphModule, buffers: Mapping[str, Tensor], assigned: Collection[str]
-) -> list[str]:
+) -> None:
     """Write each assigned buffer where its new value is made; ``torch.export`` writes it at the end of ``graph``.
 
     There, all layers from the first that reads the buffer to the last would be one. Reads of the value before get a
@@ -372,14 +368,10 @@ def write_assigned_buffers(
         buffers: The module's buffers, by their paths in it.
         assigned: The paths of the buffers that were seen to be assigned.
 
-    Returns:
-        The paths of the buffers whose assigned value is another tensor.
-
     Raises:
         PipelineRefusal: for a value that is a view of the buffer, or requires a gradient, and for a buffer that
             ``torch.export`` does not write.
     """
-    replaced: list[str] = []
     nodes = graph.graph
     writes = [node for node in nodes.nodes if _is_of_export(node, buffers)]
     if missing := [path for path in assigned if path not in {str(write.args[0].target) for write in writes}]:
@@ -407,10 +399,8 @@ def write_assigned_buffers(
         changes = [n for n in nodes.nodes if n is not write and base_of(value) in map(base_of, written_by(n))]
         after = max([after, *changes], key=order.__getitem__)
         after.append(write)
-        replaced.append(str(buffer.target))
     nodes.lint()
     graph.recompile()
-    return replaced
 
 
 def _is_of_export(node: fx.Node, buffers: Mapping[str, Tensor]) -> bool:

@@ -13,8 +13,8 @@ first, so that one layer's activations are held at a time.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import compress
 from typing import Any
@@ -43,6 +43,7 @@ from lightning_hetpipe.pipeline.user.user_section import states_of_torch
 from lightning_hetpipe.pipeline.values import Value, all_equal, equal, tensors_of
 from lightning_hetpipe.pipeline.weight_stash import copy_of
 from lightning_hetpipe.torch_private.autograd import graph_leaves, graph_start
+from lightning_hetpipe.torch_private.subclasses import address_of
 from lightning_hetpipe.torch_private.tensors import without_gradient_hooks
 
 RUNS = 3
@@ -125,11 +126,11 @@ def compare(
                     without_checkpoints(module),
                 ):
                     gave = module.forward(*args, **kwargs)  # not through __call__, whose hooks run around it
+                gave = without_opaque(piece.name, gave)
+                return _copied(Value.of(gave), module.buffers()), AutogradNodes.of(inputs, gave)
             finally:
                 before_run.undo_assigned_buffers()
                 put_back((buffer, buffers[path]) for path, buffer in module.named_buffers())
-            gave = without_opaque(piece.name, gave)
-            return Value.of(gave), AutogradNodes.of(inputs, gave)
 
         gave, autograd = run()
         if (set_one := before_run.attributes.changed()) is not None:
@@ -157,6 +158,12 @@ def compare(
             " slow; let forward read no values that change all the time, or set them less often",
             stacklevel=2,
         )
+
+
+def _copied(value: Value, buffers: Iterable[Tensor]) -> Value:
+    """``value``, with copies of what shares memory with ``buffers``, which are about to change."""
+    changing = {address_of(buffer) for buffer in buffers} - {None}
+    return replace(value, tensors=tuple(t.clone() if address_of(t) in changing else t for t in value.tensors))
 
 
 def _varies(run: Callable[[], tuple[Value, list[Value]]], found: Value, gave: Value, autocast: Autocast) -> bool:

@@ -44,6 +44,7 @@ from lightning_hetpipe.pipeline.values import Value, all_equal, equal, tensors_o
 from lightning_hetpipe.planning.model.profile import UserBytes
 from lightning_hetpipe.torch_private.autograd import graph_nodes
 from lightning_hetpipe.torch_private.modules import behind_compile, has_global_hooks
+from lightning_hetpipe.torch_private.subclasses import address_of
 from lightning_hetpipe.torch_private.tensors import version_counter
 
 
@@ -288,7 +289,8 @@ class TrainingWatch(Watch):
         before = [each.graph.frozen for each in earlier if each.graph is not None]
         frozen = before[0] if before else FrozenValues(call.module)
         given = call.args, call.kwargs
-        return WatchedCall(Value.of(given), tensors_of(given), self._copied(call.module), frozen)
+        memory = {path: address_of(buffer) for path, buffer in call.module.named_buffers()}
+        return WatchedCall(Value.of(given), tensors_of(given), self._copied(call.module), memory, frozen)
 
     def _run_layers(self, node: CallNode, call: ModuleCall, earlier: Sequence[CallNode]) -> Any:
         """Run a module whose layers can be seen without a graph, layer by layer, after ``earlier`` calls of it."""
