@@ -11,7 +11,7 @@ Where torch does not have a name:
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from typing import Any, TypeVar
 
 import torch
@@ -45,7 +45,9 @@ def address_of(tensor: Tensor) -> int | None:
     """The address of the memory of ``tensor``; None if it has none in this process."""
     if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided:
         return None
-    return tensor.untyped_storage().data_ptr() or None
+    with suppress(RuntimeError):  # of a storage without memory, as of `without_memory`
+        return tensor.untyped_storage().data_ptr() or None
+    return None
 
 
 def exchange(one: Tensor, other: Tensor) -> None:
