@@ -1,0 +1,18 @@
+"""All tables of the golden table."""
+
+from __future__ import annotations
+
+from tests.golden import strategy_settings
+from tests.golden.cases import told
+from tests.golden.elsewhere import ELSEWHERE
+from tests.golden.sites import sites
+
+CASES = [*strategy_settings.CASES]
+LIGHTNINGS = {"accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin"}
+"""Arguments that Lightning checks."""
+
+
+def without_a_case() -> list[str]:
+    """Run all cases; return the places that neither a case nor a test of ``ELSEWHERE`` reaches."""
+    reached = {site for case in CASES for site in told(case).sites}
+    return sorted({*sites().values()} - reached - {name for names in ELSEWHERE.values() for name in names})

@@ -1,0 +1,45 @@
+"""Every error sentence names its setting, its value and the way out, and every place that makes an error has a case."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+
+from lightning_hetpipe import HetPipeStrategy, WSPCallback
+from tests.golden import tables
+from tests.golden.cases import Case, is_one_sentence, public, told
+from tests.golden.elsewhere import ELSEWHERE
+from tests.golden.sites import sites
+
+TESTS = Path(__file__).parents[1]
+
+
+@pytest.mark.parametrize("case", [pytest.param(each, id=each.name) for each in tables.CASES])
+def test_a_sentence_names_the_setting_its_value_and_the_way_out(case: Case) -> None:
+    found = told(case)
+    assert public(found.error) is case.error, f"{type(found.error).__name__}: {found.sentence}"
+    assert is_one_sentence(found.sentence), found.sentence
+    assert not case.missing(found.sentence), f"{case.missing(found.sentence)} not named by: {found.sentence}"
+
+
+def test_every_place_that_makes_an_error_has_a_case() -> None:
+    """``python -m tests.golden`` lists the places without one."""
+    unknown = {name for names in ELSEWHERE.values() for name in names} - {*sites().values()}
+    assert not unknown, f"ELSEWHERE names places that are not there: {', '.join(sorted(unknown))}"
+    assert not (left := tables.without_a_case()), f"without a case: {', '.join(left)}"
+
+
+@pytest.mark.parametrize("test", ELSEWHERE)
+def test_the_tests_elsewhere_are_there(test: str) -> None:
+    file, function = test.split("::")
+    assert re.search(rf"^def {function}\(", (TESTS / file).read_text(), re.MULTILINE), test
+
+
+@pytest.mark.parametrize("owner", [HetPipeStrategy, WSPCallback])
+def test_every_setting_has_a_case(owner: type) -> None:
+    settings = set(inspect.signature(owner).parameters) - tables.LIGHTNINGS
+    named = {case.setting.partition("[")[0] for case in tables.CASES}
+    assert settings <= named, settings - named
