@@ -46,6 +46,7 @@ class Case:
         value: As the sentence shows the value; empty if the value is the object.
         way_out: Words without which the user does not know what to do: names, numbers, settings, commands.
         error: Class of the error; for a command, the exit code 2 and the sentence on stderr.
+        is_ours: False for the text of another library, which we hand on behind the name of the setting.
     """
 
     name: str
@@ -54,6 +55,7 @@ class Case:
     value: str
     way_out: tuple[str, ...]
     error: type[BaseException] = SettingError
+    is_ours: bool = True
 
     def missing(self, sentence: str) -> list[str]:
         """Return what ``sentence`` does not name."""
@@ -81,17 +83,6 @@ def given(make: Callable[..., object], setting: str, value: object, *way_out: st
 def refusal(run: Callable[[Place], object], what: str, value: object, *way_out: str, name: str = "") -> Case:
     """Case of what no pipeline can train: ``what`` is the object at fault."""
     return case(run, what, value, *way_out, error=PipelineRefusal, name=name or what[:60])
-
-
-def command(program: str, arguments: str, setting: str, value: str, *way_out: str) -> Case:
-    """Case of a command line, whose arguments are separated by spaces."""
-
-    def run(place: Place) -> None:
-        from tests.golden import command_lines
-
-        command_lines.run(program, arguments.split(), place)
-
-    return Case(f"{program} {arguments}"[:90], run, setting, value, way_out, SystemExit)
 
 
 @dataclass(frozen=True)

@@ -17,10 +17,11 @@ import pytest
 
 import lightning_hetpipe
 from lightning_hetpipe import errors
+from lightning_hetpipe.planning.plan.faults import Problem
 
 PACKAGE = Path(lightning_hetpipe.__file__).parent
-ROOTS = (errors.SettingError, errors.PipelineStalled, errors.VirtualWorkerLost)
-"""Classes of errors that a user reads. ``Discarded`` is left out: it has no sentence."""
+ROOTS = (errors.SettingError, errors.PipelineStalled, errors.VirtualWorkerLost, Problem)
+"""Classes that hold what a user reads of an error. ``Discarded`` is left out: it has no sentence."""
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 Position = tuple[str, int, int]
@@ -110,8 +111,9 @@ def _calls(modules: list[_Module]) -> list[_Call]:
 
 def _only_errors(function: Function, classes: set[str]) -> bool:
     returns = function.returns
-    named = {node.id for node in ast.walk(returns) if isinstance(node, ast.Name)} if returns is not None else set()
-    return bool(named & {*classes, "NoReturn"})
+    if returns is None or isinstance(returns, ast.Subscript):
+        return False
+    return bool({node.id for node in ast.walk(returns) if isinstance(node, ast.Name)} & {*classes, "NoReturn"})
 
 
 def _is_site(call: ast.Call, classes: set[str], makers: dict[str, set[Path]], module: _Module) -> bool:
@@ -130,10 +132,10 @@ def recording() -> Iterator[set[str]]:
     known = sites()
     reached: set[str] = set()
 
-    def recorded(root: type[BaseException]) -> Any:
+    def recorded(root: type) -> Any:
         make: Any = root.__init__
 
-        def __init__(self: BaseException, *args: Any, **settings: Any) -> None:
+        def __init__(self: object, *args: Any, **settings: Any) -> None:
             make(self, *args, **settings)
             frame: FrameType | None = sys._getframe(1)
             while frame is not None and frame.f_code.co_name == "__init__" and frame.f_locals.get("self") is self:

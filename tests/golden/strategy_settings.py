@@ -240,8 +240,9 @@ PLANS = [
         "one virtual worker",
         "plan anew",
     ),
-    of_plan(
-        "clock_distance", replace(planned(0, 2), clock_distance=-1), "clock_distance", "-1", "at least 0"
+    case(
+        lambda _: plan_setting.wsp_as_planned(WSPCallback().settings, replace(planned(0, 2), clock_distance=-1)),
+        "clock_distance", "-1", "at least 0", name="plan clock_distance",
     ),
     from_file(None, "plan", "plan.json", "No such file", "give another file"),
     from_file("[1", "plan", "plan.json", "no JSON", "give another file"),

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from tests.golden import strategy_settings
+from tests.golden import commands, documents, launch_and_servers, strategy_settings
 from tests.golden.cases import told
 from tests.golden.elsewhere import ELSEWHERE
 from tests.golden.sites import sites
 
-CASES = [*strategy_settings.CASES]
+CASES = [*strategy_settings.CASES, *documents.CASES, *launch_and_servers.CASES, *commands.CASES]
 LIGHTNINGS = {"accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin"}
 """Arguments that Lightning checks."""
 
