@@ -1,4 +1,4 @@
-"""Cluster, Plan and Profile, by arguments and as files; and the planner's, the demo's and the reports' own arguments."""
+"""Cluster, Plan and Profile, by arguments and as files; arguments of the planner, the demo and the reports."""
 
 from __future__ import annotations
 
@@ -66,6 +66,9 @@ CLUSTER = [
     device("Device('T4').memory", "'24 gigs'", "GiB", "MB", memory="24 gigs"),
     device("Device('T4').memory", "'24 gib'", "did you mean 'GiB'?", memory="24 gib"),
     device("Device('T4').memory", "'much'", "number and a unit", "'24 GiB'", "'512 MB'", memory="much"),
+    *[device("Device('T4').memory", repr(it), "number and a unit", "'24 GiB'", memory=it)
+      for it in ("-3 GiB", "1e999999999 GiB")],
+    device("Device('T4').memory", "'24 GB/s'", "GiB", "MB", memory="24 GB/s"),
     device("Device('T4', speed", "inf", "positive number", speed=math.inf),
     made(lambda: Link(0), "Link(bandwidth", "0", "positive number", "bytes per second"),
     made(lambda: Link("fast"), "Link.bandwidth", "'fast'", "number and a unit", "'12 GB/s'", "'200 Mbit/s'"),
@@ -81,7 +84,8 @@ CLUSTER = [
     node("'1000000000000xT4'", "", "1 to 10000 devices", devices=["1000000000000xT4"]),
     node("the link of node 'n'", "3", "Link", "'12 GB/s'", link=3),
     node("the link of node 'n'", "'fast'", "Link.bandwidth", "'12 GB/s'", link="fast"),
-    *[made(lambda it=it: Cluster(it), "Cluster(nodes", repr(it), "at least one Node") for it in ([], Node("n", ["T4"]))],  # type: ignore[misc]
+    *[made(lambda it=it: Cluster(it), "Cluster(nodes", repr(it), "at least one Node")  # type: ignore[misc]
+      for it in ([], Node("n", ["T4"]))],
     made(lambda: Cluster(["n"]), "'n'", "", "Node"),  # type: ignore[list-item]
     made(lambda: Cluster([Node("n", ["a"])] * 2), "Cluster", "'n'", "name of its own"),
     made(lambda: Cluster([Node("n", ["a"])], {"bandwith": 1}), "the link of the Cluster", "'bandwith'", "'bandwidth'"),
@@ -204,6 +208,12 @@ def profile_of(change: Change, key: str, value: str, *way: str) -> Case:
     return document(lambda path: profile_file.save(PROFILE, path), profile_file.load, change, key, value, *way)
 
 
+def as_reference(_: Place) -> None:
+    """Profile in the form of the project's reference data, which has no version."""
+    Path("it.json").write_text('{"model": "m", "microbatsch": 4, "gpus": {}, "layers": []}')
+    profile_file.load("it.json")
+
+
 WIDTH = {"part": 0.5, "forward_s": 1.0, "backward_s": 1.0}
 WIDTHS = {"layer": 0, "run": 0, "units": {"a": 4}, "sums": False, "devices": {"own": [WIDTH]}}
 
@@ -258,6 +268,9 @@ FILES = [
     profile_of(at("calls.0", [0]), "calls[0]", "1 entries", "two", "the first layer", "behind the last"),
     profile_of(at("estimated", {"a": 1}), "estimated.a", "1", "text"),
     profile_of(at("user_code", {"many": 1}), "user_code", "'many'"),
+    case(
+        as_reference, "'microbatsch'", "", "it.json", "did you mean 'microbatch'?", name="profile of the reference data"
+    ),
     width("layer", "2", "2 layers", layer=2),
     width("run", "3", "2 layers", run=3),
     width("units.a", "0", "1 or more", units={"a": 0}),
@@ -293,7 +306,8 @@ def one(_: object) -> float:
 
 
 PLANNING = [
-    made(lambda: equal_distribution(nodes(4, 2), one), "allocation", "'ed'", "'n0' has 4", "'n1' has 2", "'np'", "'auto'"),
+    made(lambda: equal_distribution(nodes(4, 2), one), "allocation", "'ed'", "'n0' has 4", "'n1' has 2", "'np'",
+            "'auto'"),
     made(lambda: hybrid_distribution(nodes(2, 2, 2), one), "allocation", "'hd'", "3", "'np'", "'auto'"),
     made(lambda: hybrid_distribution(nodes(2, 3), one), "allocation", "'hd'", "'n1' has 3", "'np'", "'auto'", "even"),
     made(
@@ -346,8 +360,13 @@ OTHERS = [
     case(without_scikit_learn, "scikit-learn", "", 'pip install "lightning-hetpipe[examples]"', name="without sklearn"),
     given(ResNet, "lr", -1.0, "at least 0"),
     given(ResNet, "blocks", 0, "at least 1"),
+    given(ResNet, "weight_decay", math.nan, "at least 0"),
     given(GPT, "heads", 5, "width=96", "multiple"),
     given(GPT, "dropout", 1.5, "at least 0", "at most 1"),
+    made(lambda: GPT(betas=(0.5, 1.0)), "betas[1]", "1.0", "at least 0", "at most 1"),
+    given(Digits, "val_share", 2.0, "at least 0.01", "at most 0.98"),
+    made(lambda: Digits(val_share=0.5, test_share=0.6), "val_share + test_share", "1.1", "at most"),
+    given(SourceText, "val_share", 0.5, "at least 0.001", "at most 0.45"),
     made(lambda: SourceText(folder=".").setup("fit"), "folder", "0 bytes", "data.folder", "data.context"),
 ]
 

@@ -38,7 +38,9 @@ from tests.server.transports import Desk, certificates
 CPU = LightningEnvironment()
 
 
-def rank_of(place: Place, workers: int | WorkerRange, nodes: int, environment: ClusterEnvironment, planned: Any) -> Rank:
+def rank_of(
+    place: Place, workers: int | WorkerRange, nodes: int, environment: ClusterEnvironment, planned: Any
+) -> Rank:
     place.patch.setattr(ranks, "this_child", lambda: None)
     return ranks.find_rank(workers, nodes, environment, planned)
 
@@ -93,7 +95,8 @@ def after_a_failure(place: Place) -> None:
 RANKS = [
     rank("NODE_RANK", "1", "num_nodes=1", "0 to num_nodes - 1", NODE_RANK=1),
     rank("NODE_RANK", "one", "whole number", "0 on the first node", nodes=2, NODE_RANK="one"),
-    rank("LOCAL_RANK", "4", "virtual_workers=[2, 4]", "LOCAL_RANK=0 to 3", "unset it", workers=WorkerRange(2, 4), LOCAL_RANK=4),
+    rank("LOCAL_RANK", "4", "virtual_workers=[2, 4]", "LOCAL_RANK=0 to 3", "unset it", workers=WorkerRange(2, 4),
+            LOCAL_RANK=4),
     rank("LOCAL_RANK", "1", "virtual_workers=1", "LOCAL_RANK=0 to 0", "plan", nodes=2, LOCAL_RANK=1, NODE_RANK=1),
     rank("virtual_workers", "[2, 4]", "3 nodes", "multiple of 3", workers=WorkerRange(2, 4), nodes=3),
     rank("virtual_workers", "[1, 4]", "5 processes", "process 4 of node 0", "raise the maximum",
@@ -112,7 +115,8 @@ RANKS = [
     case(lambda _: command._parts([], sys), "virtual_workers", "", "standard input", "save it as a file",
          name="a program from standard input"),
     case(after_a_failure, "virtual_workers", "2", "start the program anew", name="a launch after a failure"),
-    case(windows, "hetpipe-server", "Linux", "WSPCallback(servers=[its address])", "HETPIPE_TOKEN", name="not on Linux"),
+    case(windows, "hetpipe-server", "Linux", "WSPCallback(servers=[its address])", "HETPIPE_TOKEN",
+            name="not on Linux"),
 ]  # fmt: skip
 
 TOKEN = Security(token="open-sesame")
@@ -208,13 +212,15 @@ SERVERS = [
     over_nodes("MASTER_ADDR", "", "num_nodes=2", "MASTER_PORT", "same values"),
     over_nodes("MASTER_PORT", "", "num_nodes=2", "MASTER_ADDR", "free port", MASTER_ADDR="10.0.0.1"),
     over_nodes("MASTER_PORT", "many", "29500", MASTER_ADDR="10.0.0.1", MASTER_PORT="many"),
-    *[over_nodes("HETPIPE_PORT", port, "1 to 65535", "every node", **HERE, HETPIPE_PORT=port) for port in ("66000", "x")],
+    *[over_nodes("HETPIPE_PORT", port, "1 to 65535", "every node", **HERE, HETPIPE_PORT=port) for port in ("66000",
+            "x")],
     over_nodes("num_nodes", "2", "HETPIPE_TOKEN", "docs/several-machines.md", security=Security(), **HERE),
     over_nodes("num_nodes", "2", "10.0.0.1:5001", "HETPIPE_CA, HETPIPE_CERTIFICATE and HETPIPE_KEY",
                "WSPCallback(security={'insecure': True})", "strategy.wsp.security.insecure=true", **OTHERS),
     over_nodes("MASTER_ADDR", "node-1", "127.0.1.1", "node 0's address", security=INSECURE,
                changes={"_address_of": lambda _: "127.0.1.1"}, MASTER_ADDR="node-1", MASTER_PORT="5000"),
-    case(lambda _: servers._resolved("no-such-host.invalid", 1), "MASTER_ADDR", "no-such-host.invalid", "node 0's address",
+    case(lambda _: servers._resolved("no-such-host.invalid", 1), "MASTER_ADDR", "no-such-host.invalid",
+            "node 0's address",
          name="MASTER_ADDR that is not known"),
     case(unreachable, "MASTER_ADDR", "255.255.255.255", "node 0's address", name="MASTER_ADDR out of reach"),
     case(refused_server, "MASTER_ADDR", "1.1.1.1:5001", "HETPIPE_PORT", "MASTER_PORT + 1", "NODE_RANK", "every node",
@@ -224,18 +230,22 @@ SERVERS = [
          "golden/1", "longer timeout", name="a first process that does not come"),
     case(lambda _: SETTINGS.check_later(replace(SETTINGS, servers=("a:1",))), "servers", "['a:1']", "None", "the same",
          name="servers of a later Trainer"),
-    case(lambda _: SETTINGS.check_later(replace(SETTINGS, security=TOKEN)), "security", "", "earlier Trainer", "the same",
+    case(lambda _: SETTINGS.check_later(replace(SETTINGS, security=TOKEN)), "security", "", "earlier Trainer",
+            "the same",
          name="security of a later Trainer"),
     case(host_of_a_node, "HETPIPE_PORT", "5001", "127.0.0.1", "give another HETPIPE_PORT", name="a host of a node"),
     case(at_a_taken_port(lambda address: GrpcServer(Desk(), address, TOKEN)), "address", "127.0.0.1", "another",
          "port 0", name="a server's port that is taken"),
     case(lambda _: Sessions(1.0, "nowhere/log"), "log", "nowhere/log", "another file", name="a log that cannot be"),
-    *[case(lambda _, it=it: split(it), "address", it, "host:port", "127.0.0.1:5000", "[::1]:5000", name=f"address={it}")  # type: ignore[misc]
+    *[case(lambda _, it=it: split(it), "address", it, "host:port", "127.0.0.1:5000", "[::1]:5000",
+            name=f"address={it}")  # type: ignore[misc]
       for it in ("host", ":1", "host:", "host:65536", "host:x", "::1:5", "a b:1", "unix:/x", "a,b:1")],
-    *[case(lambda _, it=it: Security(token="x").check(it), "address", it, "ca, certificate and key", "insecure=True",  # type: ignore[misc]
+    *[case(lambda _, it=it: Security(token="x").check(it), "address", it, "ca, certificate and key", "insecure=True",
+             # type: ignore[misc]
            name=f"open address={it}")
       for it in ("0.0.0.0:0", "[::]:0", "10.1.2.3:5000", "node-1:5000")],
-    *[case(lambda _, it=it: Security(token=it).check(NOWHERE), "security.token", "", "1 to 4096", "ASCII",  # type: ignore[misc]
+    *[case(lambda _, it=it: Security(token=it).check(NOWHERE), "security.token", "", "1 to 4096", "ASCII",
+             # type: ignore[misc]
            "make another", name=f"security.token {it[:9]!r}")
       for it in ("", "two words", "line\nbreak", "ünïcode", "x" * 5000)],
     case(lambda _: Security("ca.pem").check(NOWHERE), "security.ca", "ca.pem", "security.certificate",
@@ -268,7 +278,10 @@ def meeting(setting: str, value: str, *way_out: str, own: Arrival = ATTIC, secur
 def ended(_: Place) -> None:
     with taken_port() as address:
         pass
-    with HostRendezvous(address, TOKEN, PLAN, {1: "attic", 2: "b"}) as node0, Meeting(address, TOKEN, ATTIC, 5.0) as node:
+    with (
+        HostRendezvous(address, TOKEN, PLAN, {1: "attic", 2: "b"}) as node0,
+        Meeting(address, TOKEN, ATTIC, 5.0) as node,
+    ):
         node0.end(1)
         node.everyone(5.0)
 
@@ -296,10 +309,13 @@ HOSTS = [
          name="a host's port that is taken"),
     host(Refused("HETPIPE_TOKEN is another"), "stage_hosts", "HETPIPE_TOKEN is another"),
     host(TimeoutError(), "stage_hosts", "60 s", "hetpipe-host", "certificates"),
-    host(OSError(111, "Connection refused"), "stage_hosts", "start hetpipe-host", "address=0.0.0.0", "correct the address"),
-    case(lambda _: host_device._accelerator(1, "T4", "attic"), "attic", "T4:1", "only its CPU", "plan for what is there",
+    host(OSError(111, "Connection refused"), "stage_hosts", "start hetpipe-host", "address=0.0.0.0",
+            "correct the address"),
+    case(lambda _: host_device._accelerator(1, "T4", "attic"), "attic", "T4:1", "only its CPU",
+            "plan for what is there",
          name="an accelerator that a host has not got"),
-    case(at_a_taken_port(lambda address: HostRendezvous(address, TOKEN, PLAN, {})), "node 0", "127.0.0.1", "MASTER_ADDR",
+    case(at_a_taken_port(lambda address: HostRendezvous(address, TOKEN, PLAN, {})), "node 0", "127.0.0.1",
+            "MASTER_ADDR",
          "NODE_RANK", "HETPIPE_PORT", "MASTER_PORT + 1", name="node 0 at a port that is taken"),
     case(missing_nodes, "attic (NODE_RANK=1)", "0 s", "start the program", "NODE_RANK", "WSPCallback(join_timeout=...)",
          name="nodes that do not come to node 0"),

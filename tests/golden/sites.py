@@ -1,4 +1,4 @@
-"""Places in the package that make an error of ours, found by ``ast``; and a recorder of the places that a test reaches."""
+"""Places in the package that make an error of ours, found by ``ast``, and a recorder of those that are reached."""
 
 from __future__ import annotations
 

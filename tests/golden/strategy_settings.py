@@ -11,14 +11,16 @@ from typing import Any
 import torch
 
 from lightning_hetpipe import Cluster, Device, HetPipeStrategy, Node, Plan, WSPCallback
+from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.planning.plan.planned_worker import PlannedWorker
 from lightning_hetpipe.rules import parameter_placement
 from lightning_hetpipe.strategy import compile_setting, host_setting, plan_setting, settings
 from tests.golden.cases import Case, Place, case, given
+from tests.golden.training import fit
 from tests.placement.test_plans import planned
+from tests.support.small import Learner
 
 POLICIES = ("auto", "stash", "sync", "2bw", "spectrain", "xpipe", "pipeoptim")
-CPU = [torch.device("cpu")]
 YEAR_OF_SECONDS = ("positive", "a year")
 TIME = ("datetime.timedelta", "number of seconds")
 BOX = Cluster([Node("box", [Device("d")])])
@@ -46,13 +48,16 @@ def of_wsp(shown: str, value: object, *way_out: str, **arguments: Any) -> Case:
 
 
 def compiled(shown: str, value: object, *way_out: str, **options: Any) -> Case:
+    """Case of what only torch can say of ``compile``: when a fit begins, before anything runs."""
+    shows = value if isinstance(value, str) else repr(value)
     name = f"compile({options})"[:90]
-    return case(lambda _: compile_setting.check(options, CPU), shown, value, *way_out, name=name)
+    return fit(Learner, shown, shows, *way_out, error=SettingError, name=name,
+               strategy=lambda: HetPipeStrategy(stages=2, compile=options))  # fmt: skip
 
 
 def no_compiler(place: Place) -> None:
     place.patch.setattr(compile_setting, "cpp_compiler_error", lambda: "No working C++ compiler found")
-    compile_setting.check({}, CPU)
+    compile_setting.check({}, [torch.device("cpu")])
 
 
 def of_plan(name: str, plan: Plan, setting: str, value: object, *way_out: str, **arguments: Any) -> Case:
@@ -162,14 +167,17 @@ STRATEGY = [
         "strategy.wsp=null",
         name="two WSPCallbacks",
     ),
-    *[strategy("timeline", value, "True", "False", "(100, 120)") for value in (1, [3], [0, 5], [5, 3], "last", [1, 2.5])],
+    *[
+        strategy("timeline", value, "True", "False", "(100, 120)")
+        for value in (1, [3], [0, 5], [5, 3], "last", [1, 2.5])
+    ],
     strategy("timeline", [1, 5000], "2000", "fewer"),
     *[strategy("split", value, "False", "True", "'auto'", "{0: [2, 1]}") for value in ("even", 1, {})],
     of_strategy("split", -1, "number", "from 0 on", split={-1: [1, 1]}),
     of_strategy("split", "'first'", "number", "from 0 on", split={"first": [1, 1]}),
     *[
         of_strategy("split[0]", value, "at least two devices", "[2, 1]", split={0: value})
-        for value in ([1], 2, [0, 0], [1, -1], [1, float("inf")], [1e308, 1e308])
+        for value in ([1], 2, [0, 0], [1, -1], [1, float("inf")], [1, 10**400], [1e308, 1e308])
     ],
     strategy("split", {0: [1, 1]}, "plan", "leave split out", plan=planned(0, 1)),
     strategy("split", "auto", "plan", "leave split out", plan=planned(0, 1)),
@@ -179,6 +187,13 @@ STRATEGY = [
     ],
     compiled("compile", "'nothing'", "aot_eager", "inductor", "compile=True", backend="nothing"),
     compiled("compile's dynamic", "'often'", "True", "False", "None", dynamic="often"),
+    compiled("compile", {"mode": "max-autotune"}, "mode='max-autotune-no-cudagraphs'", mode="max-autotune"),
+    compiled(
+        "compile",
+        {"options": {"triton.cudagraphs": True}},
+        "mode='max-autotune-no-cudagraphs'",
+        options={"triton.cudagraphs": True},
+    ),
     compiled("compile's options", 3, "dictionary", options=3),
     compiled("compile's options", {"zzz": 1}, "zzz", "torch._inductor.list_options()", options={"zzz": 1}),
     compiled(

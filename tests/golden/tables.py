@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from tests.golden import commands, documents, launch_and_servers, strategy_settings
+from tests.golden import commands, documents, launch_and_servers, relations, strategy_settings, training
 from tests.golden.cases import told
 from tests.golden.elsewhere import ELSEWHERE
 from tests.golden.sites import sites
 
-CASES = [*strategy_settings.CASES, *documents.CASES, *launch_and_servers.CASES, *commands.CASES]
+CASES = [
+    *strategy_settings.CASES,
+    *documents.CASES,
+    *launch_and_servers.CASES,
+    *commands.CASES,
+    *relations.CASES,
+    *training.CASES,
+]
 LIGHTNINGS = {"accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin"}
 """Arguments that Lightning checks."""
 
