@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from lightning.fabric.plugins import ClusterEnvironment
@@ -21,14 +21,16 @@ from lightning.fabric.plugins.environments import (
 
 from lightning_hetpipe import WSPCallback
 from lightning_hetpipe.errors import SettingError
-from lightning_hetpipe.hosts import host_connection, host_device
+from lightning_hetpipe.hosts import host_connection, host_device, host_rendezvous
 from lightning_hetpipe.hosts.host_connection import HostConnection
 from lightning_hetpipe.hosts.host_rendezvous import Arrival, HostRendezvous, Meeting
 from lightning_hetpipe.hosts.host_server import HostServer
 from lightning_hetpipe.hosts.secured_socket import Refused, check_names
+from lightning_hetpipe.hosts.stages_apart import StagesApart
 from lightning_hetpipe.launch import command, launcher, local_rendezvous, node_hosts, ranks, servers
 from lightning_hetpipe.launch.parent_watch import LaunchedChild, pair
 from lightning_hetpipe.launch.ranks import Rank, Role, WorkerRange
+from lightning_hetpipe.server.process import server_process
 from lightning_hetpipe.server.process.sessions import Sessions
 from lightning_hetpipe.server.transport.grpc_server import GrpcServer
 from lightning_hetpipe.server.transport.security import Security, split
@@ -286,6 +288,36 @@ def ended(_: Place) -> None:
         node.everyone(5.0)
 
 
+def broken(part: str) -> Callable[[Place], None]:
+    """Node 0 ends while this process tells it something, or hears it."""
+
+    def run(place: Place) -> None:
+        def ends(*_: object) -> None:
+            raise OSError
+
+        with taken_port() as address:
+            pass
+        with HostRendezvous(address, TOKEN, PLAN, {1: "attic", 2: "cellar"}):
+            place.patch.setattr(host_rendezvous, part, ends)
+            with Meeting(address, TOKEN, ATTIC, 5.0) as node:
+                node.everyone(0.1)
+
+    return run
+
+
+def refused_process(place: Place) -> None:
+    process = server_process.ServerProcess("handler", {}, "127.0.0.1:0", TOKEN)
+    place.patch.setattr(server_process.subprocess, "Popen", lambda *_, **__: None)
+    place.patch.setattr(process, "_ask", lambda *_: {"refused": "address=127.0.0.1:0 cannot be had; give another"})
+    place.patch.setattr(process, "stop", lambda: None)
+    process.start()
+
+
+def loss_elsewhere(_: Place) -> None:
+    apart: Any = SimpleNamespace(_addresses={1: "10.0.0.2:7"})
+    StagesApart.check(apart, cast(Any, [None, None]))
+
+
 def missing_nodes(_: Place) -> None:
     with HostRendezvous("127.0.0.1:0", TOKEN, PLAN, {1: "attic"}) as node0:
         node0.everyone(0.0)
@@ -322,6 +354,10 @@ HOSTS = [
     meeting("node 0", "0.1 s", "start the program", "WSPCallback(join_timeout=...)"),
     meeting("node 0", "other", "another one", "plan here", own=replace(ATTIC, plan="other")),
     meeting("node 0", "HETPIPE_TOKEN", "another", security=Security(token="other")),
+    case(broken("tell"), "node 0", "127.0.0.1", "has ended", "look there", name="node 0 ends while it is told"),
+    case(broken("hear"), "node 0", "127.0.0.1", "has ended", "look there", name="node 0 ends while it is heard"),
+    case(refused_process, "address", "127.0.0.1:0", "give another", name="a server's process that refuses"),
+    case(loss_elsewhere, "stage 1", "the loss", "node of the last stage", name="the last stage on another machine"),
     case(ended, "node 0", "127.0.0.1", "has ended", "look there", name="node 0 has ended"),
     case(lambda _: Meeting(NOWHERE, TOKEN, ATTIC, 0.0), "node 0", NOWHERE, "NODE_RANK=0", "MASTER_ADDR and MASTER_PORT",
          "longer timeout", name="node 0 does not answer"),

@@ -8,12 +8,15 @@ from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any, cast
 
+import pytest
 import torch
 from lightning.pytorch.callbacks import LearningRateFinder, ModelCheckpoint, Timer
+from omegaconf import OmegaConf
 from torch import nn
 
 from lightning_hetpipe import Cluster, HetPipeStrategy, Node, WSPCallback, accelerator
 from lightning_hetpipe.capture.pieces import named_pieces
+from lightning_hetpipe.cli import plan_inputs
 from lightning_hetpipe.errors import of_import
 from lightning_hetpipe.launch import launcher
 from lightning_hetpipe.launch.ranks import Rank, Role
@@ -24,13 +27,16 @@ from lightning_hetpipe.placement.split_groups import parts_of
 from lightning_hetpipe.rules.channel_counts import ChannelCounts
 from lightning_hetpipe.run import run_settings
 from lightning_hetpipe.run.around_step import check_hooks
+from lightning_hetpipe.run.extensions import waves_and_cuts
 from lightning_hetpipe.run.first_minibatch import check_memory
 from lightning_hetpipe.run.prediction import prediction_of
 from lightning_hetpipe.run.together import check_returning, check_shares, check_steps, check_together
 from lightning_hetpipe.strategy.profiling_strategy import profile as profile_model
+from lightning_hetpipe.strategy.virtual_workers import VirtualWorkers
 from lightning_hetpipe.workers import collectives
 from lightning_hetpipe.workers.group import Group
 from lightning_hetpipe.workers.shared_data import Shares
+from lightning_hetpipe.workers.synchroniser import Synchroniser
 from tests.golden.cases import Case, Place, case
 from tests.run.test_cuts import fit as fit_with_others
 from tests.support.small import Learner, Wraps
@@ -108,14 +114,37 @@ def stages_of_nodes(place: Place) -> None:
     quiet_trainer(HetPipeStrategy(virtual_workers=2, stages=[1, 2, 3, 4, 5, 6]), num_nodes=2)
 
 
+def within_a_step(place: Place) -> None:
+    place.patch.setattr(waves_and_cuts, "in_a_step", lambda _: True)
+    cuts = SimpleNamespace(_running=True, _trainer=SimpleNamespace(interrupted=False))
+    waves_and_cuts.WavesAndCuts._on_save(cast(Any, cuts), cast(Any, None))
+
+
+def ahead_of_the_loop(place: Place) -> None:
+    place.patch.setattr(collectives, "runs_ahead", lambda _: True)
+    VirtualWorkers._together(cast(Any, SimpleNamespace(_group=GROUP, _in_flight_now=3)), "all_gather")
+
+
+def within_a_wave(_: Place) -> None:
+    class Meets(Synchroniser):
+        def __init__(self) -> None: ...
+
+        def meet(self) -> bool:
+            return False
+
+    VirtualWorkers._together(cast(Any, SimpleNamespace(_group=GROUP, _in_flight_now=1, _shared=Meets())), "barrier")
+
+
 WORKERS = [
     check(lambda: collectives.reduce(GROUP, torch.tensor(3.0), "median"), "reduce_op", "'median'", "'mean'", "'sum'",
           "'max'", "'min'", "'product'"),
     check(lambda: collectives.all_gather(GROUP, torch.ones(2, requires_grad=True), sync_grads=True), "all_gather",
           "sync_grads=True", "leave out sync_grads", "another strategy"),
-    check(lambda: raised(collectives.ahead("all_gather")), "all_gather", "", "on_train_batch_end", "in_flight=1"),
-    check(lambda: raised(collectives.apart("strategy.barrier")), "strategy.barrier", "", "end of an epoch",
-          "on_step=False, on_epoch=True", EQUAL),
+    case(ahead_of_the_loop, "all_gather", "", "on_train_batch_end", "in_flight=1",
+            name="a collective ahead of the loop"),
+    case(within_a_wave, "barrier", "", "end of an epoch", "on_step=False, on_epoch=True", EQUAL,
+         name="a collective within a wave"),
+    case(within_a_step, "checkpoint", "", "on_train_batch_end", "end of an epoch", name="a checkpoint within a step"),
     check(unpickled, "virtual worker 1", "", "tensors, numbers, strings, None, and lists, tuples and dicts", "convert"),
     case(other_number, "virtual_workers", "3", "virtual_workers=2", "another strategy", "another program",
          name="another number of virtual workers"),
@@ -153,6 +182,12 @@ DIVISIBLE = {"net.0": (12,), "net.4": (12,)}
 
 def counts(**splits: tuple[int, ...]) -> None:
     ChannelCounts((1, 1), {name.replace("_", "."): own for name, own in splits.items()}).check(DIVISIBLE)
+
+
+def no_profile() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plan_inputs, "_measured", lambda _: (None, None, ()))
+        plan_inputs.profile_of(OmegaConf.create({"optimizer": "auto", "profile": None}))
 
 
 def no_memory(place: Place) -> None:
@@ -213,6 +248,7 @@ MODEL = [
           "split", "one device"),
     check(lambda: profile_model(quiet_trainer("auto"), Learner()), "strategy", "SingleDeviceStrategy",
           "ProfilingStrategy"),
+    check(no_profile, "optimizer", "auto", "optimizer=N", "bytes"),
     case(no_memory, "cuda:1", "T4", "9 bytes free", "end them", "Trainer(devices=...)", name="a GPU that is full"),
     case(no_memory_told, "accelerator", "'mps'", "Trainer(accelerator='cpu')",
             name="an accelerator that tells nothing"),

@@ -35,6 +35,15 @@ class _Call:
     position: Position
 
 
+@dataclass(frozen=True)
+class _Maker:
+    """Function that returns or raises nothing but errors of ours."""
+
+    module: Path
+    owner: str
+    """Its class; empty for a function of a module."""
+
+
 @dataclass
 class _Module:
     path: Path
@@ -92,7 +101,7 @@ def _calls(modules: list[_Module]) -> list[_Call]:
     }
     while more := {name for name, own in bases.items() if own & classes} - classes:
         classes |= more
-    makers: dict[str, set[Path]] = defaultdict(set)
+    makers: dict[str, set[_Maker]] = defaultdict(set)
     found: dict[Position, _Call] = {}
     while True:
         before = len(found)
@@ -104,7 +113,8 @@ def _calls(modules: list[_Module]) -> list[_Call]:
                     position = str(module.path), call.end_lineno, call.end_col_offset
                     found[position] = _Call(module.path.stem, function, position)
                     if (around := module.functions.get(function)) and _only_errors(around, classes):
-                        makers[around.name].add(module.path)
+                        owner = function.rpartition(".")[0].rpartition(".")[2]
+                        makers[around.name].add(_Maker(module.path, owner))
         if len(found) == before:
             return list(found.values())
 
@@ -116,13 +126,19 @@ def _only_errors(function: Function, classes: set[str]) -> bool:
     return bool({node.id for node in ast.walk(returns) if isinstance(node, ast.Name)} & {*classes, "NoReturn"})
 
 
-def _is_site(call: ast.Call, classes: set[str], makers: dict[str, set[Path]], module: _Module) -> bool:
+def _is_site(call: ast.Call, classes: set[str], makers: dict[str, set[_Maker]], module: _Module) -> bool:
     match call.func:
         case ast.Name(id=name):
-            return name in classes or (name in makers and (module.path in makers[name] or name in module.imported))
-        case ast.Attribute(attr=name):
-            private = name.startswith("_")
-            return name in classes or (name in makers and (not private or module.path in makers[name]))
+            here = {maker.module for maker in makers.get(name, ()) if not maker.owner}
+            return name in classes or module.path in here or (bool(here) and name in module.imported)
+        case ast.Attribute(attr=name, value=owner):
+            known = {owner.id} if isinstance(owner, ast.Name) else set()
+            return name in classes or any(
+                maker.module == module.path or maker.owner in module.imported
+                if maker.owner
+                else maker.module.stem in known
+                for maker in makers.get(name, ())
+            )
     return False
 
 

@@ -265,6 +265,17 @@ def decoder() -> nn.Module:
     return nn.Sequential(nn.Linear(3, 3), nn.Tanh())
 
 
+def with_others(module: Any, x: Tensor, y: Tensor, batch_idx: int) -> Any:
+    """Call the module with other parameters."""
+    others = {name: each * 2 for name, each in module.net.named_parameters()}
+    return F.cross_entropy(torch.func.functional_call(module.net, others, (x,)), y)
+
+
+def in_evaluation_mode(module: Any, x: Tensor, y: Tensor, batch_idx: int) -> Any:
+    module.net[1].eval()
+    return plain_step(module, x, y, batch_idx)
+
+
 REENTRANT = ("torch.utils.checkpoint", "use_reentrant=True", "use_reentrant=False", ONE)
 CALLS = [
     *fit_each(lambda: Learner(net=Recomputes()), *REENTRANT, error=SettingError, name="checkpoint"),
@@ -280,6 +291,8 @@ CALLS = [
     fit(stepping(both_modes), "'net'", "training mode and in evaluation mode", "one of them", ONE),
     *fit_each(stepping(later(calls_twice, 2)), "'net'", "more often than once", "as in the first minibatch"),
     *fit_each(stepping(later(plain_step, 2, calls_twice)), "'net'", "once, and twice", "as often in every minibatch"),
+    *fit_each(stepping(later(with_others, 2)), "'net'", "other parameters", "call it with its own"),
+    *fit_each(stepping(later(in_evaluation_mode, 2)), "'net'", "'net.1.training'", "argument", "callback"),
     *fit_each(stepping(later(out_of_order, 2, in_order), decoder=decoder), "'decoder'", "out of order",
               "as in the first minibatch"),
     *fit_each(stepping(later(plain_step, 2, in_order), decoder=decoder), "'decoder'", "did not call",
