@@ -56,6 +56,7 @@ def node(setting: str, value: object, *way_out: str, devices: Any = ("T4",), lin
     return made(lambda: Node("n", devices, link=link), setting, value, *way_out)
 
 
+NO_DEVICES: list[Any] = [[], "T4", 5, {}]
 CLUSTER = [
     device("Device(name", "''", "name", "'RTX-3090'", name=""),
     device("Device(name", "3", "name", "'RTX-3090'", name=3),
@@ -76,7 +77,7 @@ CLUSTER = [
     made(lambda: Link(1, -1), "Link(latency", "-1", "seconds", "at least 0"),
     made(lambda: Link(1, "short"), "Link.latency", "'short'", "number and a unit", "'10 us'", "'0.5 ms'"),
     made(lambda: Node("", ["T4"]), "Node(name", "''", "'box'"),
-    *[node("devices of Node 'n'", repr(it), "at least one Device", "name", devices=it) for it in ([], "T4", 5, {})],
+    *[node("devices of Node 'n'", repr(it), "at least one Device", "name", devices=it) for it in NO_DEVICES],
     node("Device", "3", "'RTX-3090'", devices=[3]),
     node("Device", "'memry'", "name, memory, speed", "did you mean 'memory'?", devices=[{"name": "a", "memry": 1}]),
     node("Device", "{'memory': 1}", "'name'", "add it", devices=[{"memory": 1}]),
@@ -84,8 +85,8 @@ CLUSTER = [
     node("'1000000000000xT4'", "", "1 to 10000 devices", devices=["1000000000000xT4"]),
     node("the link of node 'n'", "3", "Link", "'12 GB/s'", link=3),
     node("the link of node 'n'", "'fast'", "Link.bandwidth", "'12 GB/s'", link="fast"),
-    *[made(lambda it=it: Cluster(it), "Cluster(nodes", repr(it), "at least one Node")  # type: ignore[misc]
-      for it in ([], Node("n", ["T4"]))],
+    given(Cluster, "nodes", [], "at least one Node"),
+    given(Cluster, "nodes", Node("n", ["T4"]), "at least one Node"),
     made(lambda: Cluster(["n"]), "'n'", "", "Node"),  # type: ignore[list-item]
     made(lambda: Cluster([Node("n", ["a"])] * 2), "Cluster", "'n'", "name of its own"),
     made(lambda: Cluster([Node("n", ["a"])], {"bandwith": 1}), "the link of the Cluster", "'bandwith'", "'bandwidth'"),

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -21,15 +23,18 @@ from lightning.fabric.plugins.environments import (
 
 from lightning_hetpipe import WSPCallback
 from lightning_hetpipe.errors import SettingError
-from lightning_hetpipe.hosts import host_connection, host_device, host_rendezvous
+from lightning_hetpipe.hosts import host_connection, host_device, host_rendezvous, host_server
 from lightning_hetpipe.hosts.host_connection import HostConnection
 from lightning_hetpipe.hosts.host_rendezvous import Arrival, HostRendezvous, Meeting
 from lightning_hetpipe.hosts.host_server import HostServer
+from lightning_hetpipe.hosts.remote_stage import RemoteStage
 from lightning_hetpipe.hosts.secured_socket import Refused, check_names
 from lightning_hetpipe.hosts.stages_apart import StagesApart
 from lightning_hetpipe.launch import command, launcher, local_rendezvous, node_hosts, ranks, servers
 from lightning_hetpipe.launch.parent_watch import LaunchedChild, pair
 from lightning_hetpipe.launch.ranks import Rank, Role, WorkerRange
+from lightning_hetpipe.pipeline.plain_code import NotPlain
+from lightning_hetpipe.pipeline.stage_messages import Backward
 from lightning_hetpipe.server.process import server_process
 from lightning_hetpipe.server.process.sessions import Sessions
 from lightning_hetpipe.server.transport.grpc_server import GrpcServer
@@ -68,9 +73,9 @@ def rank(
     return case(run, setting, value if isinstance(value, str) else repr(value), *way_out, name=name)
 
 
-def torchrun(*processes: int, node: int = 0, local: int = 0) -> dict[str, object]:
+def torchrun(*processes: int, node: int = 0, local: int = 0) -> dict[str, Any]:
     """Environment that torchrun sets for one process, if so many processes run on each node."""
-    ours = {"RANK": sum(processes[:node]) + local, "LOCAL_RANK": local, "WORLD_SIZE": sum(processes)}
+    ours: dict[str, Any] = {"RANK": sum(processes[:node]) + local, "LOCAL_RANK": local, "WORLD_SIZE": sum(processes)}
     there = {"GROUP_RANK": node, "LOCAL_WORLD_SIZE": processes[node], "GROUP_WORLD_SIZE": len(processes)}
     return {**ours, **there, "started": "torchrun"}
 
@@ -124,8 +129,8 @@ RANKS = [
 TOKEN = Security(token="open-sesame")
 INSECURE = replace(TOKEN, insecure=True)
 TWO = Rank(0, 2, 0, 0, 1, 2, Role.FIRST, (1, 1))
-HERE = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "5000"}
-OTHERS = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "5000"}
+HERE: dict[str, Any] = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "5000"}
+OTHERS: dict[str, Any] = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "5000"}
 
 
 def over_nodes(
@@ -185,13 +190,14 @@ def host_of_a_node(place: Place) -> None:
     def taken(address: str, security: Security) -> None:
         raise SettingError(f"address={address} cannot be had")
 
-    place.patch.setattr(node_hosts.host_server, "serving", taken)
+    place.patch.setattr(host_server, "serving", taken)
     place.patch.setattr(servers, "host_of_node", lambda *_: "127.0.0.1")
     node_hosts._host(Rank(1, 1, 1, 0, 0, 2, Role.HOST, (1, 0)), "10.0.0.1:5001", TOKEN, nodes, ExitStack())
 
 
 def secured(*names: str) -> Security:
-    return Security(*(str(certificates() / name) for name in names))
+    ca, certificate, key = (str(certificates() / name) for name in names)
+    return Security(ca, certificate, key)
 
 
 def files(setting: str, make: Callable[[Place], Security], value: str, *way_out: str) -> Case:
@@ -209,6 +215,23 @@ def unnamed_certificate(_: Place) -> None:
 
 SETTINGS = WSPCallback().settings
 NOWHERE = "127.0.0.1:1"
+
+
+def no_address(text: str) -> Case:
+    way_out = "host:port", "127.0.0.1:5000", "[::1]:5000"
+    return case(lambda _: split(text), "address", text, *way_out, name=f"address={text}")
+
+
+def open_address(text: str) -> Case:
+    way_out = "ca, certificate and key", "insecure=True"
+    return case(lambda _: TOKEN.check(text), "address", text, *way_out, name=f"open address={text}")
+
+
+def no_token(text: str) -> Case:
+    way_out = "1 to 4096", "ASCII", "make another"
+    check = Security(token=text).check
+    return case(lambda _: check(NOWHERE), "security.token", "", *way_out, name=f"security.token {text[:9]!r}")
+
 
 SERVERS = [
     over_nodes("MASTER_ADDR", "", "num_nodes=2", "MASTER_PORT", "same values"),
@@ -239,17 +262,9 @@ SERVERS = [
     case(at_a_taken_port(lambda address: GrpcServer(Desk(), address, TOKEN)), "address", "127.0.0.1", "another",
          "port 0", name="a server's port that is taken"),
     case(lambda _: Sessions(1.0, "nowhere/log"), "log", "nowhere/log", "another file", name="a log that cannot be"),
-    *[case(lambda _, it=it: split(it), "address", it, "host:port", "127.0.0.1:5000", "[::1]:5000",
-            name=f"address={it}")  # type: ignore[misc]
-      for it in ("host", ":1", "host:", "host:65536", "host:x", "::1:5", "a b:1", "unix:/x", "a,b:1")],
-    *[case(lambda _, it=it: Security(token="x").check(it), "address", it, "ca, certificate and key", "insecure=True",
-             # type: ignore[misc]
-           name=f"open address={it}")
-      for it in ("0.0.0.0:0", "[::]:0", "10.1.2.3:5000", "node-1:5000")],
-    *[case(lambda _, it=it: Security(token=it).check(NOWHERE), "security.token", "", "1 to 4096", "ASCII",
-             # type: ignore[misc]
-           "make another", name=f"security.token {it[:9]!r}")
-      for it in ("", "two words", "line\nbreak", "ünïcode", "x" * 5000)],
+    *map(no_address, ("host", ":1", "host:", "host:65536", "host:x", "::1:5", "a b:1", "unix:/x", "a,b:1")),
+    *map(open_address, ("0.0.0.0:0", "[::]:0", "10.1.2.3:5000", "node-1:5000")),
+    *map(no_token, ("", "two words", "line\nbreak", "ünïcode", "x" * 5000)),
     case(lambda _: Security("ca.pem").check(NOWHERE), "security.ca", "ca.pem", "security.certificate",
          "ca, certificate and key", "none of them", name="security.ca alone"),
     files("security.ca", lambda _: Security("none.pem", "b", "c"), "none.pem", "path of a file"),
@@ -307,7 +322,7 @@ def broken(part: str) -> Callable[[Place], None]:
 
 def refused_process(place: Place) -> None:
     process = server_process.ServerProcess("handler", {}, "127.0.0.1:0", TOKEN)
-    place.patch.setattr(server_process.subprocess, "Popen", lambda *_, **__: None)
+    place.patch.setattr(subprocess, "Popen", lambda *_, **__: None)
     place.patch.setattr(process, "_ask", lambda *_: {"refused": "address=127.0.0.1:0 cannot be had; give another"})
     place.patch.setattr(process, "stop", lambda: None)
     process.start()
@@ -316,6 +331,26 @@ def refused_process(place: Place) -> None:
 def loss_elsewhere(_: Place) -> None:
     apart: Any = SimpleNamespace(_addresses={1: "10.0.0.2:7"})
     StagesApart.check(apart, cast(Any, [None, None]))
+
+
+def not_plain(_: Place) -> None:
+    """A minibatch holds what no other machine can be sent."""
+    done: list[Any] = []
+
+    def send(_: object) -> None:
+        raise NotPlain("a Special is no plain value")
+
+    stage: Any = SimpleNamespace(
+        _lock=threading.Lock(),
+        _asked={},
+        _send=send,
+        _send_variants=lambda: None,
+        _done=lambda *told: done.append(told),
+    )
+    RemoteStage.put(
+        stage, cast(Any, SimpleNamespace(message=Backward(1, 0, 0, [], {}, [], False), event=None, others=()))
+    )
+    raise done[0][0].error
 
 
 def missing_nodes(_: Place) -> None:
@@ -357,6 +392,7 @@ HOSTS = [
     case(broken("tell"), "node 0", "127.0.0.1", "has ended", "look there", name="node 0 ends while it is told"),
     case(broken("hear"), "node 0", "127.0.0.1", "has ended", "look there", name="node 0 ends while it is heard"),
     case(refused_process, "address", "127.0.0.1:0", "give another", name="a server's process that refuses"),
+    case(not_plain, "stage_hosts", "Special", "leave stage_hosts out", name="what no host can be sent"),
     case(loss_elsewhere, "stage 1", "the loss", "node of the last stage", name="the last stage on another machine"),
     case(ended, "node 0", "127.0.0.1", "has ended", "look there", name="node 0 has ended"),
     case(lambda _: Meeting(NOWHERE, TOKEN, ATTIC, 0.0), "node 0", NOWHERE, "NODE_RANK=0", "MASTER_ADDR and MASTER_PORT",

@@ -17,23 +17,26 @@ from torch import nn
 from lightning_hetpipe import Cluster, HetPipeStrategy, Node, WSPCallback, accelerator
 from lightning_hetpipe.capture.pieces import named_pieces
 from lightning_hetpipe.cli import plan_inputs
-from lightning_hetpipe.errors import of_import
-from lightning_hetpipe.launch import launcher
+from lightning_hetpipe.errors import VirtualWorkerLost, of_import
+from lightning_hetpipe.launch import launcher, parent_watch
 from lightning_hetpipe.launch.ranks import Rank, Role
 from lightning_hetpipe.pipeline.split.split_segment import check_divided
 from lightning_hetpipe.placement import device_placement
+from lightning_hetpipe.placement.decision import Decision
 from lightning_hetpipe.placement.device_placement import DevicePlacement
 from lightning_hetpipe.placement.split_groups import parts_of
 from lightning_hetpipe.rules.channel_counts import ChannelCounts
+from lightning_hetpipe.rules.versions import STASH
 from lightning_hetpipe.run import run_settings
 from lightning_hetpipe.run.around_step import check_hooks
 from lightning_hetpipe.run.extensions import waves_and_cuts
-from lightning_hetpipe.run.first_minibatch import check_memory
+from lightning_hetpipe.run.first_minibatch import FirstMinibatch, check_memory
 from lightning_hetpipe.run.prediction import prediction_of
 from lightning_hetpipe.run.together import check_returning, check_shares, check_steps, check_together
 from lightning_hetpipe.strategy.profiling_strategy import profile as profile_model
 from lightning_hetpipe.strategy.virtual_workers import VirtualWorkers
 from lightning_hetpipe.workers import collectives
+from lightning_hetpipe.workers.coming_back import Returning
 from lightning_hetpipe.workers.group import Group
 from lightning_hetpipe.workers.shared_data import Shares
 from lightning_hetpipe.workers.synchroniser import Synchroniser
@@ -135,6 +138,30 @@ def within_a_wave(_: Place) -> None:
     VirtualWorkers._together(cast(Any, SimpleNamespace(_group=GROUP, _in_flight_now=1, _shared=Meets())), "barrier")
 
 
+def agreed_on_several(_: Place) -> None:
+    """Virtual workers agree on several in flight, after this one's first minibatch has waited for the others."""
+    decision = Decision((0,), [torch.device("cpu")], 1, [0.0])
+    decides: Any = SimpleNamespace(
+        _settings=SimpleNamespace(resumed=None),
+        _trainer=SimpleNamespace(accumulate_grad_batches=1),
+        _synchroniser=SimpleNamespace(agree=lambda *_: (2, STASH), wave=None),
+        _waited="all_gather",
+    )
+    FirstMinibatch._agreed(decides, cast(Any, SimpleNamespace(pieces=[])), decision)
+
+
+def nothing_to_come_back_to(place: Place) -> None:
+    child = SimpleNamespace(outlasts=True, variables={parent_watch.AGAIN: "1"})
+    place.patch.setattr(parent_watch, "this_child", lambda: child)
+    error = Group._is_lost(cast(Any, SimpleNamespace(_has_taken_part=False, index=1)))
+    assert error is not None
+    raise error
+
+
+def without_a_seat(_: Place) -> None:
+    Returning.seats(cast(Any, SimpleNamespace(_state={"cut": 1}, _lease=2.0)), 3)
+
+
 WORKERS = [
     check(lambda: collectives.reduce(GROUP, torch.tensor(3.0), "median"), "reduce_op", "'median'", "'mean'", "'sum'",
           "'max'", "'min'", "'product'"),
@@ -144,6 +171,13 @@ WORKERS = [
             name="a collective ahead of the loop"),
     case(within_a_wave, "barrier", "", "end of an epoch", "on_step=False, on_epoch=True", EQUAL,
          name="a collective within a wave"),
+    case(agreed_on_several, "all_gather", "", "on_train_batch_end", "in_flight=1",
+         name="a collective in a first minibatch of several"),
+    case(nothing_to_come_back_to, "virtual worker 1", "", "first fit", "start all of them anew",
+            error=VirtualWorkerLost,
+         name="nothing to come back to"),
+    case(without_a_seat, "lease", "2 s", "WSPCallback(lease=...)", error=VirtualWorkerLost,
+            name="a seat that is missed"),
     case(within_a_step, "checkpoint", "", "on_train_batch_end", "end of an epoch", name="a checkpoint within a step"),
     check(unpickled, "virtual worker 1", "", "tensors, numbers, strings, None, and lists, tuples and dicts", "convert"),
     case(other_number, "virtual_workers", "3", "virtual_workers=2", "another strategy", "another program",
@@ -172,7 +206,8 @@ def no_state() -> None:
 
 
 def placement(cluster: Cluster) -> DevicePlacement:
-    return cast(Any, SimpleNamespace(cluster=cluster, devices=[torch.device("cpu")], declared=True))
+    devices = [torch.device("cpu")]
+    return cast(DevicePlacement, SimpleNamespace(cluster=cluster, devices=devices, declared=True))
 
 
 ONE_NODE = Cluster([Node("box", ["3xcpu"])])

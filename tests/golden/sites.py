@@ -148,8 +148,8 @@ def recording() -> Iterator[set[str]]:
     known = sites()
     reached: set[str] = set()
 
-    def recorded(root: type) -> Any:
-        make: Any = root.__init__
+    def recorded(root: Any) -> Any:
+        make = root.__init__
 
         def __init__(self: object, *args: Any, **settings: Any) -> None:
             make(self, *args, **settings)

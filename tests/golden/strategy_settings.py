@@ -107,6 +107,9 @@ def hosts(setting: str, value: object, *way_out: str, **arguments: Any) -> Case:
 HOSTS: Mapping[str, str] = {"attic": "10.0.0.2:7071"}
 EVERY_POLICY = tuple(map(repr, POLICIES))
 
+NO_SPLIT: list[Any] = ["even", 1, {}]
+NO_SHARES: list[Any] = ["fair", [], 4]
+NO_SERVERS: list[Any] = ["10.0.0.1:5", [], 7000]
 COUNTS = [
     strategy(setting, value, "at least 1", "'auto'")
     for setting in ("stages", "in_flight")
@@ -172,7 +175,7 @@ STRATEGY = [
         for value in (1, [3], [0, 5], [5, 3], "last", [1, 2.5])
     ],
     strategy("timeline", [1, 5000], "2000", "fewer"),
-    *[strategy("split", value, "False", "True", "'auto'", "{0: [2, 1]}") for value in ("even", 1, {})],
+    *[strategy("split", value, "False", "True", "'auto'", "{0: [2, 1]}") for value in NO_SPLIT],
     of_strategy("split", -1, "number", "from 0 on", split={-1: [1, 1]}),
     of_strategy("split", "'first'", "number", "from 0 on", split={"first": [1, 1]}),
     *[
@@ -286,7 +289,7 @@ WSP = [
     wsp("clock_distance", 1 << 64, "1000000000", "fewer"),
     *[wsp("wave", value, "at least 1", "'auto'") for value in (0, 1.5, "long")],
     wsp("wave", 1 << 64, "1000000000", "fewer"),
-    *[wsp("shares", value, "'equal'", "'auto'", "[4, 8]") for value in ("fair", [], 4)],
+    *[wsp("shares", value, "'equal'", "'auto'", "[4, 8]") for value in NO_SHARES],
     of_wsp("shares[1]", 0, "at least 1", shares=[4, 0]),
     wsp("shares", [4, 8], "wave=4", "leave wave out", wave=4),
     wsp("aggregate", "max", "'sum'", "'mean'"),
@@ -301,7 +304,7 @@ WSP = [
         "'local'",
         name="placement of a server",
     ),
-    *[wsp("servers", value, "list of addresses", "['10.0.0.1:5000']", "None") for value in ("10.0.0.1:5", [], 7000)],
+    *[wsp("servers", value, "list of addresses", "['10.0.0.1:5000']", "None") for value in NO_SERVERS],
     *[
         of_wsp("servers[0]", value, "host:port", "1 to 65535", "'10.0.0.1:5000'", servers=[value])
         for value in ("nowhere", "here:99999", "here:0", 7000)

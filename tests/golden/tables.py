@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.golden import commands, documents, launch_and_servers, relations, strategy_settings, training
 from tests.golden.cases import told
-from tests.golden.elsewhere import ELSEWHERE
+from tests.golden.elsewhere import ELSEWHERE, NOWHERE
 from tests.golden.sites import sites
 
 CASES = [
@@ -19,7 +19,16 @@ LIGHTNINGS = {"accelerator", "parallel_devices", "cluster_environment", "checkpo
 """Arguments that Lightning checks."""
 
 
+def listed() -> set[str]:
+    """Return the places that no case has to reach."""
+    return {name for names in ELSEWHERE.values() for name in names} | {*NOWHERE}
+
+
+def reached() -> set[str]:
+    """Run all cases; return the places that they reach."""
+    return {site for case in CASES for site in told(case).sites}
+
+
 def without_a_case() -> list[str]:
     """Run all cases; return the places that neither a case nor a test of ``ELSEWHERE`` reaches."""
-    reached = {site for case in CASES for site in told(case).sites}
-    return sorted({*sites().values()} - reached - {name for names in ELSEWHERE.values() for name in names})
+    return sorted({*sites().values()} - reached() - listed())

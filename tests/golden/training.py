@@ -519,6 +519,18 @@ class Words(nn.Module):
         return y
 
 
+class Scales(nn.Module):
+    """Changes what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear(x.mul_(2.0))
+        return y
+
+
 class Locked(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -539,13 +551,16 @@ def compiled_part() -> L.LightningModule:
 
 
 def scripted() -> L.LightningModule:
-    part: Any = torch.jit.trace(nn.Linear(6, 6), torch.ones(2, 6))
+    jit: Any = torch.jit
+    part = jit.trace(nn.Linear(6, 6), torch.ones(2, 6))
     return Learner(net=nn.Sequential(part, nn.Linear(6, 3)))
 
 
 KINDS = ("register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook")
 LAYERS = [
     fit(lambda: Learner(likely, net=Gaussian()), "'net'", "Normal", "'log_prob'", "module=[...]"),
+    fit(lambda: Learner(net=Scales()), "layer 'net'", "'net' in place", "out of place",
+        strategy=lambda: pipeline(3, module="net")),
     fit(net(nn.ReLU(inplace=True), nn.Linear(6, 3)), "layer 'net.0'", "'net' in place", "inplace=False"),
     fit(Learner, "layer 'net.1'", "hook (on Tanh)", "PyTorchProfiler(record_module_names=False)",
         callbacks=[Profiled()]),
