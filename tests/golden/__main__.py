@@ -13,4 +13,5 @@ def main() -> None:
         print(f"{file.removeprefix(f'{PACKAGE.parent}/')}:{line} {name}")
 
 
-main()
+if __name__ == "__main__":
+    main()

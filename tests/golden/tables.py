@@ -15,6 +15,9 @@ CASES = [
     *relations.CASES,
     *training.CASES,
 ]
+ALIKE = commands.ALIKE
+"""Cases that reach no place which others do not: with ``make test-all`` only."""
+
 LIGHTNINGS = {"accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin"}
 """Arguments that Lightning checks."""
 

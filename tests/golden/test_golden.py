@@ -18,7 +18,13 @@ from tests.golden.sites import sites
 TESTS = Path(__file__).parents[1]
 
 
-@pytest.mark.parametrize("case", [pytest.param(each, id=each.name) for each in tables.CASES])
+@pytest.mark.parametrize(
+    "case",
+    [
+        *[pytest.param(each, id=each.name) for each in tables.CASES],
+        *[pytest.param(each, id=each.name, marks=pytest.mark.slow) for each in tables.ALIKE],
+    ],
+)
 def test_a_sentence_names_the_setting_its_value_and_the_way_out(case: Case) -> None:
     found = told(case)
     assert public(found.error) is case.error, f"{type(found.error).__name__}: {found.sentence}"
