@@ -25,7 +25,7 @@ SERVERS = ("MASTER_ADDR", "MASTER_PORT", "HETPIPE_PORT", "HETPIPE_TOKEN", "HETPI
 
 @dataclass(frozen=True)
 class Place:
-    """Where a case runs: a folder of its own, and what it may change for its time."""
+    """Folder of one case, and what the case may change for its time."""
 
     folder: Path
     patch: pytest.MonkeyPatch
@@ -87,7 +87,7 @@ def refusal(run: Callable[[Place], object], what: str, value: object, *way_out: 
 
 @dataclass(frozen=True)
 class Told:
-    """How a case ended."""
+    """End of a case: its error, its sentence, and the places that it reached."""
 
     error: BaseException | None
     sentence: str

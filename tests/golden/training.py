@@ -1,4 +1,4 @@
-"""What no pipeline can train, found while it trains: each refusal leaves no thread and no stand-in behind.
+"""Refusals found while a pipeline trains: each leaves no thread and no stand-in behind.
 
 Cases whose sentence does not depend on the number in flight are run with one and with several.
 """
