@@ -15,8 +15,8 @@ from benchmarks.all_reduce import AllReduce, all_reduce
 from benchmarks.harness import ROOT, Figure, Options, Outcome, Spread, table
 from benchmarks.machine import describe_machine, provenance, two_cores
 from benchmarks.paper_models import BATCH, MODELS, counted, profile
+from lightning_hetpipe.cli.cluster_plans import Compared, compared
 from lightning_hetpipe.planning.allocation.allocator import Allocation, Allocator
-from lightning_hetpipe.planning.allocation.comparison_table import Compared, compared
 from lightning_hetpipe.planning.allocation.grouping_search import best_allocation
 from lightning_hetpipe.planning.allocation.groupings import equal_distribution
 from lightning_hetpipe.planning.model.cluster import Cluster

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 
+from benchmarks import reference_profile
 from benchmarks.harness import (
     Figure,
     Measurement,
@@ -38,7 +39,6 @@ from lightning_hetpipe.planning.model.estimate import Estimate
 from lightning_hetpipe.planning.model.profile import Profile
 from lightning_hetpipe.planning.model.simulate import StageTimes, simulate
 from lightning_hetpipe.planning.model.stage_memory import optimizer_state
-from lightning_hetpipe.planning.plan import profile_file
 from lightning_hetpipe.planning.search.choice import best_plan
 from lightning_hetpipe.planning.search.divider import CLOSE
 from lightning_hetpipe.planning.search.problem import PlanningProblem
@@ -118,7 +118,7 @@ def seconds_of_large() -> float:
 
 def mixes() -> dict[str, dict[str, dict[bool, Estimate | None]]]:
     """By mix, by how layers are divided, and by whether forwards are computed again: what to expect; None: no room."""
-    profile = profile_file.load(DATA / OPT_350M)
+    profile = reference_profile.load(DATA / OPT_350M)
     return {name: _mix(profile, devices) for name, devices in MIXES.items()}
 
 

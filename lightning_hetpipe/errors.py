@@ -1,14 +1,22 @@
-"""Errors that a user can do something about: one sentence that names the setting, its value and the way out."""
+"""Errors that a user can do something about: one sentence that names the setting, its value and the way out.
+
+Notices are sentences for the person at the terminal, from any process of a launch.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import difflib
+import sys
 import traceback
 import warnings
 from collections.abc import Iterable
 
 FIRST_UNTESTED = {"torch": (2, 16), "lightning": (2, 7)}
 """First minor versions of libraries that this release was not tested with: ``make compat`` tests those below."""
+
+NOTICE_AFTER = 15.0
+"""Seconds after which a person is told of a wait for other processes."""
 
 
 class _UserError(Exception):
@@ -126,3 +134,9 @@ def warn_if_untested(library: str, version: str) -> None:
             f" if a run fails, pip install '{library}<{bound}'",
             stacklevel=2,
         )
+
+
+def say(sentence: str) -> None:
+    """Print a sentence for the person at the terminal."""
+    with contextlib.suppress(OSError):
+        print(f"hetpipe: {sentence}.", file=sys.stderr, flush=True)

@@ -151,7 +151,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """The clock by which layers are profiled and training time is counted."""
     clock = Clock()
     monkeypatch.setattr("lightning_hetpipe.capture.microbenchmark.time", clock)
-    monkeypatch.setattr("lightning_hetpipe.reporting.meter.perf_counter", clock.perf_counter)
+    monkeypatch.setattr("lightning_hetpipe.reporting.report.perf_counter", clock.perf_counter)
     return clock
 
 

@@ -1,11 +1,13 @@
-"""Calls of modules in the watched step, with the calls that these make, and so on."""
+"""Calls of modules in the watched step, with the calls that these make, and what the step holds beside them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from lightning_hetpipe.capture.frozen import FrozenValues
@@ -13,6 +15,8 @@ from lightning_hetpipe.capture.pieces import Piece
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.pipeline.autocast import Autocast
 from lightning_hetpipe.pipeline.values import Value, blocks, tensors_of
+from lightning_hetpipe.planning.model.profile import UserBytes
+from lightning_hetpipe.torch_private.subclasses import address_of
 from lightning_hetpipe.torch_private.tensors import version_counter
 
 
@@ -77,6 +81,7 @@ class WatchedCall(Checked):
         given: What it was given: (args, kwargs).
         inputs: The tensors in that, where they are in autograd's graph.
         buffers: Copies of its buffers from before, by path.
+        memory: The addresses of its buffers before, by path.
         gave: What it gave; None until it is over.
         outputs: The tensors in that, where they are in autograd's graph.
         frozen: What it may have read of Python outside itself.
@@ -88,6 +93,7 @@ class WatchedCall(Checked):
     given: Value
     inputs: Sequence[Tensor]
     buffers: dict[str, Tensor]
+    memory: Mapping[str, int | None]
     frozen: FrozenValues
     autocast: Autocast = field(default_factory=Autocast.current)
     gave: Value | None = None
@@ -102,6 +108,8 @@ class WatchedCall(Checked):
         for path, buffer in module.named_buffers():
             if path not in self.buffers or self.buffers[path].shape != buffer.shape:
                 self.buffers[path] = buffer.clone()  # it is made in the first forward
+            elif address_of(buffer) != self.memory[path]:  # it may be a view of a batch, and stages write to buffers
+                buffer.data = buffer.detach().clone()
 
     @property
     def was_changed(self) -> bool:
@@ -111,3 +119,63 @@ class WatchedCall(Checked):
     def _count(self) -> list[int]:
         tensors = self.given.tensors + (() if self.gave is None else self.gave.tensors)
         return [version_counter(tensor) for tensor in tensors]
+
+
+def user_bytes(
+    root: nn.Module, loss: Tensor, batch: Any, calls: Sequence[CallNode], pieces: Collection[nn.Module]
+) -> UserBytes:
+    """Count what lies on the last stage's device besides layers.
+
+    Args:
+        root: The LightningModule.
+        loss: Of the watched step, before its backward.
+        batch: Arguments of the step.
+        calls: Calls of ``pieces`` in it.
+        pieces: The modules that are pipelined.
+    """
+    inside = {id(tensor) for piece in pieces for tensor in (*piece.parameters(), *piece.buffers())}
+    outside = [each for each in (*root.parameters(), *root.buffers()) if id(each) not in inside]
+    trained = sum(each.nbytes for each in outside if each.requires_grad)
+    ends = {node for call in calls for node in call.outputs}
+    behind = _nodes([loss.grad_fn], ends)
+    before = _nodes([node for call in calls for node in call.inputs], ends)
+    own = blocks(tensors_of(batch))
+    counted = {*own, *blocks((*root.parameters(), *root.buffers())), *(each for call in calls for each in call.blocks)}
+    kept, saved = _saved(before), _saved(behind - before)
+    return UserBytes(
+        trained,
+        sum(each.nbytes for each in outside) - trained,
+        sum(own.values()),
+        sum(size for block, size in kept.items() if block not in counted),
+        sum(size for block, size in saved.items() if block not in counted and block not in kept),
+    )
+
+
+def _nodes(starts: Iterable[Any], ends: Collection[Any]) -> set[Any]:
+    """The nodes of autograd's graph that are reached from ``starts``, as far as ``ends``."""
+    found, left = set[Any](), [node for node in starts if node is not None and node not in ends]
+    while left:
+        node = left.pop()
+        if node not in found:
+            found.add(node)
+            left += [other for other, _ in node.next_functions if other is not None and other not in ends]
+    return found
+
+
+def _saved(nodes: Iterable[Any]) -> dict[tuple[torch.device, int], int]:
+    """The blocks of memory that ``nodes`` keep for their backward."""
+    return blocks([tensor for node in nodes for tensor in _saved_by(node)])
+
+
+def _saved_by(node: Any) -> Iterator[Tensor]:
+    """Yield what ``node`` keeps; where hooks have packed it, the packed tensor, since to unpack would run user code."""
+    for name in _names(node.__class__):
+        value = getattr(node, name)
+        packed = (each.data for each in (value if isinstance(value, tuple) else [value]) if hasattr(each, "data"))
+        yield from (each for each in packed if isinstance(each, Tensor))
+
+
+@cache
+def _names(kind: Any) -> list[str]:
+    """The attributes of nodes of that ``kind`` that hold saved tensors, as torch documents them."""
+    return [name for name in dir(kind) if name.startswith("_raw_saved_")]

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
@@ -18,7 +18,6 @@ from lightning_hetpipe.capture.frozen import FrozenValues
 from lightning_hetpipe.capture.gradient_checkpointing import is_checkpointed
 from lightning_hetpipe.capture.grouping import called_alike, joined_by_buffer, marked_paths
 from lightning_hetpipe.capture.layer_functions import at, device_of, parts
-from lightning_hetpipe.capture.one_device import inputs_on, on_one_device
 from lightning_hetpipe.capture.plain_attributes import SetsState
 from lightning_hetpipe.capture.variant import AutogradNodes, Mode, Variant
 from lightning_hetpipe.errors import PipelineRefusal, SettingError
@@ -27,13 +26,16 @@ from lightning_hetpipe.pipeline.graph_layer import GraphLayer
 from lightning_hetpipe.pipeline.operands import across_devices_of
 from lightning_hetpipe.pipeline.stage import Layer
 from lightning_hetpipe.pipeline.user.user_section import ProcessState, own_state
-from lightning_hetpipe.torch_private.tensors import pytree
+from lightning_hetpipe.torch_private.subclasses import address_of
+from lightning_hetpipe.torch_private.tensors import pytree, without_memory
 
 VARIANTS = 8
 """Most graphs of one piece: one for each kind of input that needs one of its own."""
 
 DECISIONS = 8
 """Most graphs that are made for one call to find the answers by which its module decides."""
+
+T = TypeVar("T")
 
 
 class Captured:
@@ -155,6 +157,7 @@ class Captured:
         live = self._live()
         if any(path not in live for part in found for path in part.changes):
             raise SideEffect(self._name, "changes weights that no module in it has registered", is_shared=True)
+        self._refuse_shared_memory(live, {path for part in found for path in part.changes})
         if not self.layers:
             blocks = [self._module.get_submodule(part.block) for part in found]  # in which parts are called
             recomputed = [self.frozen.checkpoints or is_checkpointed(block) for block in blocks]
@@ -297,6 +300,16 @@ class Captured:
             own.append(path if held is tensor else tensor.detach())
         return own
 
+    def _refuse_shared_memory(self, live: Mapping[str, Tensor], changes: Collection[str]) -> None:
+        """Refuse a graph that changes a buffer of whose memory another tensor is a view: stages have copies of both."""
+        for path in changes:
+            for other, tensor in live.items():
+                if tensor is not live[path] and address_of(tensor) == address_of(live[path]) is not None:
+                    raise SetsState(
+                        f"'{self._name}' changes its buffer '{self._name}.{path}' in forward, whose memory is also that"
+                        f" of '{self._name}.{other}', and stages have copies of both; compute one of them in forward"
+                    )
+
     def _other_layers(self, marked: Sequence[str]) -> PipelineRefusal:
         """A later graph, whose nodes are in modules of these ``marked`` paths, cannot be divided as the first graph."""
         alike = called_alike(self._module, self._marked, marked)
@@ -320,3 +333,45 @@ class Captured:
 def graph_layer(layer: Layer) -> GraphLayer:
     assert isinstance(layer.module, GraphLayer)
     return layer.module
+
+
+@contextmanager
+def on_one_device(module: nn.Module, device: torch.device) -> Iterator[None]:
+    """Within it, tensors on ``device`` stand in for those of ``module`` that lie elsewhere.
+
+    Tracing looks at sizes and devices only, so that they need no memory, for which the device may have no room.
+    """
+    elsewhere = [
+        (part, name, tensor)
+        for part in module.modules()
+        for own in (part.named_parameters, part.named_buffers)
+        for name, tensor in own(recurse=False, remove_duplicate=False)
+        if tensor.device != device
+    ]
+    stand_ins = {tensor: _empty(tensor, device) for _, _, tensor in elsewhere}  # one for each: what is tied stays tied
+    try:
+        for part, name, tensor in elsewhere:
+            setattr(part, name, stand_ins[tensor])
+        yield
+    finally:
+        for part, name, tensor in elsewhere:
+            setattr(part, name, tensor)
+
+
+def inputs_on(device: torch.device, inputs: T) -> T:
+    """``inputs`` with tensors on ``device`` that stand in for those on other devices of its kind."""
+    found: T = pytree.tree_map_only(
+        Tensor,
+        lambda each: (
+            _empty(each, device).requires_grad_(each.requires_grad)
+            if each.device.type == device.type and each.device != device
+            else each
+        ),
+        inputs,
+    )
+    return found
+
+
+def _empty(like: Tensor, device: torch.device) -> Tensor:
+    tensor = without_memory(like, device)
+    return nn.Parameter(tensor, like.requires_grad) if isinstance(like, nn.Parameter) else tensor

@@ -17,18 +17,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from lightning_hetpipe.capture.contents import CONTAINERS, items_of, refill, same_objects
 from lightning_hetpipe.capture.frozen import FrozenValues
-from lightning_hetpipe.capture.plain_attributes import (
-    CONTAINERS,
-    attributes_with_contents,
-    changed_attribute,
-    items_of,
-    plain_attributes,
-    refill,
-    same_objects,
-)
+from lightning_hetpipe.capture.plain_attributes import AttributesBefore, plain_attributes
 from lightning_hetpipe.errors import PipelineRefusal
 from lightning_hetpipe.pipeline.values import equal
+from lightning_hetpipe.torch_private.subclasses import address_of
 from lightning_hetpipe.torch_private.tensors import pytree, unseen_change
 
 Plain = Tensor | np.ndarray[Any, Any]
@@ -70,19 +64,14 @@ class StateBefore:
     def __init__(self, module: nn.Module, frozen: FrozenValues) -> None:
         self._module = module
         self._frozen = frozen
-        self._parts = [(part, attributes_with_contents(part)) for part in module.modules()]
-        self._dicts = [(held, dict(held)) for part in module.modules() for held in (vars(part), vars(part)["_buffers"])]
+        self.attributes = AttributesBefore(module)
+        self._attributes = [(vars(part), dict(vars(part))) for part in module.modules()]
+        self._buffers = [(held, dict(held)) for part in module.modules() for held in (vars(part)["_buffers"],)]
+        self._memory = [(buffer, buffer.data) for buffer in module.buffers()]
         owned = (value for part in module.modules() for value in plain_attributes(part).values())
         self._containers = [(value, items_of(value)) for value in owned if isinstance(value, CONTAINERS)]
         self._before = frozen.now()
         self._copies = [(path, each, copy_of(each)) for path, each in frozen.plain.items()]
-
-    def changed_attribute(self) -> tuple[nn.Module, str] | None:
-        """The first plain attribute that was set, or whose container has other items, with its module."""
-        for part, earlier in self._parts:
-            if name := changed_attribute(earlier, attributes_with_contents(part)):
-                return part, name
-        return None
 
     def changed(self) -> list[str]:
         """The paths of what was changed beside own attributes, and in them below their first level."""
@@ -91,11 +80,20 @@ class StateBefore:
             path for path, each, copy in self._copies if path not in paths and not same_contents(each, copy)
         ]
 
+    def undo_assigned_buffers(self) -> None:
+        """Give the modules the buffers that they held, in the memory that these had.
+
+        What a forward has put in their place may be a view of its inputs, or of data.
+        """
+        _refill(self._buffers)
+        for buffer, data in self._memory:
+            if address_of(buffer) != address_of(data):
+                buffer.data = data
+
     def undo(self) -> None:
         """Put everything back."""
-        for held, earlier in self._dicts:
-            held.clear()
-            held.update(earlier)
+        self.undo_assigned_buffers()
+        _refill(self._attributes)
         for container, items in self._containers:
             if not same_objects(items_of(container), items):
                 refill(container, items)
@@ -105,6 +103,12 @@ class StateBefore:
                 if not same_contents(each, copy):
                     writable: Any = each
                     writable[...] = copy
+
+
+def _refill(namespaces: Iterable[tuple[dict[str, Any], dict[str, Any]]]) -> None:
+    for held, earlier in namespaces:
+        held.clear()
+        held.update(earlier)
 
 
 @contextmanager

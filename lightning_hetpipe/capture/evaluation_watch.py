@@ -25,7 +25,7 @@ from lightning_hetpipe.capture.opaque_containers import opaque_in, unknown_in, w
 from lightning_hetpipe.capture.parity_check import equal_outputs
 from lightning_hetpipe.capture.piece_search import CAPTURE_TIMEOUT, without_graph
 from lightning_hetpipe.capture.pieces import Piece, class_of, refuse_hooks
-from lightning_hetpipe.capture.plain_attributes import attributes_with_contents, changed_attribute
+from lightning_hetpipe.capture.plain_attributes import AttributesBefore
 from lightning_hetpipe.capture.watch import Watch
 from lightning_hetpipe.errors import SettingError, reason_of
 from lightning_hetpipe.pipeline.random.generators import RandomGenerators
@@ -116,7 +116,7 @@ class EvaluationWatch(Watch):
         args, kwargs = call.args, call.kwargs
         parts = list(piece.module.modules())
         buffers = [(buffer, version_counter(buffer), buffer.clone()) for buffer in piece.module.buffers()]
-        attributes = [attributes_with_contents(part) for part in parts]
+        attributes = AttributesBefore(piece.module)
         # A module may change what it is given.
         own_args, own_kwargs = pytree.tree_map_only(Tensor, torch.clone, (args, kwargs))
         frozen = FrozenValues(piece.module) if piece.captured is None else piece.captured.frozen
@@ -133,9 +133,8 @@ class EvaluationWatch(Watch):
             scripted = any(map(is_scripted, parts))
             writes = frozen.noticed.told(OUTPUT) is not None  # and would write again
             apart = self.names is None and not self._known and piece.needs_graph() and not scripted and not writes
-            for part, earlier in zip(parts, attributes, strict=True):
-                if attribute := changed_attribute(earlier, attributes_with_contents(part)):
-                    raise SettingError(f"it changes its attribute '{attribute}' (of {type(part).__name__})")
+            if (set_one := attributes.changed()) is not None:
+                raise SettingError(f"it changes its attribute '{set_one[1]}' (of {type(set_one[0]).__name__})")
             refuse_noticed(piece.name, frozen, OUTPUT, SEED, STATE)
             if (opaque := opaque_in((args, kwargs))) is not None:
                 raise SettingError(f"it is given a {type(opaque).__name__} that holds tensors")

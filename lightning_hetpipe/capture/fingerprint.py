@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
+from lightning_hetpipe.capture.contents import same_objects
 from lightning_hetpipe.capture.pieces import Piece, refuse_hooks
 from lightning_hetpipe.capture.plain_attributes import attributes_with_contents, changed_attribute, plain_attributes
 from lightning_hetpipe.errors import PipelineRefusal
@@ -38,10 +38,10 @@ class Fingerprint:
     def changed(self) -> str | None:
         """The name of what has changed since :meth:`take`; None if nothing has."""
         held = self._held()
-        if all(map(_identical, held, self._contents)):
+        if all(map(same_objects, held, self._contents)):
             return None
         for (path, thing), one, other in zip(self._beside, held, self._contents, strict=False):
-            if not _identical(one, other):
+            if not same_objects(one, other):
                 return path if isinstance(thing, Tensor) else f"{path}.{_different(thing, one, other)}"
         now = list(self._now())
         for (path, *parts, attributes), (_, *parts_before, attributes_before) in zip(now, self._seen, strict=False):
@@ -139,10 +139,6 @@ def _different(thing: Any, one: tuple[Any, ...], other: tuple[Any, ...]) -> str:
     """The name of the first attribute of ``thing`` in which two states of it differ."""
     now, before = (dict(zip(state[: len(state) // 2], state[len(state) // 2 :], strict=True)) for state in (one, other))
     return next((name for name in (*now, *before) if now.get(name, thing) is not before.get(name, thing)), "attributes")
-
-
-def _identical(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
-    return len(one) == len(other) and all(map(operator.is_, one, other))
 
 
 def _parameters(piece: Piece) -> list[int]:

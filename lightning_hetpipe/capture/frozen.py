@@ -21,9 +21,10 @@ import numpy as np
 from torch import Tensor, nn
 from torch.utils import checkpoint
 
+from lightning_hetpipe.capture.contents import PLAIN
 from lightning_hetpipe.capture.data_checks import SeenAnswers
 from lightning_hetpipe.capture.noticed_calls import NoticedCalls, is_users, line_that_names
-from lightning_hetpipe.capture.plain_attributes import PLAIN, plain_attributes
+from lightning_hetpipe.capture.plain_attributes import plain_attributes
 from lightning_hetpipe.capture.reached_values import ReachedValues, is_followed, names_in, told
 
 

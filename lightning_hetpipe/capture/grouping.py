@@ -24,7 +24,7 @@ import torch
 from torch import fx, nn
 
 from lightning_hetpipe.capture.sequentials import is_plain_sequential, is_torchs_own, layers_of
-from lightning_hetpipe.torch_private.graphs import OperatorOverload, arguments_of
+from lightning_hetpipe.torch_private.graphs import OperatorOverload, written_and_viewed
 from lightning_hetpipe.torch_private.tensors import pytree
 
 
@@ -291,16 +291,7 @@ def _written_and_viewed(node: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
     if not isinstance(node.target, OperatorOverload):
         # getitem; a region of its own rules may give back what it was given
         return list(_written_in_regions(node)), list(node.all_input_nodes)
-    written: list[fx.Node] = []
-    viewed: list[fx.Node] = []
-    for index, (name, shares, changes) in enumerate(arguments_of(node.target)):
-        value = node.args[index] if index < len(node.args) else node.kwargs.get(name)
-        nodes = [one for one in (value if isinstance(value, list | tuple) else [value]) if isinstance(one, fx.Node)]
-        if shares or (name == "input" and "dropout" in str(node.target)):  # which may give back what it was given
-            viewed += nodes
-        if changes or name in _STATISTICS:
-            written += nodes
-    return written, viewed
+    return written_and_viewed(node.target, node.args, node.kwargs)
 
 
 def _written_in_regions(node: fx.Node) -> Iterator[fx.Node]:
@@ -322,10 +313,6 @@ def _written_in_regions(node: fx.Node) -> Iterator[fx.Node]:
 def _held(node: fx.Node) -> Any:
     """Tensor or region of the graph that the attribute ``node`` stands for."""
     return functools.reduce(getattr, str(node.target).split("."), node.graph.owning_module)
-
-
-_STATISTICS = ("running_mean", "running_var")
-"""Arguments that batch and instance norm change in place, though their schema does not say so."""
 
 
 def _joined(found: Sequence[LayerNodes], spans: Iterator[tuple[int, int]]) -> list[LayerNodes]:

@@ -24,7 +24,7 @@ from lightning_hetpipe.pipeline.stage import Layer
 from lightning_hetpipe.pipeline.user.user_section import ProcessState, own_state
 from lightning_hetpipe.pipeline.values import gradients
 from lightning_hetpipe.planning.model.profile import LayerWidths, Times, Width
-from lightning_hetpipe.rules.channel_counts import ChannelCounts
+from lightning_hetpipe.rules.channel_layouts import ChannelCounts
 
 MOST_WIDTHS = 16
 """Most parts of a layer's channels that are measured."""

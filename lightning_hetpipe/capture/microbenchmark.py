@@ -15,6 +15,7 @@ from torch import Tensor
 from lightning_hetpipe.accelerator import accelerates
 from lightning_hetpipe.capture.pieces import Piece
 from lightning_hetpipe.pipeline.creation import creating
+from lightning_hetpipe.pipeline.graph_layer import GraphLayer
 from lightning_hetpipe.pipeline.random.generators import RandomGenerators, attach
 from lightning_hetpipe.pipeline.stage import Layer
 from lightning_hetpipe.pipeline.streams import move
@@ -42,7 +43,7 @@ def measure(
     """Seconds that each layer of ``pieces`` takes in a minibatch: forward and backward of each call, on the inputs of
     the watched step.
 
-    One copy of a layer is there at a time.
+    One copy of a layer is there at a time, but for graphs whose copies share the live weights.
 
     Args:
         pieces: As a watched step has shown them.
@@ -60,16 +61,23 @@ def measure(
             for index, (layer, values, piece) in enumerate(layers)
             for value, times in values
         ]
-        seconds = layer_times([partial(_brought, make, backward) for *_, make in measured], tick=tick)
+        seconds = layer_times([_brought(make, backward) for *_, make in measured], tick=tick)
     found = [0.0] * len(layers)
     for (index, times, _), one in zip(measured, seconds, strict=True):
         found[index] += times * one
     return found
 
 
-def _brought(make: Callable[[], Microbenchmark], backward: bool) -> Callable[[], None]:
-    benchmark = make()
-    return benchmark.run if backward else benchmark.infer
+def _brought(make: Callable[[], Microbenchmark], backward: bool) -> Callable[[], Callable[[], None]]:
+    kept: Microbenchmark | None = None
+
+    def bring() -> Callable[[], None]:
+        nonlocal kept
+        benchmark = kept or make()
+        kept = benchmark if benchmark.lasts else None
+        return benchmark.run if backward else benchmark.infer
+
+    return bring
 
 
 def layer_times(
@@ -99,6 +107,10 @@ class Microbenchmark:
     """One layer of ``piece``, on scratch weights and on copies of its inputs ``value``; calls last until it is done.
 
     With ``trained``, frozen weights are trained ones, and inputs require the gradients that come with that.
+
+    Attributes:
+        device: Where it runs.
+        lasts: Whether it may be run again: its copy takes no memory for weights, and a graph sets no attributes.
     """
 
     def __init__(
@@ -116,6 +128,7 @@ class Microbenchmark:
         there = all(tensor.device == device for tensor in [*layer.module.parameters(), *layer.module.buffers()])
         self.scratch = copy_of(layer.module, None if there else device)
         self.device = device
+        self.lasts = there and isinstance(layer.module, GraphLayer)
         if trained:
             for parameter in self.scratch.parameters():
                 parameter.requires_grad_(_has_gradient(parameter))

@@ -16,16 +16,13 @@ from lightning_hetpipe.capture.compiled_modules import refuse_compiled
 from lightning_hetpipe.capture.leaves import refuse_foreign_leaf
 from lightning_hetpipe.capture.opaque_containers import opaque_in
 from lightning_hetpipe.capture.pieces import class_of, refuse_hooks
-from lightning_hetpipe.capture.plain_attributes import refuse_changes
+from lightning_hetpipe.capture.plain_attributes import AttributesBefore, sets_attribute
 from lightning_hetpipe.errors import PipelineRefusal, SettingError
 from lightning_hetpipe.pipeline.reentrant_checkpoints import is_reentrant_checkpoint, reentrant_checkpoint
 from lightning_hetpipe.pipeline.stage import Layer
 from lightning_hetpipe.pipeline.values import blocks, tensors_of
 from lightning_hetpipe.torch_private.autograd import graph_leaves, graph_nodes, graph_start
 from lightning_hetpipe.torch_private.tensors import behind_functorch, version_counter
-
-Attributes = Sequence[tuple[nn.Module, dict[str, Any]]]
-"""Modules with their attributes at some time, as `attributes_with_contents` gives them."""
 
 
 class Observation:
@@ -65,20 +62,20 @@ class Observation:
         self.mutates = self._before != _counters(self._given)
         self._changes_weights = self._weights != _counters(self._parameters)
 
-    def layer(self, root: nn.Module, attributes: Attributes) -> Layer:
+    def layer(self, root: nn.Module, attributes: AttributesBefore) -> Layer:
         """Make the module a layer, of which stages run copies.
 
         Args:
             root: The LightningModule, which names parameters.
-            attributes: Each part of the module, with the attributes that it had before the call.
+            attributes: Those of the module, taken before the call.
 
         Raises:
             SettingError: if copies could not do as the module does.
         """
         refuse_compiled(self.name, self.module)
         self.check(root)
-        for part, earlier in attributes:
-            refuse_changes(self.name, part, earlier)
+        if (set_one := attributes.changed()) is not None:
+            raise sets_attribute(self.name, *set_one)
         aliases = not blocks(self._given).keys().isdisjoint(blocks(self._outputs))
         return Layer(self.name, self.module, self.mutates, aliases, class_of(self.module))
 

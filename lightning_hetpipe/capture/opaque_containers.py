@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_hetpipe.capture.plain_attributes import PLAIN, attributes_of
+from lightning_hetpipe.capture.contents import PLAIN, attributes_of
 from lightning_hetpipe.pipeline.left_out import LeftOut
 from lightning_hetpipe.torch_private.tensors import pytree
 

@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import operator
-from collections import Counter, deque
-from collections.abc import Sequence
-from types import MemberDescriptorType
 from typing import Any
 
 from torch import nn
 
+from lightning_hetpipe.capture.contents import ABSENT, same, with_contents
 from lightning_hetpipe.errors import PipelineRefusal
 from lightning_hetpipe.pipeline.computed_weights import computed_names
 from lightning_hetpipe.pipeline.random import generators
 from lightning_hetpipe.redirect import Redirect
 
-_ABSENT = object()
-PLAIN = (int, float, complex, str, bytes, bool, type(None))
-CONTAINERS = (dict, list, set, deque)
-"""Containers whose items may be exchanged."""
 # What torch keeps for itself. An RNN rebuilds its lists of weights as it likes; on meta, it draws no random numbers.
 _TORCHS_OWN = {
     name
@@ -38,10 +31,11 @@ def plain_attributes(module: nn.Module) -> dict[str, Any]:
     computed = computed_names(module)
     found: dict[str, Any] = {}
     for name, value in vars(module).items():
-        value = _behind_stand_ins(name, value)
-        if value is _ABSENT or name in _TORCHS_OWN or name in computed:
+        if name in _TORCHS_OWN or name in computed:
             continue
-        found[name] = value
+        value = _behind_stand_ins(name, value)
+        if value is not ABSENT:
+            found[name] = value
     return found
 
 
@@ -57,15 +51,23 @@ def changed_attribute(before: dict[str, Any], after: dict[str, Any]) -> str | No
     them, are never compared with ``==``.
     """
     for name in (*before, *after):
-        if not same(before.get(name, _ABSENT), after.get(name, _ABSENT)):
+        if not same(before.get(name, ABSENT), after.get(name, ABSENT)):
             return name
     return None
 
 
-def refuse_changes(layer: str, module: nn.Module, before: dict[str, Any]) -> None:
-    """Refuses what ``module``'s forward, in ``layer``, has changed of ``attributes_with_contents``."""
-    if changed := changed_attribute(before, attributes_with_contents(module)):
-        raise sets_attribute(layer, module, changed)
+class AttributesBefore:
+    """Plain attributes of ``module`` and of its parts, as they are before a call."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._parts = [(part, attributes_with_contents(part)) for part in module.modules()]
+
+    def changed(self) -> tuple[nn.Module, str] | None:
+        """The first attribute that was set, or whose container has other items, with its module."""
+        for part, before in self._parts:
+            if name := changed_attribute(before, attributes_with_contents(part)):
+                return part, name
+        return None
 
 
 class SetsState(PipelineRefusal):
@@ -85,58 +87,5 @@ def _behind_stand_ins(name: str, value: Any) -> Any:
     """Attribute as the user has set it, behind what random generators and redirects have put in its place."""
     while isinstance(value, Redirect) or (name == "forward" and type(value).__module__ == generators.__name__):
         replaced = getattr(value, "replaced", None)
-        value = _ABSENT if replaced is None else replaced
+        value = ABSENT if replaced is None else replaced
     return value
-
-
-def with_contents(value: Any) -> Any:
-    """``value``, of a container with its items."""
-    return (value, *items_of(value)) if isinstance(value, CONTAINERS) else value
-
-
-def items_of(container: Any) -> tuple[Any, ...]:
-    """The items of one of ``CONTAINERS``; of a dict its keys, then its values."""
-    return (*container, *container.values()) if isinstance(container, dict) else tuple(container)
-
-
-def refill(container: Any, items: Sequence[Any]) -> None:
-    """Give one of ``CONTAINERS`` the ``items`` that :func:`items_of` has given earlier, and no others."""
-    container.clear()
-    if isinstance(container, dict):
-        half = len(items) // 2
-        (dict if isinstance(container, Counter) else type(container)).update(
-            container, zip(items[:half], items[half:], strict=True)
-        )
-    elif isinstance(container, set):
-        container.update(items)
-    else:
-        container.extend(items)
-
-
-def attributes_of(value: Any) -> dict[str, Any]:
-    """The attributes that ``value`` itself holds, in its ``__dict__`` and in slots."""
-    found = dict(getattr(value, "__dict__", {}))
-    for owner in type(value).__mro__:
-        slots = (name for name, each in vars(owner).items() if isinstance(each, MemberDescriptorType))
-        found |= {name: getattr(value, name) for name in slots if hasattr(value, name)}
-    return found
-
-
-def bytes_of(value: Any) -> bytes:
-    """The contents of a ``bytearray``, an ``array``, or an array of numpy."""
-    return bytes(value) if isinstance(value, bytearray) else bytes(value.tobytes())
-
-
-def same_objects(ones: Sequence[Any], others: Sequence[Any]) -> bool:
-    """Tell whether both are the same objects in the same order."""
-    return len(ones) == len(others) and all(map(operator.is_, ones, others))
-
-
-def same(one: Any, other: Any) -> bool:
-    if one is other:
-        return True
-    if type(one) is not type(other):
-        return False
-    if isinstance(one, tuple):
-        return len(one) == len(other) and all(map(same, one, other))
-    return type(one) in PLAIN and bool(one == other)

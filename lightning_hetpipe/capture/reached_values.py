@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
-from lightning_hetpipe.capture.plain_attributes import PLAIN, bytes_of, refill, same
+from lightning_hetpipe.capture.contents import ABSENT, PLAIN, assign, bytes_of, refill, same
 from lightning_hetpipe.torch_private.tensors import version_counter
 
 DEPTH = 12
@@ -44,7 +44,6 @@ SMALL = 65_536
 NAMED = 3
 """Most changed values that a message names."""
 
-_ABSENT = object()
 _CONTAINERS = (list, tuple, set, frozenset, deque, OrderedDict, dict)
 _DESCRIPTORS = (FunctionType, staticmethod, classmethod, property, GetSetDescriptorType, MemberDescriptorType)
 _NOT_FOLLOWED = {"torch", "lightning_hetpipe", "numpy", *sys.stdlib_module_names} - {"argparse", "types"}
@@ -162,7 +161,7 @@ class ReachedValues:
 
             def fill(values: tuple[Any, ...]) -> None:
                 for cell, value in zip(cells.values(), values, strict=True):
-                    if value is not _ABSENT:
+                    if value is not ABSENT:
                         cell.cell_contents = value
 
             self._add("", lambda: tuple([_content(cell) for cell in cells.values()]), names, fill)
@@ -188,11 +187,11 @@ class ReachedValues:
 
         def put(values: tuple[Any, ...]) -> None:
             for key, value in zip(keys, values, strict=True):
-                if holder.get(key, _ABSENT) is not value:
-                    _put(holder if kind is None else kind, key, value)
+                if holder.get(key, ABSENT) is not value:
+                    assign(holder if kind is None else kind, key, value)
 
         if keys:
-            self._add(path, lambda: tuple([holder.get(key, _ABSENT) for key in keys]), keys, put)
+            self._add(path, lambda: tuple([holder.get(key, ABSENT) for key in keys]), keys, put)
         self._pending.extend((f"{path}.{key}", holder[key], depth - 1) for key in keys if key in holder)
 
     def kind(self, kind: type, depth: int = DEPTH) -> None:
@@ -271,10 +270,10 @@ class ReachedValues:
             return
 
         def put(values: tuple[Any, ...]) -> None:
-            if values[0] is not _ABSENT:
+            if values[0] is not ABSENT:
                 value.set(values[0])
 
-        self._add(path, lambda: (value.get(_ABSENT),), write=put)
+        self._add(path, lambda: (value.get(ABSENT),), write=put)
 
     def slots(self, path: str, value: Any, depth: int = DEPTH) -> None:
         """Watch the slots of ``value`` that functions name, and their contents."""
@@ -283,7 +282,7 @@ class ReachedValues:
 
         def put(values: tuple[Any, ...]) -> None:
             for slot, held in zip(slots.values(), values, strict=True):
-                if held is not _ABSENT:
+                if held is not ABSENT:
                     slot.__set__(value, held)
 
         if slots:
@@ -327,16 +326,6 @@ def is_value(attribute: Any) -> bool:
     return not isinstance(attribute, _DESCRIPTORS)
 
 
-def _put(holder: Any, key: str, value: Any) -> None:
-    """Give ``holder``, a namespace or a class, this ``value``, or none."""
-    if isinstance(holder, type):
-        delattr(holder, key) if value is _ABSENT else setattr(holder, key, value)
-    elif value is _ABSENT:
-        holder.pop(key, None)
-    else:
-        holder[key] = value
-
-
 def _bytes_of(value: Any) -> Callable[[], tuple[tuple[bytes]]]:
     """Return a function that reads the bytes of an array: one object as long as they are the same."""
     held = (b"",)
@@ -372,4 +361,4 @@ def _content(holder: CellType | MemberDescriptorType, of: Any = None) -> Any:
     try:
         return holder.cell_contents if isinstance(holder, CellType) else holder.__get__(of)
     except (ValueError, AttributeError):  # it is empty
-        return _ABSENT
+        return ABSENT

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hetpipe.accelerator import is_initialized
-from lightning_hetpipe.capture.call_tree import CallNode, WatchedCall
+from lightning_hetpipe.capture.call_tree import CallNode, WatchedCall, user_bytes
 from lightning_hetpipe.capture.compiled_modules import is_compiled, is_looked_through, refuse_scripted
 from lightning_hetpipe.capture.effects import refuse_noticed, refuse_seeded
 from lightning_hetpipe.capture.fingerprint import Fingerprint
@@ -29,12 +29,11 @@ from lightning_hetpipe.capture.gradient_checkpointing import without_checkpoints
 from lightning_hetpipe.capture.interceptor import NOT_TAKEN, Interceptor, ModuleCall
 from lightning_hetpipe.capture.leaves import refuse_leaves
 from lightning_hetpipe.capture.noticed_calls import HOOK, INFERENCE, JOINT_HOOK, OUTPUT, SEED, STATE
-from lightning_hetpipe.capture.observation import Attributes, Observation, changes_input, refuse_opaque
+from lightning_hetpipe.capture.observation import Observation, changes_input, refuse_opaque
 from lightning_hetpipe.capture.opaque_containers import without_opaque
 from lightning_hetpipe.capture.piece_search import CAPTURE_TIMEOUT, PieceSearch, TakenApart
 from lightning_hetpipe.capture.pieces import Piece, never_called
-from lightning_hetpipe.capture.plain_attributes import attributes_with_contents
-from lightning_hetpipe.capture.user_code import user_bytes
+from lightning_hetpipe.capture.plain_attributes import AttributesBefore
 from lightning_hetpipe.errors import PipelineRefusal, SettingError
 from lightning_hetpipe.pipeline.random.generators import RandomGenerators
 from lightning_hetpipe.pipeline.reentrant_checkpoints import is_reentrant_checkpoint, reentrant_checkpoint
@@ -45,6 +44,7 @@ from lightning_hetpipe.pipeline.values import Value, all_equal, equal, tensors_o
 from lightning_hetpipe.planning.model.profile import UserBytes
 from lightning_hetpipe.torch_private.autograd import graph_nodes
 from lightning_hetpipe.torch_private.modules import behind_compile, has_global_hooks
+from lightning_hetpipe.torch_private.subclasses import address_of
 from lightning_hetpipe.torch_private.tensors import version_counter
 
 
@@ -289,7 +289,8 @@ class TrainingWatch(Watch):
         before = [each.graph.frozen for each in earlier if each.graph is not None]
         frozen = before[0] if before else FrozenValues(call.module)
         given = call.args, call.kwargs
-        return WatchedCall(Value.of(given), tensors_of(given), self._copied(call.module), frozen)
+        memory = {path: address_of(buffer) for path, buffer in call.module.named_buffers()}
+        return WatchedCall(Value.of(given), tensors_of(given), self._copied(call.module), memory, frozen)
 
     def _run_layers(self, node: CallNode, call: ModuleCall, earlier: Sequence[CallNode]) -> Any:
         """Run a module whose layers can be seen without a graph, layer by layer, after ``earlier`` calls of it."""
@@ -309,7 +310,7 @@ class TrainingWatch(Watch):
                     raise node.refusal
                 inputs.append(Value.of(value))
                 observation = Observation(name, module, value)
-                attributes = [(part, attributes_with_contents(part)) for part in module.modules()]
+                attributes = AttributesBefore(module)
                 fingerprint = None if graph is None else Fingerprint([Piece(name, module)])
                 with nullcontext() if graph is None else graph.frozen.noted():
                     value = self._timed(node, call, partial(calls[name], value))
@@ -359,7 +360,7 @@ class TrainingWatch(Watch):
         return {path: self._copies[id(buffer)] for path, buffer in module.named_buffers()}
 
 
-def _add_layer(layers: list[Layer], observation: Observation, root: nn.Module, attributes: Attributes) -> None:
+def _add_layer(layers: list[Layer], observation: Observation, root: nn.Module, attributes: AttributesBefore) -> None:
     layers.append(observation.layer(root, attributes))
 
 

@@ -13,8 +13,8 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from lightning_hetpipe.cli.config_checks import unknown
-from lightning_hetpipe.cli.config_sections import as_given, is_interpolation, items, sections
 from lightning_hetpipe.cli.start_up import ConsoleScript
+from lightning_hetpipe.cli.targets import as_given, is_interpolation, items, sections
 from lightning_hetpipe.errors import SettingError
 
 _OUTER = ("strategy", "trainer", "model", "data")

@@ -12,9 +12,18 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 from omegaconf import DictConfig, OmegaConf
 
-from lightning_hetpipe.cli.config_sections import ConfigSection, as_given, is_interpolation, items, sections, written
 from lightning_hetpipe.cli.start_up import ConsoleScript
-from lightning_hetpipe.cli.targets import TargetSignature, closest, locate
+from lightning_hetpipe.cli.targets import (
+    ConfigSection,
+    TargetSignature,
+    as_given,
+    closest,
+    is_interpolation,
+    items,
+    locate,
+    sections,
+    written,
+)
 from lightning_hetpipe.errors import SettingError
 
 Bounds = Mapping[str, tuple[float, float]]

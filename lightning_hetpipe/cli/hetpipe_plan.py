@@ -17,7 +17,6 @@ from omegaconf import DictConfig
 
 from lightning_hetpipe.cli import measured_links
 from lightning_hetpipe.cli.cluster_plans import cluster_plans, remarks, unused
-from lightning_hetpipe.cli.config_sections import written
 from lightning_hetpipe.cli.entry import enter, job
 from lightning_hetpipe.cli.plan_inputs import (
     PROGRAM,
@@ -31,6 +30,7 @@ from lightning_hetpipe.cli.plan_inputs import (
     wanted,
 )
 from lightning_hetpipe.cli.start_up import FAILED
+from lightning_hetpipe.cli.targets import written
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.placement.progress import on_terminal
 from lightning_hetpipe.planning.model.catalogue import known

@@ -14,7 +14,7 @@ from omegaconf import DictConfig
 
 from lightning_hetpipe.cli import config_checks
 from lightning_hetpipe.cli.entry import enter, job
-from lightning_hetpipe.cli.serving import SIGNALS, announcing, check_security, check_token, refuse_sweeps, security_of
+from lightning_hetpipe.cli.serving import SIGNALS, announcing, check_token, refuse_sweeps, security_of
 from lightning_hetpipe.cli.start_up import FAILED, ConsoleScript
 from lightning_hetpipe.cli.targets import built
 from lightning_hetpipe.planning.model.units import in_bytes
@@ -55,10 +55,9 @@ def run(config: DictConfig) -> None:
         SettingError: for a setting that is unknown or wrong, or an address that cannot be had.
         CallRefused, Unreachable: by the server that is asked.
     """
-    _check(config)
-    security = security_of(config)
-    if config.command != STATUS:
-        check_token(config, security, "servers")
+    bounds = dict.fromkeys(("timeout", "service.lease"), (0.001, math.inf))
+    config_checks.check(config, PROGRAM, needs=("service",), bounds=bounds)
+    security = security_of(config, 5000)
     if config.command == STATUS:
         print(laid_out(ask(config.address, security, config.timeout)))
     else:
@@ -87,18 +86,12 @@ def ask(address: str, security: Security, timeout: float) -> dict[str, Any]:
 
 
 def _serve(config: DictConfig, security: Security) -> NoReturn:
+    check_token(config, security, "servers")
     from lightning_hetpipe.server.process.running import end, serve
 
     handler: Any = built(config, "service", object)
 
     end(SIGNALS.get(serve(handler, config.address, security, announcing(PROGRAM, security, "servers")), 0))
-
-
-def _check(config: DictConfig) -> None:
-    config_checks.check(
-        config, PROGRAM, needs=("service",), bounds=dict.fromkeys(("timeout", "service.lease"), (0.001, math.inf))
-    )
-    check_security(config, 5000)
 
 
 def laid_out(status: Mapping[str, Any]) -> str:

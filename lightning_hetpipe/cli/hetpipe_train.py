@@ -25,10 +25,9 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from lightning_hetpipe import HetPipeStrategy
 from lightning_hetpipe.cli import trainer_checks, trainer_errors
 from lightning_hetpipe.cli.composition import planned
-from lightning_hetpipe.cli.config_sections import hyperparameters
 from lightning_hetpipe.cli.entry import enter, job
 from lightning_hetpipe.cli.start_up import ConsoleScript
-from lightning_hetpipe.cli.targets import built
+from lightning_hetpipe.cli.targets import built, hyperparameters
 from lightning_hetpipe.launch import launcher, supervision
 from lightning_hetpipe.launch.command import quoted, this_program
 from lightning_hetpipe.reporting.report import RunReport

@@ -17,9 +17,8 @@ from lightning_hetpipe.cli.targets import built
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.placement.device_placement import discovered_cluster
 from lightning_hetpipe.planning.model.cluster import Link, Node
-from lightning_hetpipe.planning.model.link_timing import LARGEST, slower, timed_link
 from lightning_hetpipe.planning.model.units import in_bandwidth, in_seconds
-from lightning_hetpipe.server.process.link_probe import link_to
+from lightning_hetpipe.server.process.link_probe import LARGEST, link_to, slower, timed_link
 from lightning_hetpipe.server.transport.interface import CallRefused, Unreachable
 from lightning_hetpipe.strategy.wsp_callback import WSPCallback
 

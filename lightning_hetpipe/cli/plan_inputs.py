@@ -14,9 +14,8 @@ from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 from lightning_hetpipe import HetPipeStrategy
 from lightning_hetpipe.cli import trainer_checks, trainer_errors
 from lightning_hetpipe.cli.cluster_plans import COMPARE, ClusterSettings
-from lightning_hetpipe.cli.config_sections import written
 from lightning_hetpipe.cli.start_up import ConsoleScript
-from lightning_hetpipe.cli.targets import built, locate
+from lightning_hetpipe.cli.targets import built, locate, written
 from lightning_hetpipe.errors import SettingError, of_file
 from lightning_hetpipe.placement.device_placement import discovered_cluster
 from lightning_hetpipe.placement.progress import on_terminal

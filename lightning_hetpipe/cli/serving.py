@@ -28,27 +28,19 @@ def refuse_sweeps(program: ConsoleScript, served: str) -> None:
         sys.exit(report(SettingError(text), program))
 
 
-def check_security(config: DictConfig, port: int) -> None:
-    """Check the types of ``address``, for which ``port`` is an example, and of ``security``.
+def security_of(config: DictConfig, port: int) -> Security:
+    """Check ``address``, for which ``port`` is an example, and return the ``security`` of ``config``.
 
     Raises:
-        SettingError: which names the setting.
+        SettingError: which names the setting, also if the security does not suffice for the address.
     """
     if not isinstance(config.address, str):
         raise SettingError(f"address={config.address} must be host:port, such as 127.0.0.1:{port} or [::1]:{port}.")
     security: Any = OmegaConf.to_container(config.security, resolve=True)
     config_checks.check_arguments("security", security, TargetSignature.of(Security), "security")
-
-
-def security_of(config: DictConfig) -> Security:
-    """The security of ``config``, whose types are checked.
-
-    Raises:
-        SettingError: if it does not suffice for the address.
-    """
-    security = Security(**OmegaConf.to_container(config.security, resolve=True))  # type: ignore[arg-type]
-    security.check(config.address)
-    return security
+    found = Security(**security)
+    found.check(config.address)
+    return found
 
 
 def check_token(config: DictConfig, security: Security, served: str) -> None:

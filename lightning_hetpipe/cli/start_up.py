@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 import sys
+from functools import partial
 from importlib import import_module
 
 from lightning_hetpipe.errors import of_import
@@ -44,26 +45,6 @@ class ConsoleScript:
         return [*self.groups, *self.settings]
 
 
-def train() -> None:
-    """The console script hetpipe-train."""
-    _start("hetpipe-train")
-
-
-def plan() -> None:
-    """The console script hetpipe-plan."""
-    _start("hetpipe-plan")
-
-
-def server() -> None:
-    """The console script hetpipe-server."""
-    _start("hetpipe-server")
-
-
-def host() -> None:
-    """The console script hetpipe-host."""
-    _start("hetpipe-host")
-
-
 def _start(name: str) -> None:
     """Load the modules of ``name``, torch and Lightning among them, and run it."""
     try:
@@ -76,3 +57,8 @@ def _start(name: str) -> None:
             raise
         sys.exit(f"{name}: {said}.")
     main()
+
+
+train, plan = partial(_start, "hetpipe-train"), partial(_start, "hetpipe-plan")
+server, host = partial(_start, "hetpipe-server"), partial(_start, "hetpipe-host")
+"""The console scripts, as the package's metadata names them."""

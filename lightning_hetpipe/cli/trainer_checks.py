@@ -14,9 +14,8 @@ from omegaconf import DictConfig, OmegaConf
 from lightning_hetpipe import HetPipeStrategy
 from lightning_hetpipe.cli import config_checks
 from lightning_hetpipe.cli.config_checks import Bounds, check_arguments, first_key, is_section, unknown
-from lightning_hetpipe.cli.config_sections import as_given, is_interpolation
 from lightning_hetpipe.cli.start_up import ConsoleScript
-from lightning_hetpipe.cli.targets import TargetSignature, locate
+from lightning_hetpipe.cli.targets import TargetSignature, as_given, is_interpolation, locate
 from lightning_hetpipe.errors import SettingError
 
 GROUPS = ("model", "data", "trainer", "callbacks", "logger", "strategy", "cluster", "experiment")

@@ -11,8 +11,8 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException, SI
 from omegaconf import DictConfig
 
 from lightning_hetpipe.cli.attribution import frames
-from lightning_hetpipe.cli.config_sections import is_interpolation, sections, written
 from lightning_hetpipe.cli.start_up import FAILED, TERMINATED, WRONG_SETTING
+from lightning_hetpipe.cli.targets import is_interpolation, sections, written
 from lightning_hetpipe.launch import launcher
 from lightning_hetpipe.server.process.supervisor import ServerLost
 from lightning_hetpipe.server.process.waits import ServersSilent

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from multiprocessing.connection import wait
 from typing import Any, Self
 
-from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.errors import NOTICE_AFTER, SettingError, say
 from lightning_hetpipe.hosts.secured_socket import (
     INTRODUCING,
     RELEASE,
@@ -30,7 +30,6 @@ from lightning_hetpipe.hosts.secured_socket import (
     stop_listening,
     tell,
 )
-from lightning_hetpipe.server.process.notices import NOTICE_AFTER, say
 from lightning_hetpipe.server.transport.security import Security, split
 
 MOST = 1024

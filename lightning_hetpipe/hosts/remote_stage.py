@@ -21,12 +21,12 @@ from torch import Tensor, nn
 from lightning_hetpipe.emulation import Emulation, Padded
 from lightning_hetpipe.errors import PipelineStalled, SettingError, VirtualWorkerLost
 from lightning_hetpipe.hosts import orders
-from lightning_hetpipe.hosts.host_connection import HostConnection
 from lightning_hetpipe.hosts.host_memory import HostMemory
 from lightning_hetpipe.hosts.remote_stash import RemoteStash
 from lightning_hetpipe.hosts.remote_tensor import RemoteTensor, come_home, move_out, remote
 from lightning_hetpipe.hosts.server_calls import HostHolder
 from lightning_hetpipe.hosts.stage_host import modes
+from lightning_hetpipe.hosts.wire import HostConnection
 from lightning_hetpipe.pipeline.graph_code import layers_as_data, new_variants
 from lightning_hetpipe.pipeline.graph_layer import GraphLayer
 from lightning_hetpipe.pipeline.message_code import STAYING

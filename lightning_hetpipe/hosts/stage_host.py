@@ -30,15 +30,14 @@ from lightning_hetpipe.pipeline.graph_code import add_variants, layers_of_data
 from lightning_hetpipe.pipeline.memory import PlannedMemory
 from lightning_hetpipe.pipeline.plain_code import NotPlain
 from lightning_hetpipe.pipeline.random.generators import RandomGenerators
-from lightning_hetpipe.pipeline.readers_writer_lock import ReadersWriterLock
 from lightning_hetpipe.pipeline.split.member_pool import DeviceGroup
 from lightning_hetpipe.pipeline.stage import Layer, Stage, StageSettings
 from lightning_hetpipe.pipeline.stage_messages import Failure, Result
 from lightning_hetpipe.pipeline.stage_thread import Parcel
 from lightning_hetpipe.pipeline.streams import StreamEvent, Streams, move
-from lightning_hetpipe.pipeline.threads import Watchdog
+from lightning_hetpipe.pipeline.threads import ReadersWriterLock, Watchdog
 from lightning_hetpipe.pipeline.weight_stash import VersionedLayers
-from lightning_hetpipe.rules.channel_counts import ChannelCounts
+from lightning_hetpipe.rules.channel_layouts import ChannelCounts
 from lightning_hetpipe.rules.schedule import Segment
 from lightning_hetpipe.server.protocol.shard import block_of
 from lightning_hetpipe.server.transport.security import Security

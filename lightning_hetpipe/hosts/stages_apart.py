@@ -15,9 +15,8 @@ from torch import Tensor
 from lightning_hetpipe.emulation import Emulation
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.hosts import orders
-from lightning_hetpipe.hosts.host_connection import HostConnection
 from lightning_hetpipe.hosts.remote_stage import RemoteStage
-from lightning_hetpipe.hosts.wire import CODE
+from lightning_hetpipe.hosts.wire import CODE, HostConnection
 from lightning_hetpipe.pipeline.engine import Engine
 from lightning_hetpipe.pipeline.graph_code import layers_as_data
 from lightning_hetpipe.pipeline.plain_code import NotPlain

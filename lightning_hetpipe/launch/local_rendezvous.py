@@ -20,9 +20,8 @@ import time
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.errors import SettingError, say
 from lightning_hetpipe.launch.parent_watch import close_in_forks
-from lightning_hetpipe.server.process.notices import say
 
 _CREDENTIALS = struct.Struct("3i")  # process, user, group
 _LONGEST = 1 << 16

@@ -12,7 +12,7 @@ import sys
 import threading
 from multiprocessing.util import Finalize
 
-from lightning_hetpipe.server.process.notices import say
+from lightning_hetpipe.errors import say
 from lightning_hetpipe.server.process.signals import exit_now
 
 _LAST = -1_000_000

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from lightning.fabric.plugins import ClusterEnvironment
 
-from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.errors import SettingError, say
 from lightning_hetpipe.hosts import host_server
 from lightning_hetpipe.hosts.host_rendezvous import Arrival, HostRendezvous, Meeting
 from lightning_hetpipe.hosts.secured_socket import check_names
@@ -26,7 +26,6 @@ from lightning_hetpipe.launch.lost_workers import lost_workers
 from lightning_hetpipe.launch.ranks import Rank
 from lightning_hetpipe.launch.told_to_end import INTERRUPTED, TERMINATED
 from lightning_hetpipe.launch.wsp_settings import WSPSettings
-from lightning_hetpipe.server.process.notices import say
 from lightning_hetpipe.server.transport.security import Security, joined, split
 
 HOST_PORT = 2

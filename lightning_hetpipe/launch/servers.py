@@ -30,12 +30,11 @@ from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.errors import SettingError, say
 from lightning_hetpipe.launch import local_rendezvous, parent_watch, supervision
 from lightning_hetpipe.launch.local_rendezvous import FirstProcess, LocalRendezvous
 from lightning_hetpipe.launch.ranks import Rank, Role
 from lightning_hetpipe.launch.wsp_settings import WSPSettings
-from lightning_hetpipe.server.process.notices import say
 from lightning_hetpipe.server.process.server_process import ServerProcess
 from lightning_hetpipe.server.process.supervisor import ServerLost, Supervisor
 from lightning_hetpipe.server.protocol.identifiers import FirstLost, PeerFailed

@@ -27,8 +27,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
 
+from lightning_hetpipe.errors import say
 from lightning_hetpipe.launch.parent_watch import this_child
-from lightning_hetpipe.server.process.notices import say
 from lightning_hetpipe.server.process.server_process import how
 from lightning_hetpipe.server.process.signals import guarded
 

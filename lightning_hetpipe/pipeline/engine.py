@@ -22,11 +22,10 @@ from lightning_hetpipe.pipeline.computed_weights import compute, computed_names
 from lightning_hetpipe.pipeline.live import NO_MOVES, Live, Moves
 from lightning_hetpipe.pipeline.memory import PlannedMemory
 from lightning_hetpipe.pipeline.out_of_memory import less
-from lightning_hetpipe.pipeline.passes import Loss
 from lightning_hetpipe.pipeline.split.member_pool import DeviceGroup
 from lightning_hetpipe.pipeline.stage import Layer, Stage, StageSettings
 from lightning_hetpipe.pipeline.stage_messages import Backward, Cancel, Failure, Forward, InputGradients, Output, Result
-from lightning_hetpipe.pipeline.stage_thread import Parcel
+from lightning_hetpipe.pipeline.stage_thread import Loss, Parcel
 from lightning_hetpipe.pipeline.streams import StreamEvent, Streams
 from lightning_hetpipe.pipeline.user.minibatch import Minibatch, Step, Sum
 from lightning_hetpipe.pipeline.user.parameter_view import ParameterView, VersionedTensors

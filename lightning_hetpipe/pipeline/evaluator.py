@@ -19,11 +19,10 @@ from lightning_hetpipe.pipeline.autocast import Autocast
 from lightning_hetpipe.pipeline.compile.compilation import names_of
 from lightning_hetpipe.pipeline.creation import creating
 from lightning_hetpipe.pipeline.operands import OperandsTogether
-from lightning_hetpipe.pipeline.passes import Pass
 from lightning_hetpipe.pipeline.random.generators import RandomGenerators, attached
 from lightning_hetpipe.pipeline.stage import Layer, StageSettings
 from lightning_hetpipe.pipeline.stage_messages import Cancel, Evaluate, Evaluated, Failure, Message, Result
-from lightning_hetpipe.pipeline.stage_thread import Parcel, StageThread
+from lightning_hetpipe.pipeline.stage_thread import Parcel, Pass, StageThread
 from lightning_hetpipe.pipeline.streams import StreamEvent, WaitingStream, move
 from lightning_hetpipe.pipeline.user.batch_in_flight import BatchInFlight, running
 from lightning_hetpipe.pipeline.user.runner_pool import RunnerPool

@@ -19,9 +19,7 @@ from lightning_hetpipe.errors import Discarded
 from lightning_hetpipe.pipeline.compile.compilation import Compiling, Exclusively
 from lightning_hetpipe.pipeline.memory import Memory, PlannedMemory
 from lightning_hetpipe.pipeline.out_of_memory import less
-from lightning_hetpipe.pipeline.passes import Loss, Pass
 from lightning_hetpipe.pipeline.random.generators import RandomGenerators
-from lightning_hetpipe.pipeline.readers_writer_lock import ReadersWriterLock
 from lightning_hetpipe.pipeline.segment_runner import SavedForBackward, SegmentRunner
 from lightning_hetpipe.pipeline.split.member_pool import DeviceGroup, MemberPool
 from lightning_hetpipe.pipeline.split.split_segment import check_divided
@@ -37,13 +35,12 @@ from lightning_hetpipe.pipeline.stage_messages import (
     Sums,
     Version,
 )
-from lightning_hetpipe.pipeline.stage_thread import Done, Parcel, StageThread
+from lightning_hetpipe.pipeline.stage_thread import Done, Loss, Parcel, Pass, StageThread
 from lightning_hetpipe.pipeline.streams import StreamEvent, Streams, move
-from lightning_hetpipe.pipeline.threads import Watchdog
+from lightning_hetpipe.pipeline.threads import ReadersWriterLock, Watchdog
 from lightning_hetpipe.pipeline.values import tensors_in
 from lightning_hetpipe.pipeline.weight_stash import VersionedLayers, WeightStash
-from lightning_hetpipe.rules.call_order import CallOrder
-from lightning_hetpipe.rules.schedule import Segment
+from lightning_hetpipe.rules.schedule import CallOrder, Segment
 
 
 @dataclass(frozen=True)

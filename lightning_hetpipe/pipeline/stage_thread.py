@@ -1,10 +1,13 @@
-"""A stage's thread: takes one message after the other out of its inbox, and hands on the result of each."""
+"""A stage's thread: takes one message after the other out of its inbox, and hands on the result of each.
+
+A :class:`Pass` is around each of its tasks, and a :class:`Loss` around user code between two of them.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 
@@ -12,7 +15,10 @@ from lightning_hetpipe.errors import Discarded
 from lightning_hetpipe.pipeline.out_of_memory import explain
 from lightning_hetpipe.pipeline.stage_messages import Cancel, Failure, Forward, Message, Result
 from lightning_hetpipe.pipeline.streams import Stream, StreamEvent
-from lightning_hetpipe.pipeline.threads import Watchdog, Worker
+from lightning_hetpipe.pipeline.threads import ReadersWriterLock, Watchdog, Worker
+
+if TYPE_CHECKING:
+    from lightning_hetpipe.pipeline.stage import BeforePass
 
 
 class Parcel(NamedTuple):
@@ -139,3 +145,68 @@ class StageThread:
     def _told(self, message: Message) -> str:
         """Say what the stage does with ``message``, for error messages."""
         raise NotImplementedError
+
+
+class Computes(Protocol):
+    """A stage, as far as a :class:`Pass` goes."""
+
+    index: int
+    stream: Stream
+
+
+class Pass:
+    """Around what ``stage`` computes at once: never while somebody is alone; counted as busy, padded if that is asked.
+
+    A class, as a generator would cost as much as a small layer.
+    """
+
+    def __init__(
+        self, stage: Computes, compute_lock: ReadersWriterLock, before: BeforePass | None, work: str, minibatch: int
+    ) -> None:
+        self._stage = stage
+        self._compute_lock = compute_lock
+        self._before = before
+        self._work = work
+        self._minibatch = minibatch
+        self._after: Callable[[], None] | None = None
+
+    def __enter__(self) -> None:
+        self._compute_lock.begin()
+        self._since = self._stage.stream.now()
+        if self._before is not None:
+            try:
+                self._after = self._before(self._stage.index, self._work, self._minibatch)
+            except BaseException:
+                self._compute_lock.end()
+                raise
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            if kind is None:
+                stream = self._stage.stream
+                if self._after is not None:  # who looks at a clock wants to know when it is computed
+                    stream.synchronize()
+                    self._after()
+                stream.spent(self._since)
+        finally:
+            self._compute_lock.end()
+
+
+class Loss:
+    """Loss of a minibatch: user code between the forward and the backward of the last stage, timed as part of it.
+
+    It begins here, in the minibatch's thread.
+    """
+
+    def __init__(self, stage: Computes, before: BeforePass | None, minibatch: int) -> None:
+        self._stage = stage
+        self._after = None if before is None else before(stage.index, "loss", minibatch)
+        self._since = stage.stream.now()
+
+    def end(self, event: StreamEvent | None) -> None:
+        """End the loss: all that user code has given to its device stands before ``event``."""
+        if self._after is not None:
+            if event is not None:
+                event.synchronize()
+            self._after()
+        self._stage.stream.spent(self._since)

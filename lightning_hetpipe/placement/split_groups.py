@@ -14,7 +14,7 @@ from lightning_hetpipe.planning.model.simulate import StageTimes
 from lightning_hetpipe.planning.plan.document import Plan
 from lightning_hetpipe.planning.plan.planned_worker import PlannedWorker
 from lightning_hetpipe.planning.search.grouped_plans import Parts
-from lightning_hetpipe.rules.channel_counts import ChannelCounts
+from lightning_hetpipe.rules.channel_layouts import ChannelCounts
 
 
 def planned_groups(plan: Plan, placement: DevicePlacement) -> dict[int, DeviceGroup]:

@@ -1,15 +1,19 @@
-"""Contexts around an optimizer's step: around all of it, and around what it computes once its closure is done."""
+"""Contexts around an optimizer's step: around all of it, and around what it computes once its closure is done.
+
+One of them corrects learning rates while training begins, when stale gradients do most harm (PipeMare, 2021: T1).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.lightning_private import has_step_hooks, run_first
+from lightning_hetpipe.run.lifecycle import opened
 
 
 class AroundStep:
@@ -33,17 +37,9 @@ class AroundStep:
 def around_step(optimizer: torch.optim.Optimizer, those: Sequence[AroundStep]) -> Iterator[None]:
     """Have ``those`` open around the step of ``optimizer`` within it, the first outermost."""
     with (
-        _all(each.asked() for each in those),
-        after_closure(optimizer, lambda: _all(each.stepping() for each in those)),
+        opened(each.asked() for each in those),
+        after_closure(optimizer, lambda: opened(each.stepping() for each in those)),
     ):
-        yield
-
-
-@contextmanager
-def _all(those: Iterable[AbstractContextManager[None]]) -> Iterator[None]:
-    with ExitStack() as stack:
-        for each in those:
-            stack.enter_context(each)
         yield
 
 
@@ -106,3 +102,65 @@ def after_closure(
         released.close()
         before.remove()
         after.remove()
+
+
+class Correction(NamedTuple):
+    """Setting of a correction.
+
+    Attributes:
+        updates: K, after how many updates the rates are the user's own.
+        least: Least tau.
+    """
+
+    updates: int
+    least: int = 1
+
+
+class RateCorrection(AroundStep):
+    """Multiplies the learning rates of ``optimizer`` by tau^(min(t / K, 1) - 1), within its steps only.
+
+    Schedulers, loggers and checkpoints see the rates that the user has set.
+
+    Args:
+        optimizer: The optimizer.
+        setting: K, and the least tau.
+        steps: Gives the largest number of optimizer steps that minibatches miss; tau is one more.
+        update: Gives t, the number of updates so far.
+
+    Raises:
+        SettingError: for an optimizer that takes no hooks.
+    """
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, setting: Correction, steps: Callable[[], int], update: Callable[[], int]
+    ) -> None:
+        check_hooks(optimizer, f"lr_correction={setting.updates}")
+        self._optimizer = optimizer
+        self._setting = setting
+        self._steps = steps
+        self._update = update
+
+    @property
+    def factor(self) -> float:
+        """Factor of the next update's rates."""
+        left, steps = 1 - min(self._update() / self._setting.updates, 1.0), self._steps()
+        return float(max(1 + steps, self._setting.least) ** -left) if steps else 1.0
+
+    @property
+    def is_secret(self) -> bool:
+        return self.factor != 1.0
+
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        """Open around what a step computes, or what depends on the next one's rate."""
+        factor, groups = self.factor, self._optimizer.param_groups
+        before = [group["lr"] for group in groups]
+        if factor != 1.0:
+            for group in groups:
+                group["lr"] = group["lr"] * factor
+        try:
+            yield
+        finally:
+            if factor != 1.0:
+                for group, rate in zip(groups, before, strict=True):
+                    group["lr"] = rate

@@ -20,7 +20,7 @@ from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.lightning_private import has_step_hooks
 from lightning_hetpipe.planning.model.stage_memory import plain_name
 from lightning_hetpipe.rules.versions import POLICIES, STASH, WeightPolicy
-from lightning_hetpipe.run.lr_correction import Correction
+from lightning_hetpipe.run.around_step import Correction
 from lightning_hetpipe.run.prediction import PREFERRED, prediction_of
 
 CORRECTED = Correction(updates=100, least=8)

@@ -31,7 +31,7 @@ from lightning_hetpipe.pipeline.random.generators import RandomGenerators
 from lightning_hetpipe.pipeline.stage import StageSettings
 from lightning_hetpipe.placement.decision import Decision
 from lightning_hetpipe.placement.layout import Layout, move_to_devices, place
-from lightning_hetpipe.placement.overflow import Overflow
+from lightning_hetpipe.placement.spread import Overflow
 from lightning_hetpipe.planning.search.split_points import partition_within, stage_times
 from lightning_hetpipe.planning.search.spread_plan import FULL
 from lightning_hetpipe.redirect import Redirect

@@ -22,11 +22,10 @@ from lightning_hetpipe.capture.watch import TrainingWatch
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.pipeline.operands import OperandsTogether
 from lightning_hetpipe.pipeline.random.generators import RandomGenerators
-from lightning_hetpipe.placement.decision import Decision
-from lightning_hetpipe.placement.hand_overs import without_gain
-from lightning_hetpipe.placement.overflow import Overflow
+from lightning_hetpipe.placement.decision import Decision, without_gain
+from lightning_hetpipe.placement.spread import Overflow
 from lightning_hetpipe.planning.model.units import in_bytes
-from lightning_hetpipe.reporting.meter import batch_size
+from lightning_hetpipe.reporting.report import batch_size
 from lightning_hetpipe.rules.versions import Versions
 from lightning_hetpipe.run.extensions.outside_parameters import OutsideParameters
 from lightning_hetpipe.run.lifecycle import Extension

@@ -48,7 +48,7 @@ from lightning_hetpipe.redirect import Redirect
 from lightning_hetpipe.reporting.report import RunReport
 from lightning_hetpipe.rules.versions import Versions, WeightPolicy
 from lightning_hetpipe.run import first_minibatch, spread_run
-from lightning_hetpipe.run.around_step import AroundStep
+from lightning_hetpipe.run.around_step import AroundStep, RateCorrection
 from lightning_hetpipe.run.driver import Driver
 from lightning_hetpipe.run.evaluation import Evaluation
 from lightning_hetpipe.run.extensions.carried_state import SHARED
@@ -69,7 +69,6 @@ from lightning_hetpipe.run.first_minibatch import FirstMinibatch
 from lightning_hetpipe.run.gradients import clip_by_norm
 from lightning_hetpipe.run.lifecycle import Extension
 from lightning_hetpipe.run.look_ahead import before_transfer, prepared
-from lightning_hetpipe.run.lr_correction import RateCorrection
 from lightning_hetpipe.run.piece_calls import PieceCalls
 from lightning_hetpipe.run.prediction import Prediction, prediction_of
 from lightning_hetpipe.run.preemption import Preemption
@@ -373,7 +372,8 @@ class Fit(TrainerRun):
         if self._prediction is not None:
             engine.moves = self._moves
         modules = [piece.module for piece in pieces]
-        outside.leave_out(modules, engine.versioned, lambda: bool(driver.in_flight()))
+        way_out = "set in_flight=1" + (", or weights='sync'" if trainer.accumulate_grad_batches == 1 else "")
+        outside.leave_out(modules, engine.versioned, lambda: bool(driver.in_flight()), way_out)
         parts = user_parts(apart.modules.values(), modules)
         add(ModulesApart(apart.modules, modules, self._generators))
         if in_flight > 1:
@@ -381,7 +381,6 @@ class Fit(TrainerRun):
                 outside.check_step()
                 apart.refuse_shared()
             add(outside, TrainerCounters(trainer), RandomStates(self._state), Replay(self._module, context))
-            way_out = "set in_flight=1" + (", or weights='sync'" if trainer.accumulate_grad_batches == 1 else "")
             add(SharedValues(self._module, modules, lambda: engine.versions, way_out))
             attributes = [Attributes(part, lambda: engine.versions, way_out) for part in (self._module, *parts)]
             add(*attributes)  # after the stand-ins of Replay, which all see

@@ -48,7 +48,7 @@ or, where nothing runs ahead of Lightning's loop, at the next step. A wave is pu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, Concatenate, ParamSpec
 
@@ -158,10 +158,10 @@ class Extensions:
 
     def around(self, event: Callable[Concatenate[Extension, P], Around], *args: P.args, **kwargs: P.kwargs) -> Around:
         """Raises ``event``, which lasts as long as what is returned is open; the first extension has the innermost."""
-        opened = [hear(*args, **kwargs) for hear in reversed(self._who_hear(event))]
-        if len(opened) < 2:
-            return opened[0] if opened else NOTHING
-        return _all(opened)
+        found = [hear(*args, **kwargs) for hear in reversed(self._who_hear(event))]
+        if len(found) < 2:
+            return found[0] if found else NOTHING
+        return opened(found)
 
     def section(self, minibatch: int) -> UserSections:
         """The sections of all extensions as one."""
@@ -183,9 +183,9 @@ class Extensions:
 
 
 @contextmanager
-def _all(opened: Sequence[Around]) -> Iterator[None]:
-    """Opens several, the first one outermost."""
+def opened(those: Iterable[Around]) -> Iterator[None]:
+    """Open several, the first one outermost."""
     with ExitStack() as stack:
-        for around in opened:
+        for around in those:
             stack.enter_context(around)
         yield

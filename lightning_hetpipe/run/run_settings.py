@@ -22,8 +22,8 @@ from lightning_hetpipe.pipeline.recorder import Window
 from lightning_hetpipe.pipeline.stage import BeforePass
 from lightning_hetpipe.placement.decision import Decide
 from lightning_hetpipe.rules.versions import STASH, WeightPolicy
+from lightning_hetpipe.run.around_step import Correction
 from lightning_hetpipe.run.automatic import Automatic
-from lightning_hetpipe.run.lr_correction import Correction
 from lightning_hetpipe.server.transport.security import Security
 
 

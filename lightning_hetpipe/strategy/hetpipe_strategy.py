@@ -36,11 +36,11 @@ from lightning_hetpipe.planning.plan.document import Plan
 from lightning_hetpipe.reporting.report import RunReport
 from lightning_hetpipe.rules.versions import STASH
 from lightning_hetpipe.run import run_settings, together
+from lightning_hetpipe.run.around_step import Correction
 from lightning_hetpipe.run.automatic import automatic_policy
 from lightning_hetpipe.run.evaluation import Evaluation
 from lightning_hetpipe.run.fit import Fit
 from lightning_hetpipe.run.look_ahead import ReadyBatch
-from lightning_hetpipe.run.lr_correction import Correction
 from lightning_hetpipe.run.staleness_warning import is_clipped
 from lightning_hetpipe.run.trainer_run import TrainerRun
 from lightning_hetpipe.strategy import checks, compile_setting, host_setting, plan_setting, settings, split_setting

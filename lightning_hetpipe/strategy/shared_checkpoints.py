@@ -14,12 +14,11 @@ import lightning as L
 from torch import Tensor
 from torch.serialization import get_unsafe_globals_in_checkpoint
 
-from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.errors import SettingError, say
 from lightning_hetpipe.launch import supervision
 from lightning_hetpipe.lightning_private import is_fitting, is_last_batch
 from lightning_hetpipe.run.preemption import how_to_resume, unplanned_path
 from lightning_hetpipe.run.together import minibatches_per_step
-from lightning_hetpipe.server.process.notices import say
 from lightning_hetpipe.strategy.checkpoints import ReplacingCheckpointIO, explaining, local_folder, write
 from lightning_hetpipe.strategy.saved_states import add_states, note_shares, note_wave, take_shares, take_state
 from lightning_hetpipe.strategy.virtual_workers import VirtualWorkers

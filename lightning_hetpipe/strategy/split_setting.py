@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.planning.plan.document import Plan
-from lightning_hetpipe.rules.channel_counts import is_share
+from lightning_hetpipe.rules.channel_layouts import is_share
 
 Shares = Mapping[int, Sequence[float]]
 """By stage, the share of each of its devices."""

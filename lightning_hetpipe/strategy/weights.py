@@ -16,7 +16,7 @@ from lightning_hetpipe.lightning_private import set_checkpoint_io
 from lightning_hetpipe.placement.optimizer_states import load_state
 from lightning_hetpipe.strategy import meta_weights, settings
 from lightning_hetpipe.strategy.checkpoints import ReplacingCheckpointIO, filled
-from lightning_hetpipe.strategy.empty_init import uninitialised_on_meta
+from lightning_hetpipe.strategy.meta_weights import uninitialised_on_meta
 
 
 class HostWeights(ParallelStrategy):

@@ -17,7 +17,7 @@ Where torch does not have a name:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -139,6 +139,25 @@ def arguments_of(operator: torch._ops.OpOverload) -> list[tuple[str, bool, bool]
         )
         for argument in operator._schema.arguments
     ]
+
+
+def written_and_viewed(
+    operator: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[list[fx.Node], list[fx.Node]]:
+    """The nodes among arguments of ``operator`` that it changes in place, and those whose memory its output may share.
+
+    Batch and instance norm change their statistics, and dropout may give back its input, though no schema says so.
+    """
+    written: list[fx.Node] = []
+    viewed: list[fx.Node] = []
+    for position, (name, shares, changes) in enumerate(arguments_of(operator)):
+        value = args[position] if position < len(args) else kwargs.get(name)
+        nodes = [each for each in (value if isinstance(value, list | tuple) else [value]) if isinstance(each, fx.Node)]
+        if shares or (name == "input" and "dropout" in str(operator)):
+            viewed += nodes
+        if changes or name in ("running_mean", "running_var"):
+            written += nodes
+    return written, viewed
 
 
 def _tree_of(graph: fx.GraphModule) -> Any:

@@ -43,7 +43,9 @@ def take_in_foreach(cls: type[Tensor]) -> None:
 
 def address_of(tensor: Tensor) -> int | None:
     """The address of the memory of ``tensor``; None if it has none in this process."""
-    return tensor.untyped_storage().data_ptr() if type(tensor) in (Tensor, nn.Parameter) else None
+    if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided:
+        return None
+    return tensor.untyped_storage().data_ptr() or None
 
 
 def exchange(one: Tensor, other: Tensor) -> None:

@@ -28,9 +28,8 @@ from typing import Any
 
 import torch
 
-from lightning_hetpipe.errors import SettingError, VirtualWorkerLost
+from lightning_hetpipe.errors import SettingError, VirtualWorkerLost, say
 from lightning_hetpipe.server.process.client import Client
-from lightning_hetpipe.server.process.notices import say
 from lightning_hetpipe.server.process.service import COORDINATOR_METHOD
 from lightning_hetpipe.server.process.sessions import SessionChannel
 from lightning_hetpipe.server.protocol.identifiers import CommitIndex

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
 
-from lightning_hetpipe.server.process.notices import say
+from lightning_hetpipe.errors import say
 from lightning_hetpipe.server.protocol.messages import Departed, Lost
 
 

@@ -19,12 +19,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.errors import NOTICE_AFTER, SettingError, say
 from lightning_hetpipe.launch.parent_watch import this_child
 from lightning_hetpipe.launch.servers import FoundServers
 from lightning_hetpipe.launch.wsp_settings import WSPSettings
 from lightning_hetpipe.server.process.client import Client, NotJoined
-from lightning_hetpipe.server.process.notices import NOTICE_AFTER, say
 from lightning_hetpipe.server.process.sessions import SessionChannel
 from lightning_hetpipe.server.process.waits import LONGEST_WAIT, Cancelled, ServersUnheard
 from lightning_hetpipe.server.protocol.identifiers import COORDINATOR, PeerFailed, Refusal, RemoteFault

@@ -20,9 +20,3 @@ class NamelessFile:
     def close(self) -> None:
         """Delete it."""
         self._file.close()
-
-    def __enter__(self) -> NamelessFile:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()

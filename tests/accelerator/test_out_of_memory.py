@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from lightning_hetpipe import HetPipeStrategy
-from lightning_hetpipe.capture.one_device import on_one_device
+from lightning_hetpipe.capture.captured import on_one_device
 from lightning_hetpipe.pipeline import out_of_memory
 from lightning_hetpipe.planning.model.units import in_bytes
 from lightning_hetpipe.planning.plan.document import Plan

@@ -10,8 +10,8 @@ from benchmarks import paper_models
 from benchmarks.all_reduce import AllReduce, all_reduce, ring_seconds, slowest_link, step_seconds
 from benchmarks.paper_cluster import GROWING, PAPER, Found, Grown, Reported, paper_cluster, rate, report
 from benchmarks.paper_models import BATCH, MODELS, counted, profile
+from lightning_hetpipe.cli.cluster_plans import Compared
 from lightning_hetpipe.planning.allocation.allocator import Allocator
-from lightning_hetpipe.planning.allocation.comparison_table import Compared
 from lightning_hetpipe.planning.allocation.groupings import equal_distribution
 from lightning_hetpipe.planning.model.catalogue import find
 from lightning_hetpipe.planning.model.cluster import Cluster, Link, Node

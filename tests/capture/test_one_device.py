@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_hetpipe.capture.captured import on_one_device
 from lightning_hetpipe.capture.export import graph_of
-from lightning_hetpipe.capture.one_device import on_one_device
 from tests.support.captured_models import GPT, ResNet
 from tests.support.marks import quick
 from tests.support.models import WORDS

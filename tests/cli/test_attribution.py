@@ -6,7 +6,7 @@ import pytest
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_hetpipe.cli.attribution import in_settings
-from lightning_hetpipe.cli.config_sections import written
+from lightning_hetpipe.cli.targets import written
 
 
 @pytest.fixture

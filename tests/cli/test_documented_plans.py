@@ -103,7 +103,7 @@ def test_the_list_of_what_is_known(capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_error_of_estimates_is_the_one_that_is_measured() -> None:
     """See tests/planning/test_catalogue.py, which measures the docstring's."""
     figures = r"factor of (1\.\d\d) on average,? and of (1\.\d\d) at\s+worst"
-    said = re.search(figures, " ".join((catalogue.relative_speed.__doc__ or "").split()))
+    said = re.search(figures, " ".join((catalogue.speed_by.__doc__ or "").split()))
     documented = re.search(figures, " ".join(DOCUMENT.split()))
     assert said is not None
     assert documented is not None

@@ -11,8 +11,8 @@ from omegaconf import DictConfig
 
 from lightning_hetpipe.cli import trainer_checks
 from lightning_hetpipe.cli.composition import settled
-from lightning_hetpipe.cli.config_sections import hyperparameters
 from lightning_hetpipe.cli.hetpipe_train import PROGRAM
+from lightning_hetpipe.cli.targets import hyperparameters
 from tests.support.marks import quick
 
 CONF = Path(__file__).parents[2] / "conf"

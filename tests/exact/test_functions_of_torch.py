@@ -11,8 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import flex_attention
+from torch.utils.data import DataLoader
 
 from lightning_hetpipe import HetPipeStrategy
+from lightning_hetpipe.errors import SettingError
 from tests.support.small import Learner, batches
 from tests.support.trainers import quiet_trainer
 
@@ -86,6 +88,80 @@ class ReadsBefore(Net):
         return scaled * (1 + self.mean)
 
 
+class AssignedBeneath(Net):
+    """torch.export does not see it."""
+
+    def between(self, h: Tensor) -> Tensor:
+        self._buffers["mean"] = torch.lerp(self.mean, h.detach().mean(0), 0.1)
+        return h - self.mean
+
+
+class ViewOfActivation(Net):
+    def between(self, h: Tensor) -> Tensor:
+        self.mean = h.detach()[0]
+        return h - self.mean
+
+
+class ViewOfInput(Net):
+    """A comparison with the graph wrote the buffer's earlier value into the batch."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean = x[:2].flatten()[:8]
+        y: Tensor = super().forward(x)
+        return y
+
+    def between(self, h: Tensor) -> Tensor:
+        return h - self.mean
+
+
+class DataOfInput(ViewOfInput):
+    """As a view of the input, without another tensor."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean.data = x[:2].flatten()[:8]
+        return Net.forward(self, x)
+
+
+class ViewOfBuffer(Net):
+    """Stages had a copy of each, of which one did not follow."""
+
+    first: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("first", self.mean[:1])
+
+    def between(self, h: Tensor) -> Tensor:
+        self.mean += 0.1
+        return h + self.first
+
+
+class GivesBuffer(Net):
+    """A comparison put the buffer back, and took it for what the module gave."""
+
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x), self.mean
+
+    def between(self, h: Tensor) -> Tensor:
+        self.mean.lerp_(h.detach().mean(0), 0.1)
+        return h
+
+
+def test_a_buffer_that_is_given() -> None:
+    def step(module: Any, x: Tensor, y: Tensor, batch_idx: int) -> Tensor:
+        logits, mean = module.net(x)
+        return F.cross_entropy(logits + mean[:3], y)
+
+    found = list[list[Tensor]]()
+    for strategy in ("auto", pipelined("sync"), pipelined("stash"), pipelined("stash")):
+        L.seed_everything(0, verbose=False)
+        module = Learner(step, net=GivesBuffer())
+        quiet_trainer(strategy).fit(module, batches())
+        found.append([*module.state_dict().values()])
+    assert all(map(torch.equal, found[0], found[1]))
+    assert all(map(torch.equal, found[2], found[3]))
+
+
 def trained(net: type[nn.Module], strategy: Any) -> list[Tensor]:
     L.seed_everything(0, verbose=False)
     module = Learner(net=net())
@@ -97,15 +173,33 @@ def pipelined(weights: str) -> HetPipeStrategy:
     return HetPipeStrategy(stages=2, in_flight=3, weights=weights)
 
 
+OTHERS = [DecidesByFunctions, DecidesByWeights, ReadsBefore, ViewOfActivation, ViewOfInput, DataOfInput]
 BUFFERS = [InPlace, Assigned, AssignedWithoutGradients, ByData]
 
 
-@pytest.mark.parametrize("net", [DecidesByFunctions, DecidesByWeights, ReadsBefore, *BUFFERS])
+@pytest.mark.parametrize("net", [*OTHERS, *BUFFERS])
 def test_they_train_as_in_a_plain_run(net: type[nn.Module]) -> None:
     """Errors of torch's tracer stayed in the process, so that plain runs after them failed, too."""
     synchronous, plain = trained(net, pipelined("sync")), trained(net, "auto")
     assert all(map(torch.equal, synchronous, plain))
     assert all(map(torch.equal, trained(net, pipelined("stash")), trained(net, pipelined("stash"))))
+
+
+@pytest.mark.parametrize("net", [AssignedBeneath, ViewOfBuffer])
+def test_what_no_graph_can_do_runs_as_user_code(net: type[nn.Module]) -> None:
+    assert all(map(torch.equal, trained(net, pipelined("sync")), trained(net, "auto")))
+    with pytest.raises(SettingError, match=r"'net.mean'.*weights='sync'"):
+        trained(net, pipelined("stash"))
+
+
+@pytest.mark.parametrize("net", [ViewOfInput, DataOfInput])
+def test_data_stay_as_they_were(net: type[nn.Module]) -> None:
+    """A buffer that is a view of the data is none for the stages, which write to buffers in place."""
+    data: Any = [(torch.randn(4, 6), torch.randint(0, 3, (4,))) for _ in range(5)]
+    before = [x.clone() for x, _ in data]
+    module = Learner(net=net())
+    quiet_trainer(pipelined("sync"), max_epochs=2).fit(module, DataLoader(data, batch_size=None))
+    assert all(map(torch.equal, (x for x, _ in data), before))
 
 
 @pytest.mark.parametrize("net", BUFFERS[1:])

@@ -209,12 +209,6 @@ def profile_of(change: Change, key: str, value: str, *way: str) -> Case:
     return document(lambda path: profile_file.save(PROFILE, path), profile_file.load, change, key, value, *way)
 
 
-def as_reference(_: Place) -> None:
-    """Profile in the form of the project's reference data, which has no version."""
-    Path("it.json").write_text('{"model": "m", "microbatsch": 4, "gpus": {}, "layers": []}')
-    profile_file.load("it.json")
-
-
 WIDTH = {"part": 0.5, "forward_s": 1.0, "backward_s": 1.0}
 WIDTHS = {"layer": 0, "run": 0, "units": {"a": 4}, "sums": False, "devices": {"own": [WIDTH]}}
 
@@ -269,9 +263,6 @@ FILES = [
     profile_of(at("calls.0", [0]), "calls[0]", "1 entries", "two", "the first layer", "behind the last"),
     profile_of(at("estimated", {"a": 1}), "estimated.a", "1", "text"),
     profile_of(at("user_code", {"many": 1}), "user_code", "'many'"),
-    case(
-        as_reference, "'microbatsch'", "", "it.json", "did you mean 'microbatch'?", name="profile of the reference data"
-    ),
     width("layer", "2", "2 layers", layer=2),
     width("run", "3", "2 layers", run=3),
     width("units.a", "0", "1 or more", units={"a": 0}),

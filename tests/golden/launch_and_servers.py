@@ -23,8 +23,7 @@ from lightning.fabric.plugins.environments import (
 
 from lightning_hetpipe import WSPCallback
 from lightning_hetpipe.errors import SettingError
-from lightning_hetpipe.hosts import host_connection, host_device, host_rendezvous, host_server
-from lightning_hetpipe.hosts.host_connection import HostConnection
+from lightning_hetpipe.hosts import host_device, host_rendezvous, host_server, wire
 from lightning_hetpipe.hosts.host_rendezvous import Arrival, HostRendezvous, Meeting
 from lightning_hetpipe.hosts.host_server import HostServer
 from lightning_hetpipe.hosts.remote_stage import RemoteStage
@@ -365,8 +364,8 @@ def host(error: Exception, setting: str, *way_out: str) -> Case:
         def connect(*_: object) -> None:
             raise error
 
-        place.patch.setattr(host_connection, "connect", connect)
-        HostConnection("10.0.0.2:7", INSECURE)
+        place.patch.setattr(wire, "connect", connect)
+        wire.HostConnection("10.0.0.2:7", INSECURE)
 
     return case(run, setting, "10.0.0.2:7", *way_out, name=f"a host: {type(error).__name__}")
 

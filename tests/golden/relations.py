@@ -25,7 +25,7 @@ from lightning_hetpipe.placement import device_placement
 from lightning_hetpipe.placement.decision import Decision
 from lightning_hetpipe.placement.device_placement import DevicePlacement
 from lightning_hetpipe.placement.split_groups import parts_of
-from lightning_hetpipe.rules.channel_counts import ChannelCounts
+from lightning_hetpipe.rules.channel_layouts import ChannelCounts
 from lightning_hetpipe.rules.versions import STASH
 from lightning_hetpipe.run import run_settings
 from lightning_hetpipe.run.around_step import check_hooks

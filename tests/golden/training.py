@@ -423,14 +423,17 @@ class ReadFirst(nn.Module):
 
 TWO = "module=['net', 'teacher']"
 STATE = [
-    *[fit(with_buffer(step), "'seen'", "changed by training_step", ONE, error=SettingError,
+    *[fit(with_buffer(step), "'seen'", "changed by training_step", ONE, "weights='sync'", error=SettingError,
             name=f"buffer: {step.__name__}")
       for step in (counts, replaces)],
-    fit(stepping(distil, teacher=frozen), "'teacher.0.weight'", "after minibatch", ONE, error=SettingError,
+    fit(stepping(distil, teacher=frozen), "'teacher.0.weight'", "after minibatch", ONE, "weights='sync'",
+            error=SettingError,
         callbacks=[Teacher()]),
-    fit(stepping(follows, teacher=frozen), "'teacher.0.weight'", "changed by training_step", ONE, "on_train_batch_end",
+    fit(stepping(follows, teacher=frozen), "'teacher.0.weight'", "changed by training_step", ONE, "weights='sync'",
+            "on_train_batch_end",
         TWO, error=SettingError),
-    fit(stepping(distil, teacher=normed), "'teacher.1.running_mean'", "changed by training_step", ONE, TWO,
+    fit(stepping(distil, teacher=normed), "'teacher.1.running_mean'", "changed by training_step", ONE,
+            "weights='sync'", TWO,
         error=SettingError),
     fit(net(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)), "'running_mean'", "after minibatch 3", "BatchNorm1d",
         ONE, "end of an epoch", error=SettingError, callbacks=[Resets()]),
@@ -519,6 +522,24 @@ class Words(nn.Module):
         return y
 
 
+class ViewOfBuffer(nn.Module):
+    """Changes a buffer, in whose memory another one lies."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.last = nn.Linear(6, 8), nn.Linear(8, 3)
+        self.mean: Tensor
+        self.first: Tensor
+        self.register_buffer("mean", torch.zeros(8))
+        self.register_buffer("first", self.mean[:1])
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.linear(x)
+        self.mean += 0.1
+        y: Tensor = self.last(h + self.first)
+        return y
+
+
 class Scales(nn.Module):
     """Changes what it is given."""
 
@@ -559,6 +580,8 @@ def scripted() -> L.LightningModule:
 KINDS = ("register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook")
 LAYERS = [
     fit(lambda: Learner(likely, net=Gaussian()), "'net'", "Normal", "'log_prob'", "module=[...]"),
+    fit(lambda: Learner(net=ViewOfBuffer()), "'net'", "'net.mean'", "'net.first'", "compute one of them in forward",
+        strategy=lambda: pipeline(3, module="net")),
     fit(lambda: Learner(net=Scales()), "layer 'net'", "'net' in place", "out of place",
         strategy=lambda: pipeline(3, module="net")),
     fit(net(nn.ReLU(inplace=True), nn.Linear(6, 3)), "layer 'net.0'", "'net' in place", "inplace=False"),

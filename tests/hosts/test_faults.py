@@ -22,10 +22,9 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_hetpipe.hosts import orders
-from lightning_hetpipe.hosts.host_connection import HostConnection
 from lightning_hetpipe.hosts.remote_stage import HostLost, RemoteStage
 from lightning_hetpipe.hosts.stage_host import Host
-from lightning_hetpipe.hosts.wire import Wire
+from lightning_hetpipe.hosts.wire import HostConnection, Wire
 from lightning_hetpipe.pipeline.message_code import RemoteFailure
 from lightning_hetpipe.pipeline.stage_messages import InputGradients
 from lightning_hetpipe.run.extensions.telemetry import Telemetry

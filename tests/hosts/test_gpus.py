@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_hetpipe import HetPipeStrategy
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.hosts.host_device import name_of
 from lightning_hetpipe.planning.plan.document import Plan
@@ -56,16 +57,33 @@ def on_gpu(*nodes: str) -> Plan:
     return replace(found, virtual_workers=(replace(worker, stages=stages),))
 
 
-@pytest.mark.parametrize(("name", "draws"), [*((name, False) for name in SETTINGS), ("plain", True)])
-def test_another_machine(name: str, draws: bool, hosts: Hosts) -> None:
-    """Weights there look as ones on the CPU, whose steps take one operator for each."""
-    settings: dict[str, Any] = {"accelerator": "gpu", "devices": [0], **SETTINGS[name]}
-    here = fit(made(draws), **loaders(), strategy=stashing(plan=on_gpu("desk", "desk", "desk")), **settings)
-    strategy = stashing(plan=on_gpu("attic", "attic", "desk"), stage_hosts={"attic": hosts.address})
-    there = fit(made(draws), **loaders(), strategy=strategy, **settings)
-    for one, other in zip(here.states, there.states, strict=True):
-        for key, weight in one.weights.items():
-            torch.testing.assert_close(other.weights[key].cpu(), weight.cpu())
+def trained(strategy: HetPipeStrategy, name: str, draws: bool = False) -> list[torch.Tensor]:
+    """Weights after each step."""
+    found = fit(made(draws), **loaders(), strategy=strategy, accelerator="gpu", devices=[0], **SETTINGS[name])
+    return [weight.cpu() for state in found.states for weight in state.weights.values()]
+
+
+def at_a_host(hosts: Hosts) -> HetPipeStrategy:
+    return stashing(plan=on_gpu("attic", "attic", "desk"), stage_hosts={"attic": hosts.address})
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_another_machine(name: str, hosts: Hosts) -> None:
+    """Weights there look as ones on the CPU, whose steps take one operator for each.
+
+    The first minibatch computes layers of hosts on the leader's CPU, on which the GPU's autocast does not hold.
+    """
+    here = trained(stashing(plan=on_gpu("desk", "desk", "desk")), name)
+    there = trained(at_a_host(hosts), name)
+    rtol, atol = (0.02, 0.005) if "precision" in SETTINGS[name] else (1.3e-6, 1e-5)
+    for one, other in zip(here, there, strict=True):
+        torch.testing.assert_close(other, one, rtol=rtol, atol=atol)
+
+
+def test_draws(hosts: Hosts) -> None:
+    """Dropout repeats. Its first draw is of the CPU, which the first minibatch computes such layers on."""
+    for one, other in zip(*(trained(at_a_host(hosts), "plain", draws=True) for _ in range(2)), strict=True):
+        assert torch.equal(one, other)
 
 
 def test_a_gpu_that_is_not_there(hosts: Hosts) -> None:

@@ -17,6 +17,7 @@ from lightning_hetpipe.hosts import orders
 from lightning_hetpipe.hosts.host_memory import HeldTensors, HostMemory
 from lightning_hetpipe.hosts.remote_tensor import RemoteTensor, local, remote
 from lightning_hetpipe.hosts.wire import CODE, NotPlain
+from lightning_hetpipe.pipeline.user.user_section import ProcessState, own_state
 from lightning_hetpipe.torch_private.subclasses import exchange
 from tests.support.marks import explores
 
@@ -37,7 +38,8 @@ class Table:
         if isinstance(order, orders.Put):
             self.held.put(order.number, order.value)
             return
-        answer = self.held.bring(order.numbers) if isinstance(order, orders.Bring) else self.held.run(order)
+        with own_state(ProcessState.seeded(9, 0, "another process")):
+            answer = self.held.bring(order.numbers) if isinstance(order, orders.Bring) else self.held.run(order)
         if answer is not None:
             self._answers.append(_copied(orders.Brought(answer)))
 

@@ -8,8 +8,7 @@ from contextlib import ExitStack
 import pytest
 
 from lightning_hetpipe.errors import PipelineStalled
-from lightning_hetpipe.pipeline.readers_writer_lock import ReadersWriterLock
-from lightning_hetpipe.pipeline.threads import Watchdog
+from lightning_hetpipe.pipeline.threads import ReadersWriterLock, Watchdog
 
 
 def new_lock(seconds: float = 20.0) -> ReadersWriterLock:

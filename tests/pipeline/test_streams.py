@@ -14,9 +14,9 @@ from torch.nn.utils import prune
 from benchmarks.line import Line
 from lightning_hetpipe.pipeline import values
 from lightning_hetpipe.pipeline.evaluator import Evaluator
-from lightning_hetpipe.pipeline.passes import Loss
 from lightning_hetpipe.pipeline.random.generators import RandomGenerators
 from lightning_hetpipe.pipeline.stage import Layer, StageSettings
+from lightning_hetpipe.pipeline.stage_thread import Loss
 from lightning_hetpipe.pipeline.streams import (
     DeviceStream,
     DeviceUserStream,

@@ -9,8 +9,7 @@ from torch import nn
 from lightning_hetpipe.capture.piece_search import TakenApart
 from lightning_hetpipe.capture.pieces import Piece
 from lightning_hetpipe.pipeline.stage import Layer
-from lightning_hetpipe.placement.decision import Decision
-from lightning_hetpipe.placement.hand_overs import HAND_OVER, without_gain
+from lightning_hetpipe.placement.decision import HAND_OVER, Decision, without_gain
 
 
 def apart(share: float) -> TakenApart:

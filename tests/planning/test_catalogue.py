@@ -7,9 +7,9 @@ from itertools import permutations
 
 import pytest
 
+from benchmarks import reference_profile
 from lightning_hetpipe.errors import SettingError
-from lightning_hetpipe.planning.model.catalogue import canonical, find, gpus, known, relative_speed
-from lightning_hetpipe.planning.plan.profile_file import load
+from lightning_hetpipe.planning.model.catalogue import canonical, find, gpus, known, speed_by
 from tests.planning.reference import MISSING, OPT_350M
 
 
@@ -79,6 +79,10 @@ def test_an_unknown_name_is_refused_with_the_nearest(wrong: str, says: str) -> N
     assert canonical(wrong) == wrong
 
 
+def relative_speed(name: str, than: str, precision: str = "32") -> float:
+    return find(name).speed(precision) / find(than).speed(precision)
+
+
 def test_relative_speeds_agree_with_each_other() -> None:
     for one, other, third in permutations(["GTX-1080-Ti", "V100-16", "RTX-4090", "H200"], 3):
         through = relative_speed(one, other) * relative_speed(other, third)
@@ -94,7 +98,7 @@ def test_precision_matters_where_there_are_tensor_cores() -> None:
 @pytest.mark.skipif(not OPT_350M.exists(), reason=MISSING)
 def test_the_error_of_estimates_is_what_the_documentation_says() -> None:
     """All pairs of seven GPUs on which others have measured OPT-350M; that "RTX-2080" has a Ti's 11 GiB."""
-    profile = load(OPT_350M)
+    profile = reference_profile.load(OPT_350M)
     assert profile.memory["RTX-2080"] == find("RTX-2080-Ti").memory != find("RTX-2080").memory
     name = {each: each for each in profile.times} | {"RTX-2080": "RTX-2080-Ti"}
     seconds = {each: sum(t.forward + t.backward for t in times) for each, times in profile.times.items()}
@@ -104,6 +108,4 @@ def test_the_error_of_estimates_is_what_the_documentation_says() -> None:
     }
     assert len(off) == 42
     mean, worst = math.exp(sum(off.values()) / len(off)), math.exp(max(off.values()))
-    assert f"factor of {mean:.2f} on average, and of {worst:.2f} at worst" in " ".join(
-        (relative_speed.__doc__ or "").split()
-    )
+    assert f"factor of {mean:.2f} on average, and of {worst:.2f} at worst" in " ".join((speed_by.__doc__ or "").split())

@@ -6,13 +6,13 @@ import json
 import tempfile
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
 
+from benchmarks import reference_profile
 from lightning_hetpipe.errors import SettingError
-from lightning_hetpipe.planning.model.catalogue import find, relative_speed
+from lightning_hetpipe.planning.model.catalogue import find
 from lightning_hetpipe.planning.model.cluster import Device, Link
 from lightning_hetpipe.planning.model.profile import SHORTEST, LayerBytes, Profile, Times
 from lightning_hetpipe.planning.plan.profile_file import as_json, load, save
@@ -62,7 +62,7 @@ def test_estimates_come_from_the_gpu_that_is_nearest() -> None:
     )
     assert mine.estimated == {"RTX-4090": "RTX-3090", "P40": "GTX-1080-Ti"}
     assert set(mine.times) == {"RTX-3090", "GTX-1080-Ti", "own", "RTX-4090", "P40"}
-    ratio = relative_speed("RTX-4090", "RTX-3090")
+    ratio = find("RTX-4090").speed() / find("RTX-3090").speed()
     assert mine.times_on(Device("RTX-4090")) == [each.divided(ratio) for each in TIMES]
 
 
@@ -72,7 +72,7 @@ def test_a_cpu_stands_for_the_fastest() -> None:
     assert mine.estimated == {"RTX-3090": "cpu", "T4": "cpu"}
     assert mine.times_on(Device("RTX-3090")) == TIMES
     slower = mine.times_on(Device("T4"))[0].forward
-    assert slower == pytest.approx(relative_speed("RTX-3090", "T4") * TIMES[0].forward)
+    assert slower == pytest.approx(find("RTX-3090").speed() / find("T4").speed() * TIMES[0].forward)
 
 
 def test_a_cpu_whose_speed_was_measured_gives_seconds() -> None:
@@ -105,27 +105,9 @@ def test_profiles_of_one_model_on_several_devices_are_joined() -> None:
         both.joined(Profile("m", 5, LAYERS, {"T4": TIMES}, {}))
 
 
-def reference() -> dict[str, Any]:
-    times = [{"forward_s": t.forward, "backward_s": t.backward, "update_s": t.update} for t in TIMES]
-    return {
-        "model": "m",
-        "microbatch": 4,
-        "gpus": {"V100-16": {"memory_bytes": 7, "layers": times}},
-        "layers": [
-            {"name": x.name, "parameter_bytes": x.parameters, "activation_bytes": x.kept, "output_bytes": x.output}
-            for x in LAYERS
-        ],
-    }
-
-
-def test_the_form_of_the_reference_data(tmp_path: Path) -> None:
-    (tmp_path / "p.json").write_text(json.dumps(reference()))
-    assert load(tmp_path / "p.json") == Profile("m", 4, LAYERS, {"V100-16": TIMES}, {"V100-16": 7})
-
-
 @pytest.mark.skipif(not OPT_350M.exists(), reason=MISSING)
 def test_the_reference_profile() -> None:
-    mine = load(OPT_350M)
+    mine = reference_profile.load(OPT_350M)
     assert (mine.model, mine.samples, len(mine.layers), len(mine.times)) == ("OPT-350", 4, 26, 7)
     assert mine.times_on(Device("GH200"))[5] == Times(0.003569, 0.010343, 0.001368)
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_hetpipe.reporting.meter import Meter, batch_size
+from lightning_hetpipe.reporting.report import Meter, batch_size
 from tests.conftest import Clock
 
 

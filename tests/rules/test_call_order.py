@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lightning_hetpipe.rules.call_order import CallOrder
+from lightning_hetpipe.rules.schedule import CallOrder
 
 
 def test_minibatches_are_admitted_one_by_one() -> None:

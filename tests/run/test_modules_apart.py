@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_hetpipe import HetPipeStrategy
-from lightning_hetpipe.placement import hand_overs
+from lightning_hetpipe.placement import decision
 from lightning_hetpipe.run.extensions.random_states import user_parts
 from tests.exact.running import expect, fit
 from tests.support.marks import slow_except
@@ -38,7 +38,7 @@ def test_one_stage_where_hand_overs_would_eat_the_gain(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nm is 1 then, so that it trains as a plain run does."""
-    monkeypatch.setattr(hand_overs, "HAND_OVER", 10.0)
+    monkeypatch.setattr(decision, "HAND_OVER", 10.0)
     strategy, ours, plain = HetPipeStrategy(), made(), made()
     loader: DataLoader[Any] = vectors(22, 4)
     with caplog.at_level(logging.INFO):
@@ -71,7 +71,7 @@ def test_parts_that_may_set_attributes() -> None:
 def test_stages_that_were_asked_for_are_made_all_the_same(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hand_overs, "HAND_OVER", 10.0)
+    monkeypatch.setattr(decision, "HAND_OVER", 10.0)
     strategy = pipeline(1)
     with caplog.at_level(logging.INFO):
         fit(made(), vectors(8, 4), strategy=strategy, max_epochs=1)

@@ -55,6 +55,19 @@ def distil(module: Any, x: Tensor, y: Tensor, batch_idx: int) -> Any:
     return F.mse_loss(module.net(x), target)
 
 
+@pytest.mark.parametrize(("step", "teacher"), [(counts, None), (replaces, None), (distil, Teacher)])
+def test_such_changes_with_synchronous_weights(step: Callable[..., Any], teacher: type[Teacher] | None) -> None:
+    """Nothing runs ahead there, as the error says."""
+    found = list[dict[str, Tensor]]()
+    for strategy in ("auto", HetPipeStrategy(stages=2, in_flight=3, weights="sync")):
+        torch.manual_seed(0)
+        module = Learner(step, teacher=layers().requires_grad_(False))
+        module.register_buffer("seen", torch.zeros(()))
+        quiet_trainer(strategy, callbacks=[teacher()] if teacher else []).fit(module, batches())
+        found.append(module.state_dict())
+    assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())
+
+
 def follows(module: Any, x: Tensor, y: Tensor, batch_idx: int) -> Any:
     """As self-supervised models of libraries do it: the teacher follows where the step begins."""
     with torch.no_grad():

@@ -210,7 +210,7 @@ class Timed(Learner):
 def test_the_report_counts_the_time_of_training_alone(stages: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without validation, and without the first minibatch of the fit."""
     clock = Clock()
-    monkeypatch.setattr("lightning_hetpipe.reporting.meter.perf_counter", clock)
+    monkeypatch.setattr("lightning_hetpipe.reporting.report.perf_counter", clock)
     strategy = HetPipeStrategy(stages=stages, in_flight=1)
     settings: Any = {"max_epochs": 2, "val_check_interval": 2, "num_sanity_val_steps": 1}
     quiet_trainer(strategy, **settings).fit(Timed(clock), batches(6), batches(1))

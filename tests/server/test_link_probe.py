@@ -6,8 +6,7 @@ import json
 
 import pytest
 
-from lightning_hetpipe.planning.model.link_timing import LARGEST
-from lightning_hetpipe.server.process.link_probe import link_to
+from lightning_hetpipe.server.process.link_probe import LARGEST, link_to
 from lightning_hetpipe.server.transport.interface import LINK, STATUS, CallRefused
 from tests.server.test_sessions import served
 

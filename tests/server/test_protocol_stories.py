@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from lightning_hetpipe.server.process.held_weights import decisive
 from lightning_hetpipe.server.protocol.coordinator import Coordinator
 from lightning_hetpipe.server.protocol.identifiers import (
     COORDINATOR,
@@ -46,6 +47,25 @@ from lightning_hetpipe.server.protocol.messages import (
 from lightning_hetpipe.server.protocol.recovery import newest_pull
 from lightning_hetpipe.server.protocol.roster import difference
 from tests.server.world import LEASE, World, parameter, signature
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "decides"),
+    [
+        (Done(), None, "second"),
+        (Done(), RemoteFault(Refusal.FENCED, "newer"), "second"),
+        (Done(), RemoteFault(Refusal.STALE, "overtaken"), "second"),
+        (None, RemoteFault(Refusal.STALE, "overtaken"), "first"),
+        (None, RemoteFault(Refusal.FENCED, "newer"), "second"),
+    ],
+)
+def test_one_answer_of_a_server_counts_for_all_parts_of_an_update(
+    first: Answer | RemoteFault | None, second: Answer | RemoteFault | None, decides: str
+) -> None:
+    """The answer that has come least far."""
+    expected = first if decides == "first" else second
+    assert decisive([first, second]) is expected
+    assert decisive([second, first]) is expected
 
 
 def until(world: World, vw: int, *states: MemberState) -> None:

@@ -16,7 +16,7 @@ from lightning_hetpipe.capture.frozen import FrozenValues
 from lightning_hetpipe.pipeline.random.generators import RandomGenerators
 from lightning_hetpipe.pipeline.split.member_pool import DeviceGroup, MemberPool
 from lightning_hetpipe.pipeline.split.split_segment import SplitSegment
-from lightning_hetpipe.rules.channel_counts import ChannelCounts
+from lightning_hetpipe.rules.channel_layouts import ChannelCounts
 
 CPU = torch.device("cpu")
 

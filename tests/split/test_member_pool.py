@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lightning_hetpipe.pipeline.split.member_pool import DeviceGroup, MemberPool
-from lightning_hetpipe.rules.channel_counts import ChannelCounts
+from lightning_hetpipe.rules.channel_layouts import ChannelCounts
 from tests.split.dividing import CPU, Whole, divided
 from tests.split.nets import vgg
 

@@ -9,7 +9,7 @@ While torch's compiler works it changes state of the whole process, and restores
 default dtype. And in all threads ``torch.compiler.is_compiling()`` is true, by which torch's optimizers decide how they
 compute (*measured*: weights after an AdamW step that overlapped differed by 1e-7). So the first forward and the first
 backward of each kind run alone: no stage computes, and no user code runs. See
-:mod:`~lightning_hetpipe.pipeline.readers_writer_lock`.
+:mod:`~lightning_hetpipe.pipeline.threads`.
 
 Guards look at the process's default dtype, and would compile anew whenever user code changes it in another thread. They
 are left out for that; what they would see besides is the same for every call of a stage, but for autocast, and each

@@ -18,7 +18,12 @@ from torch import Tensor, fx
 from lightning_hetpipe.pipeline.graph_layer import GraphLayer, own_path
 from lightning_hetpipe.pipeline.random.generators import drawn
 from lightning_hetpipe.pipeline.split.masks import unfuse_dropouts
-from lightning_hetpipe.torch_private.graphs import ASSERTS_METADATA, HigherOrderOperator, OperatorOverload, arguments_of
+from lightning_hetpipe.torch_private.graphs import (
+    ASSERTS_METADATA,
+    HigherOrderOperator,
+    OperatorOverload,
+    written_and_viewed,
+)
 
 if TYPE_CHECKING:
     from lightning_hetpipe.pipeline.stage import Layer
@@ -129,14 +134,7 @@ def writes_and_views(node: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
         return given if _is_written_in_regions(given) else [], given
     if not isinstance(target, OperatorOverload):  # arithmetic with sizes, but for this one
         return [], list(node.all_input_nodes) if target is operator.getitem else []
-    written: list[fx.Node] = []
-    viewed: list[fx.Node] = []
-    for position, (name, shares, changes) in enumerate(arguments_of(target)):
-        value = args[position] if position < len(args) else node.kwargs.get(name)
-        nodes = [each for each in (value if isinstance(value, list | tuple) else [value]) if isinstance(each, fx.Node)]
-        viewed += nodes if shares or (name == "input" and "dropout" in str(target)) else []
-        written += nodes if changes or name in ("running_mean", "running_var") else []
-    return written, viewed
+    return written_and_viewed(target, args, node.kwargs)
 
 
 def note_views(node: fx.Node, viewed: Sequence[fx.Node], shares: dict[fx.Node, set[fx.Node]]) -> None:

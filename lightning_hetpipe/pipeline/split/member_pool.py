@@ -18,7 +18,7 @@ from lightning_hetpipe.pipeline.graph_layer import set_here
 from lightning_hetpipe.pipeline.streams import HostStream, Stream, StreamEvent, Streams
 from lightning_hetpipe.pipeline.threads import Worker
 from lightning_hetpipe.pipeline.values import nested_tensors
-from lightning_hetpipe.rules.channel_counts import ChannelCounts
+from lightning_hetpipe.rules.channel_layouts import ChannelCounts
 
 Job = Callable[[], Any]
 

@@ -40,8 +40,7 @@ from lightning_hetpipe.pipeline.split.unit_choice import (
     weight_of,
 )
 from lightning_hetpipe.planning.model.profile import LayerWidths
-from lightning_hetpipe.rules.channel_counts import ChannelCounts
-from lightning_hetpipe.rules.channel_layouts import ChannelLayout
+from lightning_hetpipe.rules.channel_layouts import ChannelCounts, ChannelLayout
 
 _STATISTICS = {torch.ops.aten.batch_norm.default, torch.ops.aten.instance_norm.default}
 """Operators that write into their fourth and fifth operand."""

@@ -1,31 +1,260 @@
-"""A segment whose layers the members of a group compute together."""
+"""A segment whose layers the members of a group compute together, region by region.
+
+The call of a region is one function of autograd, in which each member has a graph of its own:
+
+forward     each member takes its parts, computes, and keeps its graph; their outputs are put together or added up
+backward    each member runs the backward of its graph, at the same time; gradients of parts are put together, and
+            those of what all have used are added up, both in the order of the members, on the home device
+"""
 
 from __future__ import annotations
 
+import operator
+import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import partial, reduce
 from typing import TYPE_CHECKING, Any
 
-from torch import fx, nn
+import torch
+from torch import Tensor, fx, nn
 
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.pipeline.autocast import Autocast
 from lightning_hetpipe.pipeline.compile.compilation import Kind, KindsOfCalls, compiler_reason, under_own_code
 from lightning_hetpipe.pipeline.graph_layer import GraphLayer, set_here
 from lightning_hetpipe.pipeline.random.graph_draws import NoDropout, refuse_other_draws
+from lightning_hetpipe.pipeline.reentrant_checkpoints import run_backward
 from lightning_hetpipe.pipeline.split.joined_graph import JoinedGraph, joined_graph
 from lightning_hetpipe.pipeline.split.member_pool import DeviceGroup, MemberPool
-from lightning_hetpipe.pipeline.split.parts import VersionParts
-from lightning_hetpipe.pipeline.split.region_call import Opened, RegionCall
+from lightning_hetpipe.pipeline.split.parts import VersionParts, joined, part
+from lightning_hetpipe.pipeline.split.regions import GivenAs, Region, RegionInput, RegionOutput, TakenAs
 from lightning_hetpipe.pipeline.split.rewriting import split_graph
+from lightning_hetpipe.pipeline.streams import move
 from lightning_hetpipe.torch_private.compiler import CompilerError, CompilerLimit, compiled
 from lightning_hetpipe.torch_private.tensors import pytree
 
 if TYPE_CHECKING:
     from lightning_hetpipe.pipeline.stage import Layer
 
-
 Graph = Callable[..., Any]
+
+Opened = Callable[[], AbstractContextManager[Any]]
+"""Opens the state of a thread in which members compute as the stage does, such as autocast."""
+
+
+class RegionCall(nn.Module):
+    """Calls ``region`` in the threads of ``pool``.
+
+    Args:
+        region: The region.
+        pool: Of the group.
+        weights: Parts of versions of weights.
+
+    Attributes:
+        graphs: What members run: their graphs, or what was compiled of these.
+    """
+
+    def __init__(self, region: Region, pool: MemberPool, weights: VersionParts) -> None:
+        super().__init__()
+        self.region, self.pool, self.weights = region, pool, weights
+        self.opened: Opened
+        self.graphs: Sequence[Callable[..., Any]] = region.graphs
+
+    def forward(self, *inputs: Any) -> tuple[Any, ...]:
+        """Whole inputs, or of what members hold a list of one for each; gives outputs in the same way."""
+        flat: list[Any] = []
+        for each in inputs:
+            flat += each if isinstance(each, list) else [each]
+        apply: Any = _Apart.apply  # torch has no types here
+        outputs = apply(_RegionRun(self, [len(each) if isinstance(each, list) else 0 for each in inputs]), *flat)
+        found = iter(outputs)
+        return tuple(
+            [next(found) if member in each.layout.members else None for member in range(self.region.members)]
+            if each.given is GivenAs.HELD
+            else next(found)
+            for each in self.region.outputs
+        )
+
+
+class _RegionRun:
+    """One forward of a region, and its backward."""
+
+    def __init__(self, call: RegionCall, held: Sequence[int]) -> None:
+        self._region, self._pool, self._weights, self._opened = call.region, call.pool, call.weights, call.opened
+        self._graphs = call.graphs
+        self._held = held
+        self._leaves: list[Sequence[Any]] = []
+        self._outputs: list[Sequence[Any]] = []
+        self._home = call.pool.group.devices[call.pool.group.home]
+        self._wholes: dict[int, Tensor] = {}
+        self._lock = threading.Lock()
+        self._on_host = all(device.type == "cpu" for device in call.pool.group.devices)
+
+    def forward(self, wanted: Sequence[bool], flat: Sequence[Any]) -> list[Any]:
+        inputs, needs = self._nested(flat), self._nested(wanted)
+        members, grad = range(self._region.members), any(wanted)
+        jobs = [
+            partial(self._member_forward, member, inputs, needs, grad) if self._region.gives[member] else None
+            for member in members
+        ]
+        found = self._pool.run(jobs, [each for each in flat if isinstance(each, Tensor)])
+        self._leaves = [each[0] if each else () for each in found]
+        self._outputs = [each[1] if each else () for each in found]
+        self._write_back(inputs)
+        given = [dict(zip(self._region.gives[m], self._outputs[m], strict=True)) for m in members]
+        outputs: list[Any] = []
+        for number, output in enumerate(self._region.outputs):
+            parts = [given[member][number].detach() for member in output.layout.members]
+            outputs += parts if output.given is GivenAs.HELD else [self._together(number, output, parts)]
+        if not grad:
+            self._leaves, self._outputs = [], []
+        return outputs
+
+    def backward(self, flat: Sequence[Tensor | None]) -> list[Tensor | None]:
+        gradients = iter(flat)
+        given: list[dict[int, Tensor | None]] = [{} for _ in range(self._region.members)]
+        for number, output in enumerate(self._region.outputs):
+            whole = None if output.given is GivenAs.HELD else next(gradients)
+            for member in output.layout.members:
+                gradient = next(gradients) if output.given is GivenAs.HELD else whole
+                if gradient is not None and output.given is GivenAs.JOINED:
+                    gradient = part(gradient, output.layout, member)
+                given[member][number] = gradient
+        leaves, outputs, self._leaves, self._outputs = self._leaves, self._outputs, [], []
+        jobs = [
+            partial(self._member_backward, member, leaves[member], outputs[member], given[member])
+            if self._region.gives[member]
+            else None
+            for member in range(self._region.members)
+        ]
+        del leaves, outputs
+        found = self._pool.run(jobs, [each for each in flat if each is not None])
+        del jobs
+        by_input: list[dict[int, Tensor]] = [{} for _ in self._region.inputs]
+        for member, own in enumerate(found):
+            for number, gradient in zip(self._region.takes[member], own or (), strict=bool(own)):
+                if gradient is not None:
+                    by_input[number][member] = gradient
+        result: list[Tensor | None] = []
+        for each, size, own in zip(self._region.inputs, self._held, by_input, strict=True):
+            result += [own.get(member) for member in range(size)] if size else [self._gradient(each, own)]
+        return result
+
+    # In the members' threads.
+
+    def _member_forward(
+        self, member: int, inputs: Sequence[Any], needs: Sequence[Any], grad: bool
+    ) -> tuple[Sequence[Any], Sequence[Any]]:
+        with torch.set_grad_enabled(grad), self._opened():
+            leaves = [
+                self._leaf(number, member, inputs[number], needs[number]) for number in self._region.takes[member]
+            ]
+            outputs = self._graphs[member](*leaves)
+        with torch.no_grad():
+            for number, each in zip(self._region.gives[member], outputs, strict=True):
+                self._put(number, member, each.detach())
+        return leaves, outputs
+
+    def _put(self, number: int, member: int, given: Tensor) -> None:
+        """Put what a member gives where it belongs, on the host: members share the time that this takes."""
+        output = self._region.outputs[number]
+        layout = output.layout
+        if output.given is not GivenAs.JOINED or layout.outer != 1 or len(layout.members) == 1 or not self._on_host:
+            return
+        with self._lock:
+            if number not in self._wholes:
+                sizes = list(given.shape)
+                sizes[layout.dim] = layout.units * layout.inner
+                self._wholes[number] = given.new_empty(sizes)
+        part(self._wholes[number], layout, member).copy_(given)
+
+    def _leaf(self, number: int, member: int, given: Any, wanted: Any) -> Any:
+        each, device = self._region.inputs[number], self._pool.group.devices[member]
+        if each.taken is TakenAs.DEVICE:
+            return device
+        if each.taken is TakenAs.HELD:
+            given, wanted = given[member], wanted[member]
+        if not isinstance(given, Tensor):
+            return given
+        with torch.no_grad():
+            if each.is_weight and isinstance(given, nn.Parameter):  # a buffer may change without a version
+                taken = self._weights.of(given, each.layout, member, device)
+            elif each.layout is None or each.taken is TakenAs.HELD:
+                taken = move(given, device)
+            else:
+                taken = move(part(given, each.layout, member), device)
+                taken = taken.clone() if each.taken is TakenAs.STATE else taken
+        return taken.detach().requires_grad_(bool(wanted))
+
+    def _member_backward(
+        self, member: int, leaves: Sequence[Any], outputs: Sequence[Any], given: dict[int, Tensor | None]
+    ) -> list[Tensor | None]:
+        numbered = zip(self._region.gives[member], outputs, strict=True)
+        pairs = [(output, given[number]) for number, output in numbered if output.requires_grad]
+        ends = [(output, move(each, output.device)) for output, each in pairs if each is not None]
+        wanted = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
+        if not ends or not wanted:
+            return [None] * len(leaves)
+        found = iter(run_backward([output for output, _ in ends], [each for _, each in ends], wanted))
+        return [next(found) if isinstance(leaf, Tensor) and leaf.requires_grad else None for leaf in leaves]
+
+    # In the thread of the stage.
+
+    def _together(self, number: int, output: RegionOutput, parts: Sequence[Tensor]) -> Tensor:
+        if number in self._wholes:
+            return self._wholes.pop(number)
+        moved = [move(each, self._home) for each in parts]
+        return joined(moved, output.layout) if output.given is GivenAs.JOINED else reduce(operator.add, moved)
+
+    def _gradient(self, each: RegionInput, own: dict[int, Tensor]) -> Tensor | None:
+        """The gradient of what members have taken, of theirs."""
+        if not own:
+            return None
+        moved = {member: move(gradient, self._home) for member, gradient in sorted(own.items())}
+        if each.layout is None:
+            return reduce(operator.add, moved.values())
+        (other, like), counts, dim = next(iter(moved.items())), each.layout.counts, each.layout.dim
+        for member in each.layout.members:
+            if member not in moved:  # no gradient reaches its part
+                sizes = list(like.shape)
+                sizes[dim] = sizes[dim] // counts[other] * counts[member]
+                moved[member] = like.new_zeros(sizes)
+        return joined([moved[member] for member in each.layout.members], each.layout)
+
+    def _write_back(self, inputs: Sequence[Any]) -> None:
+        """Have the buffers be what members have left of their parts."""
+        for number, each in enumerate(self._region.inputs):
+            if each.taken is TakenAs.STATE and each.layout is not None:
+                left = [
+                    move(self._leaves[member][self._region.takes[member].index(number)], self._home)
+                    for member in each.layout.members
+                ]
+                inputs[number].copy_(joined(left, each.layout))
+
+    def _nested(self, flat: Sequence[Any]) -> list[Any]:
+        """One entry for each input: of what is held, a list with one for each member."""
+        found = iter(flat)
+        return [[next(found) for _ in range(size)] if size else next(found) for size in self._held]
+
+
+class _Apart(torch.autograd.Function):
+    """A region as one node of autograd's graph."""
+
+    @staticmethod
+    def forward(ctx: Any, run: _RegionRun, *inputs: Any) -> tuple[Any, ...]:
+        ctx.run = run
+        ctx.set_materialize_grads(False)
+        outputs = run.forward(ctx.needs_input_grad[1:], inputs)
+        ctx.mark_non_differentiable(*[each for each in outputs if not (each.is_floating_point() or each.is_complex())])
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
+        run = ctx.run
+        del ctx.run
+        return (None, *run.backward(gradients))
 
 
 class CompiledMembers(KindsOfCalls):

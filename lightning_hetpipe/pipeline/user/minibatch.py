@@ -32,7 +32,7 @@ from lightning_hetpipe.rules.versions import Reading
 
 if TYPE_CHECKING:
     from lightning_hetpipe.pipeline.engine import Engine
-    from lightning_hetpipe.pipeline.passes import Loss
+    from lightning_hetpipe.pipeline.stage_thread import Loss
 
 _SKIPPED = (
     "; a layer that is skipped at random (layerdrop, say) needs a chance of 0 to be skipped, or to be left out of"

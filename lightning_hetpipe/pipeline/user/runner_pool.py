@@ -12,10 +12,9 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Generic, TypeVar
 
-from lightning_hetpipe.pipeline.readers_writer_lock import ReadersWriterLock
 from lightning_hetpipe.pipeline.stage_thread import StageThread
 from lightning_hetpipe.pipeline.streams import WaitingStream
-from lightning_hetpipe.pipeline.threads import Watchdog, Worker
+from lightning_hetpipe.pipeline.threads import ReadersWriterLock, Watchdog, Worker
 from lightning_hetpipe.pipeline.user.batch_in_flight import BatchInFlight
 from lightning_hetpipe.pipeline.user.lock import Precedence, Ticket, UserLock
 

@@ -245,8 +245,8 @@ class Profile:
         """Add times of those ``devices`` of which it has none and that the catalogue knows.
 
         They are made from those of the profiled GPU whose speed is nearest, by
-        :func:`~lightning_hetpipe.planning.model.catalogue.relative_speed`, and listed in ``estimated``. Where no GPU of
-        the catalogue was profiled, such as on a machine with a CPU only, they are made by the device's own speed from
+        :meth:`~lightning_hetpipe.planning.model.catalogue.Gpu.speed`, and listed in ``estimated``. Where no GPU of the
+        catalogue was profiled, such as on a machine with a CPU only, they are made by the device's own speed from
         ``speeds``, and are :data:`SHORTEST` at least. If that is not known either, the only device stands for the
         fastest of ``devices``: then the ratios are estimates, and no more. Devices that say their speed stay as they
         are.

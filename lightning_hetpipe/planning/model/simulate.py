@@ -4,7 +4,7 @@ Time only moves from event to event, so that a run of hours takes no longer than
 
 - Each stage runs its tasks first in, first out, in the order in which they become ready (law L2); the tasks of a
   minibatch are those of :func:`~lightning_hetpipe.rules.schedule.route`. A segment that is visited several times and
-  changes buffers takes minibatches one by one (:class:`~lightning_hetpipe.rules.call_order.CallOrder`).
+  changes buffers takes minibatches one by one (:class:`~lightning_hetpipe.rules.schedule.CallOrder`).
 - Minibatch p starts when the version that it uses is published, p - Nm under weight stashing, and the first Nm at once
   (law L1).
 - What a stage is sent arrives as part of the task that needs it, as the engine moves it: a link keeps the stage that
@@ -36,8 +36,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_hetpipe.planning.model.shared_links import SharedDevice
-from lightning_hetpipe.rules.call_order import CallOrder
-from lightning_hetpipe.rules.schedule import Call, Segment, Work, calls, route, segments
+from lightning_hetpipe.rules.schedule import Call, CallOrder, Segment, Work, calls, route, segments
 from lightning_hetpipe.rules.versions import STASH, Versions
 
 ROWS = 32

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from lightning_hetpipe.planning.model.catalogue import canonical
 from lightning_hetpipe.planning.model.cluster import Cluster
 from lightning_hetpipe.planning.model.units import in_bytes
-from lightning_hetpipe.rules.channel_counts import is_share
+from lightning_hetpipe.rules.channel_layouts import is_share
 from lightning_hetpipe.rules.parameter_placement import PLACEMENTS
 from lightning_hetpipe.rules.versions import POLICIES
 

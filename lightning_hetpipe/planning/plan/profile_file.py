@@ -20,16 +20,6 @@ from lightning_hetpipe.planning.plan.json_file import Document, write
 
 VERSION = 1
 
-_OURS = {
-    "devices": "devices",
-    "samples": "samples",
-    "parameters": "parameter_bytes",
-    "kept": "kept_bytes",
-    "output": "output_bytes",
-}
-_REFERENCE = {**_OURS, "devices": "gpus", "samples": "microbatch", "kept": "activation_bytes"}
-"""Keys of the project's reference data, which has no version."""
-
 
 def save(profile: Profile, path: str | PathLike[str]) -> None:
     """Write ``profile``, whole or not at all.
@@ -102,23 +92,16 @@ def _times_json(times: Times) -> dict[str, float]:
 
 
 def _read(document: Document) -> Profile:
-    if "schema_version" not in document and "gpus" in document:
-        document.object("model", "microbatch", "gpus", "layers")
-        return _profile(document, _REFERENCE, {})
     document.version(VERSION)
     document.object(
         "schema_version", "model", "samples", "layers", "devices", "estimated", "calls", "user_code", "widths"
     )
     estimated = {name: base.text() for name, base in document["estimated"].items()} if "estimated" in document else {}
-    return _profile(document, _OURS, estimated)
-
-
-def _profile(document: Document, keys: Mapping[str, str], estimated: dict[str, str]) -> Profile:
-    layers = [_layer(each, keys) for each in document["layers"].entries()]
+    layers = [_layer(each) for each in document["layers"].entries()]
     if not layers:
         document["layers"].refuse("is empty; a profile has at least one layer")
     times, memory, speeds = {}, {}, {}
-    for name, device in document[keys["devices"]].items():
+    for name, device in document["devices"].items():
         device.object("memory_bytes", "flop_per_s", "layers")
         times[name] = [_times(each) for each in device["layers"].entries()]
         if len(times[name]) != len(layers):
@@ -132,8 +115,8 @@ def _profile(document: Document, keys: Mapping[str, str], estimated: dict[str, s
             if not speeds[name]:
                 device["flop_per_s"].refuse("is 0 and must be positive")
     if not times:
-        document[keys["devices"]].refuse("is empty; a profile has the times of at least one device")
-    samples = document[keys["samples"]].whole(1)
+        document["devices"].refuse("is empty; a profile has the times of at least one device")
+    samples = document["samples"].whole(1)
     calls = [_call(each) for each in document["calls"].entries()] if "calls" in document else []
     user = _user(document["user_code"]) if "user_code" in document else UserBytes()
     widths = dict(_widths(each, len(layers)) for each in document["widths"].entries()) if "widths" in document else {}
@@ -160,15 +143,15 @@ def _width(entry: Document) -> Width:
     return Width(part, _seconds(entry))
 
 
-def _layer(entry: Document, keys: Mapping[str, str]) -> LayerBytes:
-    counted = [keys["parameters"], keys["kept"], keys["output"]]
+def _layer(entry: Document) -> LayerBytes:
+    counted = ("parameter_bytes", "kept_bytes", "output_bytes")
     entry.object("name", *counted, "input_bytes", "changes_buffers", "frozen_bytes")
     given = entry["input_bytes"].whole() if "input_bytes" in entry else 0
     changes = entry["changes_buffers"].truth() if "changes_buffers" in entry else False
     parameters, kept, output = (entry[key].whole() for key in counted)
     frozen = entry["frozen_bytes"].whole() if "frozen_bytes" in entry else 0
     if frozen > parameters:
-        entry["frozen_bytes"].refuse(f"is {frozen}, more than {keys['parameters']}, which is {parameters}")
+        entry["frozen_bytes"].refuse(f"is {frozen}, more than parameter_bytes, which is {parameters}")
     return LayerBytes(entry["name"].text(), parameters, kept, output, given, changes, frozen)
 
 

@@ -2,7 +2,7 @@
 frozen ones count less.
 
 Where activations fill a device by then, its later weights go on to the next one, as in the run
-(:mod:`lightning_hetpipe.placement.overflow`).
+(:mod:`lightning_hetpipe.placement.spread`).
 """
 
 from __future__ import annotations

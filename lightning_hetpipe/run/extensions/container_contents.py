@@ -10,7 +10,6 @@ import sys
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
-from operator import is_
 from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
@@ -18,14 +17,21 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from lightning_hetpipe.capture.contents import items_of, refill, same_objects
+
 Edit = Callable[[Any], Any]
 """Makes new contents of other contents."""
 
 SCANNED = 16
 """Items at each end of a container in which containers and tensors are looked for."""
 
-_SEQUENCES: frozenset[type] = frozenset({list, deque})
-_MAPPINGS: frozenset[type] = frozenset({dict, OrderedDict, defaultdict, Counter})
+_COPIED: dict[type, Callable[[Any], Any]] = {
+    **dict.fromkeys((list, deque), list),
+    **dict.fromkeys((dict, OrderedDict, defaultdict, Counter), dict),
+    set: set,
+}
+"""Functions that copy the contents of a container, by its class."""
+
 _OBJECTS = frozenset({"types", "argparse"})
 _NOT_USERS = (sys.stdlib_module_names | {"torch", "lightning", "torchmetrics", "numpy", "lightning_hetpipe"}) - _OBJECTS
 _NO_STATE = nn.Module | Tensor | type | ModuleType | FunctionType | torch.Generator
@@ -34,7 +40,7 @@ _NO_STATE = nn.Module | Tensor | type | ModuleType | FunctionType | torch.Genera
 def is_container(value: Any) -> bool:
     """Return True if ``value`` is a container, or an object of a user's class."""
     kind = type(value)
-    if kind in _SEQUENCES or kind in _MAPPINGS or kind is set:
+    if kind in _COPIED:
         return True
     if isinstance(value, _NO_STATE) or kind.__module__.partition(".")[0] in _NOT_USERS:
         return False
@@ -42,41 +48,21 @@ def is_container(value: Any) -> bool:
 
 
 def taken(container: Any) -> Any:
-    """Copy the contents of ``container``, one step deep."""
-    kind = type(container)
-    if kind in _SEQUENCES:
-        return list(container)
-    if kind is set:
-        return set(container)
-    return dict(container if kind in _MAPPINGS else vars(container))
+    """Copy the contents of ``container``, one step deep: as a list, a set or a dict."""
+    copied = _COPIED.get(type(container))
+    return dict(vars(container)) if copied is None else copied(container)
 
 
 def put(container: Any, contents: Any) -> None:
     """Make ``contents`` those of ``container``."""
-    kind = type(container)
-    if kind is list:
-        container[:] = contents
-    elif kind is deque:
-        container.clear()
-        container.extend(contents)
-    elif kind is set:
-        container.clear()
-        container.update(contents)
-    else:
-        held = container if kind in _MAPPINGS else vars(container)
-        held.clear()
-        (dict if kind is Counter else type(held)).update(held, contents)
+    refill(container if type(container) in _COPIED else vars(container), items_of(contents))
 
 
 def same(one: Any, other: Any) -> bool:
     """Return True if both contents are the same objects in the same order."""
-    if len(one) != len(other):
-        return False
-    if isinstance(one, list):
-        return all(map(is_, one, other))
     if isinstance(one, set):
         return {*map(id, one)} == {*map(id, other)}
-    return all(map(is_, one, other)) and all(map(is_, one.values(), other.values()))
+    return same_objects(items_of(one), items_of(other))
 
 
 def edit_of(before: Any, after: Any) -> Edit:
@@ -101,7 +87,7 @@ def edit_of(before: Any, after: Any) -> Edit:
     return edited if same(edited(before), after) else lambda now: {**after}
 
 
-def items_of(contents: Any) -> Iterator[tuple[Any, Any]]:
+def ends_of(contents: Any) -> Iterator[tuple[Any, Any]]:
     """The first and last items of ``contents`` with their keys, in which more containers and tensors may be."""
     if isinstance(contents, set):
         return

@@ -31,6 +31,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from lightning_hetpipe.capture.contents import ABSENT, assign
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.pipeline.user.user_section import SectionBetween, UserSection
 from lightning_hetpipe.pipeline.values import equal
@@ -38,8 +39,8 @@ from lightning_hetpipe.rules.versions import Versions
 from lightning_hetpipe.run.extensions.container_contents import (
     Edit,
     edit_of,
+    ends_of,
     is_container,
-    items_of,
     overlapping,
     put,
     same,
@@ -52,7 +53,6 @@ from lightning_hetpipe.torch_private.tensors import version_counter
 Time = tuple[int, float]
 """A minibatch, and which section of its user code: 0 is the hooks around its transfer, 1 the first of its step."""
 
-_ABSENT = object()
 _CALLBACKS = -1.0  # before every section of the minibatch
 _DEPTH = 2
 """Steps from the module at which contents count: an attribute's, and those of what it holds."""
@@ -172,7 +172,7 @@ class Attributes(Extension):
         now = self._users()
         time = self._versions().first_reader(version), _CALLBACKS
         for name in now.keys() | self._published.keys():
-            before, value = self._published.get(name, _ABSENT), now.get(name, _ABSENT)
+            before, value = self._published.get(name, ABSENT), now.get(name, ABSENT)
             if value is not before:
                 self._record(name, time, before, value)
         self._published = now
@@ -201,7 +201,7 @@ class Attributes(Extension):
             for (owner, section), value in assignments:
                 if owner == minibatch and section != _CALLBACKS:
                     self._put(name, value)
-                    _assign(self._published, name, value)
+                    assign(self._published, name, value)
         for container in self._containers.values():
             for (owner, section), edit in container.edits:
                 if owner == minibatch and section != _CALLBACKS:
@@ -224,8 +224,8 @@ class Attributes(Extension):
         loops = self._users()
         seen = {name: self._seen(name, time) for name in self._set}
         for name in loops.keys() | self._published.keys():  # callbacks may have set more, which is not published yet
-            seen.setdefault(name, self._published.get(name, _ABSENT))
-        self._swapped = {name: loops.get(name, _ABSENT) for name in seen if loops.get(name, _ABSENT) is not seen[name]}
+            seen.setdefault(name, self._published.get(name, ABSENT))
+        self._swapped = {name: loops.get(name, ABSENT) for name in seen if loops.get(name, ABSENT) is not seen[name]}
         for name in self._swapped:
             self._put(name, seen[name])
         self._at_start = self._users()
@@ -259,9 +259,9 @@ class Attributes(Extension):
         finally:
             left = self._users()
             for name in left.keys() | self._at_start.keys() | self._assigned:
-                before, value = self._at_start.get(name, _ABSENT), left.get(name, _ABSENT)
+                before, value = self._at_start.get(name, ABSENT), left.get(name, ABSENT)
                 if value is not before or name in self._assigned:
-                    self._record(name, time, self._published.get(name, _ABSENT), value)
+                    self._record(name, time, self._published.get(name, ABSENT), value)
                     self._check_readers(name, name, time)
                     self._swapped.setdefault(name, before)
             for name, value in self._swapped.items():
@@ -320,7 +320,7 @@ class Attributes(Extension):
         if self._now is not None:
             container.users[self._now[0]] = True
         self._reads(container.name, id(held), [time for time, _ in container.edits])
-        for key, item in [*items_of(taken(held))]:
+        for key, item in [*ends_of(taken(held))]:
             if _is_data(item):
                 self._use(name, held, key, item, False)
             elif depth > 1 and is_container(item):
@@ -410,7 +410,7 @@ class Attributes(Extension):
     # Assignments.
 
     def _seen(self, name: str, reader: Time) -> Any:
-        newest = self._published.get(name, _ABSENT)
+        newest = self._published.get(name, ABSENT)
         for time, value in self._set[name]:  # in order of time
             if self._sees(time, reader):
                 newest = value
@@ -426,14 +426,7 @@ class Attributes(Extension):
         return users_attributes(self._held)
 
     def _put(self, name: str, value: Any) -> None:
-        _assign(self._held, name, value)
-
-
-def _assign(held: dict[str, Any], name: str, value: Any) -> None:
-    if value is _ABSENT:
-        held.pop(name, None)
-    else:
-        held[name] = value
+        assign(self._held, name, value)
 
 
 def _data_in(values: Iterable[Any], depth: int = _DEPTH) -> Iterator[Any]:
@@ -442,7 +435,7 @@ def _data_in(values: Iterable[Any], depth: int = _DEPTH) -> Iterator[Any]:
         if _is_data(value):
             yield value
         elif depth and is_container(value):
-            yield from _data_in((item for _, item in items_of(taken(value))), depth - 1)
+            yield from _data_in((item for _, item in ends_of(taken(value))), depth - 1)
 
 
 def _is_data(value: Any) -> bool:

@@ -34,16 +34,21 @@ class OutsideParameters(Extension):
         self._owners: list[tuple[str, nn.Module]] = []
         self._versioned: Callable[[], Collection[int]] = tuple
         self._is_in_flight: Callable[[], bool] = lambda: True
+        self._way_out = "set in_flight=1"
         self._begin()
 
     def leave_out(
-        self, roots: Collection[nn.Module], versioned: Callable[[], Collection[int]], is_in_flight: Callable[[], bool]
+        self,
+        roots: Collection[nn.Module],
+        versioned: Callable[[], Collection[int]],
+        is_in_flight: Callable[[], bool],
+        way_out: str,
     ) -> None:
         """Forget what is inside ``roots``, the pieces, and what is ``versioned``: the ``id`` of each such tensor.
 
-        ``is_in_flight`` tells whether minibatches are in flight.
+        ``is_in_flight`` tells whether minibatches are in flight, ``way_out`` what lets such tensors change.
         """
-        self._versioned, self._is_in_flight = versioned, is_in_flight
+        self._versioned, self._is_in_flight, self._way_out = versioned, is_in_flight, way_out
         self._exempt = versioned()
         self._inside = {id(part) for root in roots for part in root.modules()}
         self._pieces = [name for name, part in self._module.named_modules() if part in roots]
@@ -106,7 +111,7 @@ class OutsideParameters(Extension):
                 way_out = "move it into a pipelined module"
             raise SettingError(
                 f"'{name}', which lies outside the pipelined modules, {what} while later minibatches are in flight,"
-                f" so that they would see it at a moment that depends on timing; set in_flight=1, or {way_out}"
+                f" so that they would see it at a moment that depends on timing; {self._way_out}, or {way_out}"
             )
 
     def _naming(self, owners: Collection[str]) -> str:

@@ -27,15 +27,18 @@ from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.pipeline.threads import PerThread
 from lightning_hetpipe.pipeline.user.batch_in_flight import BatchInFlight
 from lightning_hetpipe.redirect import Redirect
-from lightning_hetpipe.run.extensions.found_metrics import (
+from lightning_hetpipe.run.extensions.recorded_calls import (
     CHANGES,
+    LogCall,
+    MetricCall,
+    Record,
+    caller,
     child_ids,
     find_metrics,
     group,
     is_metric,
     methods_of,
 )
-from lightning_hetpipe.run.extensions.recorded_calls import LogCall, MetricCall, Record, caller
 from lightning_hetpipe.run.extensions.shadow_metric import ShadowMetric
 from lightning_hetpipe.run.lifecycle import Around, Extension
 from lightning_hetpipe.torch_private.tensors import pytree

@@ -21,8 +21,7 @@ from torchmetrics import Metric
 
 from lightning_hetpipe.accelerator import accelerates, default_generators
 from lightning_hetpipe.errors import SettingError
-from lightning_hetpipe.run.extensions.found_metrics import READS
-from lightning_hetpipe.run.extensions.recorded_calls import MetricCall
+from lightning_hetpipe.run.extensions.recorded_calls import READS, MetricCall
 from lightning_hetpipe.torch_private.tensors import pytree
 from lightning_hetpipe.workers.shared_metrics import is_shared
 

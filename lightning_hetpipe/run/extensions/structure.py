@@ -7,7 +7,7 @@ from collections.abc import Callable
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.pipeline.engine import Engine
 from lightning_hetpipe.pipeline.user.minibatch import Minibatch
-from lightning_hetpipe.pipeline.user.user_section import UserSection
+from lightning_hetpipe.pipeline.user.user_section import SectionBetween, UserSection
 from lightning_hetpipe.run.driver import Driver
 from lightning_hetpipe.run.lifecycle import NOTHING, Around, Extension
 from lightning_hetpipe.run.piece_calls import PieceCalls
@@ -42,7 +42,8 @@ class Structure(Extension):
         self._calls.epoch_begins(first)
 
     def section(self, minibatch: int) -> UserSection:
-        return _Modes(self._calls)
+        """Note the modes of the pipelined modules at the beginning of each section, which must not change them."""
+        return SectionBetween(self._calls.take_modes, lambda: None)
 
     def settled(self, version: int) -> None:
         changed = self._calls.fingerprint.changed()
@@ -64,15 +65,3 @@ class Structure(Extension):
 
     def closed(self) -> None:
         self._calls.interceptor.remove()
-
-
-class _Modes:
-    """Notes the modes of the pipelined modules at the beginning of each section, which must not change them."""
-
-    def __init__(self, calls: PieceCalls) -> None:
-        self._calls = calls
-
-    def enter(self) -> None:
-        self._calls.take_modes()
-
-    def leave(self, for_good: bool = False) -> None: ...

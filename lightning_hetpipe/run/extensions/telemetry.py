@@ -13,8 +13,7 @@ from lightning_hetpipe.pipeline.engine import Engine
 from lightning_hetpipe.pipeline.user.batch_in_flight import BatchInFlight
 from lightning_hetpipe.pipeline.user.minibatch import Minibatch
 from lightning_hetpipe.placement.layout import Layout
-from lightning_hetpipe.reporting.meter import Meter
-from lightning_hetpipe.reporting.report import RunReport
+from lightning_hetpipe.reporting.report import Meter, RunReport
 from lightning_hetpipe.run.lifecycle import Extension
 
 

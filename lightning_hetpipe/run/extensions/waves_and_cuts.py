@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from typing import Any
 
 import lightning as L
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.errors import SettingError, say
 from lightning_hetpipe.lightning_private import (
     averages,
     begin_next_epoch,
@@ -31,7 +31,6 @@ from lightning_hetpipe.run.lifecycle import Extension
 from lightning_hetpipe.run.missed_data import EpochShare, MissedData
 from lightning_hetpipe.run.preemption import LEAVES, NOTHING, Preemption
 from lightning_hetpipe.run.together import check_batches, check_shares, minibatches_per_step
-from lightning_hetpipe.server.process.notices import say
 from lightning_hetpipe.workers.nameless_file import NamelessFile
 from lightning_hetpipe.workers.shared_data import deal_among, let_be_long
 from lightning_hetpipe.workers.synchroniser import Computing, Synchroniser
@@ -278,7 +277,7 @@ class WavesAndCuts(Extension):
 
     def _readmit(self, coming: Mapping[int, int]) -> None:
         trainer, group = self._trainer, self._synchroniser.group
-        with self._pausing(), NamelessFile() as file:
+        with self._pausing(), closing(NamelessFile()) as file:
             group.seats.agreed[LOADERS] = loaders_made(trainer)
             metrics = trainer.callback_metrics.items()
             group.seats.agreed[METRICS] = [(name, torch.as_tensor(value).cpu()) for name, value in metrics]

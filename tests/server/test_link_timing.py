@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lightning_hetpipe.planning.model.cluster import Link
-from lightning_hetpipe.planning.model.link_timing import LARGEST, slower, timed_link
+from lightning_hetpipe.server.process.link_probe import LARGEST, slower, timed_link
 
 
 class Wire:
