@@ -166,7 +166,7 @@ class HostServer:
             self._listener = listen(host, port)
         except OSError as error:
             raise SettingError(
-                f"address={self.address} cannot be had ({error.strerror}); is another hetpipe-host running there? Give"
+                f"address={self.address} cannot be had ({error.strerror}), as if another hetpipe-host ran there; give"
                 " another port, or 0 for any that is free."
             ) from None
         self.address = joined(host, self._listener.getsockname()[1])

@@ -547,7 +547,7 @@ MUTATIONS = (
         "run/fit.py",
         "self._undo.callback(torch.set_num_threads, self._plain_threads)",
         "pass",
-        ("tests/run/test_refusals.py",),
+        ("tests/golden/test_golden.py", "-k", "detached"),
     ),
     Mutation(
         "deadlocks",

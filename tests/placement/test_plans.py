@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -135,23 +134,6 @@ def test_forwards_are_computed_again_where_the_plan_or_the_user_says_so(said: bo
     trained(strategy)
 
 
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        ({"stages": 3}, "stages=3, but the plan has 2; leave stages out"),
-        ({"in_flight": 4}, "in_flight=4, but the plan has 3; leave in_flight out"),
-        (
-            {"weights": "pipeoptim"},
-            "weights='pipeoptim', but the plan is for weights='stash', which takes other memory",
-        ),
-        ({"stages": [2, 3]}, "stages=[2, 3], but the plan has 2; leave stages out"),
-    ],
-)
-def test_settings_that_contradict_a_plan(settings: dict[str, Any], said: str) -> None:
-    with refused(said):
-        HetPipeStrategy(plan=planned(0, 2), **settings)
-
-
 @pytest.mark.parametrize("policy", ["stash", "sync", "pipeoptim"])
 def test_weights_are_those_of_the_plan(policy: str, caplog: pytest.LogCaptureFixture) -> None:
     """They were chosen by the optimizer, whatever the plan had room for: SGD with momentum and Nesterov's here."""
@@ -172,40 +154,6 @@ def test_a_plan_for_more_minibatches_of_a_step_has_room_for_fewer_copies() -> No
     trained(HetPipeStrategy(plan=limited), every=3)
     said = "made for accumulate_grad_batches=3, where stages keep 2 copies of their weights, and with", "=1 it is 4"
     assert_refused(mlp(SGD), *said, strategy=HetPipeStrategy(plan=limited), loader=LOADER)
-
-
-def test_a_plan_with_more_in_flight_than_there_may_be() -> None:
-    with refused("in_flight=1001 is more than 1000, each of which would take a thread; set fewer"):
-        HetPipeStrategy(plan=planned(0, 2, in_flight=1001))
-
-
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        (None, "plan.json cannot be read (No such file or directory)"),
-        ("{", "plan.json is no JSON"),
-        ("{}", "has no 'schema_version'"),
-        ("whole", "plan.json: the plan cannot be run: virtual_workers[0].stages[1].first_layer is 3 and must be 2"),
-    ],
-)
-def test_files_that_are_no_plan(tmp_path: Path, text: str | None, said: str) -> None:
-    path = tmp_path / "plan.json"
-    if text == "whole":
-        planned(0, 2).save(path)
-        document = json.loads(path.read_text())
-        document["virtual_workers"][0]["stages"][1]["first_layer"] = 3
-        text = json.dumps(document)
-    if text is not None:
-        path.write_text(text)
-    with refused(said):
-        HetPipeStrategy(plan=path)
-
-
-@pytest.mark.parametrize("name", ["plan", "cluster"])
-def test_something_else(name: str) -> None:
-    given: Any = {name: 3}
-    with refused(f"{name}=3 must be a lightning_hetpipe.{name.title()}"):
-        HetPipeStrategy(**given)
 
 
 def test_a_plan_for_another_model(tmp_path: Path) -> None:
@@ -422,13 +370,6 @@ def test_one_in_flight_takes_what_the_spread_run_would_that_is_emulated(measured
     assert_refused(mlp(SGD), "does not fit into the memory of its devices", strategy=strategy, loader=LOADER)
 
 
-@pytest.mark.parametrize("settings", [{"compile": "eager"}, {"recompute": True}])
-def test_a_plan_of_a_spread_run_has_no_stages_for_settings(settings: dict[str, Any]) -> None:
-    (name,) = settings
-    with refused(f"{name} is for the stages of a pipeline", "is of a spread run", f"leave {name} out"):
-        HetPipeStrategy(plan=replace(planned(0, 3, in_flight=1), spread=True), **settings)
-
-
 def test_stages_on_several_nodes_need_hosts(measured: Says) -> None:
     """A run said that a node of that name is not there."""
     measured({"T4": 0.3}, cpu=0.01)
@@ -527,11 +468,6 @@ def test_memory_of_a_cpu_may_be_declared(measured: Says) -> None:
     strategy = stashing(cluster=box(Device("cpu", "1 GiB"), Device("cpu", "1 GiB")))
     assert [device for device, _ in trained(strategy)] == ["cpu:0", "cpu:1"]
     assert not strategy.last_run.emulated
-
-
-def test_a_cluster_of_several_virtual_workers_needs_a_plan() -> None:
-    with refused("cluster is planned at the start of a fit for one virtual worker, and there are 2; give a plan of 2"):
-        HetPipeStrategy(cluster=box("T4"), virtual_workers=2)
 
 
 # Found.

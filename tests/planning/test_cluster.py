@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from typing import Any, cast
 
@@ -106,51 +105,3 @@ def test_what_is_declared_does_not_change_what_is_there() -> None:
     said = r"'box' declares 'T4' as device 0, where 'RTX-3090' is there \(RTX-3090, T4\); declare devices in the order"
     with pytest.raises(SettingError, match=said):
         Cluster([Node("box", ["T4", "RTX-3090"])]).over(found)
-
-
-@pytest.mark.parametrize(
-    ("make", "says"),
-    [
-        (lambda: Device(""), r"Device\(name=''\) must be a name"),
-        (
-            lambda: Device("a", 0),
-            r"Device\('a'\).memory=0 must be positive: bytes, text such as '24 GiB', or None",
-        ),
-        (
-            lambda: Device("a", cast(Any, 2.5e9 + 0.5)),
-            r"Device\('a'\).memory=2500000000.5 must be a whole number of byt",
-        ),
-        (lambda: Device("a", True), "must be positive: bytes"),
-        (lambda: Device("a", "24 gigs"), r"Device\('a'\).memory='24 gigs' has the unit 'gigs', which is not among"),
-        (lambda: Device("a", speed=math.inf), r"Device\('a', speed=inf\) must be a positive number"),
-        (lambda: Link(0), r"Link\(bandwidth=0\) must be a positive number of bytes"),
-        (lambda: Link("fast"), "Link.bandwidth='fast' must be a number and a unit, such as '12 GB/s'"),
-        (lambda: Link(1, -1), r"Link\(latency=-1\) must be a number of seconds, at least 0"),
-        (
-            lambda: Node("n", []),
-            r"the devices of Node 'n' are \[\], and must be a list of at least one Device, or its name",
-        ),
-        (lambda: Node("n", "T4"), r"the devices of Node 'n' are 'T4', and must be a list"),
-        (lambda: Node("n", ["T4"], link=cast(Any, 3)), "3 must be a Link, or a bandwidth such as '12 GB/s'"),
-        (
-            lambda: Node("n", [{"name": "a", "memry": 1}]),
-            "a Device has no 'memry'; it has name, .*; did you mean 'memory'",
-        ),
-        (lambda: Node("n", [{"memory": 1}]), "a Device needs a 'name', which {'memory': 1} lacks; add it"),
-        (lambda: Node("n", ["0xT4"]), "'0xT4' must stand for 1 to 10000 devices"),
-        (lambda: Node("n", [f"{10**12}xT4"]), "'1000000000000xT4' must stand for 1 to 10000 devices"),
-        (lambda: Cluster([cast(Any, "n")]), "'n' must be a Node"),
-        (lambda: Node("n", cast(Any, 5)), "the devices of Node 'n' are 5, and must be a list"),
-        # Of a mapping the keys were taken for names of devices.
-        (
-            lambda: Node("n", cast(Any, {"name": "T4"})),
-            "the devices of Node 'n' are {'name': 'T4'}, and must be a list",
-        ),
-        (lambda: Cluster([]), r"Cluster\(nodes=\[\]\) must be a list of at least one Node"),
-        (lambda: Cluster(cast(Any, Node("n", ["T4"]))), r"Cluster\(nodes=Node\(.*\)\) must be a list of at least one"),
-        (lambda: Cluster([Node("n", ["a"]), Node("n", ["b"])]), "two nodes of the Cluster are named 'n'"),
-    ],
-)
-def test_what_cannot_be_is_refused(make: Any, says: str) -> None:
-    with pytest.raises(SettingError, match=says):
-        make()

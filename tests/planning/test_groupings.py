@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -54,18 +53,6 @@ def test_every_device_is_in_one_virtual_worker(nodes: list[list[str]]) -> None:
         assert sorted((slot.node, slot.number) for own in found for slot in own) == [
             (slot.node, slot.number) for slot in given.slots
         ]
-
-
-def test_equal_distribution_needs_equal_nodes() -> None:
-    with pytest.raises(SettingError, match="node 'v' has 4 where 'g' has 2; use 'np' or 'auto'"):
-        equal_distribution(cluster(V=4, G=2), speed)
-
-
-def test_hybrid_distribution_needs_pairs() -> None:
-    with pytest.raises(SettingError, match="the cluster has 3, an odd number; use 'np' or 'auto'"):
-        hybrid_distribution(cluster(V=2, R=2, G=2), speed)
-    with pytest.raises(SettingError, match="node 'g' has 3, an odd number; use 'np' or 'auto'"):
-        hybrid_distribution(cluster(V=2, G=3), speed)
 
 
 def test_a_virtual_workers_devices_are_named() -> None:

@@ -290,33 +290,6 @@ def test_whether_it_is_for_this_model(layers: str, says: str | None) -> None:
     assert PLAN.differences(tuple(layers)) == says
 
 
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        (lambda it: it.update(schema_version=2), "the file has schema_version 2, and this release reads 1"),
-        (lambda it: it.pop("in_flight"), "the file has no 'in_flight'"),
-        (lambda it: it.update(in_flight=0), "in_flight is 0 and must be a whole number, 1 or more"),
-        (
-            lambda it: it.update(in_flght=0),
-            "the file has the key 'in_flght', which is not known; did you mean 'in_flight'",
-        ),
-        (
-            lambda it: it["virtual_workers"][0]["stages"][1].update(time_s="fast"),
-            r"virtual_workers\[0\].stages\[1\].time_s is \"fast\" and must be a number, 0 or more",
-        ),
-        (lambda it: it.update(recompute=1), "recompute is 1 and must be true or false"),
-        (lambda it: it["layers"].append(3), r"layers\[3\] is 3 and must be text"),
-    ],
-)
-def test_what_is_no_plan_is_refused_with_file_key_and_reason(tmp_path: Path, change: Any, says: str) -> None:
-    PLAN.save(tmp_path / "plan.json")
-    value = json.loads((tmp_path / "plan.json").read_text())
-    change(value)
-    (tmp_path / "plan.json").write_text(json.dumps(value))
-    with pytest.raises(SettingError, match=rf"plan\.json: {says}"):
-        Plan.load(tmp_path / "plan.json")
-
-
 def test_equal_plans_have_one_checksum_however_their_numbers_are_written() -> None:
     """A plan of a file has 2 where the search has 2.0."""
     one, other = (with_stage(0, time_s=seconds) for seconds in (2, 2.0))

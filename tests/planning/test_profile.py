@@ -6,7 +6,6 @@ import json
 import tempfile
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -55,11 +54,6 @@ def test_a_device_with_a_speed_stands_beside_estimated_ones() -> None:
     assert mine.times_on(Device("mine", speed=2)) == [Times(0.5, 1.0, 0.25), Times(1.5, 2.0, 0.0)]
     with pytest.raises(SettingError, match=r"it has those of RTX-3090, T4, .* or say its speed"):
         mine.times_on(Device("mine"))
-
-
-def test_a_device_needs_a_time_for_each_layer() -> None:
-    with pytest.raises(SettingError, match="has 1 times of 'own' and 2 layers"):
-        Profile("m", 1, LAYERS, {"own": TIMES[:1]}, {})
 
 
 def test_estimates_come_from_the_gpu_that_is_nearest() -> None:
@@ -118,41 +112,6 @@ def test_the_reference_profile() -> None:
     assert mine.times_on(Device("GH200"))[5] == Times(0.003569, 0.010343, 0.001368)
 
 
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        (lambda it: it["devices"]["V100-16"]["layers"].pop(), r"devices.V100-16.layers has 1 entries, for 2 layers"),
-        (
-            lambda it: it["devices"]["V100-16"]["layers"][1].pop("forward_s"),
-            r"devices.V100-16.layers\[1\] has no 'forward_s'",
-        ),
-        (lambda it: it["layers"][0].update(name=3), r"layers\[0\].name is 3 and must be text"),
-        (
-            lambda it: it["layers"][0].update(kept_bytes=1.5),
-            r"layers\[0\].kept_bytes is 1.5 and must be a whole",
-        ),
-        (lambda it: it["devices"].clear(), "devices is empty; a profile has the times of at least one device"),
-        (lambda it: it["layers"].clear(), "layers is empty; a profile has at least one layer"),
-        (lambda it: it.pop("samples"), "the file has no 'samples'"),
-        (
-            lambda it: it.update(sampels=4),
-            "the file has the key 'sampels', which is not known; did you mean 'samples'",
-        ),
-        (lambda it: it.pop("schema_version"), "the file has no 'schema_version'"),
-        (
-            lambda it: it.update(schema_version=2),
-            "the file has schema_version 2, and this release reads 1; make it anew",
-        ),
-    ],
-)
-def test_what_is_no_profile_is_refused_with_file_key_and_reason(tmp_path: Path, change: Any, says: str) -> None:
-    value = as_json(Profile("m", 4, LAYERS, {"V100-16": TIMES}, {}))
-    change(value)
-    (tmp_path / "p.json").write_text(json.dumps(value))
-    with pytest.raises(SettingError, match=rf"p\.json: {says}"):
-        load(tmp_path / "p.json")
-
-
 def test_weights_of_a_file_without_frozen_ones_are_trained(tmp_path: Path) -> None:
     """As of an earlier release's; a layer has no more frozen bytes than bytes."""
     value = as_json(Profile("m", 4, [replace(LAYERS[0], frozen=3), LAYERS[1]], {"own": TIMES}, {}))
@@ -172,11 +131,6 @@ def test_weights_of_a_file_without_frozen_ones_are_trained(tmp_path: Path) -> No
 
 def test_our_form_has_a_version() -> None:
     assert as_json(profile("own"))["schema_version"] == 1
-
-
-def test_calls_are_of_all_layers() -> None:
-    with pytest.raises(SettingError, match=r"has calls of the layers \(0, 1\), and these are not all of its 2 layers"):
-        Profile("m", 1, LAYERS, {"own": TIMES}, {}, calls=[(0, 1), (0, 1)])
 
 
 def test_what_a_module_sends_is_sent_by_each_of_its_calls() -> None:

@@ -31,21 +31,6 @@ def test_times(text: str, seconds: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "says"),
-    [
-        ("much", "memory='much' must be a number and a unit, such as '24 GiB' or '512 MB'"),
-        ("-3 GiB", "memory='-3 GiB' must be a number and a unit"),
-        ("24 gib", "memory='24 gib' has the unit 'gib', which is not among B, kB, KB, MB, .*; did you mean 'GiB'?"),
-        ("1e999999999 GiB", "memory='1e999999999 GiB' must be a number and a unit"),  # too large even for a Decimal
-        ("24 GB/s", "has the unit 'GB/s', which is not among"),
-    ],
-)
-def test_what_is_no_amount_is_refused_with_an_example(text: str, says: str) -> None:
-    with pytest.raises(SettingError, match=says.replace("?", r"\?")):
-        bytes_of(text, "memory")
-
-
-@pytest.mark.parametrize(
     ("text", "meant"),
     [
         ("10 Gbps", "Gbit/s"),

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.rules.parameter_placement import PLACEMENTS, place
 
 
@@ -27,8 +25,3 @@ def test_local_parameters_lie_beside_the_stage_of_virtual_worker_0_that_holds_th
 
 def test_virtual_workers_within_nodes_leave_all_with_the_coordinator() -> None:
     assert place([1, 2], 2, "local") == [[0, 1], []]
-
-
-def test_another_placement_is_refused() -> None:
-    with pytest.raises(SettingError, match="placement='near'"):
-        place([1], 1, "near")

@@ -43,7 +43,7 @@ class Sessions:
         try:
             self._log = None if log is None else os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
         except OSError as error:
-            raise SettingError(f"log={log} cannot be written: {error.strerror}") from error
+            raise SettingError(f"log={log} cannot be written ({error.strerror}); give another file") from error
         self._services: dict[str, Service] = {}
         self._link_probe = LinkProbe()
         self._loaded: str | None = None
