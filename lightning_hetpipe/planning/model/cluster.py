@@ -258,16 +258,16 @@ class Cluster:
         """
         if len(self.nodes) != len(found.nodes):
             raise SettingError(
-                f"the cluster declares {_count(self.nodes, 'node')}, and {len(found.nodes)} are there; declare each node"
-                " of the run"
+                f"the cluster declares {_count(self.nodes, 'node')}, and {len(found.nodes)} are there; declare each"
+                " node of the run"
             )
         nodes = []
         for node, there in zip(self.nodes, found.nodes, strict=True):
             if len(node.devices) != len(there.devices):
                 raise SettingError(
                     f"the cluster's node '{node.name}' declares {_count(node.devices, 'device')}, and"
-                    f" {len(there.devices)} are there ({', '.join(device.name for device in there.devices)}); declare each"
-                    " device of the run, or choose devices by Trainer(devices=...)"
+                    f" {len(there.devices)} are there ({', '.join(device.name for device in there.devices)}); declare"
+                    " each device of the run, or choose devices by Trainer(devices=...)"
                 )
             devices = []
             for number, (one, other) in enumerate(zip(node.devices, there.devices, strict=True)):
