@@ -42,7 +42,7 @@ from lightning_hetpipe.pipeline.random.generators import RandomGenerators
 from lightning_hetpipe.pipeline.user.user_section import states_of_torch
 from lightning_hetpipe.pipeline.values import Value, all_equal, equal, tensors_of
 from lightning_hetpipe.pipeline.weight_stash import copy_of
-from lightning_hetpipe.torch_private.autograd import graph_leaves, graph_start
+from lightning_hetpipe.torch_private.autograd import following_nodes, graph_leaves, graph_nodes
 from lightning_hetpipe.torch_private.subclasses import address_of
 from lightning_hetpipe.torch_private.tensors import without_gradient_hooks
 
@@ -269,9 +269,12 @@ def refuse_other_gradients(
     outputs = [tensor for tensor in call.outputs if tensor.requires_grad]
     if not outputs:
         return
-    starts = [graph_start(tensor) for tensor in call.inputs if tensor.requires_grad]
-    earlier = {id(leaf) for leaf in graph_leaves(starts)}  # whose gradients come from earlier calls, too
-    names = {f"input {n}": tensor for n, tensor in enumerate(call.inputs) if tensor.requires_grad}
+    trained = {f"input {n}": tensor for n, tensor in enumerate(call.inputs) if tensor.requires_grad}
+    behind = {*graph_nodes(following_nodes(trained.values()), ())}
+    earlier = {id(leaf) for leaf in graph_leaves(behind)}
+    # Their gradients come from earlier calls, too, or by way of another input.
+    names = {n: each for n, each in trained.items() if each.grad_fn not in behind and id(each) not in earlier}
+    earlier |= {*map(id, trained.values())}
     names |= {f"'{name}'": each for name, each in piece.module.named_parameters() if id(each) not in earlier}
     wanted = {name: tensor for name, tensor in names.items() if tensor.requires_grad}
     if not wanted:

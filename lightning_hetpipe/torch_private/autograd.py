@@ -52,6 +52,11 @@ def graph_nodes(starts: Iterable[Node | None], barred: Iterable[Node | None]) ->
         pending.extend(following for following, _ in node.next_functions)
 
 
+def following_nodes(tensors: Iterable[Tensor]) -> list[Node | None]:
+    """The nodes that those of ``tensors`` lead to at once."""
+    return [following for tensor in tensors if tensor.grad_fn for following, _ in tensor.grad_fn.next_functions]
+
+
 def graph_start(tensor: Tensor) -> Node | Tensor | None:
     """Start of autograd's graph of ``tensor`` as it is now: its node, itself if it is a leaf, or None."""
     return tensor.grad_fn if tensor.grad_fn is not None else tensor if tensor.requires_grad else None

@@ -104,6 +104,11 @@ def expect(
     return oracle.train(task, step, epochs, task.recipe, in_flight, **options)
 
 
+def plain_seed(stages: int, in_flight: int) -> int | None:
+    """Seed of the default generator, from which one stage with one minibatch in flight draws; None for a pipeline."""
+    return oracle.run_seed() if stages == in_flight == 1 else None
+
+
 def after(run: Run, p: int) -> Run:
     """Rest of a run from version ``p`` on, as a run that was resumed there sees it."""
     kept = {minibatch - p: gradients for minibatch, gradients in run.gradients.items() if minibatch > p}

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from tests.exact.pipelines import Pinned, delayed, even
-from tests.exact.running import assert_equal, expect, fit
+from tests.exact.running import assert_equal, expect, fit, plain_seed
 from tests.support.captured_models import (
     GPT,
     Autoencodes,
@@ -46,11 +46,8 @@ CASES: dict[str, tuple[Callable[[], Learner], DataLoader[Any], int]] = {
 }
 
 
-SEED = 7
-
-
 def made(name: str) -> Learner:
-    torch.manual_seed(SEED)
+    torch.manual_seed(7)
     return CASES[name][0]()
 
 
@@ -70,10 +67,11 @@ ROWS = [pytest.param(*row, marks=[] if row in FAST else pytest.mark.slow) for ro
 @pytest.mark.parametrize(("name", "in_flight", "stages"), ROWS)
 def test_captured_models(name: str, in_flight: int, stages: int) -> None:
     _, loader, layers = CASES[name]
-    plain = SEED if stages == in_flight == 1 else None
+    task = made(name)
+    plain, seed = plain_seed(stages, in_flight), torch.initial_seed()
     expected = expect(made(name), loader, in_flight, draws=name == "noise between", plain=plain)
-    strategy, task = even(layers, min(stages, layers), in_flight), made(name)
-    torch.manual_seed(SEED)
+    strategy = even(layers, min(stages, layers), in_flight)
+    torch.manual_seed(seed)
     assert_equal(expected, fit(task, loader, strategy=strategy))
     if plain is None:  # else nothing is cut into layers
         assert sum(len(stage.layers) for stage in strategy.last_run.stages) == layers
@@ -88,9 +86,10 @@ def test_any_cut_and_any_timing(name: str, data: st.DataObject) -> None:
     draws = name == "noise between"
     in_flight = data.draw(st.integers(1 + draws, 6))
     strategy = delayed(Pinned((0, *cuts), in_flight), seed=data.draw(st.integers(0, 99)))
-    plain = SEED if in_flight == 1 and not cuts else None
-    expected, task = expect(made(name), loader, in_flight, max_epochs=1, draws=draws, plain=plain), made(name)
-    torch.manual_seed(SEED)
+    task = made(name)
+    plain, seed = plain_seed(1 + len(cuts), in_flight), torch.initial_seed()
+    expected = expect(made(name), loader, in_flight, max_epochs=1, draws=draws, plain=plain)
+    torch.manual_seed(seed)
     assert_equal(expected, fit(task, loader, strategy=strategy, max_epochs=1))
 
 

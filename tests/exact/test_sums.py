@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from lightning_hetpipe.errors import SettingError
 from tests.exact.pipelines import Pinned
-from tests.exact.running import assert_equal, expect, fit
+from tests.exact.running import assert_equal, expect, fit, plain_seed
 from tests.oracle import Batch, Outputs
 from tests.support.marks import quick, slow_except
 from tests.support.models import SGD, Learner, Residual, vectors
@@ -75,7 +75,9 @@ class Programmed(Learner):
 
 def check(task: Learner, in_flight: int, cuts: Sequence[int] = (0,)) -> None:
     loader = vectors(18, 4)
-    expected = expect(task, loader, in_flight, max_epochs=1)
+    seed = torch.initial_seed()
+    expected = expect(task, loader, in_flight, max_epochs=1, plain=plain_seed(len(cuts), in_flight))
+    torch.manual_seed(seed)
     assert_equal(expected, fit(task, loader, strategy=Pinned(cuts, in_flight), max_epochs=1))
 
 
@@ -278,6 +280,18 @@ def test_a_function_of_the_users_own(cuts: Sequence[int], in_flight: int) -> Non
         return classes + h.sin() + task.pieces[1](reverse(h))
 
     check(made(step, lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()), sequential), in_flight, cuts)
+
+
+def test_an_input_that_is_made_of_another_one() -> None:
+    """Their gradients flow together before the call: the graph seemed to have other ones than the module."""
+
+    def step(task: Programmed, h: Tensor) -> Any:
+        return task.pieces[0](h.cos(), h)[0]
+
+    strategy, loader = Pinned((0, 1), 3), vectors(18, 4)
+    task = made(step, lambda: Joined(2))
+    assert_equal(expect(task, loader, 3, max_epochs=1), fit(task, loader, strategy=strategy, max_epochs=1))
+    assert not strategy.last_run.taken_apart
 
 
 def program(seed: int) -> Step:
