@@ -145,7 +145,7 @@ class EvaluationWatch(Watch):
             else:
                 try:
                     handed_on = self._handed_on(piece, own_args, own_kwargs, frozen, output, graph=True)
-                except torch.OutOfMemoryError:
+                except (torch.OutOfMemoryError, SideEffect):  # which the layers would have without a graph, too
                     raise
                 except Exception as error:  # whatever torch.export raises
                     piece.captured, piece.layers = None, []

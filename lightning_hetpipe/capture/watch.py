@@ -23,7 +23,6 @@ from lightning_hetpipe.accelerator import is_initialized
 from lightning_hetpipe.capture.call_tree import CallNode, WatchedCall, user_bytes
 from lightning_hetpipe.capture.compiled_modules import is_compiled, is_looked_through, refuse_scripted
 from lightning_hetpipe.capture.effects import refuse_noticed, refuse_seeded
-from lightning_hetpipe.capture.fingerprint import Fingerprint
 from lightning_hetpipe.capture.frozen import FrozenValues
 from lightning_hetpipe.capture.gradient_checkpointing import without_checkpoints
 from lightning_hetpipe.capture.interceptor import NOT_TAKEN, Interceptor, ModuleCall
@@ -33,7 +32,7 @@ from lightning_hetpipe.capture.observation import Observation, changes_input, re
 from lightning_hetpipe.capture.opaque_containers import without_opaque
 from lightning_hetpipe.capture.piece_search import CAPTURE_TIMEOUT, PieceSearch, TakenApart
 from lightning_hetpipe.capture.pieces import Piece, never_called
-from lightning_hetpipe.capture.plain_attributes import AttributesBefore
+from lightning_hetpipe.capture.plain_attributes import AttributesBefore, SetsState
 from lightning_hetpipe.errors import PipelineRefusal, SettingError
 from lightning_hetpipe.pipeline.random.generators import RandomGenerators
 from lightning_hetpipe.pipeline.reentrant_checkpoints import is_reentrant_checkpoint, reentrant_checkpoint
@@ -306,31 +305,35 @@ class TrainingWatch(Watch):
             if graph is not None:
                 stack.enter_context(graph.frozen.answers.noted())
             for name, module in found:
-                if outermost and node.refusal is not None:
-                    raise node.refusal
+                if outermost:
+                    self._raise_refusal(node)
                 inputs.append(Value.of(value))
                 observation = Observation(name, module, value)
                 attributes = AttributesBefore(module)
-                fingerprint = None if graph is None else Fingerprint([Piece(name, module)])
                 with nullcontext() if graph is None else graph.frozen.noted():
                     value = self._timed(node, call, partial(calls[name], value))
                 observation.end(value)
                 node.check(partial(_add_layer, layers, observation, self.root, attributes))
                 if before != [version_counter(tensor) for tensor in given]:
                     node.refusal = node.refusal or changes_input(name, piece.name)
-                if graph is not None and fingerprint is not None:
-                    graph.check(partial(_refuse_changes, name, fingerprint))
+                if graph is not None:
                     graph.check(observation.refuse_custom_function)
                     graph.check(partial(refuse_noticed, name, graph.frozen, HOOK, INFERENCE, OUTPUT, SEED))
                     graph.check(partial(self._refuse_without_graph, name, module, graph.frozen))
         if graph is not None:
             graph.end(piece.module, value)
-        if outermost and node.refusal is not None:
-            raise node.refusal
+        if outermost:
+            self._raise_refusal(node)
         if node.refusal is None:
             piece.inputs.append(inputs)
             piece.layers = [one.joined(other) for one, other in zip(piece.layers or layers, layers, strict=True)]
         return value
+
+    def _raise_refusal(self, node: CallNode) -> None:
+        """Raise the refusal of an outermost call. User code may set attributes: then its module is taken apart."""
+        may_be_apart = self.names is None and isinstance(node.refusal, SetsState)
+        if node.refusal is not None and not may_be_apart:
+            raise node.refusal
 
     def _refuse_without_graph(self, name: str, layer: nn.Module, frozen: FrozenValues) -> None:
         """Refuse a graph for a Sequential whose ``layer`` does what its copies can follow, and a graph cannot."""
@@ -362,11 +365,6 @@ class TrainingWatch(Watch):
 
 def _add_layer(layers: list[Layer], observation: Observation, root: nn.Module, attributes: AttributesBefore) -> None:
     layers.append(observation.layer(root, attributes))
-
-
-def _refuse_changes(layer: str, fingerprint: Fingerprint) -> None:
-    if (changed := fingerprint.changed()) is not None:
-        raise SettingError(f"layer '{layer}' changes '{changed}' in forward, which a graph would not do")
 
 
 def _in_custom_function() -> bool:

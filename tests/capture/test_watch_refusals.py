@@ -172,14 +172,19 @@ def tally(module: Any, x: Tensor) -> None:
     ],
 )
 def test_a_layer_that_sets_its_attributes(keep: Callable[[Any, Tensor], None], attribute: str, deep: bool) -> None:
-    """Stages run copies: the live layer's would be stale."""
-    layer: nn.Module = Remembers(keep)
-    if deep:
-        block = Block()
-        block.body.append(layer)
-        layer = block
+    """Stages run copies, so that the live layer's would be stale: its Sequential is taken apart."""
+
+    def net() -> nn.Sequential:
+        layer: nn.Module = Remembers(keep)
+        if deep:
+            block = Block()
+            block.body.append(layer)
+            layer = block
+        return nn.Sequential(nn.Linear(4, 4), layer)
+
     message = rf"layer 'net.1' sets its attribute '{attribute}' \(of Remembers\) in forward, .*register_buffer"
-    refused(message, net=nn.Sequential(nn.Linear(4, 4), layer))
+    refused(message, names=["net"], net=net())
+    assert watch(Watched(run_net, net=net()), X)[0].name == "net.0"
 
 
 def test_a_layer_that_counts_in_a_buffer() -> None:

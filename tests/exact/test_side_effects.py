@@ -253,24 +253,40 @@ def synchronous(**settings: Any) -> HetPipeStrategy:
     return HetPipeStrategy(stages=2, in_flight=3, weights="sync", **settings)
 
 
-@pytest.mark.parametrize("effect", EFFECTS)
-def test_side_effects_are_those_of_a_plain_run(effect: Callable[[Net, Tensor], Tensor]) -> None:
-    """The module is taken apart: the layers are pipelined, and the code between them is user code."""
-    made = [trained_and_asked(lambda: Task(Net(effect)), strategy) for strategy in ("auto", synchronous())]
-    (plain, plain_found), (ours, found) = made
+def count_in_an_attribute(net: Net, h: Tensor) -> Tensor:
+    net.calls += 1
+    return h * (1 + 0.01 * net.calls)
+
+
+@pytest.mark.parametrize("within", [False, True])
+@pytest.mark.parametrize("effect", [*EFFECTS, count_in_an_attribute])
+def test_side_effects_are_those_of_a_plain_run(effect: Callable[[Net, Tensor], Tensor], within: bool) -> None:
+    """The module is taken apart: the layers are pipelined, and the code between them is user code.
+
+    The same holds for an ``nn.Sequential`` of which it is a layer.
+    """
+
+    def made() -> Task:
+        net = Net(effect)
+        task = Task(nn.Sequential(nn.Linear(6, 6), net) if within else net)
+        vars(task)["seen"] = net
+        return task
+
+    (plain, plain_found), (ours, found) = (trained_and_asked(made, each) for each in ("auto", synchronous()))
     assert all(map(torch.equal, plain_found, found))
-    assert torch.equal(plain.net.hidden[0].weight, ours.net.hidden[0].weight)
-    assert plain.net.calls == ours.net.calls
     for (name, one), other in zip(plain.named_parameters(), ours.parameters(), strict=True):
         assert torch.equal(one, other), name
-    assert torch.equal(plain.net.bank, ours.net.bank)
-    assert plain.net.kinds == ours.net.kinds
-    assert [*plain.net.order.items()] == [*ours.net.order.items()]
-    assert torch.equal(plain.net.count, ours.net.count)
-    assert plain.net.array == ours.net.array
-    assert (plain.net.bytes, plain.net.numbers) == (ours.net.bytes, ours.net.numbers)
-    assert torch.equal(plain.net.held[0], ours.net.held[0])
-    kept = [*ours.net.queue, *ours.net.held, *AUX]
+    plain, ours = plain.seen, ours.seen
+    assert torch.equal(plain.hidden[0].weight, ours.hidden[0].weight)
+    assert plain.calls == ours.calls
+    assert torch.equal(plain.bank, ours.bank)
+    assert plain.kinds == ours.kinds
+    assert [*plain.order.items()] == [*ours.order.items()]
+    assert torch.equal(plain.count, ours.count)
+    assert plain.array == ours.array
+    assert (plain.bytes, plain.numbers) == (ours.bytes, ours.numbers)
+    assert torch.equal(plain.held[0], ours.held[0])
+    kept = [*ours.queue, *ours.held, *AUX]
     assert {type(tensor) for tensor in kept} <= {Tensor}, "tensors of the capture are left behind"
 
 

@@ -591,7 +591,7 @@ LAYERS = [
     *[fit(hooked(kind, deep), f"layer 'net.1{'.0' * deep}'", "hook (on Linear)", "remove it", name=f"{kind} {deep}")
       for kind in KINDS for deep in (False, True)],
     fit(net(nn.Linear(6, 8), Counts(), nn.Linear(8, 3)), "layer 'net.1'", "'calls' (of Counts)", "register_buffer",
-        "return it"),
+        "return it", strategy=lambda: pipeline(3, module="net")),
     fit(net(nn.Linear(6, 8), nn.Linear(8, 8), Doubled(), InPlace(), nn.Linear(8, 3)), "layers net.3 to net.4",
         "several tensors", "inplace=False", strategy=lambda: Pinned((0, 3), 2)),
     fit(net(nn.Linear(6, 8), Draws(), nn.Linear(8, 3)), "layer 'net.1'", "generator", "in Draws", "draw without it"),
