@@ -87,7 +87,7 @@ class WatchedCall(Checked):
         frozen: What it may have read of Python outside itself.
         autocast: What autocast did at the call.
         counters: How often each tensor of ``given`` and ``gave`` had been changed in place when it was over.
-        refusal: Why no graph can stand for the module, as far as the call has shown that, though it needs none.
+        refusal: Why an ``nn.Sequential`` gets no graph, although it can run without one; None if that is not known.
     """
 
     given: Value
@@ -102,13 +102,16 @@ class WatchedCall(Checked):
     refusal: Exception | None = None
 
     def end(self, module: nn.Module, gave: Any) -> None:
-        """Note that the call of ``module`` is over, and ``gave`` this."""
+        """Note that the call of ``module`` is over, and ``gave`` this.
+
+        A buffer that lies in other memory now is given memory of its own, because stages write to buffers.
+        """
         self.gave, self.outputs = Value.of(gave), tensors_of(gave)
         self.counters = self._count()
         for path, buffer in module.named_buffers():
             if path not in self.buffers or self.buffers[path].shape != buffer.shape:
                 self.buffers[path] = buffer.clone()  # it is made in the first forward
-            elif address_of(buffer) != self.memory[path]:  # it may be a view of a batch, and stages write to buffers
+            elif address_of(buffer) != self.memory[path]:  # it may be a view of a batch
                 buffer.data = buffer.detach().clone()
 
     @property

@@ -1,4 +1,4 @@
-"""Graphs of a piece, split into layers."""
+"""Graphs of a piece, split into layers, and stand-ins for tensors on other devices while a graph is made."""
 
 from __future__ import annotations
 

@@ -34,8 +34,8 @@ class SideEffect(PipelineRefusal):
     Attributes:
         paths: What it changes below its attributes, or outside of itself, while it is traced.
         is_shared: Whether it changes what is no attribute of its own: a global, a closure, a class.
-        is_lost: Whether user code would not do it either, as in a thread of its own, or could not be compared, since
-            the change cannot be put back.
+        is_lost: True if the module cannot be taken apart either. User code runs in another thread, which has other
+            context variables. Or a comparison cannot put the change back, as an iterator's.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ def _refill(namespaces: Iterable[tuple[dict[str, Any], dict[str, Any]]]) -> None
 
 @contextmanager
 def untouched(module: nn.Module, frozen: FrozenValues, *, runs: bool = False) -> Iterator[StateBefore]:
-    """Undo what is done within it to ``module`` and to what it reaches; its weights are not looked at.
+    """Context manager: put back what is done to ``module`` and to what it reaches, weights excepted.
 
     Args:
         module: The live module.

@@ -1,7 +1,8 @@
 """Finds out, on one step of an evaluation, which of the modules that it calls a pipeline can run.
 
-A call that a pipeline would not answer exactly as the module does is left to the module: nothing is refused here. A
-module that cannot be captured is taken apart, as in training: the calls that it makes are tried instead.
+If a pipeline would not answer a call exactly as the module does, the module runs itself. Only a side effect that cannot
+be put back is refused. A module that cannot be captured is taken apart, as in training: the calls that it makes are
+tried instead.
 """
 
 from __future__ import annotations

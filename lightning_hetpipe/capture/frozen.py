@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import gc
 import sys
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -56,12 +57,18 @@ class FrozenValues:
 
     @contextmanager
     def noted(self) -> Iterator[None]:
-        """Within it the module itself runs, and what it may read is noted; not where somebody profiles this thread.
+        """Context manager: profile the module's forward, and note the functions and the noticed calls in it.
 
-        Others may be noted within.
+        If another profiler runs in this thread, note nothing, and warn. Contexts may be nested.
         """
         outer, self.noticed = sys.getprofile(), NoticedCalls()  # calls of an evaluation are not those of a minibatch
         if outer is not None and not isinstance(outer, _Called):
+            warnings.warn(
+                f"another profiler of Python ({type(outer).__name__}) runs, so that side effects of"
+                f" {type(self._module).__name__}.forward and changes of what it reads outside the module may go"
+                " unnoticed; train without that profiler, or set in_flight=1",
+                stacklevel=2,
+            )
             yield
             return
         called, collects = _Called(self.noticed), gc.isenabled()

@@ -317,6 +317,7 @@ class TrainingWatch(Watch):
                 if before != [version_counter(tensor) for tensor in given]:
                     node.refusal = node.refusal or changes_input(name, piece.name)
                 if graph is not None:
+                    refuse_noticed(name, graph.frozen, JOINT_HOOK, STATE)
                     graph.check(observation.refuse_custom_function)
                     graph.check(partial(refuse_noticed, name, graph.frozen, HOOK, INFERENCE, OUTPUT, SEED))
                     graph.check(partial(self._refuse_without_graph, name, module, graph.frozen))

@@ -3,6 +3,7 @@
     | length of the text, 8 bytes | text | the bytes of each tensor |
 
 The bytes of large tensors go from the sender's tensor to the socket and from there into the receiver's tensor.
+:class:`HostConnection` is the leader's end.
 """
 
 from __future__ import annotations

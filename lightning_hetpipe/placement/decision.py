@@ -1,6 +1,7 @@
 """Decision on a fit's stages, their devices and the number in flight, as it is made at its start.
 
-A model that was taken apart has many hand-overs between user code and stages, which may eat a pipeline's gain.
+If a model was taken apart, hand-overs between user code and stages may cost more than a pipeline gains
+(:func:`without_gain`).
 """
 
 from __future__ import annotations

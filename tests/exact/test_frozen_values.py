@@ -8,6 +8,7 @@ import gc
 import itertools
 import os
 import re
+import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -233,6 +234,17 @@ def test_a_change_is_noticed_and_named(kind: str) -> None:
     assert frozen.changed(before) is None
     change(task)
     assert re.search(named, frozen.changed(before) or "nothing")
+
+
+def test_another_profiler_of_python_is_told_of() -> None:
+    """Nothing is noticed beside it."""
+    frozen = FrozenValues(nn.Linear(1, 1))
+    sys.setprofile(lambda *_: None)
+    try:
+        with pytest.warns(UserWarning, match=r"profiler of Python \(function\) .* set in_flight=1"), frozen.noted():
+            pass
+    finally:
+        sys.setprofile(None)
 
 
 @quick("3-an object's object", "3-the owner's attribute", "3-the global step")

@@ -1,7 +1,7 @@
 """State that batches of an evaluation hand on: noticed on the first one, so that the evaluation runs batch by batch.
 
-In training, a step that reads what the step before sets is refused, since the pipeline is worth it. An evaluation has
-another way: its batches run one after the other, as in a plain run.
+In training, a step is refused if it reads what the step before sets after a later call of a pipelined module. An
+evaluation runs its batches one by one instead, as in a plain run.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Calls that a ``training_step`` has made ahead of its step: of ``self.log``, and of the module's metrics."""
+"""A module's metrics, and calls of metrics and ``self.log`` that ``training_step`` makes ahead of its step."""
 
 from __future__ import annotations
 

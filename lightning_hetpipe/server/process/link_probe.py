@@ -1,4 +1,4 @@
-"""Bandwidth and latency of a link, from how long transfers without meaning take, as between a client and a server.
+"""Bandwidth and latency of a link between a client and a server, measured by transfers of meaningless bytes.
 
 A server's memory for them is one buffer of :data:`LARGEST` bytes, which all clients share, as nobody reads it.
 """
