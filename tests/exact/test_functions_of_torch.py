@@ -188,6 +188,15 @@ def test_a_buffer_that_is_changed_where_it_is_given(net: type[nn.Module]) -> Non
         trained(net, pipelined("stash"), step)
 
 
+def test_a_buffer_that_a_later_call_changes() -> None:
+    def step(module: Any, x: Tensor, y: Tensor, batch_idx: int) -> Tensor:
+        (one, mean), (other, _) = module.net(x), module.net(x)
+        return F.cross_entropy(one + other + mean[:3], y)
+
+    with pytest.raises(SettingError, match=r"'net' shares the memory of its buffer 'net.mean'.* a clone\(\)"):
+        trained(GivesBuffer, pipelined("sync"), step)
+
+
 def trained(net: type[nn.Module], strategy: Any, step: Step = plain_step) -> list[Tensor]:
     L.seed_everything(0, verbose=False)
     module = Learner(step, net=net())
