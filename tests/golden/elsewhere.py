@@ -135,6 +135,7 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
     "run/test_module_attributes.py::test_a_tensor_that_a_step_keeps_over_a_call_of_a_module": (
         "Attributes._end_copies#1",
     ),
+    "run/test_refusals.py::test_a_gradient_through_a_piece": ("_PieceBoundary.backward",),
     "run/test_replay.py::test_a_value_read_ahead_is_refused_if_a_callback_then_changes_the_metric": (
         "MetricCall.replay",
     ),
