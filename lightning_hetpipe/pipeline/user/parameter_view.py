@@ -346,15 +346,18 @@ class ParameterView(OwnMode):
                     found.append(other)
                 elif (inner := behind_functorch(value)) is not None and (one := known.get(id(inner))) is not None:
                     raise _within_torch_func(one.name)
-                elif value.grad_fn is None and (one := self._memory.get(address_of(value))) is not None:
-                    self._find_behind(value, one, found)
+                elif value.grad_fn is None and (place := address_of(value)) in self._memory:
+                    self._find_behind(value, place, found)
             elif isinstance(value, list | tuple):
                 self._find(value, found)
             elif isinstance(value, dict):
                 self._find(value.values(), found)
 
-    def _find_behind(self, view: Tensor, known: _Weight | _Buffer, found: list[_Weight | _Buffer | _StandIn]) -> None:
-        """Add to ``found`` a ``view`` of the live memory of one that is ``known``, of which there are no versions."""
+    def _find_behind(self, view: Tensor, place: int | None, found: list[_Weight | _Buffer | _StandIn]) -> None:
+        """Add to ``found`` a ``view`` of the live memory at ``place``, of which there are no versions."""
+        known = self._memory[place]
+        if address_of(known.live) != place:  # it has other memory meanwhile
+            return
         if isinstance(known, _Weight) and self._ahead:
             raise PipelineRefusal(
                 f"training_step uses the memory of the parameter '{known.name}' by another tensor (a view of it, or its"
