@@ -398,6 +398,6 @@ def _check_shared_buffers(parts: Sequence[Sequence[Layer]]) -> None:
             if owner and (changes or changed):
                 raise PipelineRefusal(
                     f"layers {owner} and {name} share a module that has buffers, or the memory of one, and a stage"
-                    " begins between them; give each layer a module of its own, set stages=1"
+                    " begins between them; give each layer a module of its own"
                 )
         owners.update(here)

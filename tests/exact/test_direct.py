@@ -409,7 +409,7 @@ def test_memory_of_weights_that_training_step_uses() -> None:
     def acts_in_place(task: Any) -> None:
         task.earlier.mul_(0.5)
 
-    task = Acts(act)
+    task: Any = Acts(act)
     task.earlier = task.net[0].weight.data[:2]
     refuse(task, 3, "uses the memory of the parameter 'net.0.weight'", "use the parameter itself")
     task.act = acts_in_place
