@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lightning_hetpipe.capture.frozen import FrozenValues
 from lightning_hetpipe.capture.pieces import Piece
+from lightning_hetpipe.capture.plain_attributes import SetsState
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.pipeline.autocast import Autocast
 from lightning_hetpipe.pipeline.values import Value, blocks, tensors_of
@@ -87,6 +88,7 @@ class WatchedCall(Checked):
         frozen: What it may have read of Python outside itself.
         autocast: What autocast did at the call.
         counters: How often each tensor of ``given`` and ``gave`` had been changed in place when it was over.
+        lent: The path of a buffer that shared memory with one of these tensors when it was over.
         refusal: Why an ``nn.Sequential`` gets no graph, although it can run without one; None if that is not known.
     """
 
@@ -99,19 +101,33 @@ class WatchedCall(Checked):
     gave: Value | None = None
     outputs: Sequence[Tensor] = ()
     counters: list[int] = field(default_factory=list)
+    lent: str | None = None
     refusal: Exception | None = None
 
     def end(self, module: nn.Module, gave: Any) -> None:
-        """Note that the call of ``module`` is over, and ``gave`` this.
-
-        A buffer that lies in other memory now is given memory of its own, because stages write to buffers.
-        """
+        """Note that the call of ``module`` is over, and ``gave`` this."""
         self.gave, self.outputs = Value.of(gave), tensors_of(gave)
         self.counters = self._count()
+        seen = {address_of(tensor) for tensor in self._tensors()} - {None}
         for path, buffer in module.named_buffers():
             if path not in self.buffers or self.buffers[path].shape != buffer.shape:
                 self.buffers[path] = buffer.clone()  # it is made in the first forward
-            elif address_of(buffer) != self.memory[path]:  # it may be a view of a batch
+            if address_of(buffer) in seen:
+                self.lent = path
+
+    def own_buffers(self, name: str, module: nn.Module) -> None:
+        """Give the buffers of ``module``, which has this ``name``, memory of their own, as stages write to them.
+
+        Raises:
+            SetsState: if later code has changed one in place, through what the call was given or gave.
+        """
+        if self.lent is not None and self.was_changed:
+            raise SetsState(
+                f"'{name}' shares the memory of its buffer '{name}.{self.lent}' with what it is given or returns, which"
+                " is changed in place later in training_step; give it, or return, a clone()"
+            )
+        for path, buffer in module.named_buffers():
+            if address_of(buffer) != self.memory.get(path):  # it was assigned, maybe a view of a batch
                 buffer.data = buffer.detach().clone()
 
     @property
@@ -120,8 +136,10 @@ class WatchedCall(Checked):
         return self.counters != self._count()
 
     def _count(self) -> list[int]:
-        tensors = self.given.tensors + (() if self.gave is None else self.gave.tensors)
-        return [version_counter(tensor) for tensor in tensors]
+        return [version_counter(tensor) for tensor in self._tensors()]
+
+    def _tensors(self) -> Sequence[Tensor]:
+        return self.given.tensors + (() if self.gave is None else self.gave.tensors)
 
 
 def user_bytes(

@@ -188,6 +188,8 @@ class PieceSearch:
         graphs = [call.graph for call in calls if call.graph is not None]
         if not graphs:
             return
+        for graph in graphs:
+            graph.own_buffers(piece.name, piece.module)
         if piece.needs_graph():
             self._capture(piece, graphs, type(piece.module), type(piece.module).__name__)
             return

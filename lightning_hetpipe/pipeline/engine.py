@@ -35,6 +35,7 @@ from lightning_hetpipe.pipeline.values import Gradients, Value
 from lightning_hetpipe.pipeline.weight_stash import VersionedLayers, WeightStash
 from lightning_hetpipe.rules.schedule import Segment, Work, calls, route, segments
 from lightning_hetpipe.rules.versions import STASH, Reading, Versions
+from lightning_hetpipe.torch_private.subclasses import address_of
 
 MakeStage = Callable[..., Stage]
 
@@ -389,13 +390,14 @@ def _check_shared_buffers(parts: Sequence[Sequence[Layer]]) -> None:
         for layer in layers:
             for module, name in places([layer.module]):
                 buffer = getattr(module, name)
-                changes = may_change(module, name) or here.get(id(buffer), ("", False))[1]
-                here[id(buffer)] = (layer.name, changes)
+                memory = address_of(buffer) or id(buffer)
+                changes = may_change(module, name) or here.get(memory, ("", False))[1]
+                here[memory] = (layer.name, changes)
         for key, (name, changes) in here.items():
             owner, changed = owners.get(key, ("", False))
             if owner and (changes or changed):
                 raise PipelineRefusal(
-                    f"layers {owner} and {name} share a module that has buffers, and a stage begins between them;"
-                    " give each layer a module of its own, set stages=1"
+                    f"layers {owner} and {name} share a module that has buffers, or the memory of one, and a stage"
+                    " begins between them; give each layer a module of its own"
                 )
         owners.update(here)

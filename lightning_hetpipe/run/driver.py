@@ -89,6 +89,7 @@ class Driver(Generic[F]):
     def __init__(self, loop: Loop) -> None:
         self.extensions = Extensions()
         self.restarts = False
+        self.copies_batches = False
         self._over = -1  # the last step of which `stepped` was told
         self._loop = loop
         self._pipeline: RunnerPool[F] | NoPipeline = NoPipeline()

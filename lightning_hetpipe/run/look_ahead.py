@@ -3,7 +3,7 @@
 Lightning asks for one batch at a time. When it asks for batch p, batches up to p + Nm - 1 are fetched, moved to the
 device and submitted. What the loop and its callbacks see of the fetcher, and of a resumable DataLoader, is the state at
 batch p (law L9). It never looks past the end of an epoch (law L6). While nothing runs ahead of the loop, the loop gets
-each batch as its own fetcher gives it.
+each batch as its own fetcher gives it. A batch in flight lies in memory of its own, whatever the loader does with its.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 import lightning as L
 from lightning.pytorch.plugins.precision import Precision
+from torch import Tensor
 
 from lightning_hetpipe.lightning_private import (
     LOADER_STATES,
@@ -26,7 +27,10 @@ from lightning_hetpipe.lightning_private import (
     move_before_transfer,
     share_profiling,
 )
+from lightning_hetpipe.pipeline.values import tensors_of
 from lightning_hetpipe.redirect import Redirect
+from lightning_hetpipe.torch_private.subclasses import address_of
+from lightning_hetpipe.torch_private.tensors import pytree
 
 
 class ReadyBatch:
@@ -59,10 +63,17 @@ class _Fetched:
     fetched: int
     done: bool
     states: list[dict[str, Any]]
+    is_copy: bool
 
 
 class Ahead(Protocol):
-    """Interface of the driver for the look-ahead."""
+    """Interface of the driver for the look-ahead.
+
+    Attributes:
+        copies_batches: Whether the loader was seen to put a batch into the memory of an earlier one.
+    """
+
+    copies_batches: bool
 
     def next_batch(self) -> None:
         """Lightning asks for a batch: the step before it is over."""
@@ -104,6 +115,8 @@ class LookAhead(DataFetcher):
         self._states_of = Redirect(self.combined_loader, LOADER_STATES, self._shown_states)
         self._redirects = [self._states_of]
         self._first = True
+        self._first_batch: Any = None
+        """Held, so that a tensor at the same address lies in the same memory; none of its tensors later on."""
         self._failure: Exception | None = None
 
     def __iter__(self) -> LookAhead:
@@ -126,6 +139,8 @@ class LookAhead(DataFetcher):
         if self._failure is not None and not self._waiting:
             raise self._failure
         while len(self._waiting) < limit and self._failure is None and not (self._waiting and self._waiting[-1].done):
+            if self._driver.copies_batches and not all(fetched.is_copy for fetched in self._waiting):
+                break  # the next one may lie in the same memory
             try:
                 fetched = self._fetch()
             except StopIteration:
@@ -141,6 +156,8 @@ class LookAhead(DataFetcher):
                 break
             self._driver.submit(fetched.ready.batch, len(self._waiting), fetched.batch_idx, fetched.dataloader_idx)
             self._waiting.append(fetched)
+        if len(self._waiting) > 1:  # memory that is filled again later than this is that of a batch that is over
+            self._first_batch = ()
         current = self._waiting.popleft()
         self.fetched, self.done, self._states = current.fetched, current.done, current.states
         return current.ready, current.batch_idx, current.dataloader_idx
@@ -149,7 +166,9 @@ class LookAhead(DataFetcher):
         """Get the next batch as Lightning's own fetcher gives it: hooks and transfer follow in Lightning's order."""
         try:
             with self._driver.fetching(0):
-                return next(self._inner)
+                fetched = next(self._inner)
+            self._look_for_reuse(fetched[0])
+            return fetched
         finally:
             self.fetched, self.done = self._inner.fetched, self._inner.done
 
@@ -166,6 +185,9 @@ class LookAhead(DataFetcher):
     def _fetch(self) -> _Fetched:
         with self._driver.fetching(len(self._waiting)):
             batch, batch_idx, dataloader_idx = next(self._inner)
+        self._look_for_reuse(batch)
+        if is_copy := self._driver.copies_batches:
+            batch = pytree.tree_map_only(Tensor, Tensor.clone, batch)
         return _Fetched(
             ready=ReadyBatch(self._driver.prepare(batch, len(self._waiting), dataloader_idx)),
             batch_idx=batch_idx,
@@ -173,10 +195,23 @@ class LookAhead(DataFetcher):
             fetched=self._inner.fetched,
             done=self._inner.done,
             states=copy.deepcopy(self._states_of.original()),  # a loader may give what it goes on changing
+            is_copy=is_copy,
         )
+
+    def _look_for_reuse(self, batch: Any) -> None:
+        """Notice a ``batch`` in the memory of the epoch's first one, which no later batch is overwritten by."""
+        if self._first_batch is None:
+            self._first_batch = batch
+        elif not self._driver.copies_batches:
+            self._driver.copies_batches = not _places(self._first_batch).isdisjoint(_places(batch))
 
     def _shown_states(self, redirect: Redirect) -> Any:
         return redirect.original() if self._states is None else self._states
+
+
+def _places(batch: Any) -> set[int]:
+    """The addresses at which the tensors of ``batch`` begin."""
+    return {each.data_ptr() for each in tensors_of(batch) if address_of(each) is not None and each.numel()}
 
 
 def _left(iterator: weakref.ref[Any], states: list[dict[str, Any]], redirect: Redirect) -> Any:

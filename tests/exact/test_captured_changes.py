@@ -290,11 +290,13 @@ def test_inputs_of_too_many_kinds() -> None:
     assert_refused(Counts(Takes(), SGD), message, strategy=Pinned((0,), 3), loader=vectors(48, 4))
 
 
-def test_a_norm_that_two_pieces_share_is_refused_where_they_are_cut() -> None:
-    norm = nn.BatchNorm1d(4)
+@pytest.mark.parametrize("memory", [False, True], ids=["module", "memory"])
+def test_a_norm_that_two_pieces_share_is_refused_where_they_are_cut(memory: bool) -> None:
+    norm, other = nn.BatchNorm1d(4), nn.BatchNorm1d(4)
+    other.running_mean = norm.running_mean[:]  # type: ignore[index]  # it has one
 
     class Normed(nn.Module):
-        def __init__(self, inputs: int) -> None:
+        def __init__(self, inputs: int, norm: nn.Module) -> None:
             super().__init__()
             self.linear, self.norm = nn.Linear(inputs, 4), norm
 
@@ -305,7 +307,7 @@ def test_a_norm_that_two_pieces_share_is_refused_where_they_are_cut() -> None:
     class Two(Learner):
         def __init__(self) -> None:
             super().__init__(SGD)
-            self.first, self.second = Normed(6), Normed(4)
+            self.first, self.second = Normed(6, norm), Normed(4, other if memory else norm)
 
         def compute(self, batch: Batch) -> Outputs:
             return {"loss": self.second(self.first(batch[0])).square().mean()}

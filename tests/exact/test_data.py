@@ -23,6 +23,7 @@ from tests.oracle import Batch, Outputs
 from tests.support.equality import assert_same, difference
 from tests.support.marks import fewer, quick, slow_except
 from tests.support.models import ADAMW, CLASSES, Task, mlp, vectors
+from tests.support.trainers import quiet_trainer
 
 NM = slow_except([1, 4], 4)
 
@@ -64,6 +65,37 @@ class Stream(IterableDataset[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.batches)
+
+
+@pytest.mark.parametrize("buffers", [1, 2])
+@pytest.mark.parametrize("in_flight", NM)
+def test_a_loader_that_fills_the_same_memory(in_flight: int, buffers: int) -> None:
+    """Batches in flight were overwritten by later ones, without an error where that is done by numpy."""
+    task, batches = mlp(), list(vectors(32, 4))
+    loader = DataLoader(Refilled(batches, buffers), batch_size=None)
+    expected = expect(task, [batches] * 2, in_flight)
+    assert_equal(expected, fit(task, loader, strategy=even(7, 3, in_flight)))
+    found: Any = quiet_trainer(even(7, 3, in_flight)).predict(task, loader)
+    for logits, batch in zip(found, batches, strict=True):
+        assert torch.equal(logits, task(batch[0]))
+
+
+class Refilled(IterableDataset[Any]):
+    """Batches of the same size, one after the other in the memory of a few."""
+
+    def __init__(self, batches: list[Any], buffers: int) -> None:
+        self.batches = batches
+        self.buffers = [tuple(each.numpy().copy() for each in batches[0]) for _ in range(buffers)]
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[Any]:
+        for number, batch in enumerate(self.batches):
+            buffers = self.buffers[number % len(self.buffers)]
+            for buffer, tensor in zip(buffers, batch, strict=True):
+                buffer[...] = tensor.numpy()
+            yield tuple(map(torch.from_numpy, buffers))
 
 
 @pytest.mark.parametrize("in_flight", NM)

@@ -380,11 +380,47 @@ def test_nothing_that_runs_ahead_reads_and_changes_buffers_as_the_plain_trainer_
     assert_same_run(*runs)
 
 
+class ReadsViews(ReadsStatistics):
+    """Reads them by views from before the fit, which are no buffers: they had what the step before left."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        norms = self.encoder[1], self.encoder[3], self.decoder[1]
+        self.views = [(norm.running_mean[:], norm.running_var[:]) for norm in norms]
+
+    def statistics(self) -> Tensor:
+        return torch.stack([torch.stack([mean.sum(), var.prod()]) for mean, var in self.views])
+
+
+def test_views_of_buffers_are_read_as_the_plain_trainer_does() -> None:
+    runs = []
+    for strategy in ("auto", even(7, 3, 3, weights="sync")):
+        torch.manual_seed(5)
+        runs.append(fit(ReadsViews(), vectors(18, 4), strategy=strategy))
+    assert_same_run(*runs)
+
+
+def test_memory_of_weights_that_training_step_uses() -> None:
+    """Such tensors held what the optimizer was writing at that moment."""
+
+    def act(task: Any) -> None:
+        task.norm = task.earlier.norm()
+
+    def acts_in_place(task: Any) -> None:
+        task.earlier.mul_(0.5)
+
+    task: Any = Acts(act)
+    task.earlier = task.net[0].weight.data[:2]
+    refuse(task, 3, "uses the memory of the parameter 'net.0.weight'", "use the parameter itself")
+    task.act = acts_in_place
+    refuse(task, 1, "changes 'net.0.weight'", "in place")
+
+
 def test_buffers_that_training_step_uses() -> None:
     refuse(Acts(read_statistics), 3, "uses the buffer 'net.1.running_mean'", "in on_train_batch_end")
-    refuse(Acts(reset_statistics), 1, "changes the buffer 'net.1.running_mean'", "in place")
+    refuse(Acts(reset_statistics), 1, "changes 'net.1.running_mean'", "in place")
     for in_flight in (1, 3):
-        refuse(Acts(change_constant), in_flight, "changes the buffer 'net.1.constant'", "in place")
+        refuse(Acts(change_constant), in_flight, "changes 'net.1.constant'", "in place")
 
 
 @pytest.mark.parametrize(("act", "in_flight"), [(read_statistics, 1), (read_constants, 3)])

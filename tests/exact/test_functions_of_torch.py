@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from lightning_hetpipe import HetPipeStrategy
 from lightning_hetpipe.errors import SettingError
-from tests.support.small import Learner, batches
+from tests.support.small import Learner, Step, batches, plain_step
 from tests.support.trainers import quiet_trainer
 
 
@@ -162,9 +162,44 @@ def test_a_buffer_that_is_given() -> None:
     assert all(map(torch.equal, found[2], found[3]))
 
 
-def trained(net: type[nn.Module], strategy: Any) -> list[Tensor]:
+class AssignsOutput(Net):
+    """The buffer was taken for a copy."""
+
+    def forward(self, x: Tensor) -> Any:
+        y = super().forward(x)
+        self.mean = y.detach()[0]
+        return y, self.mean
+
+    def between(self, h: Tensor) -> Tensor:
+        return h + self.mean[0]
+
+
+@pytest.mark.parametrize("net", [GivesBuffer, AssignsOutput])
+def test_a_buffer_that_is_changed_where_it_is_given(net: type[nn.Module]) -> None:
+    """Stages had buffers of their own, or wrote into what the step had changed."""
+
+    def step(module: Any, x: Tensor, y: Tensor, batch_idx: int) -> Tensor:
+        logits, mean = module.net(x)
+        mean *= 0.5
+        return F.cross_entropy(logits, y)
+
+    assert all(map(torch.equal, trained(net, pipelined("sync"), step), trained(net, "auto", step)))
+    with pytest.raises(SettingError, match=r"'net.mean'.*weights='sync'"):
+        trained(net, pipelined("stash"), step)
+
+
+def test_a_buffer_that_a_later_call_changes() -> None:
+    def step(module: Any, x: Tensor, y: Tensor, batch_idx: int) -> Tensor:
+        (one, mean), (other, _) = module.net(x), module.net(x)
+        return F.cross_entropy(one + other + mean[:3], y)
+
+    with pytest.raises(SettingError, match=r"'net' shares the memory of its buffer 'net.mean'.* a clone\(\)"):
+        trained(GivesBuffer, pipelined("sync"), step)
+
+
+def trained(net: type[nn.Module], strategy: Any, step: Step = plain_step) -> list[Tensor]:
     L.seed_everything(0, verbose=False)
-    module = Learner(net=net())
+    module = Learner(step, net=net())
     quiet_trainer(strategy).fit(module, batches())
     return [tensor.detach() for tensor in module.state_dict().values()]
 

@@ -72,9 +72,11 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
     ),
     "exact/test_direct.py::test_gradients_that_training_step_uses": ("ParameterView._refuse#2",),
     "exact/test_direct.py::test_layers_within_a_function_of_torch_func": ("Observation.check#1", "ParameterView._use"),
+    "exact/test_direct.py::test_memory_of_weights_that_training_step_uses": ("ParameterView._find_behind",),
     "exact/test_direct.py::test_weights_that_training_step_changes": ("UsedParameter.check",),
     "exact/test_direct.py::test_what_torch_func_is_given": ("ParameterView._find", "_within_torch_func"),
     "exact/test_frozen_values.py::test_a_change_of_gradients_alone_is_refused": ("compare#2",),
+    "exact/test_functions_of_torch.py::test_a_buffer_that_a_later_call_changes": ("WatchedCall.own_buffers",),
     "exact/test_functions_of_torch.py::test_torch_forgets_what_it_could_not_compile": ("_apart.run",),
     "exact/test_growing_caches.py::test_a_cache_of_the_last_length_is_refused": ("compare#1",),
     "exact/test_inside_blocks.py::test_a_callback_that_no_graph_follows": ("TrainingWatch._refuse_without_graph#2",),
@@ -133,6 +135,7 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
     "run/test_module_attributes.py::test_a_tensor_that_a_step_keeps_over_a_call_of_a_module": (
         "Attributes._end_copies#1",
     ),
+    "run/test_refusals.py::test_a_gradient_through_a_piece": ("_PieceBoundary.backward",),
     "run/test_replay.py::test_a_value_read_ahead_is_refused_if_a_callback_then_changes_the_metric": (
         "MetricCall.replay",
     ),

@@ -597,7 +597,7 @@ LAYERS = [
     fit(net(nn.Linear(6, 8), Draws(), nn.Linear(8, 3)), "layer 'net.1'", "generator", "in Draws", "draw without it"),
     fit(net(Words(), nn.Linear(6, 3)), "layer 'net.0'", "changes its own weights", "callback"),
     fit(net(nn.Linear(6, 3), Locked()), "layers", "'generator' object", "copy.deepcopy"),
-    fit(shared_norm, "layers net.0 and net.1", "share a module", "a module of its own", "stages=1",
+    fit(shared_norm, "layers net.0 and net.1", "share a module", "a module of its own", ONE,
         strategy=lambda: HetPipeStrategy(stages=3)),
     fit(compiled_part, "layer 'net.1'", "torch.compile", "compile the whole nn.Sequential"),
     fit(scripted, "TorchScript", "'net.0'", "nn.Module", ONE, error=SettingError),

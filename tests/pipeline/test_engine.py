@@ -183,7 +183,7 @@ def test_code_that_catches_every_exception_cannot_keep_a_discarded_minibatch() -
 def test_a_module_with_buffers_on_both_sides_of_a_cut_is_refused() -> None:
     norm = nn.BatchNorm1d(4)
     net = nn.Sequential(nn.Linear(4, 4), norm, nn.Linear(4, 4), norm)
-    message = "layers piece0.1 and piece0.3 share a module that has buffers, .* set stages=1"
+    message = "layers piece0.1 and piece0.3 share a module that has buffers, .* a module of its own"
     with pytest.raises(SettingError, match=message):
         Line(net, cuts=(0, 2))
     Line(net, cuts=(0,)).engine.close()

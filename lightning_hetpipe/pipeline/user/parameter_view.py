@@ -28,6 +28,7 @@ from lightning_hetpipe.pipeline.live import Live
 from lightning_hetpipe.pipeline.weight_stash import VersionedLayers
 from lightning_hetpipe.rules.versions import Reading
 from lightning_hetpipe.torch_private.modes import OwnMode, UntoldFunction, enter_function_mode, leave_function_mode
+from lightning_hetpipe.torch_private.subclasses import address_of
 from lightning_hetpipe.torch_private.tensors import behind_functorch, pytree, unseen_change, version_counter, viewed
 
 _METADATA = {"shape", "dtype", "ndim", "layout", "itemsize", "nbytes", "is_meta"}
@@ -88,6 +89,12 @@ class VersionedTensors:
                 self.known.setdefault(id(live), _Weight(names.get(id(live), "of a layer"), live, stash, index))
         for buffer in (buffer for layer in layers for buffer in layer.buffers()):
             self.known[id(buffer)] = _Buffer(names.get(id(buffer), "of a layer"), buffer, id(buffer) in changing)
+        self.memory = {
+            address_of(found.live): found
+            for found in self.known.values()
+            if (found.changes if isinstance(found, _Buffer) else found.live.requires_grad)
+        }
+        """Those of the known tensors that change, by the address of their memory."""
 
     def of_version(self, live: nn.Parameter, weights: Reading) -> Tensor:
         """The tensor of a ``live`` parameter in ``weights``."""
@@ -190,6 +197,7 @@ class ParameterView(OwnMode):
     def __init__(self, tensors: VersionedTensors, weights: Reading, ahead: bool, device: torch.device) -> None:
         super().__init__()
         self._known = tensors.known
+        self._memory = tensors.memory
         self._weights = weights
         self._ahead = ahead
         self._device = device
@@ -289,8 +297,8 @@ class ParameterView(OwnMode):
         for buffer, counter in zip(buffers, before, strict=True):
             if version_counter(buffer.live) != counter:
                 raise PipelineRefusal(
-                    f"training_step changes the buffer '{buffer.name}' of a pipelined module in place, which stages"
-                    " would not see; do it in a callback or hook, such as on_train_batch_end"
+                    f"training_step changes '{buffer.name}' of a pipelined module in place, which stages would not"
+                    " see; do it in a callback or hook, such as on_train_batch_end"
                 )
         return result
 
@@ -338,10 +346,24 @@ class ParameterView(OwnMode):
                     found.append(other)
                 elif (inner := behind_functorch(value)) is not None and (one := known.get(id(inner))) is not None:
                     raise _within_torch_func(one.name)
+                elif value.grad_fn is None and (place := address_of(value)) in self._memory:
+                    self._find_behind(value, place, found)
             elif isinstance(value, list | tuple):
                 self._find(value, found)
             elif isinstance(value, dict):
                 self._find(value.values(), found)
+
+    def _find_behind(self, view: Tensor, place: int | None, found: list[_Weight | _Buffer | _StandIn]) -> None:
+        """Add to ``found`` a ``view`` of the live memory at ``place``, of which there are no versions."""
+        known = self._memory[place]
+        if address_of(known.live) != place:  # it has other memory meanwhile
+            return
+        if isinstance(known, _Weight) and self._ahead:
+            raise PipelineRefusal(
+                f"training_step uses the memory of the parameter '{known.name}' by another tensor (a view of it, or its"
+                " .data, made before), of which the pipeline keeps no versions; use the parameter itself"
+            )
+        found.append(_Buffer(known.name, view, isinstance(known, _Buffer)))
 
     def replaced(self, value: Any) -> Any:
         """``value`` with copies and stand-ins in the place of live parameters and of tensors that have them."""

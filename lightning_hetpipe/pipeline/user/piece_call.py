@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
+from lightning_hetpipe.errors import PipelineRefusal
 from lightning_hetpipe.pipeline.autocast import Autocast
 from lightning_hetpipe.pipeline.reentrant_checkpoints import run_backward
 from lightning_hetpipe.pipeline.streams import StreamEvent, UserStream
@@ -202,10 +203,10 @@ class _PieceBoundary(UntoldFunction):
             into = [gradient for edge, gradient in pairs if edge is not None]
             call.outside.join(call.taken, [gradient for gradient in into if gradient is not None])
         else:
-            raise RuntimeError(
+            raise PipelineRefusal(
                 "a gradient through a pipelined module was asked for inside training_step (torch.autograd.grad or"
-                " .backward()); the pipeline computes gradients once, of the loss that training_step returns, so leave"
-                " gradients with respect to inputs out, or train without HetPipeStrategy"
+                " .backward()), and the pipeline computes gradients once, of the loss that training_step returns; leave"
+                " gradients with respect to inputs out"
             )
         return (None, None, None, *into, *([None] * ctx.outputs))
 
