@@ -19,20 +19,16 @@ from lightning_hetpipe.cli.targets import built, locate, written
 from lightning_hetpipe.errors import SettingError, of_file
 from lightning_hetpipe.placement.device_placement import discovered_cluster
 from lightning_hetpipe.placement.progress import on_terminal
-from lightning_hetpipe.planning.allocation.groupings import ALLOCATIONS
 from lightning_hetpipe.planning.model.catalogue import PRECISIONS, gpus, known, nearest_gpu
 from lightning_hetpipe.planning.model.cluster import PCIE, Cluster, DeviceSlot, Link, Node
 from lightning_hetpipe.planning.model.profile import Profile
 from lightning_hetpipe.planning.model.units import seconds_of
 from lightning_hetpipe.planning.plan import profile_file
 from lightning_hetpipe.planning.plan.profile_file import ProfileCache
-from lightning_hetpipe.rules.versions import WeightPolicy
+from lightning_hetpipe.rules.versions import POLICIES, WeightPolicy
 from lightning_hetpipe.run.automatic import planned_policies
-from lightning_hetpipe.strategy import split_setting
-from lightning_hetpipe.strategy.checks import switch
 from lightning_hetpipe.strategy.profiling_strategy import Profiled, ProfilingStrategy
 from lightning_hetpipe.strategy.profiling_strategy import profile as profile_model
-from lightning_hetpipe.strategy.settings import count, weight_policy
 from lightning_hetpipe.workers.weight_copies import copies_kept
 
 PROGRAM = ConsoleScript(
@@ -94,9 +90,6 @@ def check(config: DictConfig) -> None:
             f"strategy.virtual_workers={workers}: how many there are follows from the allocation; give"
             " strategy.allocation=np, ed, hd, placed or auto, or strategy.virtual_workers=1 for one over all devices."
         )
-    allocation = of_strategy(config, "allocation", "auto")
-    if allocation not in ALLOCATIONS:
-        raise SettingError(f"strategy.allocation={written(allocation)} must be one of {', '.join(ALLOCATIONS)}.")
     if of_strategy(config, "_target_", None) == "lightning_hetpipe.HetPipeStrategy":
         # which refuses what makes no sense
         built(config, "strategy", HetPipeStrategy, cluster=None, plan=None, allocation="auto")
@@ -273,7 +266,7 @@ def joins(config: DictConfig) -> bool:
     """
     name = "strategy.split" if OmegaConf.is_interpolation(config, "split") else "split"
     value = config.split
-    if value is not False and not split_setting.chooses(value):
+    if value not in (True, False, "auto"):
         raise SettingError(
             f"{name}={written(value)} must be true, auto or false: hetpipe-plan chooses the devices and shares of each"
             " stage itself; set split=auto, or leave it out."
@@ -293,16 +286,16 @@ def _is_given(setting: str) -> bool:
 
 def wanted(config: DictConfig) -> dict[str, Any]:
     """Nm, and arguments of ``PlanningProblem`` besides devices and optimizer."""
-    in_flight = count("in_flight", of_strategy(config, "in_flight", "auto"))
+    in_flight = of_strategy(config, "in_flight", "auto")
     # An experiment's stages are those that it has without a plan.
-    stages = count("stages", of_strategy(config, "stages", "auto")) if _is_given("strategy.stages") else "auto"
+    stages = of_strategy(config, "stages", "auto") if _is_given("strategy.stages") else "auto"
     return {
         "stages": None if stages == "auto" else stages,
         "in_flight": None if in_flight == "auto" else in_flight,
-        "recompute": switch("recompute", of_strategy(config, "recompute", False)),
+        "recompute": of_strategy(config, "recompute", False),
         "ordered": config.ordered,
         "synchronise": seconds_of(str(config.synchronise), "synchronise"),
-        "weights": weight_policy(of_strategy(config, "weights", "auto")),
+        "weights": POLICIES.get(of_strategy(config, "weights", "auto")),
         "every": OmegaConf.select(config, "trainer.accumulate_grad_batches", default=None) or 1,
         "spread": not of_strategy(config, "compile", False),
     }

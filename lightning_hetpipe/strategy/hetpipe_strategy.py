@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import lightning as L
 import torch
@@ -26,15 +26,18 @@ from lightning_hetpipe.lightning_private import (
     wants_several_optimizers,
 )
 from lightning_hetpipe.pipeline.out_of_memory import explain, held
+from lightning_hetpipe.pipeline.recorder import Window
 from lightning_hetpipe.pipeline.stage import BeforePass
 from lightning_hetpipe.pipeline.user.batch_in_flight import current
 from lightning_hetpipe.pipeline.user.minibatch import Minibatch
 from lightning_hetpipe.placement import emulated_speeds
+from lightning_hetpipe.planning.allocation.groupings import ALLOCATIONS
 from lightning_hetpipe.planning.model.cluster import Cluster
 from lightning_hetpipe.planning.model.units import in_bytes
 from lightning_hetpipe.planning.plan.document import Plan
 from lightning_hetpipe.reporting.report import RunReport
-from lightning_hetpipe.rules.versions import STASH
+from lightning_hetpipe.rules.channel_layouts import is_share
+from lightning_hetpipe.rules.versions import POLICIES, STASH
 from lightning_hetpipe.run import run_settings, together
 from lightning_hetpipe.run.around_step import Correction
 from lightning_hetpipe.run.automatic import automatic_policy
@@ -43,9 +46,45 @@ from lightning_hetpipe.run.fit import Fit
 from lightning_hetpipe.run.look_ahead import ReadyBatch
 from lightning_hetpipe.run.staleness_warning import is_clipped
 from lightning_hetpipe.run.trainer_run import TrainerRun
-from lightning_hetpipe.strategy import checks, compile_setting, host_setting, plan_setting, settings, split_setting
+from lightning_hetpipe.server.protocol.identifiers import MOST_VIRTUAL_WORKERS
+from lightning_hetpipe.settings import MOST, Bounds, Choices, Duration, Length, read, seconds
+from lightning_hetpipe.strategy import compile_setting, host_setting, relations
 from lightning_hetpipe.strategy.planned_devices import PlannedDevices
+from lightning_hetpipe.strategy.relations import Count
 from lightning_hetpipe.strategy.saved_states import note_in_flight, note_last_changes, take_in_flight, take_last_changes
+from lightning_hetpipe.strategy.wsp_callback import Address, WSPCallback
+
+LONGEST = 2000
+"""Minibatches of a timeline: their trace has some 20 MB, the most that a viewer opens at ease."""
+
+_WINDOW = f"the first and the last minibatch to keep, counted from 1, at most {LONGEST}, such as (100, 120)"
+
+
+def _is_range(value: Sequence[int]) -> bool:
+    return len(value) == 2 and 1 <= value[0] <= value[1] <= MOST_VIRTUAL_WORKERS
+
+
+def _is_window(value: Sequence[int]) -> bool:
+    return len(value) == 2 and 1 <= value[0] <= value[1] < value[0] + LONGEST
+
+
+def _is_stage(value: Any) -> bool:
+    return str(value).isdecimal()
+
+
+def _are_shares(value: Sequence[float]) -> bool:
+    return all(map(is_share, value)) and any(value)
+
+
+StageNumber = Annotated[int | str, _is_stage, "the number of a stage, from 0 on"]
+"""Key of ``split``; configurations have text as keys."""
+StageShares = Annotated[
+    Sequence[float],
+    Length(2),
+    _are_shares,
+    "a share for each of at least two devices, 0 or more, such as [2, 1], of which the first device has the unsplit"
+    " weights",
+]
 
 
 class HetPipeStrategy(PlannedDevices):
@@ -150,62 +189,64 @@ class HetPipeStrategy(PlannedDevices):
 
     def __init__(
         self,
-        stages: int | Literal["auto"] | Sequence[int] = "auto",
-        in_flight: int | Literal["auto"] = "auto",
-        virtual_workers: int | Sequence[int] = 1,
-        weights: str = "auto",
-        module: str | Sequence[str] | None = None,
-        plan: Plan | str | os.PathLike[str] | None = None,
+        stages: Count | Annotated[Sequence[Count], "a list with one for each virtual worker"] = "auto",
+        in_flight: Count = "auto",
+        virtual_workers: Annotated[int, Bounds(1, MOST_VIRTUAL_WORKERS)]
+        | Annotated[Sequence[int], _is_range, "the fewest and the most of them, as (1, 3)"] = 1,
+        weights: Annotated[str, Choices(("auto", *POLICIES))] = "auto",
+        module: Annotated[str, "the name of a module"]
+        | Annotated[Sequence[str], Length(1), "a list of names"]
+        | None = None,
+        plan: Plan | Annotated[str | os.PathLike[str], "the path of one"] | None = None,
         cluster: Cluster | None = None,
-        allocation: str = "auto",
-        compile: bool | str | Mapping[str, Any] = False,
+        allocation: Annotated[str, Choices(ALLOCATIONS)] = "auto",
+        compile: bool | compile_setting.Backend | compile_setting.Options = False,
         recompute: bool = False,
-        split: bool | Literal["auto"] | split_setting.Shares = False,
-        timeline: bool | Sequence[int] = False,
-        stage_hosts: host_setting.StageHosts = None,
-        lr_correction: int | Literal["auto"] | None = "auto",
-        wsp: Any = None,
-        timeout: timedelta | float = timedelta(minutes=5),
-        capture_timeout: timedelta | float = CAPTURE_TIMEOUT,
-        grace: timedelta | float = timedelta(seconds=30),
+        split: bool
+        | Literal["auto"]
+        | Annotated[
+            Mapping[StageNumber, StageShares], Length(1), "the shares of each stage on several devices, as {0: [2, 1]}"
+        ] = False,
+        timeline: bool | Annotated[Sequence[int], _is_window, _WINDOW] = False,
+        stage_hosts: Annotated[
+            Mapping[Any, Address],
+            Length(1),
+            "the address of a host for each node of a plan, such as {'attic': '10.0.0.2:7071'}",
+        ]
+        | None = None,
+        lr_correction: Annotated[int, Bounds(1, MOST)] | Literal["auto"] | None = "auto",
+        wsp: WSPCallback | None = None,
+        timeout: Duration = timedelta(minutes=5),
+        capture_timeout: Duration = CAPTURE_TIMEOUT,
+        grace: Duration = timedelta(seconds=30),
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
     ) -> None:
+        given = read(HetPipeStrategy, locals())
         super().__init__(
-            stages,
-            in_flight,
-            plan,
-            cluster,
-            compile,
-            recompute,
-            split,
-            virtual_workers,
-            wsp,
-            timeout,
+            given,
             accelerator=accelerator,
             parallel_devices=parallel_devices,
             cluster_environment=cluster_environment,
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
         )
-        plan_setting.check_allocation(allocation, self.plan)
-        self.weights = weights
-        self._policy = settings.weight_policy(weights)
+        relations.check_allocation(allocation, self.plan)
+        self.weights, self.lr_correction = weights, lr_correction
+        self._policy = POLICIES.get(weights)
         if self.plan is not None:
-            plan_setting.check_planned_policy(self._policy, self.plan)
-        if lr_correction not in (None, "auto"):
-            checks.whole("lr_correction", lr_correction, other=", 'auto', or None")
-        self.lr_correction = lr_correction
-        self.module = settings.module_names(module)
-        self.capture_timeout = checks.seconds("capture_timeout", capture_timeout)
-        self.grace = checks.seconds("grace", grace)
-        self._timeline = settings.timeline(timeline)
-        self.stage_hosts = host_setting.stage_hosts(
-            stage_hosts, compiles=self.compile is not None, timeline=self._timeline
-        )
+            relations.check_planned_policy(self._policy, self.plan)
+        self.module = [module] if isinstance(module, str) else module and [*module]
+        self.capture_timeout, self.grace = seconds(capture_timeout), seconds(grace)
+        self._timeline = None if timeline is False else Window()
+        if not isinstance(timeline, bool):
+            first, last = timeline
+            self._timeline = Window(first, last, LONGEST)
+        relations.check_hosts(stage_hosts, compile=self.compile is not None, timeline=self._timeline is not None)
+        self.stage_hosts = stage_hosts and {str(node): address for node, address in stage_hosts.items()}
         self.last_run = RunReport()
         self._run = TrainerRun()
         self._wanted: run_settings.RunSettings | None = None
@@ -244,7 +285,7 @@ class HetPipeStrategy(PlannedDevices):
             if self._group is not None:
                 together.check_together(trainer)
             if wanted.is_spread:
-                host_setting.refuse_spread(self.stage_hosts)
+                relations.refuse_spread(self.stage_hosts)
             if self.compile is not None:
                 compile_setting.check(self.compile, self._devices())
         self._divide(trainer)
@@ -375,7 +416,7 @@ class HetPipeStrategy(PlannedDevices):
             timeout=self.timeout,
             capture_timeout=self.capture_timeout,
             devices=self._devices(),
-            torch_threads=settings.torch_threads(),
+            torch_threads=relations.torch_threads(),
             choose_split_points=self._choose_split_points,
             before_pass=self._before_pass or planner.before_pass,
             decide=planner,

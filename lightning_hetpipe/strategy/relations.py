@@ -1,34 +1,42 @@
-"""The setting ``plan``: what of the other settings a plan says, and which of them it leaves no room for."""
+"""Relations between the settings of a run: which exclude each other, and what a plan says of them.
+
+Each setting by itself is declared in the signatures of ``HetPipeStrategy`` and ``WSPCallback``.
+"""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import groupby
-from typing import Any
+from typing import Annotated, Any, Literal, TypeVar
+
+import torch
 
 from lightning_hetpipe.errors import SettingError, nearest, of_file
-from lightning_hetpipe.launch.ranks import WorkerRange
+from lightning_hetpipe.launch.ranks import Rank, WorkerRange
 from lightning_hetpipe.launch.wsp_settings import WSPSettings
-from lightning_hetpipe.planning.allocation.groupings import ALLOCATIONS
 from lightning_hetpipe.planning.plan.document import Plan
 from lightning_hetpipe.rules.shares import whole_steps
 from lightning_hetpipe.rules.versions import WeightPolicy
-from lightning_hetpipe.strategy.checks import whole
-from lightning_hetpipe.strategy.host_setting import StageHosts, check_host_nodes, serving_nodes
-from lightning_hetpipe.strategy.settings import Stages, count, most_workers
+from lightning_hetpipe.settings import MOST, Bounds, check
+from lightning_hetpipe.strategy.host_setting import StageHosts, serving_nodes
+
+T = TypeVar("T")
+
+Stages = int | Literal["auto"]
+Count = Annotated[Stages, Bounds(1, 1000)]
+"""Number of stages, or of minibatches in flight, each of which takes a thread."""
 
 
-def plan(value: Any) -> Plan | None:
+def plan(value: Plan | str | os.PathLike[str] | None) -> Plan | None:
     """``value``, or what the file of that name holds.
 
     Raises:
-        SettingError: for what is neither, and for a plan that no device can run.
+        SettingError: for a file that holds no plan, and for a plan that no device can run.
     """
     if value is None:
         return None
-    if not isinstance(value, Plan | str | os.PathLike):
-        raise SettingError(f"plan={value!r} must be a lightning_hetpipe.Plan, or the path of one")
     try:
         made = value if isinstance(value, Plan) else Plan.load(value)
     except SettingError as error:
@@ -45,13 +53,10 @@ def plan(value: Any) -> Plan | None:
     return made
 
 
-def check_allocation(value: Any, plan: Plan | None) -> None:
-    """Refuses an allocation that is none, or, other than "auto", that no plan has made."""
+def check_allocation(value: str, plan: Plan | None) -> None:
+    """Refuse an allocation, other than "auto", that no plan has made."""
     if value == "auto" or (plan is not None and value == plan.allocation):
         return
-    if value not in ALLOCATIONS:
-        known = ", ".join(map(repr, ALLOCATIONS))
-        raise SettingError(f"allocation={value!r} must be one of {known}{nearest(str(value), ALLOCATIONS)}")
     has = "there is none" if plan is None else f"the plan for {plan.model} has {plan.allocation or 'none'!r}"
     raise SettingError(
         f"allocation={value!r} is decided when devices are measured and a plan is made, and {has}; make one with"
@@ -61,7 +66,7 @@ def check_allocation(value: Any, plan: Plan | None) -> None:
 
 def as_planned(name: str, asked: Stages | list[Stages], planned: int) -> int:
     """Take the number of a plan, unless another was asked for, or it is more than there may be."""
-    count(name, planned)
+    check(f"the plan's {name}", planned, Count)
     if asked not in ("auto", planned):
         raise SettingError(f"{name}={asked!r}, but the plan has {planned}; leave {name} out, or set it to 'auto'")
     return planned
@@ -69,10 +74,117 @@ def as_planned(name: str, asked: Stages | list[Stages], planned: int) -> int:
 
 def stages_as_planned(asked: Stages | list[Stages], plan: Plan) -> Stages | list[Stages]:
     """Take k of each virtual worker of a plan, unless others were asked for."""
-    planned = [count("stages", len(worker.stages)) for worker in plan.virtual_workers]
+    planned = [len(worker.stages) for worker in plan.virtual_workers]
     if asked == planned:
         return asked
-    return [as_planned("stages", asked, k) for k in planned if isinstance(k, int)]
+    return [as_planned("stages", asked, k) for k in planned]
+
+
+def most_workers(virtual_workers: int | WorkerRange) -> int:
+    """The largest number that the setting allows."""
+    return virtual_workers.most if isinstance(virtual_workers, WorkerRange) else virtual_workers
+
+
+def check_cluster(virtual_workers: int) -> None:
+    """Refuses a cluster without a plan where there are several virtual workers."""
+    if virtual_workers > 1:
+        raise SettingError(
+            f"cluster is planned at the start of a fit for one virtual worker, and there are {virtual_workers}; give a"
+            f" plan of {virtual_workers}, too (docs/planning.md), leave cluster out, or train with one virtual worker"
+        )
+
+
+def check_platform(virtual_workers: int, platform: str) -> None:
+    """Refuse several processes where they cannot be started; ``platform`` is ``sys.platform``."""
+    if virtual_workers > 1 and platform == "win32":
+        raise SettingError(
+            f"virtual_workers={virtual_workers} needs processes that inherit sockets, which Windows does not have;"
+            " train in WSL 2, or leave virtual_workers out"
+        )
+
+
+def only_wsp(given: Sequence[T]) -> T | None:
+    """Return the WSPCallback that holds, of those that the Trainer and the strategy were given; None for none."""
+    if len(given) > 1:
+        raise SettingError(
+            f"this run has {len(given)} WSPCallbacks; give one, to HetPipeStrategy(wsp=...) or among the Trainer's"
+            " callbacks (on the command line: strategy.wsp, or strategy.wsp=null and one of callbacks)"
+        )
+    return given[0] if given else None
+
+
+def check_lengths(wave: int | Literal["auto"], shares: Any) -> None:
+    """Refuse both settings that say how many minibatches a wave has."""
+    if wave != "auto" and shares not in (None, "equal", "auto"):
+        raise SettingError(
+            f"wave={wave!r} and shares={list(shares)!r} both say how many minibatches a wave has; leave wave out"
+        )
+
+
+def stage_counts(stages: Stages | Sequence[Stages], virtual_workers: int) -> Stages | list[Stages]:
+    """Check the length of ``stages`` as far as possible before it is known who starts how many virtual workers."""
+    if not isinstance(stages, Sequence) or isinstance(stages, str):
+        return stages
+    if not stages or len(stages) % virtual_workers:
+        raise _other_stages(stages, virtual_workers)
+    return list(stages)
+
+
+def stages_of(stages: Stages | list[Stages], rank: Rank) -> Stages:
+    """k of one virtual worker; a list has one for each of a node's, or for each of all.
+
+    Raises:
+        SettingError: if it has another number of them.
+    """
+    if not isinstance(stages, list):
+        return stages
+    if len(stages) == rank.size:
+        return stages[rank.index]
+    if len(stages) != rank.per_node:
+        raise _other_stages(stages, rank.per_node, rank.size)
+    return stages[rank.local]
+
+
+def _other_stages(stages: Sequence[Any], virtual_workers: int, of: int | None = None) -> SettingError:
+    among = f" on this node, of {of} in all" if of not in (None, virtual_workers) else ""
+    return SettingError(
+        f"stages={list(stages)!r} has {len(stages)} entries, but there are virtual_workers={virtual_workers}{among};"
+        " give one for each, or one number for all"
+    )
+
+
+def check_split(split: Any, plan: Plan | None) -> None:
+    """Refuse ``split`` beside a plan, which says itself what is divided."""
+    if split is not False and plan is not None:
+        raise SettingError(f"split={split!r}, but the plan says which stages have several devices; leave split out")
+
+
+def check_hosts(hosts: StageHosts, **settings: bool) -> None:
+    """Refuse ``settings`` that hosts do not know yet."""
+    for name, is_set in settings.items():
+        if hosts is not None and is_set:
+            raise SettingError(
+                f"stage_hosts={hosts!r} has stages at hosts that know no {name} yet; leave {name} out, or stage_hosts"
+            )
+
+
+def refuse_spread(hosts: StageHosts) -> None:
+    """Refuse hosts for a run without a pipeline."""
+    if hosts is not None:
+        raise SettingError(
+            f"stage_hosts={dict(hosts)!r} is for stages, and one minibatch in flight has none, as the step runs on the"
+            " model as it is; plan with more in flight, or leave stage_hosts out"
+        )
+
+
+def check_host_nodes(hosts: StageHosts, plan: Plan) -> None:
+    """Refuses ``hosts`` for nodes that ``plan`` does not have."""
+    known = [*plan.workers_on_nodes]
+    for node in [each for each in hosts or () if each not in known]:
+        raise SettingError(
+            f"stage_hosts={dict(hosts or {})!r} names {node!r}, which is no node of the plan for {plan.model}, whose"
+            f" nodes are {' and '.join(map(repr, known))}{nearest(node, known)}"
+        )
 
 
 def workers_as_planned(
@@ -149,7 +261,7 @@ def check_spread(plan: Plan, **settings: bool) -> None:
 
 def wsp_as_planned(given: WSPSettings, plan: Plan) -> WSPSettings:
     """Take the synchronisation of a plan, as far as nobody has set it."""
-    whole("the plan's clock_distance", plan.clock_distance, least=0)
+    check("the plan's clock_distance", plan.clock_distance, Annotated[int, Bounds(0, MOST)])
     lengths = {"wave", "shares"}
     left_out = given.left_out if lengths <= given.left_out else given.left_out - lengths
     return replace(given, **{name: value for name, value in _synchronisation(plan).items() if name in left_out})
@@ -176,3 +288,15 @@ def _synchronisation(plan: Plan) -> dict[str, Any]:
 
 def _shown(value: Any) -> str:
     return repr([*value] if isinstance(value, tuple) else value)
+
+
+def run_seed() -> int:
+    """Seed of the run's random numbers: PL_GLOBAL_SEED, else torch's own."""
+    seed = os.environ.get("PL_GLOBAL_SEED")
+    return int(seed) if seed else torch.initial_seed()
+
+
+def torch_threads() -> int:
+    """Threads of each torch operation in training: OMP_NUM_THREADS, else 1; never derived from k, for exactness."""
+    threads = os.environ.get("OMP_NUM_THREADS", "")
+    return max(1, int(threads)) if threads.isdigit() else 1
