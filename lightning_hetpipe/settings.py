@@ -45,6 +45,9 @@ class Bounds:
         return f" of at least {self.least}" + ("" if self.most == math.inf else f" and at most {self.most}")
 
 
+Size = Annotated[int, Bounds(1)]
+
+
 @dataclass(frozen=True)
 class Length:
     """Least and largest number of items; a text has none."""

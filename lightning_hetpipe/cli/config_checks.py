@@ -50,9 +50,9 @@ def check(
             raise SettingError(f"{key} has no _target_; give {key}._target_={example}.")
     for path in ("security", "strategy.wsp.security"):
         _refuse_token(config, path)
-    # Sections before those that refer to them, so that an error names the place where the setting stands.
-    for section in sorted(found, key=lambda section: section.path.startswith("trainer")):
-        _check_section(section, bounds or {})
+    for referring in (False, True):  # values before references to them, so that an error names where a value stands
+        for section in found:
+            _check_section(section, referring, bounds or {})
 
 
 def first_key(value: Any) -> str:
@@ -88,12 +88,16 @@ def _refuse_token(config: DictConfig, path: str) -> None:
         )
 
 
-def _check_section(section: ConfigSection, bounds: Mapping[str, Bounds]) -> None:
+def _check_section(section: ConfigSection, referring: bool, bounds: Mapping[str, Bounds]) -> None:
     path, target = section.path, section.target
     if target is None:
         raise SettingError(f"{path}._target_=null names nothing to build; leave it out with {path}=null.")
     by_name = {key for key in _LISTS if isinstance(section.values.get(key), dict) and path == "trainer"}
-    arguments = {key: value for key, value in section.values.items() if key not in by_name or is_section(value)}
+    arguments = {
+        key: value
+        for key, value in section.values.items()
+        if is_interpolation(section.given[key]) is referring and (key not in by_name or is_section(value))
+    }
     declared = section.declared
     bounded = {
         name: Annotated[hint, bounds[f"{path}.{name}"]] if f"{path}.{name}" in bounds else hint
