@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from datetime import timedelta
@@ -280,7 +281,8 @@ def _noun(member: Any, kind: Any, style: Style) -> str:
         items = [words(each, style) for each in get_args(member) if each is not ...]
         return f"[{', '.join(items)}{', ...' if len(items) == 1 else ''}]"
     package = kind.__module__.partition(".")[0]
-    name = f"{package}.{kind.__name__}" if package == __package__ else kind.__name__
+    is_public = package == __package__ and kind.__name__ in sys.modules[__package__].__all__
+    name = f"{package}.{kind.__name__}" if is_public else kind.__name__
     return f"{'an' if name[0] in 'AEIOU' else 'a'} {name}"
 
 

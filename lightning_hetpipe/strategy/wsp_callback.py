@@ -37,32 +37,32 @@ class WSPCallback(L.Callback):
     """Settings of the synchronisation of virtual workers; given to the Trainer as a callback, or to the strategy.
 
     Args:
-        clock_distance: D, how many waves a virtual worker may be ahead of the slowest one; None is as the strategy's
-            ``plan`` has it, and 0 without one.
-        wave: W, minibatches per wave; by default as the strategy's ``plan`` has it, and Nm without one.
-        shares: How virtual workers of unequal speed share the data and the length of waves: "equal", or minibatches per
-            wave for each virtual worker, such as [4, 8], in proportion to which each epoch is dealt; "auto" measures
-            their rates in each epoch, and has ``wave`` as the shortest wave; None is as the strategy's ``plan`` has it,
-            unless ``wave`` is set, and "equal" without one.
-        aggregate: "sum" adds the virtual workers' updates (the paper's rule), "mean" their mean.
-        update_dtype: The dtype in which updates travel, such as "bfloat16"; by default each parameter's own. What is
-            lost by it is added to the next update.
-        servers: Addresses (``host:port``) of running servers; by default one is started on each machine.
-        placement: Which server holds which parameter, where there are several: "size" balances their bytes,
-            "round_robin" deals parameters out one by one, "local" leaves all of them to the first server, beside
-            virtual worker 0: no other machine is needed then for weights to survive, but one link carries everything.
-            Where virtual worker 0 has stages on several machines, "local" leaves each parameter to the server of its
-            stage's machine. None is as the strategy's ``plan`` has it, and "size" without one.
-        security: Certificates and token, as a ``Security`` or a mapping of its arguments; what is left out is taken
-            from ``HETPIPE_*`` environment variables.
-        lease: How long a virtual worker may be silent before the others go on without it.
-        end_timeout: How long the first process of a machine, at its end, waits for the other virtual workers' programs
-            to end, before it ends those that it has started and exits with 1; None: as long as they run.
-        join_timeout: How long virtual workers wait at the start, and at the start of each fit, for those that have not
-            come. After that all end, and the error says who is missing.
-        restarts: How often each virtual worker whose process ends in the middle of a run is started again, at most, by
-            the process that has started it. It comes back when the next epoch begins. Under ``hetpipe-train`` on one
-            machine also how often the run is started again from its newest checkpoint where virtual worker 0 is lost.
+        clock_distance: D, the number of waves that a virtual worker may be ahead of the slowest one. None is the
+            plan's, or 0.
+        wave: W, minibatches per wave. "auto" is the plan's, or Nm.
+        shares: Minibatches per wave of each virtual worker, in proportion to which each epoch is dealt
+            (docs/virtual-workers.md#unequal-virtual-workers). "auto" measures their rates in each epoch, and ``wave``
+            is the shortest wave. None is the plan's unless ``wave`` is set, or "equal".
+        aggregate: "sum" adds the updates of virtual workers (the paper's rule, which acts like an N times larger
+            learning rate), "mean" their mean.
+        update_dtype: Dtype in which updates travel; "bfloat16" halves them. The rounding error is added to the next
+            update. None is the dtype of each parameter.
+        servers: Addresses of running ``hetpipe-server``s; by default each machine starts one.
+        placement: Server of each parameter: "size" balances their bytes, "round_robin" deals parameters out in turn.
+            "local" leaves each parameter beside virtual worker 0's stage that has it, which is the first machine's
+            server unless its stages are on several machines. With "local", weights survive without other machines, but
+            one link may carry everything. None is the plan's, or "size".
+        security: Certificates and token of the servers (docs/several-machines.md#secrets). What is left out comes from
+            the environment variables ``HETPIPE_*``.
+        lease: Time that a virtual worker may be silent before the others go on without it.
+        end_timeout: Time that the first process of a machine, at its end, waits for the programs of other virtual
+            workers. Then it ends the programs that it has started, and exits with 1. None waits as long as they run.
+        join_timeout: Time that virtual workers wait, at the start and at the start of each fit, for one that has not
+            come. Then all end, and the error says who is missing.
+        restarts: Times that a virtual worker whose process ends in the middle of a run is started again, by the process
+            that started it. It comes back when the next epoch begins (docs/virtual-workers.md#coming-back). Under
+            ``hetpipe-train`` on one machine it counts for the run as well, which is started again from its newest
+            checkpoint if virtual worker 0 is lost (docs/virtual-workers.md#when-virtual-worker-0-is-lost).
 
     Raises:
         SettingError: one sentence that names the setting, its value and the way out.
