@@ -13,7 +13,7 @@ from __future__ import annotations
 import inspect
 import math
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from datetime import timedelta
 from functools import cache
@@ -218,58 +218,50 @@ def words(hint: Any, style: Style = PYTHON) -> str:
 def is_plain(hint: Any) -> bool:
     """Return True if ``hint`` is made of bool, int, float, str, None and Literal."""
     return all(
-        is_plain(member) if get_origin(member) is Annotated else member in _WORDS or get_origin(member) is Literal
-        for member in _parts(hint)[0]
+        is_plain(member) if kind is Annotated else member in _PLAIN or kind is Literal
+        for member, kind in _parts(hint)[0]
     )
 
 
-_WORDS: Mapping[Any, Sequence[str]] = {
-    bool: (),
-    int: ("a whole number",),
-    float: ("a number",),
-    str: ("text",),
-    NoneType: (),
-}
+_NOUNS = {int: "a whole number", float: "a number", str: "text"}
+_PLAIN = {*_NOUNS, bool, NoneType}
 
 
-def _parts(hint: Any) -> tuple[list[Any], tuple[Any, ...]]:
-    """Return the members of a union, and what ``Annotated`` says of all of them."""
+def _parts(hint: Any) -> tuple[list[tuple[Any, Any]], tuple[Any, ...]]:
+    """Return the members of a union, each with its origin, and what ``Annotated`` says of all of them."""
     if get_origin(hint) is Annotated:
         inner, *marks = get_args(hint)
         members, others = _parts(inner)
         return members, (*marks, *others)
-    if get_origin(hint) in (Union, UnionType):
-        return [part for each in get_args(hint) for part in _members(each)], ()
-    return [hint], ()
+    members = [hint]
+    while unions := [each for each in members if get_origin(each) in (Union, UnionType)]:
+        members = [part for each in members for part in (get_args(each) if each in unions else (each,))]
+    return [(member, get_origin(member) or member) for member in members], ()
 
 
-def _members(member: Any) -> list[Any]:
-    return [member] if get_origin(member) is Annotated else _parts(member)[0]
-
-
-def _words(hint: Any, style: Style) -> list[str]:
+def _words(hint: Any, style: Style) -> Iterator[str]:
     members, marks = _parts(hint)
     if (text := next((mark for mark in marks if isinstance(mark, str)), None)) is not None:
-        return [text]
+        yield text
+        return
     choices = [repr(name) for mark in marks if isinstance(mark, Choices) for name in mark.names]
     bounds = "".join(str(mark) for mark in marks if isinstance(mark, Bounds))
-    implied = {int} & {*members} if float in members else set()
-    found: list[str] = []
-    for member in [each for each in members if each not in implied]:
-        kind = get_origin(member) or member
+    kinds = [kind for _, kind in members]
+    for member, kind in members:
         if kind is Annotated:
-            found += _words(member, style)
+            yield from _words(member, style)
         elif kind is Literal:
-            found += map(repr, get_args(member))
-        elif member in (bool, NoneType):
-            found += [style.literals[each] for each in ((True, False) if member is bool else (None,))]
-        elif member is str and choices:
-            found += choices
-        elif member in _WORDS:
-            found += [f"{each}{bounds if member in (int, float) else ''}" for each in _WORDS[member]]
+            yield from map(repr, get_args(member))
+        elif kind in (bool, NoneType):
+            yield from [style.literals[each] for each in ((True, False) if kind is bool else (None,))]
+        elif kind is str and choices:
+            yield from choices
+        elif kind in (int, float):
+            yield f"{_NOUNS[float if float in kinds else kind]}{bounds}"
+        elif kind in _NOUNS:
+            yield _NOUNS[kind]
         else:
-            found.append(_noun(member, kind, style))
-    return found
+            yield _noun(member, kind, style)
 
 
 def _noun(member: Any, kind: Any, style: Style) -> str:
@@ -280,53 +272,40 @@ def _noun(member: Any, kind: Any, style: Style) -> str:
     if get_args(member):
         items = [words(each, style) for each in get_args(member) if each is not ...]
         return f"[{', '.join(items)}{', ...' if len(items) == 1 else ''}]"
-    package = kind.__module__.partition(".")[0]
-    is_public = package == __package__ and kind.__name__ in sys.modules[__package__].__all__
-    name = f"{package}.{kind.__name__}" if is_public else kind.__name__
+    is_ours = kind.__module__.startswith(f"{__package__}.")
+    is_public = is_ours and kind.__name__ in sys.modules[__package__].__all__
+    name = f"{__package__}.{kind.__name__}" if is_public else kind.__name__
     return f"{'an' if name[0] in 'AEIOU' else 'a'} {name}"
 
 
 def _fits(path: str, value: Any, hint: Any, style: Style) -> bool:
     members, marks = _parts(hint)
-    return any(_is(path, value, member, style) for member in members) and all(
-        mark(value) for mark in marks if callable(mark)
-    )
+    fits = any(_is(path, value, member, kind, style) for member, kind in members)
+    return fits and all(mark(value) for mark in marks if callable(mark))
 
 
-def _is(path: str, value: Any, member: Any, style: Style) -> bool:
+def _is(path: str, value: Any, member: Any, kind: Any, style: Style) -> bool:
     """Return True if ``value`` is a ``member``, or if nobody can tell."""
-    kind = get_origin(member) or member
     if kind is Annotated:
         return _fits(path, value, member, style)
     if kind is Literal:
         return any(type(value) is type(each) and value == each for each in get_args(member))
     made = style.made(value)
-    if not _is_judged(kind) or made is Any:
+    if made is Any or not inspect.isclass(kind) or kind in (Any, object, type, Callable):  # or a type variable, say
         return True
     kinds = (int, float) if kind is float else kind
     if made is not value:
         return issubclass(made, kinds)
-    if isinstance(value, bool) and kind in (int, float):
-        return False
-    if isinstance(value, Mapping):
-        return issubclass(kind, Mapping) and _items_fit(path, value, get_args(member), style)
-    if isinstance(value, Sequence) and not isinstance(value, str | bytes):  # YAML has lists only
-        return (
-            issubclass(kind, Iterable)
-            and not issubclass(kind, str | Mapping)
-            and _items_fit(path, value, get_args(member), style)
-        )
-    if kind is not member and isinstance(value, str):  # Iterable[str] does not mean a text's letters
-        return False
+    if isinstance(value, Mapping | Sequence) and not isinstance(value, str | bytes):  # a list may be a tuple
+        of_items = Mapping if isinstance(value, Mapping) else Iterable
+        is_other = isinstance(value, Sequence) and issubclass(kind, str | Mapping)
+        return issubclass(kind, of_items) and not is_other and _items_fit(path, value, get_args(member), style)
+    if isinstance(value, bool | str) and (kind in (int, float) or kind is not member):
+        return False  # True is no number; a text's letters are no Iterable[str]
     try:
         return isinstance(value, kinds)
     except TypeError:  # a protocol that cannot be asked
         return True
-
-
-def _is_judged(kind: Any) -> bool:
-    """Return True for a class, and a container such as list[int]; False for a type variable or a signature."""
-    return inspect.isclass(kind) and kind not in (Any, object, type, Callable)
 
 
 def _items_fit(path: str, values: Any, hints: Sequence[Any], style: Style) -> bool:
@@ -336,21 +315,22 @@ def _items_fit(path: str, values: Any, hints: Sequence[Any], style: Style) -> bo
         SettingError: for an item with a declaration of its own.
     """
     hints = [hint for hint in hints if hint is not ...]
+    if not hints:
+        return True
     if isinstance(values, Mapping):
-        for key, value in values.items() if len(hints) == 2 else ():
+        for key in values:
             if not _fits(path, key, hints[0], style):
                 raise SettingError(f"{path} has the key {key!r}, which must be {words(hints[0], style)}")
-            if not _item_fits(f"{path}[{key!r}]", value, hints[1], style):
-                return False
-        return True
-    if len(hints) > 1 and len(hints) != len(values):
+        items = [*values.items()]
+        hints = hints[1:] or [Any]
+    else:
+        items = [*enumerate(values)]
+    every = hints * len(items) if len(hints) == 1 else hints
+    if len(every) != len(items):
         return False
-    every = hints * len(values) if len(hints) == 1 else hints
-    items = zip(values, every, strict=False)
-    return all(_item_fits(f"{path}[{index}]", value, hint, style) for index, (value, hint) in enumerate(items))
-
-
-def _item_fits(path: str, value: Any, hint: Any, style: Style) -> bool:
-    if get_origin(hint) is Annotated:
-        check(path, value, hint, style)
-    return _fits(path, value, hint, style)
+    for (key, value), hint in zip(items, every, strict=True):
+        if get_origin(hint) is Annotated:
+            check(f"{path}[{key!r}]", value, hint, style)
+        elif not _fits(f"{path}[{key!r}]", value, hint, style):
+            return False
+    return True

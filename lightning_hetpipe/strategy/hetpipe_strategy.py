@@ -218,18 +218,14 @@ class HetPipeStrategy(PlannedDevices):
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
         )
-        relations.check_allocation(allocation, self.plan)
         self.weights, self.lr_correction = weights, lr_correction
         self._policy = POLICIES.get(weights)
-        if self.plan is not None:
-            relations.check_planned_policy(self._policy, self.plan)
         self.module = [module] if isinstance(module, str) else module and [*module]
         self.capture_timeout, self.grace = seconds(capture_timeout), seconds(grace)
         self._timeline = None if timeline is False else Window()
         if not isinstance(timeline, bool):
             first, last = timeline
             self._timeline = Window(first, last, LONGEST)
-        relations.check_hosts(stage_hosts, compile=self.compile is not None, timeline=self._timeline is not None)
         self.stage_hosts = stage_hosts and {str(node): address for node, address in stage_hosts.items()}
         self.last_run = RunReport()
         self._run = TrainerRun()

@@ -48,11 +48,10 @@ class PlannedDevices(SharedCheckpoints):
         workers = relations.most_workers(self.virtual_workers)
         workers = workers if self.plan is None else len(self.plan.virtual_workers)
         relations.check_platform(workers, sys.platform)
-        relations.check_split(given.split, self.plan)
         self.split: dict[int, tuple[float, ...]] | Literal["auto"] = "auto"
         if given.split is False or isinstance(given.split, Mapping):
             self.split = {int(stage): tuple(map(float, own)) for stage, own in (given.split or {}).items()}
-        if self.split and self.split != "auto" and given.stages == "auto":
+        if self.split and self.split != "auto" and given.stages == "auto" and self.plan is None:
             given.stages = 1 + max(self.split)
         self._stages = relations.stage_counts(given.stages, workers)
         self.in_flight, self.cluster, self.recompute = given.in_flight, given.cluster, given.recompute
@@ -62,11 +61,9 @@ class PlannedDevices(SharedCheckpoints):
             self._stages = relations.stages_as_planned(self._stages, self.plan)
             self.in_flight = relations.as_planned("in_flight", self.in_flight, self.plan.in_flight)
             self.recompute |= self.plan.recompute
-            relations.check_spread(
-                self.plan, recompute=self.recompute, compile=self.compile is not None, split=self._has_groups
-            )
         elif self.cluster is not None:
             relations.check_cluster(relations.most_workers(self.virtual_workers))
+        relations.check_given(given, self.plan, self._has_groups)
         self._emulation = Emulation(())
 
     @property

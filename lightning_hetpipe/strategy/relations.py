@@ -9,6 +9,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import groupby
+from types import SimpleNamespace
 from typing import Annotated, Any, Literal, TypeVar
 
 import torch
@@ -18,7 +19,7 @@ from lightning_hetpipe.launch.ranks import Rank, WorkerRange
 from lightning_hetpipe.launch.wsp_settings import WSPSettings
 from lightning_hetpipe.planning.plan.document import Plan
 from lightning_hetpipe.rules.shares import whole_steps
-from lightning_hetpipe.rules.versions import WeightPolicy
+from lightning_hetpipe.rules.versions import POLICIES
 from lightning_hetpipe.settings import MOST, Bounds, check
 from lightning_hetpipe.strategy.host_setting import StageHosts, serving_nodes
 
@@ -53,15 +54,42 @@ def plan(value: Plan | str | os.PathLike[str] | None) -> Plan | None:
     return made
 
 
-def check_allocation(value: str, plan: Plan | None) -> None:
-    """Refuse an allocation, other than "auto", that no plan has made."""
-    if value == "auto" or (plan is not None and value == plan.allocation):
+def check_given(given: SimpleNamespace, plan: Plan | None, has_groups: bool) -> None:
+    """Refuse settings of the strategy that exclude each other, or that ``plan`` says otherwise."""
+    asked, hosts = given.allocation, given.stage_hosts
+    if asked not in ("auto", plan and plan.allocation):
+        has = "there is none" if plan is None else f"the plan for {plan.model} has {plan.allocation or 'none'!r}"
+        raise SettingError(
+            f"allocation={asked!r} is decided when devices are measured and a plan is made, and {has}; make one with"
+            f" hetpipe-plan cluster=... strategy.allocation={asked}, and give it as plan=..., or leave allocation out"
+        )
+    for name in ("compile", "timeline"):
+        if hosts is not None and getattr(given, name) is not False:
+            raise SettingError(
+                f"stage_hosts={hosts!r} has stages at hosts that know no {name} yet; leave {name} out, or stage_hosts"
+            )
+    if plan is None:
         return
-    has = "there is none" if plan is None else f"the plan for {plan.model} has {plan.allocation or 'none'!r}"
-    raise SettingError(
-        f"allocation={value!r} is decided when devices are measured and a plan is made, and {has}; make one with"
-        f" hetpipe-plan cluster=... strategy.allocation={value}, and give it as plan=..., or leave allocation out"
-    )
+    if given.split is not False:
+        raise SettingError(
+            f"split={given.split!r}, but the plan says which stages have several devices; leave split out"
+        )
+    policy, planned = POLICIES.get(given.weights), plan.versions.policy
+    if plan.in_flight > 1 and policy not in (None, planned):
+        raise SettingError(
+            f"weights='{given.weights}', but the plan is for weights='{planned.name}', which takes other memory; plan"
+            f" with strategy.weights={given.weights}, or leave weights out"
+        )
+    for name, is_set in {
+        "recompute": given.recompute or plan.recompute,
+        "compile": given.compile is not False,
+        "split": has_groups,
+    }.items():
+        if plan.spread and is_set:
+            raise SettingError(
+                f"{name} is for the stages of a pipeline, and the plan for {plan.model} is of a spread run, which takes"
+                f" less memory; leave {name} out, or plan with it"
+            )
 
 
 def as_planned(name: str, asked: Stages | list[Stages], planned: int) -> int:
@@ -153,21 +181,6 @@ def _other_stages(stages: Sequence[Any], virtual_workers: int, of: int | None = 
     )
 
 
-def check_split(split: Any, plan: Plan | None) -> None:
-    """Refuse ``split`` beside a plan, which says itself what is divided."""
-    if split is not False and plan is not None:
-        raise SettingError(f"split={split!r}, but the plan says which stages have several devices; leave split out")
-
-
-def check_hosts(hosts: StageHosts, **settings: bool) -> None:
-    """Refuse ``settings`` that hosts do not know yet."""
-    for name, is_set in settings.items():
-        if hosts is not None and is_set:
-            raise SettingError(
-                f"stage_hosts={hosts!r} has stages at hosts that know no {name} yet; leave {name} out, or stage_hosts"
-            )
-
-
 def refuse_spread(hosts: StageHosts) -> None:
     """Refuse hosts for a run without a pipeline."""
     if hosts is not None:
@@ -238,25 +251,6 @@ def workers_as_planned(
             " node one after another"
         )
     return found if serving_nodes(plan, emulated, hosts) is None else [*on_nodes.values()]
-
-
-def check_planned_policy(asked: WeightPolicy | None, plan: Plan) -> None:
-    """Refuses another weight policy than that of ``plan``, where several minibatches are in flight."""
-    if plan.in_flight > 1 and asked not in (None, planned := plan.versions.policy):
-        raise SettingError(
-            f"weights='{asked.name}', but the plan is for weights='{planned.name}', which takes other memory; plan with"
-            f" strategy.weights={asked.name}, or leave weights out"
-        )
-
-
-def check_spread(plan: Plan, **settings: bool) -> None:
-    """Refuses ``settings`` that are the work of a pipeline's stages with a ``plan`` of a spread run."""
-    for name, is_set in settings.items():
-        if plan.spread and is_set:
-            raise SettingError(
-                f"{name} is for the stages of a pipeline, and the plan for {plan.model} is of a spread run, which takes"
-                f" less memory; leave {name} out, or plan with it"
-            )
 
 
 def wsp_as_planned(given: WSPSettings, plan: Plan) -> WSPSettings:
