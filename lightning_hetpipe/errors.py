@@ -108,8 +108,13 @@ def reason_of(error: Exception) -> str:
 
 def nearest(name: str, known: Iterable[str]) -> str:
     """``"; did you mean 'x'?"`` for the known name closest to ``name``, or an empty string if none is close."""
-    found = difflib.get_close_matches(name, list(known), n=1)
-    return f"; did you mean '{found[0]}'?" if found else ""
+    found = closest(name, known)
+    return "" if found is None else f"; did you mean '{found}'?"
+
+
+def closest(name: str, known: Iterable[str]) -> str | None:
+    """Return the known name that is most like ``name``, or None if none is."""
+    return next(iter(difflib.get_close_matches(name, list(known), n=1)), None)
 
 
 def of_import(error: RuntimeError) -> RuntimeError | SettingError:

@@ -19,7 +19,7 @@ FILES = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.rglob("*.py"))
 PRIVATE_FILES = [file for file in FILES if file.startswith(("torch_private/", "lightning_private"))]
 """The files that may touch private names of torch and Lightning."""
 
-LEAVES = {"accelerator", "errors", "redirect", "torch_private", "lightning_private"}
+LEAVES = {"accelerator", "errors", "redirect", "settings", "torch_private", "lightning_private"}
 """Files of the root that any part may import."""
 COMPUTES = {"capture", "pipeline", "emulation", "reporting", "planning", "rules"}
 BELOW: dict[str, set[str]] = {
@@ -43,6 +43,7 @@ BELOW: dict[str, set[str]] = {
     "torch_private": {"errors"},
     "accelerator": {"errors"},
     "redirect": set(),
+    "settings": {"errors"},
     "errors": set(),
 }
 """Parts that each part of the package may import: cli, demo > strategy > run > the rest > planning > rules."""

@@ -12,10 +12,10 @@ from typing import Any
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
-from lightning_hetpipe.cli.config_checks import unknown
 from lightning_hetpipe.cli.start_up import ConsoleScript
-from lightning_hetpipe.cli.targets import as_given, is_interpolation, items, sections
+from lightning_hetpipe.cli.targets import YAML, as_given, is_interpolation, items, sections
 from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.settings import unknown
 
 _OUTER = ("strategy", "trainer", "model", "data")
 _LITERALS = {"None": "null", "True": "true", "False": "false"}
@@ -79,7 +79,7 @@ def _settings(config: DictConfig) -> dict[str, str]:
     for inner, given in product((False, True), (True, False)):
         for section in [section for section in ordered if (section.path not in _OUTER) is inner]:
             written = (name for name, value in section.given.items() if not is_interpolation(value))
-            for name in written if given else section.signature.parameters:
+            for name in written if given else section.declared.parameters:
                 elsewhere = _INTERPOLATION.fullmatch(str(section.given.get(name)))
                 found.setdefault(name, elsewhere[1] if elsewhere else f"{section.path}.{name}")
     return found
@@ -89,9 +89,9 @@ def _refused_argument(error: Exception, config: DictConfig) -> str | None:
     """The sentence for a key that a `_target_` took, as it takes any, and something behind it has refused."""
     match = re.search(r"unexpected keyword argument '(\w+)'", str(error)) if isinstance(error, TypeError) else None
     for section in sections(config) if match is not None else ():
-        signature = section.signature
-        if match is not None and signature.takes_any and match[1] in section.given.keys() - signature.parameters:
-            return str(unknown(match[1], section.path, list(signature.parameters), owner=section.target))
+        own = section.declared
+        if match is not None and own.takes_any and match[1] in section.given.keys() - own.parameters:
+            return str(unknown(match[1], section.path, list(own.parameters), str(section.target), YAML))
     return None
 
 

@@ -9,10 +9,11 @@ from operator import itemgetter
 from hydra.errors import MissingConfigException, OverrideParseException
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
-from lightning_hetpipe.cli.config_checks import unknown
 from lightning_hetpipe.cli.start_up import ConsoleScript
-from lightning_hetpipe.cli.targets import closest
+from lightning_hetpipe.cli.targets import YAML
+from lightning_hetpipe.errors import closest
 from lightning_hetpipe.launch.command import OVERRIDE, WITH_VALUE
+from lightning_hetpipe.settings import unknown
 
 _NO_OPTION = re.compile(r"\+*(?P<group>\w[\w/@]*)=(?P<value>null|true|false|[\d.]*)", re.IGNORECASE)
 _UNKNOWN = re.compile(r"Could not (?:override|append to config|find match) [^']*'([\w@/]+)'")
@@ -54,9 +55,9 @@ def refusal(error: BaseException, arguments: Sequence[str], program: ConsoleScri
         return f"{error.full_key}: {_first_line(error)}; give {error.full_key}=..."
     if isinstance(cause, ConfigKeyError) and "." in (cause.full_key or "") and cause.parent_node is not None:
         section, _, key = str(cause.full_key).rpartition(".")  # of a mapping on the command line, a key in it
-        return str(unknown(key, section, list(map(str, cause.parent_node))))
+        return str(unknown(key, section, list(map(str, cause.parent_node)), style=YAML))
     if match := _UNKNOWN.match(text):
-        return str(unknown(match[1], "", program.read))
+        return str(unknown(match[1], "", program.read, style=YAML))
     if match := _MERGING.match(text):
         reason = _first_line(cause or error)
         if reason.startswith("Cannot merge"):

@@ -142,7 +142,7 @@ def run(config: DictConfig) -> float | None:
         if choice.fits:
             break
     stages_given = problem.stages is not None
-    distance = of_strategy(config, "wsp.clock_distance", None) or 0
+    distance = of_strategy(config, "wsp.clock_distance") or 0
     plan = Plan.of(choice, profile.model, names, cluster, guessed, distance, nominal)
     lines = _remarks(choice, cluster, cluster.assumed([stage.slot for stage in choice.stages]), stages_given)
 
@@ -172,7 +172,7 @@ def _show(
 
     The others are searched once the plan is printed, as that may take several times as long.
     """
-    if of_strategy(config, "compile", False):
+    if of_strategy(config, "compile"):
         lines = [*lines, "- strategy.compile is not in these times: layers are measured without compilation"]
     print(plan, *lines, sep="\n", flush=True)
     print(*others(), "", sep="\n")

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import math
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import closing
-from typing import Any, Literal, NoReturn
+from typing import Annotated, Any, Literal, NoReturn
 
 import hydra
 from omegaconf import DictConfig
@@ -21,11 +20,12 @@ from lightning_hetpipe.planning.model.units import in_bytes
 from lightning_hetpipe.planning.plan.table import aligned
 from lightning_hetpipe.server.transport.interface import STATUS, CallRefused, Unreachable
 from lightning_hetpipe.server.transport.security import Security
+from lightning_hetpipe.settings import Bounds
 
 PROGRAM = ConsoleScript(
     "hetpipe-server",
     ("security", "service"),
-    {"command": Literal["serve", "status"], "address": Any, "timeout": float},
+    {"command": Literal["serve", "status"], "address": Any, "timeout": Annotated[float, Bounds(0.001)]},
     exit_code=lambda error: FAILED if isinstance(error, CallRefused | Unreachable) else None,
 )
 
@@ -55,8 +55,7 @@ def run(config: DictConfig) -> None:
         SettingError: for a setting that is unknown or wrong, or an address that cannot be had.
         CallRefused, Unreachable: by the server that is asked.
     """
-    bounds = dict.fromkeys(("timeout", "service.lease"), (0.001, math.inf))
-    config_checks.check(config, PROGRAM, needs=("service",), bounds=bounds)
+    config_checks.check(config, PROGRAM, needs=("service",), bounds={"service.lease": Bounds(0.001)})
     security = security_of(config, 5000)
     if config.command == STATUS:
         print(laid_out(ask(config.address, security, config.timeout)))

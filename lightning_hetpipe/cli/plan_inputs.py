@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import deepcopy
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import lightning as L
 from hydra.core.hydra_config import HydraConfig
@@ -19,21 +19,24 @@ from lightning_hetpipe.cli.targets import built, locate, written
 from lightning_hetpipe.errors import SettingError, of_file
 from lightning_hetpipe.placement.device_placement import discovered_cluster
 from lightning_hetpipe.placement.progress import on_terminal
-from lightning_hetpipe.planning.allocation.groupings import ALLOCATIONS
 from lightning_hetpipe.planning.model.catalogue import PRECISIONS, gpus, known, nearest_gpu
 from lightning_hetpipe.planning.model.cluster import PCIE, Cluster, DeviceSlot, Link, Node
 from lightning_hetpipe.planning.model.profile import Profile
 from lightning_hetpipe.planning.model.units import seconds_of
 from lightning_hetpipe.planning.plan import profile_file
 from lightning_hetpipe.planning.plan.profile_file import ProfileCache
-from lightning_hetpipe.rules.versions import WeightPolicy
+from lightning_hetpipe.rules.versions import POLICIES, WeightPolicy
 from lightning_hetpipe.run.automatic import planned_policies
-from lightning_hetpipe.strategy import split_setting
-from lightning_hetpipe.strategy.checks import switch
+from lightning_hetpipe.settings import Length, declared
 from lightning_hetpipe.strategy.profiling_strategy import Profiled, ProfilingStrategy
 from lightning_hetpipe.strategy.profiling_strategy import profile as profile_model
-from lightning_hetpipe.strategy.settings import count, weight_policy
+from lightning_hetpipe.strategy.wsp_callback import WSPCallback
 from lightning_hetpipe.workers.weight_copies import copies_kept
+
+
+def _is_precision(value: Any) -> bool:
+    return str(value) in PRECISIONS
+
 
 PROGRAM = ConsoleScript(
     "hetpipe-plan",
@@ -42,13 +45,13 @@ PROGRAM = ConsoleScript(
         **trainer_checks.SETTINGS,
         "measure": Literal["links"] | None,
         "profile": str | None,
-        "devices": Any,
+        "devices": Annotated[Any, Length(1), "null, or at least one device, such as devices=[RTX-3090]"],
         "link": Any,
         "optimizer": str | float,
         "split": Any,
         "ordered": bool,
         "synchronise": Any,
-        "precision": Any,
+        "precision": Annotated[Any, _is_precision, f"one of {', '.join(PRECISIONS)}"],
     },
     trainer_errors.sentence,
     trainer_errors.exit_code,
@@ -83,21 +86,14 @@ def check(config: DictConfig) -> None:
             " experiment=digits."
         )
     trainer_checks.check(config, PROGRAM, () if config.get("profile") is not None else trainer_checks.BUILT)
-    if config.devices == []:
-        raise SettingError("devices=[] names no device; give at least one, such as devices=[RTX-3090].")
-    if str(config.precision) not in PRECISIONS:
-        raise SettingError(f"precision={config.precision} must be one of {', '.join(PRECISIONS)}.")
     if config.devices is not None and config.cluster is not None:
         raise SettingError(f"devices={config.devices} is given together with a cluster; leave one of them out.")
-    if (workers := of_strategy(config, "virtual_workers", 1)) != 1:
+    if (workers := of_strategy(config, "virtual_workers")) != 1:
         raise SettingError(
             f"strategy.virtual_workers={workers}: how many there are follows from the allocation; give"
             " strategy.allocation=np, ed, hd, placed or auto, or strategy.virtual_workers=1 for one over all devices."
         )
-    allocation = of_strategy(config, "allocation", "auto")
-    if allocation not in ALLOCATIONS:
-        raise SettingError(f"strategy.allocation={written(allocation)} must be one of {', '.join(ALLOCATIONS)}.")
-    if of_strategy(config, "_target_", None) == "lightning_hetpipe.HetPipeStrategy":
+    if OmegaConf.select(config, "strategy._target_") == "lightning_hetpipe.HetPipeStrategy":
         # which refuses what makes no sense
         built(config, "strategy", HetPipeStrategy, cluster=None, plan=None, allocation="auto")
     joins(config)
@@ -135,8 +131,7 @@ def _measured(config: DictConfig) -> Profiled:
     config = deepcopy(config)
     if config.get("seed") is not None:
         L.seed_everything(config.seed, workers=True, verbose=False)
-    defaults = {"module": None, "timeout": 300}
-    kept = {key: of_strategy(config, key, default) for key, default in defaults.items()}
+    kept = {key: of_strategy(config, key) for key in ("module", "timeout")}
     callbacks = _finetuning(config)
     with open_dict(config):
         config.trainer.pop("callbacks", None)
@@ -210,7 +205,7 @@ def cluster_settings(config: DictConfig, cluster: Cluster) -> ClusterSettings | 
         )
     else:
         allocation = config.strategy.allocation
-    wave, shares = of_strategy(config, "wsp.wave", "auto"), of_strategy(config, "wsp.shares", None)
+    wave, shares = of_strategy(config, "wsp.wave"), of_strategy(config, "wsp.shares")
     if shares not in (None, "equal", "auto"):
         raise SettingError(
             f"strategy.wsp.shares={written(shares)} is what a plan of several virtual workers decides; give equal, or"
@@ -219,10 +214,10 @@ def cluster_settings(config: DictConfig, cluster: Cluster) -> ClusterSettings | 
     return ClusterSettings(
         allocation,
         shares != "equal" if _is_given("strategy.wsp.shares") else None,
-        of_strategy(config, "wsp.placement", "size") if _is_given("strategy.wsp.placement") else None,
-        of_strategy(config, "wsp.clock_distance", None) or 0,
+        of_strategy(config, "wsp.placement") if _is_given("strategy.wsp.placement") else None,
+        of_strategy(config, "wsp.clock_distance") or 0,
         None if wave == "auto" else wave,
-        copies_kept(of_strategy(config, "wsp.update_dtype", None)),
+        copies_kept(of_strategy(config, "wsp.update_dtype")),
     )
 
 
@@ -260,9 +255,10 @@ def _link(config: DictConfig) -> Link:
     raise SettingError(f"link={written(given)} is not a link; {example}")
 
 
-def of_strategy(config: DictConfig, key: str, default: Any) -> Any:
-    """A setting of the strategy; its default where another one is configured."""
-    return OmegaConf.select(config, f"strategy.{key}", default=default)
+def of_strategy(config: DictConfig, key: str) -> Any:
+    """Return a setting of the strategy, or its default if another strategy is configured."""
+    own = declared(WSPCallback if key.startswith("wsp.") else HetPipeStrategy).parameters[key.removeprefix("wsp.")]
+    return OmegaConf.select(config, f"strategy.{key}", default=own.default)
 
 
 def joins(config: DictConfig) -> bool:
@@ -273,7 +269,7 @@ def joins(config: DictConfig) -> bool:
     """
     name = "strategy.split" if OmegaConf.is_interpolation(config, "split") else "split"
     value = config.split
-    if value is not False and not split_setting.chooses(value):
+    if value not in (True, False, "auto"):
         raise SettingError(
             f"{name}={written(value)} must be true, auto or false: hetpipe-plan chooses the devices and shares of each"
             " stage itself; set split=auto, or leave it out."
@@ -293,16 +289,16 @@ def _is_given(setting: str) -> bool:
 
 def wanted(config: DictConfig) -> dict[str, Any]:
     """Nm, and arguments of ``PlanningProblem`` besides devices and optimizer."""
-    in_flight = count("in_flight", of_strategy(config, "in_flight", "auto"))
+    in_flight = of_strategy(config, "in_flight")
     # An experiment's stages are those that it has without a plan.
-    stages = count("stages", of_strategy(config, "stages", "auto")) if _is_given("strategy.stages") else "auto"
+    stages = of_strategy(config, "stages") if _is_given("strategy.stages") else "auto"
     return {
         "stages": None if stages == "auto" else stages,
         "in_flight": None if in_flight == "auto" else in_flight,
-        "recompute": switch("recompute", of_strategy(config, "recompute", False)),
+        "recompute": of_strategy(config, "recompute"),
         "ordered": config.ordered,
         "synchronise": seconds_of(str(config.synchronise), "synchronise"),
-        "weights": weight_policy(of_strategy(config, "weights", "auto")),
+        "weights": POLICIES.get(of_strategy(config, "weights")),
         "every": OmegaConf.select(config, "trainer.accumulate_grad_batches", default=None) or 1,
-        "spread": not of_strategy(config, "compile", False),
+        "spread": not of_strategy(config, "compile"),
     }

@@ -8,12 +8,12 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from lightning_hetpipe.cli import config_checks
 from lightning_hetpipe.cli.entry import report
 from lightning_hetpipe.cli.start_up import INTERRUPTED, TERMINATED, ConsoleScript
-from lightning_hetpipe.cli.targets import TargetSignature
+from lightning_hetpipe.cli.targets import YAML
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.server.transport.security import Security, is_loopback, split
+from lightning_hetpipe.settings import declared
 
 SIGNALS = {2: INTERRUPTED, 15: TERMINATED}
 """Exit codes of signals that end it."""
@@ -37,7 +37,7 @@ def security_of(config: DictConfig, port: int) -> Security:
     if not isinstance(config.address, str):
         raise SettingError(f"address={config.address} must be host:port, such as 127.0.0.1:{port} or [::1]:{port}.")
     security: Any = OmegaConf.to_container(config.security, resolve=True)
-    config_checks.check_arguments("security", security, TargetSignature.of(Security), "security")
+    declared(Security).check(security, "security", style=YAML)
     found = Security(**security)
     found.check(config.address)
     return found

@@ -8,53 +8,19 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from importlib import import_module
 from types import ModuleType
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, TypeVar
 
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
-from lightning_hetpipe.errors import SettingError
-
-_OWN = ("lightning", "lightning_hetpipe")
+from lightning_hetpipe.errors import SettingError, closest
+from lightning_hetpipe.settings import Declared, Style, declared
 
 _HYDRA = {"_target_", "_partial_", "_recursive_", "_convert_", "_args_"}
-_PLAIN = {None: "null", True: "true", False: "false"}
-
-
-@dataclass(frozen=True)
-class TargetSignature:
-    """The arguments of a class or function that may be given by name.
-
-    Attributes:
-        parameters: By name.
-        takes_any: True if any other name is taken, too (``**kwargs``).
-        hints: Annotations by name; none where they cannot be evaluated.
-        trusted: True if annotations that name classes hold. Users' code may take text where it says ``Path``.
-    """
-
-    parameters: Mapping[str, inspect.Parameter]
-    takes_any: bool
-    hints: Mapping[str, Any]
-    trusted: bool = False
-
-    @classmethod
-    def of(cls, target: Callable[..., Any]) -> TargetSignature:
-        try:
-            signature = inspect.signature(target).parameters
-        except (TypeError, ValueError):  # some builtins have none
-            return cls({}, True, {})
-        try:
-            hints = get_type_hints(target.__init__ if inspect.isclass(target) else target)
-        except Exception:  # a name that is imported for type checkers only, say
-            hints = {}
-        by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-        named = {name: parameter for name, parameter in signature.items() if parameter.kind in by_name}
-        takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.values())
-        return cls(named, takes_any, hints, target.__module__.partition(".")[0] in _OWN)
+_PLAIN: dict[Any, str] = {None: "null", True: "true", False: "false"}
 
 
 def locate(target: str, path: str = "") -> Callable[..., Any]:
@@ -86,11 +52,6 @@ def locate(target: str, path: str = "") -> Callable[..., Any]:
     if not callable(found):
         raise SettingError(f"{path}._target_={target} is a {type(found).__name__}; name a class or a function.")
     return found  # type: ignore[no-any-return]
-
-
-def closest(name: str, known: list[str]) -> str | None:
-    """The known name that is most like `name`, or None if none is."""
-    return next(iter(get_close_matches(name, known, n=1)), None)
 
 
 def _not_found(target: str, path: str, reason: str, parent: object, part: str) -> SettingError:
@@ -148,8 +109,8 @@ class ConfigSection:
     partial: bool
 
     @property
-    def signature(self) -> TargetSignature:
-        return TargetSignature.of(locate(str(self.target), self.path))
+    def declared(self) -> Declared:
+        return declared(locate(str(self.target), self.path))
 
 
 def sections(config: DictConfig) -> list[ConfigSection]:
@@ -194,10 +155,31 @@ def items(node: Any, path: str) -> Iterator[tuple[str, Any, Any]]:
 
 
 def written(value: Any) -> str:
-    """``value`` as YAML would have it."""
+    """Write ``value`` as YAML would have it."""
     if value is None or isinstance(value, bool):
         return _PLAIN[value]
     return str(value)
+
+
+def is_section(value: Any) -> bool:
+    return isinstance(value, dict) and "_target_" in value
+
+
+def _made(value: Any) -> Any:
+    """Return the class of what a section makes, Any if nobody can tell; other values as they are."""
+    if not is_section(value):
+        return value
+    made = None if value.get("_partial_") else locate(str(value["_target_"]))
+    return made if inspect.isclass(made) else Any
+
+
+YAML = Style(
+    lambda path, value: f"{path}._target_={value['_target_']}" if is_section(value) else f"{path}={written(value)}",
+    _PLAIN,
+    lambda path, name: f"{path}.{name}" if path else name,
+    _made,
+)
+"""Words of a configuration."""
 
 
 def _sections(given: Any, values: Any, path: str) -> Iterator[ConfigSection]:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from inspect import isclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import lightning as L
 from lightning.pytorch.loggers import Logger
@@ -13,14 +12,15 @@ from omegaconf import DictConfig, OmegaConf
 
 from lightning_hetpipe import HetPipeStrategy
 from lightning_hetpipe.cli import config_checks
-from lightning_hetpipe.cli.config_checks import Bounds, check_arguments, first_key, is_section, unknown
+from lightning_hetpipe.cli.config_checks import first_key
 from lightning_hetpipe.cli.start_up import ConsoleScript
-from lightning_hetpipe.cli.targets import TargetSignature, as_given, is_interpolation, locate
+from lightning_hetpipe.cli.targets import YAML, as_given, is_interpolation, is_section, locate
 from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.settings import Bounds, declared, unknown
 
 GROUPS = ("model", "data", "trainer", "callbacks", "logger", "strategy", "cluster", "experiment")
 SETTINGS: Mapping[str, Any] = {
-    "seed": int | None,
+    "seed": Annotated[int | None, Bounds(0, 2**32 - 1)],  # what numpy takes
     "tags": list[str],
     "monitor": str | None,
     "monitor_mode": Literal["min", "max"],
@@ -31,16 +31,15 @@ LISTS: Mapping[str, type[Any]] = {"logger": Logger, "callbacks": L.Callback}
 """Arguments of the Trainer that are lists there and have names in a configuration, so that each can be overridden."""
 BUILT = ("model", "data", "trainer")
 
-_BOUNDS: Bounds = {
-    "seed": (0, 2**32 - 1),  # what numpy takes
+_BOUNDS = {
     # Beyond these Lightning divides by them, or trains on in ways that nobody can have meant, without a word.
-    "trainer.accumulate_grad_batches": (1, math.inf),
-    "trainer.check_val_every_n_epoch": (1, math.inf),
-    "trainer.gradient_clip_val": (0, math.inf),
-    "trainer.log_every_n_steps": (0, math.inf),
-    "trainer.min_epochs": (0, math.inf),
-    "trainer.min_steps": (0, math.inf),
-    "trainer.num_sanity_val_steps": (-1, math.inf),
+    "trainer.accumulate_grad_batches": Bounds(1),
+    "trainer.check_val_every_n_epoch": Bounds(1),
+    "trainer.gradient_clip_val": Bounds(0),
+    "trainer.log_every_n_steps": Bounds(0),
+    "trainer.min_epochs": Bounds(0),
+    "trainer.min_steps": Bounds(0),
+    "trainer.num_sanity_val_steps": Bounds(-1),
 }
 
 
@@ -64,14 +63,14 @@ def _check_strategy(strategy: Any, trainer: Mapping[str, Any]) -> None:
     """Refuse what HetPipeStrategy does not take, also where the Trainer is given another strategy, or none."""
     if not isinstance(strategy, dict):
         return
-    own = TargetSignature.of(HetPipeStrategy)
+    own = declared(HetPipeStrategy)
     if (target := strategy.get("_target_")) is None:
         if isinstance(asked := trainer.get("strategy"), dict) and asked.get("_target_") is None:
             raise SettingError("strategy has no _target_; choose strategy=hetpipe, or strategy=plain.")
-        check_arguments("strategy", strategy, TargetSignature(own.parameters, False, {}), "HetPipeStrategy")
+        own.check(strategy, "strategy", "HetPipeStrategy", YAML)
         return
     found = locate(str(target), "strategy")
-    foreign = [key for key in strategy if key in own.parameters.keys() - TargetSignature.of(found).parameters.keys()]
+    foreign = [key for key in strategy if key in own.parameters.keys() - declared(found).parameters.keys()]
     if foreign and not (isclass(found) and issubclass(found, HetPipeStrategy)):
         raise SettingError(
             f"strategy._target_={target} does not take strategy.{foreign[0]}, which is HetPipeStrategy's; for another"
@@ -87,4 +86,4 @@ def _check_named(group: str, given: Any, *, by_group: bool) -> None:
         raise SettingError(f"trainer.{group}{first_key(given)} is not read there; give {group}{first_key(given)}=...")
     known = [name for name, value in given.items() if value is None or is_section(value)]
     for name in [name for name in given if name not in known]:
-        raise unknown(name, group, known, rest=first_key(given[name]))
+        raise unknown(name, group, known, style=YAML, rest=first_key(given[name]))

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import lightning as L
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_hetpipe.demo.sizes import at_least_one, within
 from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.settings import Bounds, Size, read
 
 CLASSES = 10
+_Share = Annotated[float, Bounds(0.01, 0.98)]
 
 
 class Digits(L.LightningDataModule):
@@ -32,12 +33,12 @@ class Digits(L.LightningDataModule):
     """
 
     def __init__(
-        self, batch_size: int = 32, val_share: float = 0.15, test_share: float = 0.2, split_seed: int = 0
+        self, batch_size: Size = 32, val_share: _Share = 0.15, test_share: _Share = 0.2, split_seed: int = 0
     ) -> None:
+        read(Digits, locals())
         super().__init__()
-        at_least_one(batch_size=batch_size)
-        within(0.01, 0.98, val_share=val_share, test_share=test_share)
-        within(0, 0.99, **{"val_share + test_share": val_share + test_share})
+        if val_share + test_share > 0.99:
+            raise SettingError(f"val_share + test_share={val_share + test_share} must be at most 0.99")
         self.batch_size = batch_size
         self.val_share = val_share
         self.test_share = test_share

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Annotated
 
 import lightning as L
 import torch
@@ -10,10 +11,11 @@ from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_hetpipe.demo.sizes import at_least_one, within
 from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.settings import Bounds, Size, read
 
 VOCABULARY = 256  # bytes
+_Beta = Annotated[float, Bounds(0, 0.9999999)]
 
 
 class Embedding(nn.Module):
@@ -88,20 +90,17 @@ class GPT(L.LightningModule):
 
     def __init__(
         self,
-        context: int = 96,
-        width: int = 96,
-        blocks: int = 4,
-        heads: int = 4,
-        dropout: float = 0.1,
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.5, 0.95),
-        warmup: int = 50,
+        context: Size = 96,
+        width: Size = 96,
+        blocks: Size = 4,
+        heads: Size = 4,
+        dropout: Annotated[float, Bounds(0, 1)] = 0.1,
+        lr: Annotated[float, Bounds(0)] = 1e-3,
+        betas: tuple[_Beta, _Beta] = (0.5, 0.95),
+        warmup: Annotated[int, Bounds(0)] = 50,
     ) -> None:
+        read(GPT, locals())
         super().__init__()
-        at_least_one(context=context, width=width, blocks=blocks, heads=heads)
-        within(0, 1, dropout=dropout)
-        within(0, 0.9999999, **{f"betas[{index}]": beta for index, beta in enumerate(betas)})
-        within(0, float("inf"), lr=lr, warmup=warmup)
         if width % heads:
             raise SettingError(f"width={width} must be a multiple of heads={heads}")
         self.save_hyperparameters()

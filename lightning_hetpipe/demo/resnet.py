@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Annotated
 
 import lightning as L
 import torch
@@ -11,7 +12,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torchmetrics.classification import MulticlassAccuracy
 
-from lightning_hetpipe.demo.sizes import at_least_one, within
+from lightning_hetpipe.settings import Bounds, Size, read
+
+_Rate = Annotated[float, Bounds(0)]
 
 
 class ResidualBlock(nn.Module):
@@ -51,11 +54,10 @@ class ResNet(L.LightningModule):
     """
 
     def __init__(
-        self, width: int = 16, blocks: int = 4, classes: int = 10, lr: float = 0.01, weight_decay: float = 0.01
+        self, width: Size = 16, blocks: Size = 4, classes: Size = 10, lr: _Rate = 0.01, weight_decay: _Rate = 0.01
     ) -> None:
+        read(ResNet, locals())
         super().__init__()
-        at_least_one(width=width, blocks=blocks, classes=classes)
-        within(0, math.inf, lr=lr, weight_decay=weight_decay)
         self.save_hyperparameters()
         self.lr = lr
         self.weight_decay = weight_decay

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import sysconfig
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import lightning as L
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_hetpipe.demo.sizes import at_least_one, within
 from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.settings import Bounds, Size, read
 
 
 class SourceText(L.LightningDataModule):
@@ -34,15 +34,14 @@ class SourceText(L.LightningDataModule):
 
     def __init__(
         self,
-        context: int = 96,
-        batch_size: int = 16,
-        max_bytes: int = 600_000,
-        val_share: float = 0.05,
+        context: Size = 96,
+        batch_size: Size = 16,
+        max_bytes: Size = 600_000,
+        val_share: Annotated[float, Bounds(0.001, 0.45)] = 0.05,
         folder: str | None = None,
     ) -> None:
+        read(SourceText, locals())
         super().__init__()
-        at_least_one(context=context, batch_size=batch_size, max_bytes=max_bytes)
-        within(0.001, 0.45, val_share=val_share)
         self.context = context
         self.batch_size = batch_size
         self.max_bytes = max_bytes

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 
@@ -14,19 +14,24 @@ INDUCTOR = "inductor"
 _TAKEN = ("backend", "mode", "dynamic", "options")
 
 
-def options(value: Any) -> dict[str, Any] | None:
-    """torch.compile's arguments, for ``compile=value``; None to compile nothing."""
-    if value is False:
-        return None
-    if value is True:
-        return {}
-    if isinstance(value, str) and value:
+def _are_taken(value: Mapping[str, Any]) -> bool:
+    return all(name in _TAKEN for name in value)
+
+
+Backend = Annotated[str, bool, "the name of a backend of torch.compile"]
+Options = Annotated[
+    Mapping[str, Any],
+    _are_taken,
+    f"some of torch.compile's arguments {', '.join(_TAKEN)}, such as {{'mode': 'max-autotune-no-cudagraphs'}}",
+]
+
+
+def options(value: bool | str | Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return torch.compile's arguments for ``compile=value``; None to compile nothing."""
+    if isinstance(value, bool):
+        return {} if value else None
+    if isinstance(value, str):
         return {"backend": value}
-    if not isinstance(value, Mapping) or not all(name in _TAKEN for name in value):
-        raise SettingError(
-            f"compile={value!r} must be True or False, the name of a backend of torch.compile, or some of its arguments"
-            f" {', '.join(_TAKEN)}, such as {{'mode': 'max-autotune-no-cudagraphs'}}"
-        )
     return {name: dict(given) if isinstance(given, Mapping) else given for name, given in value.items()}
 
 

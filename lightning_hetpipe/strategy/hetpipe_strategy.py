@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import lightning as L
 import torch
@@ -26,15 +26,18 @@ from lightning_hetpipe.lightning_private import (
     wants_several_optimizers,
 )
 from lightning_hetpipe.pipeline.out_of_memory import explain, held
+from lightning_hetpipe.pipeline.recorder import Window
 from lightning_hetpipe.pipeline.stage import BeforePass
 from lightning_hetpipe.pipeline.user.batch_in_flight import current
 from lightning_hetpipe.pipeline.user.minibatch import Minibatch
 from lightning_hetpipe.placement import emulated_speeds
+from lightning_hetpipe.planning.allocation.groupings import ALLOCATIONS
 from lightning_hetpipe.planning.model.cluster import Cluster
 from lightning_hetpipe.planning.model.units import in_bytes
 from lightning_hetpipe.planning.plan.document import Plan
 from lightning_hetpipe.reporting.report import RunReport
-from lightning_hetpipe.rules.versions import STASH
+from lightning_hetpipe.rules.channel_layouts import is_share
+from lightning_hetpipe.rules.versions import POLICIES, STASH
 from lightning_hetpipe.run import run_settings, together
 from lightning_hetpipe.run.around_step import Correction
 from lightning_hetpipe.run.automatic import automatic_policy
@@ -43,9 +46,45 @@ from lightning_hetpipe.run.fit import Fit
 from lightning_hetpipe.run.look_ahead import ReadyBatch
 from lightning_hetpipe.run.staleness_warning import is_clipped
 from lightning_hetpipe.run.trainer_run import TrainerRun
-from lightning_hetpipe.strategy import checks, compile_setting, host_setting, plan_setting, settings, split_setting
+from lightning_hetpipe.server.protocol.identifiers import MOST_VIRTUAL_WORKERS
+from lightning_hetpipe.settings import MOST, Bounds, Choices, Duration, Length, read, seconds
+from lightning_hetpipe.strategy import compile_setting, host_setting, relations
 from lightning_hetpipe.strategy.planned_devices import PlannedDevices
+from lightning_hetpipe.strategy.relations import Count
 from lightning_hetpipe.strategy.saved_states import note_in_flight, note_last_changes, take_in_flight, take_last_changes
+from lightning_hetpipe.strategy.wsp_callback import Address, WSPCallback
+
+LONGEST = 2000
+"""Minibatches of a timeline: their trace has some 20 MB, the most that a viewer opens at ease."""
+
+_WINDOW = f"the first and the last minibatch to keep, counted from 1, at most {LONGEST}, such as (100, 120)"
+
+
+def _is_range(value: Sequence[int]) -> bool:
+    return len(value) == 2 and 1 <= value[0] <= value[1] <= MOST_VIRTUAL_WORKERS
+
+
+def _is_window(value: Sequence[int]) -> bool:
+    return len(value) == 2 and 1 <= value[0] <= value[1] < value[0] + LONGEST
+
+
+def _is_stage(value: Any) -> bool:
+    return str(value).isdecimal()
+
+
+def _are_shares(value: Sequence[float]) -> bool:
+    return all(map(is_share, value)) and any(value)
+
+
+StageNumber = Annotated[int | str, _is_stage, "the number of a stage, from 0 on"]
+"""Key of ``split``; configurations have text as keys."""
+StageShares = Annotated[
+    Sequence[float],
+    Length(2),
+    _are_shares,
+    "a share for each of at least two devices, 0 or more, such as [2, 1], of which the first device has the unsplit"
+    " weights",
+]
 
 
 class HetPipeStrategy(PlannedDevices):
@@ -55,83 +94,67 @@ class HetPipeStrategy(PlannedDevices):
     et al., USENIX ATC 2020, section 4: weight stashing). A run is deterministic, whatever the threads' timing.
 
     Args:
-        stages: k, the number of stages; by default one for each device, of devices that differ those that are of use.
-            On CPU they may exceed the devices. A list gives each virtual worker of a node its own, or each of all
-            nodes.
-        in_flight: Nm, how many minibatches are in the pipeline at once; by default k + 1, and 1 for one stage; where
-            devices differ, as many as are planned. Each stage holds Nm copies of its trained weights, and gradients are
-            Nm - 1 steps stale, which asks for lower learning rates (docs/staleness.md).
-        virtual_workers: Virtual workers on each machine (``Trainer(num_nodes=...)``); each is a process, which ``fit``
-            starts. The machine's devices are divided among them in order. Where torchrun, SLURM or the like starts
-            processes, each of those is one, and this is to be left out. A pair, as (1, 3), is the fewest on all
-            machines with which a run begins, and the most: others come, go and come back between two epochs
-            (docs/virtual-workers.md).
-        weights: Weight policy: the weights that a minibatch in flight computes on (docs/staleness.md). "auto" predicts
-            weights where there is a rule for the optimizer and room for the prediction, and stashes otherwise; a line
-            at the start of a fit says which, and never is it a reason to refuse a model. "stash" keeps those after
-            minibatch p - Nm (HetPipe, PipeDream); "sync" drains the pipeline before each optimizer step, so that there
-            is no staleness, and minibatches of one step (``accumulate_grad_batches``) fill it (GPipe); "2bw" is one
-            step behind, with at least Nm minibatches to a step, and keeps two versions (PipeDream-2BW); "spectrain"
-            (SGD with momentum), "xpipe" (Adam, AdamW) and "pipeoptim" (any optimizer) move the stashed weights on by as
-            many steps as are missing.
-        module: Name or names of the modules to pipeline; by default every one with trainable parameters that
-            ``training_step`` calls.
-        timeout: How long any wait inside the pipeline may take while nothing moves (a number means seconds). The time
-            that user code takes does not count: other virtual workers, as long as they live, are waited for an hour, or
-            for this if it is longer. Servers may be silent for so long.
-        capture_timeout: How long, at the start of a fit, modules that ``torch.export`` refuses as a whole are taken
-            apart (a number means seconds): the outermost calls in them that can be captured are pipelined instead, and
-            the code around these runs as user code. What has not been tried by then runs as user code, too.
-        wsp: How virtual workers synchronise; by default the WSPCallback among the Trainer's callbacks, else one with
-            its defaults.
-        recompute: Whether stages keep only the inputs of a minibatch's forward until its backward, and compute it again
-            there: less memory for more time, and the same results bit for bit. The last stage's backward follows its
-            forward at once, so that it has nothing to gain and computes once. A ``plan`` that says so is enough, too.
-        compile: Whether stages run their layers compiled by ``torch.compile``: True for its inductor, which needs a C++
-            compiler for stages on a CPU; the name of another backend; or some of its arguments ``backend``, ``mode``,
-            ``dynamic`` and ``options``. Each stage is compiled in its first minibatch (which may take minutes, in which
-            all others wait), once for all versions of its weights, and again for other kinds of inputs. Dropout draws
-            what it does uncompiled; a layer that draws otherwise, or that torch cannot compile, runs as it is, with a
-            warning. Evaluation, the first minibatch of a fit, and what a group (``split``) leaves whole run uncompiled.
-            A run repeats bit for bit, whatever the threads' timing, but inductor rounds otherwise than torch's
-            operators, and otherwise for other stages. A weight that only reaches outputs which the loss leaves out gets
-            a gradient of zeros instead of none.
-        split: Layers of a stage on several devices, each of which computes some of their output channels: by the
-            number of the stage a share for each device, such as ``{0: [2, 1]}``, which take devices in order. The first
-            one holds the unsplit weights, so that checkpoints are as without. A ``plan`` may have such groups, too.
-            ``stages`` is then by default as many as are named (docs/split-layers.md). "auto", or True, joins devices
-            where the plan that is made at the start of a fit is faster so.
-        timeline: Whether to record what each stage did when: True for the last hundred minibatches, or the first and
-            the last one to keep, such as ``(100, 120)``, counted over the run from 1. It is in
-            ``last_run.timeline``, in the run's folder as a Chrome trace, and on TensorBoard as a picture.
-        stage_hosts: Hosts of your own, such as ``{"attic": "10.0.0.2:7071"}``, for a ``plan`` whose virtual workers
-            have stages on several machines: for each of its nodes the address of the ``hetpipe-host`` there, but for
-            the node of the last stage, on which this program runs. Results are the same, bit for bit, as with all
-            stages on one machine. Without it, the program itself is started on each machine of such a plan, and where
-            there is no last stage it serves the others.
-        plan: A Plan, or the path of one that ``hetpipe-plan`` has saved: its stages, on its devices, with its number in
+        stages: k, the number of stages. "auto" makes one stage for each device. If devices differ, it uses the devices
+            that make the run faster. On a CPU there may be more stages than devices. A list is for each virtual worker
+            of a node, or of all nodes.
+        in_flight: Nm, minibatches in the pipeline at once. "auto" takes k + 1, and 1 for one stage; with weights="2bw"
+            at most ``accumulate_grad_batches``; if devices differ, what is planned (docs/planning.md#what-it-decides).
+            Each stage holds Nm copies of its trained weights. Gradients are up to Nm - 1 steps stale, which asks for
+            lower learning rates (docs/staleness.md).
+        virtual_workers: Virtual workers on each machine (docs/virtual-workers.md). Each is a process, which ``fit``
+            starts. The machine's devices are divided among them in order. Leave it out if torchrun, SLURM or the like
+            starts the processes. A pair is the number with which a run begins, on all machines, and the largest number:
+            others come, go and come back between epochs (docs/virtual-workers.md#a-minimum-and-a-maximum).
+        weights: Weight policy: the weights that a minibatch in flight computes on (docs/staleness.md#weight-policies).
+            "auto" predicts weights if there is a rule for the optimizer and room for the prediction, and stashes
+            otherwise. A line at the start of a fit names the choice.
+        module: Modules to pipeline; by default all modules with trainable parameters that ``training_step`` calls.
+        plan: Plan to follow (docs/planning.md), as ``hetpipe-plan`` saves it: its stages on its devices, its number in
             flight and its weight policy; and its virtual workers, with their clock distance, waves and placement of
-            parameters, where the WSPCallback sets none of its own. Where it has several machines, one command on each
-            starts what it has there; ``NODE_RANK=0`` is that of the first last stage, and so on for other last stages
-            in the order of virtual workers, and then for machines without any. By
-            default, where devices differ, one is made at the start of a fit from measurements of the layers, which are
-            kept on disk: the devices' order, the split points and, unless they are given, k and Nm. Results depend on
-            Nm alone of these (law L1), and so on measurements, which differ a little from time to time: runs on one
-            machine repeat as long as measurements are kept, and ``plan`` or ``in_flight`` pins Nm for good. Where
-            devices are all the same, measurements decide on split points only.
-        cluster: Devices by name, with what is to be said of them: a name or a memory limit other than was found; on a
-            CPU, devices that are not here, of which each is *emulated*: a stage takes as long as it would there, and
-            the rest of that time is slept. Several virtual workers need a ``plan``, too; emulated ones all run on this
-            machine, whatever node the plan has them on.
-        allocation: The rule by which virtual workers got their devices, "np", "ed", "hd" or "auto" (docs/planning.md);
-            ``hetpipe-plan`` allocates, and a ``plan`` of another allocation is refused. "auto" takes any.
-        lr_correction: K, the number of updates at the beginning with a lower learning rate, as stale gradients do most
-            harm there: update t steps with the rate divided by tau^(1 - t / K), where tau is one more than the number
-            of optimizer steps that minibatches miss (PipeMare, 2021, T1). Schedulers, loggers and checkpoints see the
-            user's rate. "auto" corrects rates only where weights="auto" does.
-        grace: How long this run has, once it is told to end by SIGTERM, until it is killed: 30 seconds where torchrun,
-            SLURM or Kubernetes tell it, unless they were told otherwise. Where saving it is known to take longer, a
-            line says so.
+            parameters, unless the WSPCallback sets them. If the plan has several machines, start one command on each
+            machine: ``NODE_RANK=0`` on the node of virtual worker 0's last stage, then by the order of virtual workers.
+            Without a plan, if devices differ, a fit measures the layers and plans the order of devices, the split
+            points, k and Nm. Of these only Nm changes results (law L1). Measurements are kept on disk, so that later
+            runs decide alike; ``in_flight`` or ``plan`` fixes Nm.
+        cluster: Devices by name, with their memory, speeds and links. On a CPU, devices that are not here are
+            *emulated*: a stage takes as long as it would there. Several virtual workers need a ``plan`` as well, and
+            emulated ones all run on this machine.
+        allocation: Rule by which virtual workers got their devices (docs/planning.md#several-virtual-workers), for
+            ``hetpipe-plan``. A run refuses a ``plan`` of another allocation; "auto" takes any.
+        compile: Run the layers of stages compiled by ``torch.compile``: True for inductor, which needs a C++ compiler
+            for stages on a CPU. Each stage is compiled in its first minibatch, once for all versions of its weights,
+            and again for other kinds of inputs. Dropout draws the numbers that it draws uncompiled. A layer that torch
+            cannot compile, or that draws otherwise, runs uncompiled, with a warning; so do evaluation, the first
+            minibatch of a fit, and what a group (``split``) leaves whole. A run repeats bit for bit, but inductor
+            rounds otherwise than torch's operators. A weight that only reaches outputs which the loss leaves out gets a
+            gradient of zeros instead of none.
+        recompute: Keep only the inputs of a stage, and compute its forward again for its backward: less memory for more
+            time, the same results bit for bit. The last stage has nothing to gain, and computes once.
+        split: Layers of a stage on several devices, each of which computes some of their output channels
+            (docs/split-layers.md). The first device of a stage holds the unsplit weights. ``stages`` is by default as
+            many as are named. "auto", or True, joins devices if the plan that is made at the start of a fit is faster
+            with it (docs/planning.md#groups-of-devices).
+        timeline: Record what each stage did when (docs/timeline.md): True for the last hundred minibatches. The
+            timeline is in ``last_run.timeline``, in the run's folder as a Chrome trace, and on TensorBoard.
+        stage_hosts: Hosts for a ``plan`` whose virtual workers have stages on several machines
+            (docs/several-machines.md#a-virtual-worker-over-several-machines), but for the node of the last stage, on
+            which this program runs. Results are the same, bit for bit. Without it, the program is started on each
+            machine of the plan. Not with ``compile`` or ``timeline`` yet. Settings of torch for the process, such as
+            ``torch.set_float32_matmul_precision``, reach hosts as they are when a fit begins.
+        lr_correction: K, the number of updates at the beginning with a lower learning rate
+            (docs/staleness.md#weight-policies): update t steps with the rate divided by tau^(1 - t / K), where tau is
+            one more than the number of optimizer steps that minibatches miss (PipeMare, 2021, T1). Schedulers, loggers
+            and checkpoints see the user's rate. "auto" corrects rates only if weights="auto" does.
+        wsp: Synchronisation of virtual workers; by default the WSPCallback among the Trainer's callbacks, or one with
+            its defaults.
+        timeout: Longest wait inside the pipeline while nothing moves; then the run ends with an error that says who
+            waited for whom. The time of user code does not count. Other virtual workers, while they live, are waited
+            for an hour, or for this time if it is longer. Servers may be silent for this time.
+        capture_timeout: Time to take apart modules that ``torch.export`` refuses as a whole, at the start of a fit
+            (docs/exactness.md): the outermost calls in them that can be captured are pipelined. What has not been tried
+            by then runs as user code.
+        grace: Time from the order to end (SIGTERM) until the run is killed (docs/preemption.md). If saving is known to
+            take longer, one line says so.
         accelerator: As ``ParallelStrategy``'s.
         parallel_devices: As ``ParallelStrategy``'s.
         cluster_environment: As ``ParallelStrategy``'s.
@@ -150,62 +173,60 @@ class HetPipeStrategy(PlannedDevices):
 
     def __init__(
         self,
-        stages: int | Literal["auto"] | Sequence[int] = "auto",
-        in_flight: int | Literal["auto"] = "auto",
-        virtual_workers: int | Sequence[int] = 1,
-        weights: str = "auto",
-        module: str | Sequence[str] | None = None,
-        plan: Plan | str | os.PathLike[str] | None = None,
+        stages: Count | Annotated[Sequence[Count], "a list with one for each virtual worker"] = "auto",
+        in_flight: Count = "auto",
+        virtual_workers: Annotated[int, Bounds(1, MOST_VIRTUAL_WORKERS)]
+        | Annotated[Sequence[int], _is_range, "the fewest and the most of them, as (1, 3)"] = 1,
+        weights: Annotated[str, Choices(("auto", *POLICIES))] = "auto",
+        module: Annotated[str, "the name of a module"]
+        | Annotated[Sequence[str], Length(1), "a list of names"]
+        | None = None,
+        plan: Plan | Annotated[str | os.PathLike[str], "the path of one"] | None = None,
         cluster: Cluster | None = None,
-        allocation: str = "auto",
-        compile: bool | str | Mapping[str, Any] = False,
+        allocation: Annotated[str, Choices(ALLOCATIONS)] = "auto",
+        compile: bool | compile_setting.Backend | compile_setting.Options = False,
         recompute: bool = False,
-        split: bool | Literal["auto"] | split_setting.Shares = False,
-        timeline: bool | Sequence[int] = False,
-        stage_hosts: host_setting.StageHosts = None,
-        lr_correction: int | Literal["auto"] | None = "auto",
-        wsp: Any = None,
-        timeout: timedelta | float = timedelta(minutes=5),
-        capture_timeout: timedelta | float = CAPTURE_TIMEOUT,
-        grace: timedelta | float = timedelta(seconds=30),
+        split: bool
+        | Literal["auto"]
+        | Annotated[
+            Mapping[StageNumber, StageShares], Length(1), "the shares of each stage on several devices, as {0: [2, 1]}"
+        ] = False,
+        timeline: bool | Annotated[Sequence[int], _is_window, _WINDOW] = False,
+        stage_hosts: Annotated[
+            Mapping[Any, Address],
+            Length(1),
+            "the address of a host for each node of a plan, such as {'attic': '10.0.0.2:7071'}",
+        ]
+        | None = None,
+        lr_correction: Annotated[int, Bounds(1, MOST)] | Literal["auto"] | None = "auto",
+        wsp: WSPCallback | None = None,
+        timeout: Duration = timedelta(minutes=5),
+        capture_timeout: Duration = CAPTURE_TIMEOUT,
+        grace: Duration = timedelta(seconds=30),
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
     ) -> None:
+        given = read(HetPipeStrategy, locals())
         super().__init__(
-            stages,
-            in_flight,
-            plan,
-            cluster,
-            compile,
-            recompute,
-            split,
-            virtual_workers,
-            wsp,
-            timeout,
+            given,
             accelerator=accelerator,
             parallel_devices=parallel_devices,
             cluster_environment=cluster_environment,
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
         )
-        plan_setting.check_allocation(allocation, self.plan)
-        self.weights = weights
-        self._policy = settings.weight_policy(weights)
-        if self.plan is not None:
-            plan_setting.check_planned_policy(self._policy, self.plan)
-        if lr_correction not in (None, "auto"):
-            checks.whole("lr_correction", lr_correction, other=", 'auto', or None")
-        self.lr_correction = lr_correction
-        self.module = settings.module_names(module)
-        self.capture_timeout = checks.seconds("capture_timeout", capture_timeout)
-        self.grace = checks.seconds("grace", grace)
-        self._timeline = settings.timeline(timeline)
-        self.stage_hosts = host_setting.stage_hosts(
-            stage_hosts, compiles=self.compile is not None, timeline=self._timeline
-        )
+        self.weights, self.lr_correction = weights, lr_correction
+        self._policy = POLICIES.get(weights)
+        self.module = [module] if isinstance(module, str) else module and [*module]
+        self.capture_timeout, self.grace = seconds(capture_timeout), seconds(grace)
+        self._timeline = None if timeline is False else Window()
+        if not isinstance(timeline, bool):
+            first, last = timeline
+            self._timeline = Window(first, last, LONGEST)
+        self.stage_hosts = stage_hosts and {str(node): address for node, address in stage_hosts.items()}
         self.last_run = RunReport()
         self._run = TrainerRun()
         self._wanted: run_settings.RunSettings | None = None
@@ -244,7 +265,7 @@ class HetPipeStrategy(PlannedDevices):
             if self._group is not None:
                 together.check_together(trainer)
             if wanted.is_spread:
-                host_setting.refuse_spread(self.stage_hosts)
+                relations.refuse_spread(self.stage_hosts)
             if self.compile is not None:
                 compile_setting.check(self.compile, self._devices())
         self._divide(trainer)
@@ -375,7 +396,7 @@ class HetPipeStrategy(PlannedDevices):
             timeout=self.timeout,
             capture_timeout=self.capture_timeout,
             devices=self._devices(),
-            torch_threads=settings.torch_threads(),
+            torch_threads=relations.torch_threads(),
             choose_split_points=self._choose_split_points,
             before_pass=self._before_pass or planner.before_pass,
             decide=planner,

@@ -1,63 +1,16 @@
-"""The setting ``stage_hosts``: hosts of stages on other nodes of a plan."""
+"""Stages of a plan on other nodes than the last stage: their hosts, addresses and accelerators."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
-from lightning_hetpipe.errors import SettingError, nearest
+from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.launch.node_hosts import ServingNodes
-from lightning_hetpipe.pipeline.recorder import Window
 from lightning_hetpipe.planning.plan.document import Plan
 from lightning_hetpipe.planning.plan.planned_worker import PlannedStage
-from lightning_hetpipe.strategy.wsp_callback import check_address
 
 StageHosts = Mapping[str, str] | None
 """Address of a host for each of a plan's nodes; None for none."""
-
-
-def stage_hosts(value: Any, *, compiles: bool, timeline: Window | None) -> StageHosts:
-    """Check the setting.
-
-    Raises:
-        SettingError: for another value, and for settings that hosts do not know yet.
-    """
-    if value is None:
-        return None
-    if not isinstance(value, Mapping):
-        raise SettingError(
-            f"stage_hosts={value!r} must map nodes of a plan to addresses of their hosts, as in"
-            " {'attic': '10.0.0.2:7071'}; leave stage_hosts out for stages in threads of this process"
-        )
-    for node, address in value.items():
-        check_address(f"stage_hosts[{node!r}]", address)
-    if not value:
-        raise SettingError("stage_hosts={} names no host; give a host for each node, or leave stage_hosts out")
-    for name, is_set in (("compile", compiles), ("timeline", timeline is not None)):
-        if is_set:
-            raise SettingError(
-                f"stage_hosts={value!r} has stages at hosts that know no {name} yet; leave {name} out, or stage_hosts"
-            )
-    return {str(node): address for node, address in value.items()}
-
-
-def refuse_spread(hosts: StageHosts) -> None:
-    """Refuse hosts for a run without a pipeline."""
-    if hosts is not None:
-        raise SettingError(
-            f"stage_hosts={dict(hosts)!r} is for stages, and one minibatch in flight has none, as the step runs on the"
-            " model as it is; plan with more in flight, or leave stage_hosts out"
-        )
-
-
-def check_host_nodes(hosts: StageHosts, plan: Plan) -> None:
-    """Refuses ``hosts`` for nodes that ``plan`` does not have."""
-    known = [*plan.workers_on_nodes]
-    for node in [each for each in hosts or () if each not in known]:
-        raise SettingError(
-            f"stage_hosts={dict(hosts or {})!r} names {node!r}, which is no node of the plan for {plan.model}, whose"
-            f" nodes are {' and '.join(map(repr, known))}{nearest(node, known)}"
-        )
 
 
 def serving_nodes(plan: Plan | None, emulated: bool, hosts: StageHosts) -> ServingNodes | None:

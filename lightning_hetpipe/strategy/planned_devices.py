@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Mapping, Sequence
-from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import torch
@@ -20,13 +19,12 @@ from lightning_hetpipe.placement.device_placement import DevicePlacement
 from lightning_hetpipe.placement.layout import place
 from lightning_hetpipe.placement.planner import Planner
 from lightning_hetpipe.placement.spread import spread
-from lightning_hetpipe.planning.model.cluster import Cluster
 from lightning_hetpipe.planning.plan.document import Plan
 from lightning_hetpipe.planning.plan.profile_file import ProfileCache
 from lightning_hetpipe.planning.search.split_points import partition
 from lightning_hetpipe.planning.search.spread_plan import FROZEN
 from lightning_hetpipe.run.run_settings import trains_frozen_later
-from lightning_hetpipe.strategy import checks, compile_setting, host_setting, plan_setting, settings, split_setting
+from lightning_hetpipe.strategy import compile_setting, host_setting, relations
 from lightning_hetpipe.strategy.shared_checkpoints import SharedCheckpoints
 from lightning_hetpipe.workers.weight_copies import copies_kept
 
@@ -35,52 +33,37 @@ class PlannedDevices(SharedCheckpoints):
     """Finds the devices of this virtual worker's stages: the Trainer's, those of a cluster, or those of a plan.
 
     Args:
-        stages, in_flight, plan, cluster, compile, recompute, split: As ``HetPipeStrategy``'s.
-        virtual_workers, wsp, timeout, arguments: ``VirtualWorkers``'.
+        given: Settings of ``HetPipeStrategy``.
+        arguments: Lightning's.
 
     Raises:
-        SettingError: for settings that are wrong, or contradict the plan.
+        SettingError: for settings that contradict each other, or the plan.
     """
 
     stage_hosts: host_setting.StageHosts
 
-    def __init__(
-        self,
-        stages: int | Literal["auto"] | Sequence[int],
-        in_flight: int | Literal["auto"],
-        plan: Plan | str | os.PathLike[str] | None,
-        cluster: Cluster | None,
-        compile: bool | str | Mapping[str, Any],
-        recompute: bool,
-        split: Any,
-        virtual_workers: int | Sequence[int],
-        wsp: Any,
-        timeout: timedelta | float,
-        **arguments: Any,
-    ) -> None:
-        super().__init__(virtual_workers, wsp, timeout, **arguments)
-        self.plan = plan_setting.plan(plan)
-        workers = settings.most_workers(self.virtual_workers)
+    def __init__(self, given: SimpleNamespace, **arguments: Any) -> None:
+        super().__init__(given, **arguments)
+        self.plan = relations.plan(given.plan)
+        workers = relations.most_workers(self.virtual_workers)
         workers = workers if self.plan is None else len(self.plan.virtual_workers)
-        settings.check_platform(workers, sys.platform)
-        self.split = split_setting.shares(split, self.plan)
-        if self.split and self.split != "auto" and stages == "auto":
-            stages = 1 + max(self.split)
-        self._stages = settings.stage_counts(stages, workers)
-        self.in_flight = settings.count("in_flight", in_flight)
-        self.cluster = checks.optional("cluster", cluster, Cluster, "lightning_hetpipe.Cluster")
-        self.recompute = checks.switch("recompute", recompute)
-        self.compile = compile_setting.options(compile)
-        self._plan_name = f"<for {plan.model}>" if isinstance(plan, Plan) else str(plan)
+        relations.check_platform(workers, sys.platform)
+        self.split: dict[int, tuple[float, ...]] | Literal["auto"] = "auto"
+        if given.split is False or isinstance(given.split, Mapping):
+            self.split = {int(stage): tuple(map(float, own)) for stage, own in (given.split or {}).items()}
+        if self.split and self.split != "auto" and given.stages == "auto" and self.plan is None:
+            given.stages = 1 + max(self.split)
+        self._stages = relations.stage_counts(given.stages, workers)
+        self.in_flight, self.cluster, self.recompute = given.in_flight, given.cluster, given.recompute
+        self.compile = compile_setting.options(given.compile)
+        self._plan_name = f"<for {given.plan.model}>" if isinstance(given.plan, Plan) else str(given.plan)
         if self.plan is not None:
-            self._stages = plan_setting.stages_as_planned(self._stages, self.plan)
-            self.in_flight = plan_setting.as_planned("in_flight", self.in_flight, self.plan.in_flight)
+            self._stages = relations.stages_as_planned(self._stages, self.plan)
+            self.in_flight = relations.as_planned("in_flight", self.in_flight, self.plan.in_flight)
             self.recompute |= self.plan.recompute
-            plan_setting.check_spread(
-                self.plan, recompute=self.recompute, compile=self.compile is not None, split=self._has_groups
-            )
         elif self.cluster is not None:
-            settings.check_cluster(settings.most_workers(self.virtual_workers))
+            relations.check_cluster(relations.most_workers(self.virtual_workers))
+        relations.check_given(given, self.plan, self._has_groups)
         self._emulation = Emulation(())
 
     @property
@@ -91,13 +74,13 @@ class PlannedDevices(SharedCheckpoints):
     @property
     def stages(self) -> int | Literal["auto"]:
         """k of this virtual worker."""
-        return settings.stages_of(self._stages, self._rank)
+        return relations.stages_of(self._stages, self._rank)
 
     def _configure_launcher(self) -> None:
         if self._rank.role is not Role.HOST:
-            settings.stages_of(self._stages, self._rank)  # if refused, then before anything is started
+            relations.stages_of(self._stages, self._rank)  # if refused, then before anything is started
         if self.cluster is not None and self.plan is None:
-            settings.check_cluster(self.world_size)
+            relations.check_cluster(self.world_size)
         super()._configure_launcher()
 
     def model_to_device(self) -> None:
@@ -117,7 +100,7 @@ class PlannedDevices(SharedCheckpoints):
         if self.plan is None:
             return []
         is_emulated, nodes = self._is_emulated_here, self._nodes_started
-        return plan_setting.workers_as_planned(self.virtual_workers, self.plan, is_emulated, self.stage_hosts, nodes)
+        return relations.workers_as_planned(self.virtual_workers, self.plan, is_emulated, self.stage_hosts, nodes)
 
     def _serving_nodes(self) -> ServingNodes | None:
         return host_setting.serving_nodes(self.plan, self._is_emulated_here, self.stage_hosts)

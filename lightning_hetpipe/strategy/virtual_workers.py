@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import lightning as L
@@ -18,14 +18,15 @@ from lightning_hetpipe.errors import SettingError, VirtualWorkerLost
 from lightning_hetpipe.launch import node_hosts, servers
 from lightning_hetpipe.launch.launcher import Launcher, ServingLauncher, WasLeftOut, check_processes
 from lightning_hetpipe.launch.node_hosts import ServingNodes
-from lightning_hetpipe.launch.ranks import Rank, Role, announce, find_rank
+from lightning_hetpipe.launch.ranks import Rank, Role, WorkerRange, announce, find_rank
 from lightning_hetpipe.launch.told_to_end import REASON, TERMINATED, ToldToEnd
 from lightning_hetpipe.launch.wsp_settings import WSPSettings
 from lightning_hetpipe.lightning_private import recount_batches, train_loaders
 from lightning_hetpipe.planning.plan.document import Plan
 from lightning_hetpipe.rules.shares import whole_steps
 from lightning_hetpipe.run.together import check_returning
-from lightning_hetpipe.strategy import checks, plan_setting, settings
+from lightning_hetpipe.settings import seconds
+from lightning_hetpipe.strategy import relations
 from lightning_hetpipe.strategy.weights import HostWeights
 from lightning_hetpipe.strategy.wsp_callback import WSPCallback
 from lightning_hetpipe.workers import collectives, program_group
@@ -44,9 +45,7 @@ class VirtualWorkers(HostWeights):
     """Lightning's *rank* is the virtual worker: one process each, and no process group.
 
     Args:
-        virtual_workers: On each node; or the fewest and the most on all of them, as a pair.
-        wsp: How they synchronise.
-        timeout: Seconds for which servers may be silent.
+        given: Settings of ``HetPipeStrategy``.
         arguments: ``HostWeights``'s.
     """
 
@@ -55,13 +54,12 @@ class VirtualWorkers(HostWeights):
     lr_correction: int | Literal["auto"] | None
     plan: Plan | None
 
-    def __init__(
-        self, virtual_workers: int | Sequence[int], wsp: Any, timeout: timedelta | float, **arguments: Any
-    ) -> None:
+    def __init__(self, given: SimpleNamespace, **arguments: Any) -> None:
         super().__init__(**arguments)
-        self.virtual_workers = settings.virtual_workers(virtual_workers)
-        self.wsp = checks.optional("wsp", wsp, WSPCallback, "WSPCallback")
-        self.timeout = checks.seconds("timeout", timeout)
+        each = given.virtual_workers
+        self.virtual_workers: int | WorkerRange = each if isinstance(each, int) else WorkerRange(*each)
+        self.wsp: WSPCallback | None = given.wsp
+        self.timeout = seconds(given.timeout)
         self._num_nodes = 1
         self._group: Group | None = None
         self._shared: Synchroniser | NoSynchroniser = NoSynchroniser()
@@ -222,7 +220,7 @@ class VirtualWorkers(HostWeights):
             return
         assert self.cluster_environment is not None
         wsp = self._wsp_settings()
-        if self.plan is not None and (said := plan_setting.other_than_planned(wsp, self.plan)):
+        if self.plan is not None and (said := relations.other_than_planned(wsp, self.plan)):
             rank_zero_info(said)
         further = None if hosts is None else hosts.servers
         self._group = program_group.meet(self._rank, self.cluster_environment, wsp, self.timeout, further)
@@ -289,8 +287,8 @@ class VirtualWorkers(HostWeights):
         given = [callback for callback in getattr(trainer, "callbacks", []) if isinstance(callback, WSPCallback)]
         if self.wsp is not None and self.wsp not in given:
             given.append(self.wsp)
-        wsp = settings.only_wsp(given).settings
-        return wsp if self.plan is None else plan_setting.wsp_as_planned(wsp, self.plan)
+        wsp = (relations.only_wsp(given) or WSPCallback()).settings
+        return wsp if self.plan is None else relations.wsp_as_planned(wsp, self.plan)
 
     def _check_shares(self) -> None:
         """Refuse shares of another number of virtual workers."""

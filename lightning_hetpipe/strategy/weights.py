@@ -14,7 +14,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_hetpipe.lightning_private import set_checkpoint_io
 from lightning_hetpipe.placement.optimizer_states import load_state
-from lightning_hetpipe.strategy import meta_weights, settings
+from lightning_hetpipe.strategy import meta_weights, relations
 from lightning_hetpipe.strategy.checkpoints import ReplacingCheckpointIO, filled
 from lightning_hetpipe.strategy.meta_weights import uninitialised_on_meta
 
@@ -54,7 +54,7 @@ class HostWeights(ParallelStrategy):
         """Do as Lightning's, which would move all states of optimizers to one device; first give weights values."""
         assert self.accelerator is not None
         assert self.model is not None
-        self.run_seed = self._agreed(settings.run_seed())
+        self.run_seed = self._agreed(relations.run_seed())
         meta_weights.fill(trainer.lightning_module, self.run_seed)
         self.accelerator.setup(trainer)
         self.model = self.precision_plugin.convert_module(self.model)

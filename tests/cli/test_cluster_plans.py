@@ -109,7 +109,7 @@ def test_one_virtual_worker_over_several_nodes_is_planned_on_request(plan: Run, 
     [
         (["strategy.allocation=ed"], ["node 'node0' has 2 where 'node1' has 1", "use 'np' or 'auto'"]),
         (["strategy.allocation=hd"], ["node 'node1' has 1, an odd number"]),
-        (["strategy.allocation=nb"], ["strategy.allocation=nb must be one of np, ed, hd, placed, auto"]),
+        (["strategy.allocation=nb"], ["strategy.allocation=nb must be 'np', 'ed', 'hd', 'placed' or 'auto'"]),
         (["strategy.allocation=np", "ordered=true"], ["ordered=true is for a plan of one virtual worker"]),
         (
             ["strategy.virtual_workers=2"],

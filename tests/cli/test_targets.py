@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_hetpipe.cli.targets import TargetSignature, locate
+from lightning_hetpipe.cli.targets import locate
 from lightning_hetpipe.errors import SettingError
 
 
@@ -39,13 +39,3 @@ def test_an_import_that_fails_inside_the_users_module_keeps_its_error(
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ModuleNotFoundError, match="not_installed_at_all"):
         locate("module_with_missing_import.Model", "model")
-
-
-def test_parameters_leave_out_what_cannot_be_named() -> None:
-    def target(first: int, /, second: int, *rest: int, third: int = 3) -> None: ...
-
-    def anything(**named: int) -> None: ...
-
-    assert list(TargetSignature.of(target).parameters) == ["second", "third"]
-    assert not TargetSignature.of(target).takes_any
-    assert (TargetSignature.of(anything).parameters, TargetSignature.of(anything).takes_any) == ({}, True)

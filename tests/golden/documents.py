@@ -355,7 +355,7 @@ OTHERS = [
     given(ResNet, "weight_decay", math.nan, "at least 0"),
     given(GPT, "heads", 5, "width=96", "multiple"),
     given(GPT, "dropout", 1.5, "at least 0", "at most 1"),
-    made(lambda: GPT(betas=(0.5, 1.0)), "betas[1]", "1.0", "at least 0", "at most 1"),
+    made(lambda: GPT(betas=(0.5, 1.0)), "betas[1]", "1.0", "at least 0", "at most 0.9999999"),
     given(Digits, "val_share", 2.0, "at least 0.01", "at most 0.98"),
     made(lambda: Digits(val_share=0.5, test_share=0.6), "val_share + test_share", "1.1", "at most"),
     given(SourceText, "val_share", 0.5, "at least 0.001", "at most 0.45"),

@@ -14,7 +14,7 @@ from lightning_hetpipe import Cluster, Device, HetPipeStrategy, Node, Plan, WSPC
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.planning.plan.planned_worker import PlannedWorker
 from lightning_hetpipe.rules import parameter_placement
-from lightning_hetpipe.strategy import compile_setting, host_setting, plan_setting, settings
+from lightning_hetpipe.strategy import compile_setting, host_setting, relations
 from tests.golden.cases import Case, Place, case, given
 from tests.golden.training import fit
 from tests.placement.test_plans import planned
@@ -94,7 +94,7 @@ def as_planned(name: str, plan: Plan, setting: str, value: object, *way_out: str
     """Case of the virtual workers that a plan says."""
     arguments: dict[str, Any] = {"virtual_workers": 1, "emulated": False, "hosts": None, "nodes": 1, **others}
     return case(
-        lambda _: plan_setting.workers_as_planned(plan=plan, **arguments), setting, value, *way_out, name=f"plan {name}"
+        lambda _: relations.workers_as_planned(plan=plan, **arguments), setting, value, *way_out, name=f"plan {name}"
     )
 
 
@@ -118,11 +118,11 @@ COUNTS = [
 
 STRATEGY = [
     *COUNTS,
-    strategy("stages", 100_000, "1000", "fewer"),
-    strategy("in_flight", 100_000, "1000", "fewer"),
+    strategy("stages", 100_000, "at most 1000"),
+    strategy("in_flight", 100_000, "at most 1000"),
     strategy("stages", [2, 3, 4], "virtual_workers=2", "one for each", "one number for all", virtual_workers=2),
     strategy("stages", [], "virtual_workers=2", "one for each", virtual_workers=2),
-    of_strategy("stages", "stages=0", "at least 1", "'auto'", stages=[2, 0], virtual_workers=2),
+    of_strategy("stages[1]", 0, "at least 1", "'auto'", stages=[2, 0], virtual_workers=2),
     *[strategy("timeout", value, *YEAR_OF_SECONDS) for value in (0, -1, -2.5, timedelta(0), float("nan"), 1e9)],
     *[strategy("timeout", value, *TIME) for value in ("5 minutes", None, True, [5])],
     strategy("capture_timeout", 0, *YEAR_OF_SECONDS),
@@ -142,14 +142,14 @@ STRATEGY = [
     strategy("virtual_workers", 0, "at least 1", *PAIR),
     strategy("virtual_workers", True, "at least 1", *PAIR),
     strategy("virtual_workers", "1-3", "at least 1", *PAIR),
-    strategy("virtual_workers", 1001, "1000", "fewer"),
+    strategy("virtual_workers", 1001, "at most 1000"),
     strategy("virtual_workers", [3, 2], "fewest", "most", "at least 1", "1000"),
     strategy("virtual_workers", [0, 2], "fewest", "most", "at least 1", "1000"),
     strategy("virtual_workers", [1, 1001], "fewest", "most", "at least 1", "1000"),
     strategy("virtual_workers", [1, 2, 3], "whole number", *PAIR),
     strategy("virtual_workers", [1, "2"], "whole number", *PAIR),
     case(
-        lambda _: settings.check_platform(2, "win32"),
+        lambda _: relations.check_platform(2, "win32"),
         "virtual_workers",
         "2",
         "Windows",
@@ -162,7 +162,7 @@ STRATEGY = [
     strategy("plan", 3, "lightning_hetpipe.Plan", "path"),
     strategy("wsp", 3, "WSPCallback", "None"),
     case(
-        lambda _: settings.only_wsp([WSPCallback(), WSPCallback()]),
+        lambda _: relations.only_wsp([WSPCallback(), WSPCallback()]),
         "WSPCallbacks",
         "2",
         "HetPipeStrategy(wsp=...)",
@@ -174,7 +174,7 @@ STRATEGY = [
         strategy("timeline", value, "True", "False", "(100, 120)")
         for value in (1, [3], [0, 5], [5, 3], "last", [1, 2.5])
     ],
-    strategy("timeline", [1, 5000], "2000", "fewer"),
+    strategy("timeline", [1, 5000], "at most 2000"),
     *[strategy("split", value, "False", "True", "'auto'", "{0: [2, 1]}") for value in NO_SPLIT],
     of_strategy("split", -1, "number", "from 0 on", split={-1: [1, 1]}),
     of_strategy("split", "'first'", "number", "from 0 on", split={"first": [1, 1]}),
@@ -212,13 +212,13 @@ STRATEGY = [
     compiled("compile", {"mode": "reduce-overhead"}, "mode='max-autotune-no-cudagraphs'", mode="reduce-overhead"),
     compiled("compile", {"backend": "cudagraphs"}, "mode='max-autotune-no-cudagraphs'", backend="cudagraphs"),
     case(no_compiler, "compile", "True", "g++", "CXX", "leave compile out", name="compile without a compiler"),
-    hosts("stage_hosts", "attic", "{'attic': '10.0.0.2:7071'}", "leave stage_hosts out", stage_hosts="attic"),
-    hosts("stage_hosts", "{}", "each node", "leave stage_hosts out", stage_hosts={}),
+    hosts("stage_hosts", "attic", "{'attic': '10.0.0.2:7071'}", "None", stage_hosts="attic"),
+    hosts("stage_hosts", "{}", "each node", "None", stage_hosts={}),
     hosts("stage_hosts['attic']", "'nowhere'", "host:port", "1 to 65535", stage_hosts={"attic": "nowhere"}),
     hosts("stage_hosts", HOSTS, "leave compile out", "or stage_hosts", stage_hosts=HOSTS, compile=True),
     hosts("stage_hosts", HOSTS, "leave timeline out", "or stage_hosts", stage_hosts=HOSTS, timeline=True),
     case(
-        lambda _: host_setting.refuse_spread(HOSTS),
+        lambda _: relations.refuse_spread(HOSTS),
         "stage_hosts",
         HOSTS,
         "more in flight",
@@ -233,7 +233,7 @@ STRATEGY = [
         name="stage_hosts without a plan",
     ),
     case(
-        lambda _: host_setting.check_host_nodes({"bax": "a:1"}, planned(0, 1)),
+        lambda _: relations.check_host_nodes({"bax": "a:1"}, planned(0, 1)),
         "stage_hosts",
         {"bax": "a:1"},
         "'bax'",
@@ -247,7 +247,7 @@ PLANS = [
     of_plan("in_flight", planned(0, 2), "in_flight", "4", "3", "leave in_flight out", "'auto'", in_flight=4),
     of_plan("stages", planned(0, 2), "stages", [2, 3], "2", "leave stages out", "'auto'", stages=[2, 3]),
     of_plan("weights", planned(0, 2), "weights", "'pipeoptim'", "'stash'", "leave weights out", weights="pipeoptim"),
-    of_plan("too many in flight", planned(0, 2, in_flight=1001), "in_flight", "1001", "1000", "fewer"),
+    of_plan("too many in flight", planned(0, 2, in_flight=1001), "in_flight", "1001", "at most 1000"),
     of_plan("spread, compile", SPREAD, "compile", "", "spread run", "leave compile out", compile="eager"),
     of_plan("spread, recompute", SPREAD, "recompute", "", "spread run", "leave recompute out", recompute=True),
     of_plan(
@@ -259,7 +259,7 @@ PLANS = [
         "plan anew",
     ),
     case(
-        lambda _: plan_setting.wsp_as_planned(WSPCallback().settings, replace(planned(0, 2), clock_distance=-1)),
+        lambda _: relations.wsp_as_planned(WSPCallback().settings, replace(planned(0, 2), clock_distance=-1)),
         "clock_distance", "-1", "at least 0", name="plan clock_distance",
     ),
     from_file(None, "plan", "plan.json", "No such file", "give another file"),
@@ -286,9 +286,9 @@ PLANS = [
 
 WSP = [
     *[wsp("clock_distance", value, "at least 0") for value in (-1, 1.5, True)],
-    wsp("clock_distance", 1 << 64, "1000000000", "fewer"),
+    wsp("clock_distance", 1 << 64, "at most 1000000000"),
     *[wsp("wave", value, "at least 1", "'auto'") for value in (0, 1.5, "long")],
-    wsp("wave", 1 << 64, "1000000000", "fewer"),
+    wsp("wave", 1 << 64, "at most 1000000000"),
     *[wsp("shares", value, "'equal'", "'auto'", "[4, 8]") for value in NO_SHARES],
     of_wsp("shares[1]", 0, "at least 1", shares=[4, 0]),
     wsp("shares", [4, 8], "wave=4", "leave wave out", wave=4),
@@ -310,7 +310,8 @@ WSP = [
         for value in ("nowhere", "here:99999", "here:0", 7000)
     ],
     of_wsp("servers", "'here:1'", "once", servers=["here:1", "here:1"]),
-    of_wsp("security['secure']", "", "ca", "certificate", "key", "token", "insecure", security={"secure": True}),
+    of_wsp("security['secure']", "", "did you mean security['insecure']?", security={"secure": True}),
+    of_wsp("security['x']", "", "ca", "certificate", "key", "token", "insecure", security={"x": True}),
     of_wsp("security", "'high'", "mapping", "ca", "certificate", "key", "token", "insecure", security="high"),
     of_wsp("security['insecure']", "'no'", "True", "False", security={"insecure": "no"}),
     of_wsp("security['ca']", 3, "text", "None", security={"ca": 3}),

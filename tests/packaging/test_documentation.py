@@ -15,6 +15,7 @@ from hydra import compose, initialize_config_module
 
 import lightning_hetpipe
 from lightning_hetpipe.cli.hetpipe_train import main
+from tests.packaging import settings_table
 from tests.support.composing import compose_once
 
 CHECKOUT = Path(__file__).parents[2]
@@ -113,6 +114,13 @@ def test_the_paths_exist(page: str) -> None:
         if (named or path.startswith("tests/")) and not path.startswith(USERS):
             roots = (CHECKOUT, CHECKOUT / "lightning_hetpipe", CHECKOUT / "tests")
             assert any((root / path).exists() for root in roots), path
+
+
+def test_the_tables_of_settings_are_those_of_the_declarations() -> None:
+    """``python -m tests.packaging.settings_table`` writes them."""
+    assert settings_table.TABLE.findall(PAGES["docs/settings.md"]) == [
+        *map(settings_table.table, settings_table.OWNERS)
+    ]
 
 
 def test_every_page_is_in_the_navigation() -> None:

@@ -65,7 +65,7 @@ def test_counts_that_fit_no_layer(splits: dict[str, tuple[int, ...]], says: str)
 
 
 def test_stages_are_as_many_as_are_named() -> None:
-    assert HetPipeStrategy(split={"1": [1, 2]}).stages == 2  # type: ignore[dict-item]  # as in configurations
+    assert HetPipeStrategy(split={"1": [1, 2]}).stages == 2  # as in configurations
     assert HetPipeStrategy(split={0: (1, 2)}, stages=3).stages == 3
     assert HetPipeStrategy(split={0: (1, 2)}).split == {0: (1.0, 2.0)}
 

@@ -10,7 +10,7 @@ import pytest
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_hetpipe import HetPipeStrategy, WSPCallback
-from lightning_hetpipe.strategy import settings
+from lightning_hetpipe.strategy import relations
 from tests.placement.test_plans import planned
 from tests.support.small import Learner, assert_clean, assert_refused, batches
 from tests.support.trainers import quiet_trainer
@@ -53,11 +53,11 @@ def test_a_second_fit_after_a_refusal() -> None:
 
 
 def test_one_virtual_worker_trains_on_windows() -> None:
-    settings.check_platform(1, "win32")
-    settings.check_platform(2, "darwin")
+    relations.check_platform(1, "win32")
+    relations.check_platform(2, "darwin")
 
 
 def test_one_wsp_callback_is_enough() -> None:
     given = WSPCallback(clock_distance=1)
-    assert settings.only_wsp([given]) is given
-    assert settings.only_wsp([]).settings.clock_distance == 0
+    assert relations.only_wsp([given]) is given
+    assert relations.only_wsp([]) is None

@@ -1,0 +1,296 @@
+"""Relations between the settings of a run: which exclude each other, and what a plan says of them.
+
+Each setting by itself is declared in the signatures of ``HetPipeStrategy`` and ``WSPCallback``.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import groupby
+from types import SimpleNamespace
+from typing import Annotated, Any, Literal, TypeVar
+
+import torch
+
+from lightning_hetpipe.errors import SettingError, nearest, of_file
+from lightning_hetpipe.launch.ranks import Rank, WorkerRange
+from lightning_hetpipe.launch.wsp_settings import WSPSettings
+from lightning_hetpipe.planning.plan.document import Plan
+from lightning_hetpipe.rules.shares import whole_steps
+from lightning_hetpipe.rules.versions import POLICIES
+from lightning_hetpipe.settings import MOST, Bounds, check
+from lightning_hetpipe.strategy.host_setting import StageHosts, serving_nodes
+
+T = TypeVar("T")
+
+Stages = int | Literal["auto"]
+Count = Annotated[Stages, Bounds(1, 1000)]
+"""Number of stages, or of minibatches in flight, each of which takes a thread."""
+
+
+def plan(value: Plan | str | os.PathLike[str] | None) -> Plan | None:
+    """``value``, or what the file of that name holds.
+
+    Raises:
+        SettingError: for a file that holds no plan, and for a plan that no device can run.
+    """
+    if value is None:
+        return None
+    try:
+        made = value if isinstance(value, Plan) else Plan.load(value)
+    except SettingError as error:
+        raise of_file("plan", error, "give a plan.json that hetpipe-plan has saved") from error
+    try:
+        made.check()
+    except SettingError as error:
+        raise error if isinstance(value, Plan) else SettingError(f"plan={os.fspath(value)}: {error}") from error
+    if made.spread and len(made.virtual_workers) > 1:
+        raise SettingError(
+            f"the plan for {made.model} is of a spread run, which has one virtual worker, and it has"
+            f" {len(made.virtual_workers)}; plan anew"
+        )
+    return made
+
+
+def check_given(given: SimpleNamespace, plan: Plan | None, has_groups: bool) -> None:
+    """Refuse settings of the strategy that exclude each other, or that ``plan`` says otherwise."""
+    asked, hosts = given.allocation, given.stage_hosts
+    if asked not in ("auto", plan and plan.allocation):
+        has = "there is none" if plan is None else f"the plan for {plan.model} has {plan.allocation or 'none'!r}"
+        raise SettingError(
+            f"allocation={asked!r} is decided when devices are measured and a plan is made, and {has}; make one with"
+            f" hetpipe-plan cluster=... strategy.allocation={asked}, and give it as plan=..., or leave allocation out"
+        )
+    for name in ("compile", "timeline"):
+        if hosts is not None and getattr(given, name) is not False:
+            raise SettingError(
+                f"stage_hosts={hosts!r} has stages at hosts that know no {name} yet; leave {name} out, or stage_hosts"
+            )
+    if plan is None:
+        return
+    if given.split is not False:
+        raise SettingError(
+            f"split={given.split!r}, but the plan says which stages have several devices; leave split out"
+        )
+    policy, planned = POLICIES.get(given.weights), plan.versions.policy
+    if plan.in_flight > 1 and policy not in (None, planned):
+        raise SettingError(
+            f"weights='{given.weights}', but the plan is for weights='{planned.name}', which takes other memory; plan"
+            f" with strategy.weights={given.weights}, or leave weights out"
+        )
+    for name, is_set in {
+        "recompute": given.recompute or plan.recompute,
+        "compile": given.compile is not False,
+        "split": has_groups,
+    }.items():
+        if plan.spread and is_set:
+            raise SettingError(
+                f"{name} is for the stages of a pipeline, and the plan for {plan.model} is of a spread run, which takes"
+                f" less memory; leave {name} out, or plan with it"
+            )
+
+
+def as_planned(name: str, asked: Stages | list[Stages], planned: int) -> int:
+    """Take the number of a plan, unless another was asked for, or it is more than there may be."""
+    check(f"the plan's {name}", planned, Count)
+    if asked not in ("auto", planned):
+        raise SettingError(f"{name}={asked!r}, but the plan has {planned}; leave {name} out, or set it to 'auto'")
+    return planned
+
+
+def stages_as_planned(asked: Stages | list[Stages], plan: Plan) -> Stages | list[Stages]:
+    """Take k of each virtual worker of a plan, unless others were asked for."""
+    planned = [len(worker.stages) for worker in plan.virtual_workers]
+    if asked == planned:
+        return asked
+    return [as_planned("stages", asked, k) for k in planned]
+
+
+def most_workers(virtual_workers: int | WorkerRange) -> int:
+    """The largest number that the setting allows."""
+    return virtual_workers.most if isinstance(virtual_workers, WorkerRange) else virtual_workers
+
+
+def check_cluster(virtual_workers: int) -> None:
+    """Refuses a cluster without a plan where there are several virtual workers."""
+    if virtual_workers > 1:
+        raise SettingError(
+            f"cluster is planned at the start of a fit for one virtual worker, and there are {virtual_workers}; give a"
+            f" plan of {virtual_workers}, too (docs/planning.md), leave cluster out, or train with one virtual worker"
+        )
+
+
+def check_platform(virtual_workers: int, platform: str) -> None:
+    """Refuse several processes where they cannot be started; ``platform`` is ``sys.platform``."""
+    if virtual_workers > 1 and platform == "win32":
+        raise SettingError(
+            f"virtual_workers={virtual_workers} needs processes that inherit sockets, which Windows does not have;"
+            " train in WSL 2, or leave virtual_workers out"
+        )
+
+
+def only_wsp(given: Sequence[T]) -> T | None:
+    """Return the WSPCallback that holds, of those that the Trainer and the strategy were given; None for none."""
+    if len(given) > 1:
+        raise SettingError(
+            f"this run has {len(given)} WSPCallbacks; give one, to HetPipeStrategy(wsp=...) or among the Trainer's"
+            " callbacks (on the command line: strategy.wsp, or strategy.wsp=null and one of callbacks)"
+        )
+    return given[0] if given else None
+
+
+def check_lengths(wave: int | Literal["auto"], shares: Any) -> None:
+    """Refuse both settings that say how many minibatches a wave has."""
+    if wave != "auto" and shares not in (None, "equal", "auto"):
+        raise SettingError(
+            f"wave={wave!r} and shares={list(shares)!r} both say how many minibatches a wave has; leave wave out"
+        )
+
+
+def stage_counts(stages: Stages | Sequence[Stages], virtual_workers: int) -> Stages | list[Stages]:
+    """Check the length of ``stages`` as far as possible before it is known who starts how many virtual workers."""
+    if not isinstance(stages, Sequence) or isinstance(stages, str):
+        return stages
+    if not stages or len(stages) % virtual_workers:
+        raise _other_stages(stages, virtual_workers)
+    return list(stages)
+
+
+def stages_of(stages: Stages | list[Stages], rank: Rank) -> Stages:
+    """k of one virtual worker; a list has one for each of a node's, or for each of all.
+
+    Raises:
+        SettingError: if it has another number of them.
+    """
+    if not isinstance(stages, list):
+        return stages
+    if len(stages) == rank.size:
+        return stages[rank.index]
+    if len(stages) != rank.per_node:
+        raise _other_stages(stages, rank.per_node, rank.size)
+    return stages[rank.local]
+
+
+def _other_stages(stages: Sequence[Any], virtual_workers: int, of: int | None = None) -> SettingError:
+    among = f" on this node, of {of} in all" if of not in (None, virtual_workers) else ""
+    return SettingError(
+        f"stages={list(stages)!r} has {len(stages)} entries, but there are virtual_workers={virtual_workers}{among};"
+        " give one for each, or one number for all"
+    )
+
+
+def refuse_spread(hosts: StageHosts) -> None:
+    """Refuse hosts for a run without a pipeline."""
+    if hosts is not None:
+        raise SettingError(
+            f"stage_hosts={dict(hosts)!r} is for stages, and one minibatch in flight has none, as the step runs on the"
+            " model as it is; plan with more in flight, or leave stage_hosts out"
+        )
+
+
+def check_host_nodes(hosts: StageHosts, plan: Plan) -> None:
+    """Refuses ``hosts`` for nodes that ``plan`` does not have."""
+    known = [*plan.workers_on_nodes]
+    for node in [each for each in hosts or () if each not in known]:
+        raise SettingError(
+            f"stage_hosts={dict(hosts or {})!r} names {node!r}, which is no node of the plan for {plan.model}, whose"
+            f" nodes are {' and '.join(map(repr, known))}{nearest(node, known)}"
+        )
+
+
+def workers_as_planned(
+    virtual_workers: int | WorkerRange, plan: Plan, emulated: bool, hosts: StageHosts, nodes: int
+) -> list[int]:
+    """Number of virtual workers on each node of a plan, in its order; 0 for one that only serves stages of others'.
+
+    Args:
+        virtual_workers: The setting; 1 is its default, and leaves the number to the plan. The most of a range are those
+            of the plan.
+        plan: To be run.
+        emulated: Whether all of its devices are emulated on this machine, which so is their only node.
+        hosts: Where stages run.
+        nodes: On which the program runs.
+
+    Raises:
+        SettingError: for another number in ``virtual_workers``, and for what is planned but cannot be run.
+    """
+    on_nodes = plan.workers_on_nodes
+    check_host_nodes(hosts, plan)
+    leading = [count for count in on_nodes.values() if count]
+    found = [len(plan.virtual_workers)] if emulated else leading
+    asked = most_workers(virtual_workers)
+    if asked != 1 and (set(found) != {asked} if isinstance(virtual_workers, int) else sum(found) != asked):
+        raise SettingError(
+            f"virtual_workers={virtual_workers}, but the plan for {plan.model} has {', '.join(map(str, found))}"
+            f"{' on its nodes' if len(found) > 1 else ''}; leave virtual_workers out, as the plan says it"
+        )
+    if emulated:
+        return found
+    for index, worker in enumerate(plan.virtual_workers):
+        lacking = [node for node in worker.nodes if node not in (worker.leader, *(hosts or ()))]
+        if lacking and (nodes == 1 or hosts):
+            raise SettingError(
+                f"the plan for {plan.model} has a virtual worker with stages on several nodes ({index}, on"
+                f" {', '.join(worker.nodes)}); start this program on each of the plan's nodes, with"
+                f" Trainer(num_nodes={len(on_nodes)}) and {plan.node_ranks}, or start hetpipe-host on"
+                f" {' and '.join(lacking)}, and say where, as in stage_hosts={{'{lacking[0]}': '10.0.0.2:7071'}}, or"
+                " plan each virtual worker for the devices of one node, or give the cluster, too, and start all on one"
+                " machine, to emulate them on its CPU"
+            )
+        if lacking and plan.spread:
+            raise SettingError(
+                f"the plan for {plan.model} is of a spread run, which has no stages for hosts, and has devices on"
+                f" {' and '.join(worker.nodes)}; plan for the devices of one node, or for more in flight"
+            )
+    order = [worker.leader for worker in plan.virtual_workers]
+    if len([*groupby(order)]) != len(leading):
+        raise SettingError(
+            f"the plan for {plan.model} has its virtual workers on {', '.join(order)}, in this order; list those of one"
+            " node one after another"
+        )
+    return found if serving_nodes(plan, emulated, hosts) is None else [*on_nodes.values()]
+
+
+def wsp_as_planned(given: WSPSettings, plan: Plan) -> WSPSettings:
+    """Take the synchronisation of a plan, as far as nobody has set it."""
+    check("the plan's clock_distance", plan.clock_distance, Annotated[int, Bounds(0, MOST)])
+    lengths = {"wave", "shares"}
+    left_out = given.left_out if lengths <= given.left_out else given.left_out - lengths
+    return replace(given, **{name: value for name, value in _synchronisation(plan).items() if name in left_out})
+
+
+def other_than_planned(wsp: WSPSettings, plan: Plan) -> str:
+    """Say what of the synchronisation was set otherwise than the plan has it; nothing where all is as planned."""
+    pairs = [(name, getattr(wsp, name), value) for name, value in _synchronisation(plan).items()]
+    others = [f"{name}={_shown(own)}, where the plan has {_shown(its)}" for name, own, its in pairs if own != its]
+    return f"as set, this run has {', and '.join(others)}; the plan's figures are for its own" if others else ""
+
+
+def _synchronisation(plan: Plan) -> dict[str, Any]:
+    """Settings of a :class:`WSPCallback` that a plan says; its wave only where that is longer than by default."""
+    waves, equal = plan.waves, len(set(plan.waves)) == 1
+    longer = equal and waves[0] > whole_steps([plan.in_flight], plan.accumulate_grad_batches)[0]
+    return {
+        "clock_distance": plan.clock_distance,
+        "wave": waves[0] if longer else "auto",
+        "shares": "equal" if equal else waves,
+        "placement": plan.placement,
+    }
+
+
+def _shown(value: Any) -> str:
+    return repr([*value] if isinstance(value, tuple) else value)
+
+
+def run_seed() -> int:
+    """Seed of the run's random numbers: PL_GLOBAL_SEED, else torch's own."""
+    seed = os.environ.get("PL_GLOBAL_SEED")
+    return int(seed) if seed else torch.initial_seed()
+
+
+def torch_threads() -> int:
+    """Threads of each torch operation in training: OMP_NUM_THREADS, else 1; never derived from k, for exactness."""
+    threads = os.environ.get("OMP_NUM_THREADS", "")
+    return max(1, int(threads)) if threads.isdigit() else 1
