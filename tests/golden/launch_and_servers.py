@@ -144,6 +144,11 @@ def over_nodes(
     return case(run, setting, value, *way_out, name=f"over nodes {setting} {value} {way_out[0]}"[:80])
 
 
+def without_accelerators(place: Place) -> None:
+    place.patch.setattr(host_device, "all_devices", list)
+    host_device._accelerator(1, "T4", "attic")
+
+
 def unreachable(_: Place) -> None:
     servers.host_of_node(Rank(1, 2, 1, 0, 1, 2, Role.FIRST), "255.255.255.255:5000")
 
@@ -377,8 +382,7 @@ HOSTS = [
     host(TimeoutError(), "stage_hosts", "60 s", "hetpipe-host", "certificates"),
     host(OSError(111, "Connection refused"), "stage_hosts", "start hetpipe-host", "address=0.0.0.0",
             "correct the address"),
-    case(lambda _: host_device._accelerator(1, "T4", "attic"), "attic", "T4:1", "only its CPU",
-            "plan for what is there",
+    case(without_accelerators, "attic", "T4:1", "only its CPU", "plan for what is there",
          name="an accelerator that a host has not got"),
     case(at_a_taken_port(lambda address: HostRendezvous(address, TOKEN, PLAN, {})), "node 0", "127.0.0.1",
             "MASTER_ADDR",

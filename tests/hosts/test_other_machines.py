@@ -348,24 +348,6 @@ def test_plans_and_hosts_that_do_not_fit(settings: dict[str, Any], message: str)
         fit(task(), vectors(8, 4), strategy=stashing(**settings))
 
 
-@pytest.mark.parametrize(
-    ("hosts", "message"),
-    [
-        ({"attic": "there"}, r"stage_hosts\['attic'\]='there' is not host:port"),
-        ({"attic": 5}, r"stage_hosts\['attic'\]=5 is not host:port"),
-        ({}, "stage_hosts={} names no host; give a host for each node, or leave stage_hosts out"),
-        (
-            "processes",
-            r"stage_hosts='processes' must map nodes of a plan to addresses of their hosts, as in"
-            r" \{'attic': '10.0.0.2:7071'\}; leave stage_hosts out for stages in threads of this process",
-        ),
-    ],
-)
-def test_wrong_hosts(hosts: Any, message: str) -> None:
-    with pytest.raises(SettingError, match=message):
-        HetPipeStrategy(stage_hosts=hosts)
-
-
 @pytest.mark.parametrize("other", ["compile", "timeline"])
 def test_settings_that_hosts_do_not_know(other: str) -> None:
     settings: dict[str, Any] = {"stage_hosts": {"attic": "127.0.0.1:1"}, other: True}
