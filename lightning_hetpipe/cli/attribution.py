@@ -22,7 +22,6 @@ _LITERALS = {"None": "null", "True": "true", "False": "false"}
 _ARGUMENT = re.compile(r"(?<![\w.(])(\w+)(\[[^\]]*\]|)=(None\b|True\b|False\b|'[^']*'|)")
 _WAY_OUT = re.compile(r"\b(leave|set) (\w+)(?= (?:out|to)\b)")
 _INTERPOLATION = re.compile(r"\$\{([\w.]+)\}")
-_IT = re.compile(r"\bset it to (None|True|False)\b")
 
 
 def attributed(error: Exception, config: DictConfig, program: ConsoleScript) -> SettingError | None:
@@ -63,8 +62,7 @@ def in_settings(message: str, config: DictConfig) -> str:
         return match[0] if setting is None else f"{setting}{match[2]}={_LITERALS.get(value, value.strip(chr(39)))}"
 
     text = _ARGUMENT.sub(argument, message)
-    text = _WAY_OUT.sub(lambda match: f"{match[1]} {known.get(match[2], match[2])}", text)
-    return _IT.sub(lambda match: f"set it to {_LITERALS[match[1]]}", text)
+    return _WAY_OUT.sub(lambda match: f"{match[1]} {known.get(match[2], match[2])}", text)
 
 
 def _settings(config: DictConfig) -> dict[str, str]:

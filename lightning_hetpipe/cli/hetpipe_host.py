@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import hydra
 from omegaconf import DictConfig
 
 from lightning_hetpipe.cli import config_checks
 from lightning_hetpipe.cli.entry import enter, job
-from lightning_hetpipe.cli.serving import SIGNALS, announcing, check_token, refuse_sweeps, security_of
+from lightning_hetpipe.cli.serving import SIGNALS, address, announcing, check_token, refuse_sweeps, security_of
 from lightning_hetpipe.cli.start_up import ConsoleScript
 
-PROGRAM = ConsoleScript("hetpipe-host", ("security",), {"address": Any})
+PROGRAM = ConsoleScript("hetpipe-host", ("security",), {"address": address(7071)})
 
 
 def main() -> None:
@@ -36,7 +34,7 @@ def run(config: DictConfig) -> None:
         SettingError: for a setting that is unknown or wrong, or an address that cannot be had.
     """
     config_checks.check(config, PROGRAM)
-    security = security_of(config, 7071)
+    security = security_of(config)
     check_token(config, security, "hosts")
     from lightning_hetpipe.hosts.host_device import told_devices  # only now: --help needs no torch
     from lightning_hetpipe.hosts.host_server import serve

@@ -13,7 +13,7 @@ from omegaconf import DictConfig
 
 from lightning_hetpipe.cli import config_checks
 from lightning_hetpipe.cli.entry import enter, job
-from lightning_hetpipe.cli.serving import SIGNALS, announcing, check_token, refuse_sweeps, security_of
+from lightning_hetpipe.cli.serving import SIGNALS, address, announcing, check_token, refuse_sweeps, security_of
 from lightning_hetpipe.cli.start_up import FAILED, ConsoleScript
 from lightning_hetpipe.cli.targets import built
 from lightning_hetpipe.planning.model.units import in_bytes
@@ -25,7 +25,7 @@ from lightning_hetpipe.settings import Bounds
 PROGRAM = ConsoleScript(
     "hetpipe-server",
     ("security", "service"),
-    {"command": Literal["serve", "status"], "address": Any, "timeout": Annotated[float, Bounds(0.001)]},
+    {"command": Literal["serve", "status"], "address": address(5000), "timeout": Annotated[float, Bounds(0.001)]},
     exit_code=lambda error: FAILED if isinstance(error, CallRefused | Unreachable) else None,
 )
 
@@ -56,15 +56,15 @@ def run(config: DictConfig) -> None:
         CallRefused, Unreachable: by the server that is asked.
     """
     config_checks.check(config, PROGRAM, needs=("service",), bounds={"service.lease": Bounds(0.001)})
-    security = security_of(config, 5000)
+    security = security_of(config)
     if config.command == STATUS:
         print(laid_out(ask(config.address, security, config.timeout)))
     else:
         _serve(config, security)
 
 
-def ask(address: str, security: Security, timeout: float) -> dict[str, Any]:
-    """Ask the server at ``address`` for its status, for up to ``timeout`` seconds.
+def ask(server: str, security: Security, timeout: float) -> dict[str, Any]:
+    """Ask the server at address ``server`` for its status, for up to ``timeout`` seconds.
 
     Raises:
         SettingError: if address or certificates cannot be used.
@@ -73,14 +73,14 @@ def ask(address: str, security: Security, timeout: float) -> dict[str, Any]:
     """
     from lightning_hetpipe.server.transport.grpc_channel import GrpcChannel  # only now: --help needs no gRPC
 
-    with closing(GrpcChannel(address, security, shared_memory=False)) as channel:
+    with closing(GrpcChannel(server, security, shared_memory=False)) as channel:
         answer = channel.call(STATUS, b"", timeout=timeout)
     try:
         status = json.loads(answer)
     except ValueError:
         status = None
     if not isinstance(status, dict):
-        raise CallRefused(f"the server at {address} answered with no status; is it of this release?")
+        raise CallRefused(f"the server at {server} answered with no status; is it of this release?")
     return status
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Annotated, Any
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -28,14 +28,17 @@ def refuse_sweeps(program: ConsoleScript, served: str) -> None:
         sys.exit(report(SettingError(text), program))
 
 
-def security_of(config: DictConfig, port: int) -> Security:
-    """Check ``address``, for which ``port`` is an example, and return the ``security`` of ``config``.
+def address(port: int) -> Any:
+    """Declare an address, for which ``port`` is an example."""
+    return Annotated[str, f"host:port, such as 127.0.0.1:{port} or [::1]:{port}"]
+
+
+def security_of(config: DictConfig) -> Security:
+    """Return the ``security`` of ``config``.
 
     Raises:
         SettingError: which names the setting, also if the security does not suffice for the address.
     """
-    if not isinstance(config.address, str):
-        raise SettingError(f"address={config.address} must be host:port, such as 127.0.0.1:{port} or [::1]:{port}.")
     security: Any = OmegaConf.to_container(config.security, resolve=True)
     declared(Security).check(security, "security", style=YAML)
     found = Security(**security)

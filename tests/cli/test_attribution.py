@@ -27,10 +27,7 @@ def config() -> DictConfig:
     [
         ("stages=0 must be at least 1", "strategy.stages=0 must be at least 1"),
         ("weights='fresh' is wrong; leave weights out", "strategy.weights=fresh is wrong; leave strategy.weights out"),
-        (
-            "plan=3 is wrong; leave plan out, or set it to None",
-            "strategy.plan=3 is wrong; leave strategy.plan out, or set it to null",
-        ),
+        ("plan=3 is wrong; leave plan out", "strategy.plan=3 is wrong; leave strategy.plan out"),
         ("timeout=None must be a number", "strategy.timeout=null must be a number"),
         ("num_nodes=2 is wrong", "trainer.num_nodes=2 is wrong"),
         ("stage_hosts['attic']='there' is not", "strategy.stage_hosts['attic']=there is not"),

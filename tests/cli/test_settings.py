@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 from hydra import compose, initialize_config_module
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
+from lightning_hetpipe import HetPipeStrategy, WSPCallback
 from lightning_hetpipe.cli import trainer_checks
 from lightning_hetpipe.cli.composition import settled
 from lightning_hetpipe.cli.hetpipe_train import PROGRAM
-from lightning_hetpipe.cli.targets import hyperparameters
+from lightning_hetpipe.cli.targets import as_given, hyperparameters
+from lightning_hetpipe.settings import declared, seconds
 from tests.support.marks import quick
 
 CONF = Path(__file__).parents[2] / "conf"
@@ -76,6 +79,15 @@ def test_several_choices_add_up() -> None:
     assert set(composed().trainer.callbacks) == set(DEFAULT_CALLBACKS)
     none = composed("callbacks=none", "logger=none")
     assert none.trainer.callbacks == none.trainer.logger == {}
+
+
+@pytest.mark.parametrize(("owner", "path"), [(HetPipeStrategy, ""), (WSPCallback, "wsp")])
+def test_the_strategys_file_has_the_defaults_of_the_declarations(owner: type, path: str) -> None:
+    file = as_given(OmegaConf.load(CONF / "strategy" / "hetpipe.yaml"))  # type: ignore[arg-type]
+    section = file[path] if path else file
+    written = {name: value for name, value in section.items() if name not in ("_target_", "wsp", "cluster")}
+    defaults = {name: declared(owner).parameters[name].default for name in written}
+    assert written == {name: seconds(it) if isinstance(it, timedelta) else it for name, it in defaults.items()}
 
 
 def test_what_loggers_are_told_holds_no_secret_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
