@@ -17,6 +17,7 @@ from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.pipeline.autocast import Autocast
 from lightning_hetpipe.pipeline.values import Value, blocks, tensors_of
 from lightning_hetpipe.planning.model.profile import UserBytes
+from lightning_hetpipe.torch_private.autograd import graph_nodes
 from lightning_hetpipe.torch_private.subclasses import address_of
 from lightning_hetpipe.torch_private.tensors import version_counter
 
@@ -158,8 +159,8 @@ def user_bytes(
     outside = [each for each in (*root.parameters(), *root.buffers()) if id(each) not in inside]
     trained = sum(each.nbytes for each in outside if each.requires_grad)
     ends = {node for call in calls for node in call.outputs}
-    behind = _nodes([loss.grad_fn], ends)
-    before = _nodes([node for call in calls for node in call.inputs], ends)
+    behind = {*graph_nodes([loss.grad_fn], ends)}
+    before = {*graph_nodes((node for call in calls for node in call.inputs), ends)}
     own = blocks(tensors_of(batch))
     counted = {*own, *blocks((*root.parameters(), *root.buffers())), *(each for call in calls for each in call.blocks)}
     kept, saved = _saved(before), _saved(behind - before)
@@ -170,17 +171,6 @@ def user_bytes(
         sum(size for block, size in kept.items() if block not in counted),
         sum(size for block, size in saved.items() if block not in counted and block not in kept),
     )
-
-
-def _nodes(starts: Iterable[Any], ends: Collection[Any]) -> set[Any]:
-    """The nodes of autograd's graph that are reached from ``starts``, as far as ``ends``."""
-    found, left = set[Any](), [node for node in starts if node is not None and node not in ends]
-    while left:
-        node = left.pop()
-        if node not in found:
-            found.add(node)
-            left += [other for other, _ in node.next_functions if other is not None and other not in ends]
-    return found
 
 
 def _saved(nodes: Iterable[Any]) -> dict[tuple[torch.device, int], int]:

@@ -62,14 +62,13 @@ class StateBefore:
     """The state of ``module``, and of what its functions reach, before it runs for our sake."""
 
     def __init__(self, module: nn.Module, frozen: FrozenValues) -> None:
-        self._module = module
         self._frozen = frozen
         self.attributes = AttributesBefore(module)
-        self._attributes = [(vars(part), dict(vars(part))) for part in module.modules()]
-        self._buffers = [(held, dict(held)) for part in module.modules() for held in (vars(part)["_buffers"],)]
+        self._buffers = _with_items(vars(part)["_buffers"] for part in module.modules())
         self._memory = [(buffer, buffer.data) for buffer in module.buffers()]
         owned = (value for part in module.modules() for value in plain_attributes(part).values())
-        self._containers = [(value, items_of(value)) for value in owned if isinstance(value, CONTAINERS)]
+        attributes = [vars(part) for part in module.modules()]
+        self._containers = _with_items([*attributes, *(value for value in owned if isinstance(value, CONTAINERS))])
         self._before = frozen.now()
         self._copies = [(path, each, copy_of(each)) for path, each in frozen.plain.items()]
 
@@ -93,10 +92,7 @@ class StateBefore:
     def undo(self) -> None:
         """Put everything back."""
         self.undo_assigned_buffers()
-        _refill(self._attributes)
-        for container, items in self._containers:
-            if not same_objects(items_of(container), items):
-                refill(container, items)
+        _refill(self._containers)
         self._frozen.put_back(self._before)
         with torch.no_grad():
             for _, each, copy in self._copies:
@@ -105,10 +101,14 @@ class StateBefore:
                     writable[...] = copy
 
 
-def _refill(namespaces: Iterable[tuple[dict[str, Any], dict[str, Any]]]) -> None:
-    for held, earlier in namespaces:
-        held.clear()
-        held.update(earlier)
+def _with_items(containers: Iterable[Any]) -> list[tuple[Any, tuple[Any, ...]]]:
+    return [(container, items_of(container)) for container in containers]
+
+
+def _refill(containers: Iterable[tuple[Any, tuple[Any, ...]]]) -> None:
+    for container, items in containers:
+        if not same_objects(items_of(container), items):
+            refill(container, items)
 
 
 @contextmanager

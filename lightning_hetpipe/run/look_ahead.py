@@ -115,8 +115,8 @@ class LookAhead(DataFetcher):
         self._states_of = Redirect(self.combined_loader, LOADER_STATES, self._shown_states)
         self._redirects = [self._states_of]
         self._first = True
-        self._first_batch: Any = None
-        """Held, so that a tensor at the same address lies in the same memory; none of its tensors later on."""
+        self._first_batch: tuple[Any, set[int]] | None = None
+        """The epoch's first batch, held while others are compared with the addresses of its tensors."""
         self._failure: Exception | None = None
 
     def __iter__(self) -> LookAhead:
@@ -157,7 +157,7 @@ class LookAhead(DataFetcher):
             self._driver.submit(fetched.ready.batch, len(self._waiting), fetched.batch_idx, fetched.dataloader_idx)
             self._waiting.append(fetched)
         if len(self._waiting) > 1:  # memory that is filled again later than this is that of a batch that is over
-            self._first_batch = ()
+            self._first_batch = (None, set())
         current = self._waiting.popleft()
         self.fetched, self.done, self._states = current.fetched, current.done, current.states
         return current.ready, current.batch_idx, current.dataloader_idx
@@ -201,9 +201,9 @@ class LookAhead(DataFetcher):
     def _look_for_reuse(self, batch: Any) -> None:
         """Notice a ``batch`` in the memory of the epoch's first one, which no later batch is overwritten by."""
         if self._first_batch is None:
-            self._first_batch = batch
-        elif not self._driver.copies_batches:
-            self._driver.copies_batches = not _places(self._first_batch).isdisjoint(_places(batch))
+            self._first_batch = (batch, _places(batch))
+        elif (first := self._first_batch[1]) and not self._driver.copies_batches:
+            self._driver.copies_batches = not first.isdisjoint(_places(batch))
 
     def _shown_states(self, redirect: Redirect) -> Any:
         return redirect.original() if self._states is None else self._states

@@ -13,7 +13,6 @@ import lightning as L
 import torch
 from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor, nn
-from torch.distributions import Normal
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, IterableDataset
@@ -22,6 +21,7 @@ from lightning_hetpipe import HetPipeStrategy
 from lightning_hetpipe.errors import PipelineRefusal, SettingError
 from tests.exact.pipelines import Pinned
 from tests.golden.cases import Case, Place
+from tests.run.test_refused_layers import Gaussian, ReadFirst, Teacher, counts, distil, follows, likely, replaces
 from tests.support.small import Learner, assert_clean, batches, layers, pipeline, plain_step
 from tests.support.trainers import quiet_trainer
 
@@ -348,16 +348,6 @@ LEAVES = [
 # State outside of the pieces that changes while minibatches are in flight.
 
 
-def counts(module: Any, x: Tensor, y: Tensor, batch_idx: int) -> Any:
-    module.seen += len(x)
-    return plain_step(module, x, y, batch_idx)
-
-
-def replaces(module: Any, x: Tensor, y: Tensor, batch_idx: int) -> Any:
-    module.seen = module.seen + len(x)
-    return plain_step(module, x, y, batch_idx)
-
-
 def with_buffer(step: Callable[..., Any]) -> Make:
     def make() -> L.LightningModule:
         module = Learner(step)
@@ -365,29 +355,6 @@ def with_buffer(step: Callable[..., Any]) -> Make:
         return module
 
     return make
-
-
-class Teacher(L.Callback):
-    """Moves a teacher towards the student after each step, as in self-distillation."""
-
-    def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, *_: Any) -> None:
-        with torch.no_grad():
-            for mine, theirs in zip(pl_module.teacher.parameters(), pl_module.net.parameters(), strict=True):
-                mine.lerp_(theirs, 0.1)
-
-
-def distil(module: Any, x: Tensor, y: Tensor, batch_idx: int) -> Any:
-    with torch.no_grad():
-        target = module.teacher(x)
-    return F.mse_loss(module.net(x), target)
-
-
-def follows(module: Any, x: Tensor, y: Tensor, batch_idx: int) -> Any:
-    """As self-supervised models of libraries do it: the teacher follows where the step begins."""
-    with torch.no_grad():
-        for mine, its in zip(module.teacher.parameters(), module.net.parameters(), strict=True):
-            mine.lerp_(its, 0.1)
-    return distil(module, x, y, batch_idx)
 
 
 def frozen() -> nn.Module:
@@ -402,23 +369,6 @@ class Resets(L.Callback):
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if batch_idx == 2:
             pl_module.net[1].reset_running_stats()
-
-
-class ReadFirst(nn.Module):
-    """Reads a buffer in its first layer, and changes it behind its last one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second, self.third = nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 3)
-        self.mean: Tensor
-        self.register_buffer("mean", torch.zeros(8))
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.second((self.first(x) - self.mean).tanh())
-        y: Tensor = self.third(h)
-        if self.training:
-            self.mean.mul_(0.9).add_(h.detach().mean(0), alpha=0.1)
-        return y
 
 
 TWO = "module=['net', 'teacher']"
@@ -442,21 +392,6 @@ STATE = [
 ]  # fmt: skip
 
 # Layers that cannot be run elsewhere.
-
-
-class Gaussian(nn.Module):
-    """Gives a distribution, which is no tensor."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(6, 8), nn.Linear(8, 3)
-
-    def forward(self, x: Tensor) -> Normal:
-        return Normal(self.second(self.first(x).tanh()), 1.0)
-
-
-def likely(module: Any, x: Tensor, y: Tensor, batch_idx: int) -> Any:
-    return -module.net(x).log_prob(F.one_hot(y, 3)).mean()
 
 
 class Profiled(L.Callback):
