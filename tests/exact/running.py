@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import lightning as L
+import torch
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
@@ -85,28 +86,31 @@ def expect(
     *,
     max_epochs: int = 2,
     draws: bool = False,
+    stages: int | None = None,
     **options: Any,
 ) -> Run:
     """The oracle's run of ``task``: over given epochs, or ``max_epochs`` times over an unshuffled loader.
 
-    Where ``training_step`` itself ``draws``, each minibatch has random numbers of its own.
+    Where ``training_step`` itself ``draws``, each minibatch has random numbers of its own. If ``stages`` are given, the
+    fit that follows finds the default generator as the oracle did. A single stage with one minibatch in flight draws
+    from it (law L7).
     """
+    if stages is not None:
+        options["plain"] = torch.initial_seed() if stages == in_flight == 1 else None
     if isinstance(epochs, DataLoader):
         epochs = [list(epochs)] * max_epochs
 
-    numbers, seed = itertools.count(1), oracle.run_seed()
+    numbers, seed, initial = itertools.count(1), oracle.run_seed(), torch.initial_seed()
 
     def step(model: Learner, batch: Batch) -> Outputs:
         if draws:
             ProcessState.seeded(seed, 0, next(numbers)).restore()
         return model.compute(batch)
 
-    return oracle.train(task, step, epochs, task.recipe, in_flight, **options)
-
-
-def plain_seed(stages: int, in_flight: int) -> int | None:
-    """Seed of the default generator, from which one stage with one minibatch in flight draws; None for a pipeline."""
-    return oracle.run_seed() if stages == in_flight == 1 else None
+    expected = oracle.train(task, step, epochs, task.recipe, in_flight, **options)
+    if stages is not None:
+        torch.manual_seed(initial)
+    return expected
 
 
 def after(run: Run, p: int) -> Run:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import itertools
 
 import pytest
-import torch
 
 from tests.exact.pipelines import even
-from tests.exact.running import assert_equal, expect, fit, plain_seed
+from tests.exact.running import assert_equal, expect, fit
 from tests.support.marks import quick
 from tests.support.models import ADAMW, MODELS, SGD
 
@@ -25,9 +24,7 @@ def check(stages: int, in_flight: int, model: str, recipe: str, epochs: int) -> 
     make_task, make_loader = MODELS[model]
     task = make_task(RECIPES[recipe])
     loader = make_loader(26, 3)  # nine batches, so that the pipeline fills for each Nm; the last has two samples
-    seed = torch.initial_seed()
-    expected = expect(task, loader, in_flight, max_epochs=epochs, plain=plain_seed(stages, in_flight))
-    torch.manual_seed(seed)
+    expected = expect(task, loader, in_flight, max_epochs=epochs, stages=stages)
     layers = len(list(task.net.children()))
     assert_equal(expected, fit(task, loader, strategy=even(layers, stages, in_flight), max_epochs=epochs))
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from tests.exact.pipelines import Pinned
-from tests.exact.running import assert_equal, expect, fit, plain_seed
+from tests.exact.running import assert_equal, expect, fit
 from tests.support.marks import explores, slow_except
 from tests.support.models import ADAMW, CLASSES, SGD, Residual, Task
 
@@ -112,10 +112,8 @@ def check(case: Case) -> None:
     samples = (case.batches - 1) * case.batch_size + case.last_batch
     data = TensorDataset(torch.randn(samples, WIDTH), torch.randint(CLASSES, (samples,)))
     loader: DataLoader[tuple[torch.Tensor, ...]] = DataLoader(data, case.batch_size)
-    plain = plain_seed(len(case.cuts), case.in_flight)
-    expected = expect(task, loader, case.in_flight, accumulate=case.accumulate, plain=plain)
+    expected = expect(task, loader, case.in_flight, accumulate=case.accumulate, stages=len(case.cuts))
     strategy = Pinned(case.cuts, case.in_flight)
-    torch.manual_seed(case.seed)
     assert_equal(expected, fit(task, loader, strategy=strategy, accumulate_grad_batches=case.accumulate))
 
 

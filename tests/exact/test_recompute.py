@@ -16,7 +16,7 @@ from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.pipeline.segment_runner import SegmentRunner
 from lightning_hetpipe.pipeline.stage_messages import Forward
 from tests.exact.pipelines import Pinned, delayed, even
-from tests.exact.running import Record, assert_equal, expect, fit, plain_seed
+from tests.exact.running import Record, assert_equal, expect, fit
 from tests.exact.test_captured import CASES, made
 from tests.exact.test_layers import LAYERS
 from tests.oracle import Batch, Outputs
@@ -44,8 +44,7 @@ def test_sequentials(model: str, stages: int, in_flight: int) -> None:
     make_task, make_loader = MODELS[model]
     task = make_task(ADAMW)
     layers = len(list(task.net.children()))
-    plain = plain_seed(stages, in_flight)
-    check(task, make_loader(20, 3), even(layers, stages, in_flight, recompute=True), in_flight, plain=plain)
+    check(task, make_loader(20, 3), even(layers, stages, in_flight, recompute=True), in_flight, stages=stages)
 
 
 @pytest.mark.parametrize(
@@ -97,7 +96,7 @@ def test_any_cut_and_any_timing(model: str, data: st.DataObject) -> None:
     cuts = sorted(data.draw(st.sets(st.integers(1, layers - 1), max_size=3)))
     in_flight = data.draw(st.integers(1, 6))
     strategy = delayed(Pinned((0, *cuts), in_flight, recompute=True), data.draw(st.integers(0, 99)))
-    check(task, make_loader(17, 3), strategy, in_flight, plain=plain_seed(1 + len(cuts), in_flight))
+    check(task, make_loader(17, 3), strategy, in_flight, stages=1 + len(cuts))
 
 
 def activations(recompute: bool) -> list[int]:
