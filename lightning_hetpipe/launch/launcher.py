@@ -91,7 +91,7 @@ _launch: _Launch | None = None
 
 
 def _own_launch() -> _Launch | None:
-    """This process's launch, if it has started one; that of the process of which it is a fork is not its own."""
+    """Return the launch that this process started, or None. A launch inherited through fork does not count."""
     return None if _launch is None or _launch.children.pid != os.getpid() else _launch
 
 

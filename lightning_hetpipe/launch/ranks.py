@@ -162,7 +162,7 @@ def _on_each(virtual_workers: int | WorkerRange, nodes: int) -> tuple[int, ...]:
 def _as_started_of(
     virtual_workers: WorkerRange, num_nodes: int, environment: ClusterEnvironment, planned: Sequence[int]
 ) -> Rank:
-    """The rank where torchrun, SLURM or the like has started some of a range: all of these begin together."""
+    """Rank of this process when an external launcher (torchrun, SLURM) started several ranks of a range."""
     started = _as_started(1, num_nodes, environment, ())
     nodes = max(num_nodes, started.nodes)
     seats = tuple(planned) or _on_each(virtual_workers, nodes)

@@ -155,7 +155,10 @@ class Computes(Protocol):
 
 
 class Pass:
-    """Around what ``stage`` computes at once: never while somebody is alone; counted as busy, padded if that is asked.
+    """Context manager around one computation of a stage.
+
+    It waits while a thread holds exclusive access, adds the time to the busy counter, and sleeps to emulate a slower
+    device.
 
     A class, as a generator would cost as much as a small layer.
     """

@@ -31,7 +31,7 @@ from lightning_hetpipe.torch_private.subclasses import address_of
 from lightning_hetpipe.torch_private.tensors import give_memory, version_counter
 
 SHOWN = 3
-"""Names in an error."""
+"""Maximum number of parameter names listed in one error message."""
 
 
 @contextmanager

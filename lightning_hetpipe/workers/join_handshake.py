@@ -248,7 +248,7 @@ class JoinHandshake:
 
     @contextmanager
     def _explaining_waits(self) -> Iterator[None]:
-        """Within it a person at the terminal is told, after a while, of the missing virtual workers.
+        """Context manager. If joining takes long, print which virtual workers are missing.
 
         Raises:
             SettingError: if a server that people started does not answer.

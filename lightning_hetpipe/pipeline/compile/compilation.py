@@ -134,7 +134,7 @@ class Compiled(KindsOfCalls):
         return value
 
     def _first(self, kind: Kind, value: Any, autocast: Autocast) -> Any:
-        """The same, where it is found out what can be compiled."""
+        """First run for one kind of input: compile group after group. From the first refused group on, run eagerly."""
         compiled, reasons = True, dict[int, str]()
         for group in self._groups:
             if not compiled:
