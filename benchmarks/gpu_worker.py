@@ -138,8 +138,8 @@ def plain(accelerator: str) -> dict[str, Case]:
         for name, strategy in strategies_of_one().items():
 
             def run(case: str = case, own: Any = own, strategy: Any = strategy) -> str | None:
-                wanted = partial(test_plain_run.outcome, case, "auto", **own)
-                return compared(wanted, lambda: test_plain_run.outcome(case, strategy(), **own))
+                wanted = partial(test_plain_run.outcome, test_plain_run.CASES[case], "auto", **own)
+                return compared(wanted, lambda: test_plain_run.outcome(test_plain_run.CASES[case], strategy(), **own))
 
             cases[f"{case}, {precision}, {name}"] = run
     return cases
@@ -147,12 +147,11 @@ def plain(accelerator: str) -> dict[str, Case]:
 
 def flex(accelerator: str) -> dict[str, Case]:
     """flex_attention compiled; a group of its own, as compilation takes long."""
-    test_plain_run.CASES["flex_attention"] = (test_plain_run.Model, compiled_flex)
     settings = settings_on(accelerator)
 
     def run(strategy: Callable[[], HetPipeStrategy]) -> str | None:
         def outcome(strategy: Any) -> Any:
-            return test_plain_run.outcome("flex_attention", strategy, **settings)
+            return test_plain_run.outcome((test_plain_run.Model, compiled_flex), strategy, **settings)
 
         return compared(lambda: outcome("auto"), lambda: outcome(strategy()))
 

@@ -161,7 +161,8 @@ def checkpointed(body: Any, x: Tensor) -> Tensor:
     return y
 
 
-CASES: dict[str, tuple[type[Model], Callable[[Any, Tensor], Tensor]]] = {
+Case = tuple[type[Model], Callable[[Any, Tensor], Tensor]]  # a module, and what its net does inside
+CASES: dict[str, Case] = {
     "dropout": (Model, dropped),
     "LSTM": (Model, remembering),
     "noise": (Model, noisy),
@@ -188,9 +189,9 @@ def drawn_next() -> list[Any]:
     return [ours, random.getstate(), state["state"]["key"].tolist(), state["state"]["pos"]]
 
 
-def outcome(case: str, strategy: Any, **settings: Any) -> list[Any]:
+def outcome(case: Case, strategy: Any, **settings: Any) -> list[Any]:
     """Everything that a fit, a test and a prediction leave, of a Trainer with these ``settings``."""
-    kind, inside = CASES[case]
+    kind, inside = case
     L.seed_everything(5, verbose=False)
     module = kind(inside)
     trainer = quiet_trainer(strategy, max_epochs=2, num_sanity_val_steps=1, limit_val_batches=2, **settings)
@@ -204,7 +205,7 @@ def outcome(case: str, strategy: Any, **settings: Any) -> list[Any]:
 
 @cache
 def plain(case: str) -> list[Any]:
-    return outcome(case, "auto")
+    return outcome(CASES[case], "auto")
 
 
 @pytest.mark.parametrize("stages", [1, 2])
@@ -212,7 +213,7 @@ def plain(case: str) -> list[Any]:
 def test_a_fit_with_one_minibatch_in_flight_is_a_plain_fit(case: str, stages: int) -> None:
     """So are its validations, and a test and a prediction after it; whoever draws next draws the same, too."""
     torch.compiler.reset()  # a function that was compiled too often runs uncompiled, as flex_attention must not
-    assert_same(plain(case), outcome(case, HetPipeStrategy(stages=stages, in_flight=1)), case)
+    assert_same(plain(case), outcome(CASES[case], HetPipeStrategy(stages=stages, in_flight=1)), case)
 
 
 @pytest.mark.parametrize("stages", [1, 2])
