@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 
+from lightning_hetpipe.placement import device_placement
 from lightning_hetpipe.planning.plan.profile_file import save
 from tests.cli.conftest import USERS_EXPERIMENT, USERS_MODEL
 from tests.cli.test_plan import PROFILE
@@ -45,6 +46,7 @@ def run(program: str, arguments: list[str], place: Place) -> None:
     (folder / "other.json").write_text('{"schema_version": 1, "in_flight": 2}')
     compose_once(place.patch)
     place.environment(PL_SEED_WORKERS="0")
+    place.patch.setattr(device_placement, "all_devices", list)  # whatever this machine has
     place.patch.delitem(sys.modules, "users_model", raising=False)
     quiet = ["hydra/job_logging=none", "hydra/hydra_logging=none"]  # the process's logging stays as it is
     place.patch.setattr(sys, "argv", [f"hetpipe-{program}", *arguments, *quiet])
