@@ -721,3 +721,38 @@ def test_a_buffer_that_a_step_keeps_stays_as_it_was() -> None:
     assert not torch.equal(kept[1][0], kept[1][-1])
     with pytest.raises(SettingError, match=r"'net.bank', which lies outside .* was changed by training_step"):
         trained(lambda: Keeps(Net(average_in_a_buffer)), HetPipeStrategy(stages=2, in_flight=3, weights="stash"))
+
+
+class ReadsAnArray(Task):
+    """Reads a buffer, or a weight, by an array that lies in its memory."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(Net(lambda net, h: net.norm(h)))
+        self.net.norm = nn.BatchNorm1d(16)
+        self.name = name
+        self.sums: list[float] = []
+
+    def on_fit_start(self) -> None:
+        self.array = dict(self.net.state_dict())[self.name].numpy()
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.sums.append(float(self.array.sum()))
+        return loss
+
+
+@pytest.mark.parametrize("name", ["norm.running_mean", "third.bias"])
+def test_an_array_in_the_memory_of_a_buffer_or_weight(name: str) -> None:
+    """It showed what another minibatch had left."""
+    plain, one = (
+        trained(lambda: ReadsAnArray(name), each) for each in ("auto", HetPipeStrategy(stages=2, in_flight=1))
+    )
+    assert plain.sums == one.sums
+    strategies = [HetPipeStrategy(stages=2, in_flight=3, weights="stash")]
+    if name.startswith("norm"):
+        strategies.append(synchronous())
+    else:
+        assert plain.sums == trained(lambda: ReadsAnArray(name), synchronous()).sums
+    for strategy in strategies:
+        with pytest.raises(SettingError, match=rf"'array' .* in the memory of 'net.{name}', .*; set in_flight=1$"):
+            trained(lambda: ReadsAnArray(name), strategy)

@@ -21,7 +21,7 @@ array that is changed in place counts as replaced: a section of a minibatch gets
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count
@@ -126,17 +126,26 @@ class _Copied:
 class Attributes(Extension):
     """The attributes of ``module``, the LightningModule or a part of it that runs as user code.
 
-    ``versions`` gives the versions that minibatches use.
+    ``versions`` gives the versions that minibatches use, and ``changing`` the live weights and buffers of which
+    minibatches have others, by name.
 
     The module holds what Lightning's loop sees, except within :meth:`seen`; while nothing runs ahead, all see it. Only
     one thread at a time may use this, the one that holds the lock over user code.
     """
 
-    def __init__(self, module: nn.Module, versions: Callable[[], Versions], way_out: str = "set in_flight=1") -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        versions: Callable[[], Versions],
+        way_out: str = "set in_flight=1",
+        changing: Callable[[], Mapping[str, Tensor]] = dict,
+    ) -> None:
         self._held = vars(module)
         self._kind = type(module).__name__
         self._versions = versions
         self._way_out = way_out
+        self._changing = changing
+        self._is_inside = False  # within a section
         self._watched = WatchedAttributes(module, self)
         self._now: Time | None = None
         self._constant: dict[str, bool] = {}  # names of tensors: whether the first section left them as they were
@@ -158,6 +167,7 @@ class Attributes(Extension):
         self._lent: dict[int, list[_Copied]] = {}
         self._read: dict[Hashable, set[Time]] = {}
         self._failure: SettingError | None = None
+        self._arrays = self._find_arrays()
         self._aliases = overlapping([*_data_in(self._published.values())]) if not self._is_idle else set()
         for name in self._published:
             self._watched.add(name)
@@ -218,6 +228,7 @@ class Attributes(Extension):
             self.leave()
 
     def enter(self, minibatch: int, number: int) -> None:
+        self._is_inside = True
         if self._is_idle:
             return
         time = (minibatch, float(number))
@@ -244,6 +255,7 @@ class Attributes(Extension):
                 self._reads(container.name, id(container.held), [then for then, _ in container.edits])
 
     def leave(self) -> None:
+        self._is_inside = False
         if self._now is None:
             return
         time, self._now = self._now, None
@@ -276,6 +288,13 @@ class Attributes(Extension):
             self._assigned.add(name)
 
     def reads(self, name: str) -> None:
+        held = _data_in([self._held.get(name)]) if self._arrays and self._is_inside else ()
+        if (path := next((self._arrays[id(each)] for each in held if id(each) in self._arrays), None)) is not None:
+            raise self._fail(
+                f"'{name}' of {self._kind} holds a numpy array in the memory of '{path}', where the step would read"
+                " what another batch has left",
+                "set in_flight=1",
+            )
         if self._now is None or name in self._assigned or name in self._touched:
             return
         is_own = self._reads(name, name, [time for time, _ in self._set.get(name, ())])
@@ -288,6 +307,15 @@ class Attributes(Extension):
         elif _is_data(value):
             self._use(name, self._held, name, value, is_own)
         self._touched.add(name)
+
+    def _find_arrays(self) -> dict[int, str]:
+        """Names of live tensors of which a minibatch has others, by the ``id`` of each array in their memory."""
+        arrays = [each for each in _data_in(self._published.values()) if isinstance(each, np.ndarray)]
+        changing = self._changing().items()  # where nothing is ahead of the optimizer's steps, weights are as they were
+        tensors = [pair for pair in changing if not (self._is_idle and isinstance(pair[1], nn.Parameter))]
+        near = overlapping([*arrays, *(tensor for _, tensor in tensors)])
+        pairs = ((array, path, tensor) for array in arrays if id(array) in near for path, tensor in tensors)
+        return {id(array): path for array, path, tensor in pairs if overlapping([array, tensor])}
 
     def _open(self, name: str, held: Any, fills: bool = False) -> _Container:
         """Have ``held`` contain what this section sees; nothing, if the section only ``fills`` it."""
@@ -402,9 +430,9 @@ class Attributes(Extension):
             " an earlier batch would be read"
         )
 
-    def _fail(self, why: str) -> SettingError:
+    def _fail(self, why: str, way_out: str | None = None) -> SettingError:
         """Make this section fail, and all later ones, even if user code swallows the error."""
-        self._failure = self._failure or SettingError(f"{why}; {self._way_out}")
+        self._failure = self._failure or SettingError(f"{why}; {way_out or self._way_out}")
         return self._failure
 
     # Assignments.
