@@ -20,6 +20,7 @@ import lightning as L
 from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor
 
+from lightning_hetpipe.capture.contents import attributes_of
 from lightning_hetpipe.lightning_private import (
     LOADER_STATES,
     DataFetcher,
@@ -187,7 +188,7 @@ class LookAhead(DataFetcher):
             batch, batch_idx, dataloader_idx = next(self._inner)
         self._look_for_reuse(batch)
         if is_copy := self._driver.copies_batches:
-            batch = pytree.tree_map_only(Tensor, Tensor.clone, batch)
+            batch = pytree.tree_map(_copied, batch)
         return _Fetched(
             ready=ReadyBatch(self._driver.prepare(batch, len(self._waiting), dataloader_idx)),
             batch_idx=batch_idx,
@@ -211,7 +212,24 @@ class LookAhead(DataFetcher):
 
 def _places(batch: Any) -> set[int]:
     """The addresses at which the tensors of ``batch`` begin."""
-    return {each.data_ptr() for each in tensors_of(batch) if address_of(each) is not None and each.numel()}
+    tensors = (each for leaf in pytree.tree_leaves(batch) for each in tensors_of(_held(leaf)))
+    return {each.data_ptr() for each in tensors if address_of(each) is not None and each.numel()}
+
+
+def _held(leaf: Any) -> Any:
+    """A tensor; the attributes of an object of a user's class, as no tree has them; nothing of a function or module."""
+    return leaf if isinstance(leaf, Tensor) else {} if callable(leaf) else attributes_of(leaf)
+
+
+def _copied(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor):
+        return leaf.clone()
+    if not tensors_of(held := _held(leaf)):
+        return leaf
+    copied = copy.copy(leaf)
+    for name, value in held.items():
+        object.__setattr__(copied, name, pytree.tree_map_only(Tensor, Tensor.clone, value))
+    return copied
 
 
 def _left(iterator: weakref.ref[Any], states: list[dict[str, Any]], redirect: Redirect) -> Any:

@@ -98,6 +98,24 @@ class Refilled(IterableDataset[Any]):
             yield tuple(map(torch.from_numpy, buffers))
 
 
+class Pair:
+    """A batch of a class that no tree knows."""
+
+    def __init__(self, x: torch.Tensor, y: torch.Tensor) -> None:
+        self.tensors = [x, y]
+
+
+class OfPairs(Task):
+    def training_step(self, batch: Any, batch_idx: int) -> Outputs:
+        return self.compute(tuple(batch.tensors) if isinstance(batch, Pair) else batch)
+
+
+def test_a_loader_that_refills_the_tensors_of_an_object() -> None:
+    task, batches = OfPairs(mlp().net), list(vectors(22, 4))[:5]
+    loader = DataLoader(Refilled(batches, 1), batch_size=None, collate_fn=lambda batch: Pair(*batch))
+    assert_equal(expect(task, [batches] * 2, 3), fit(task, loader, strategy=even(7, 3, 3)))
+
+
 @pytest.mark.parametrize("in_flight", NM)
 def test_limited_epochs(in_flight: int) -> None:
     task, loader = mlp(), vectors(40, 4)
