@@ -756,3 +756,16 @@ def test_an_array_in_the_memory_of_a_buffer_or_weight(name: str) -> None:
     for strategy in strategies:
         with pytest.raises(SettingError, match=rf"'array' .* in the memory of 'net.{name}', .*; set in_flight=1$"):
             trained(lambda: ReadsAnArray(name), strategy)
+
+
+SCALES = torch.linspace(0.5, 1.5, 16)
+
+
+def scale_by_a_global(net: Net, h: Tensor) -> Tensor:
+    return h * SCALES
+
+
+def test_a_global_tensor() -> None:
+    """The search for what steps share asked whether it is true, for which torch has no answer."""
+    plain, ours = (trained(lambda: Task(Net(scale_by_a_global)), strategy) for strategy in ("auto", synchronous()))
+    assert all(map(torch.equal, plain.parameters(), ours.parameters()))

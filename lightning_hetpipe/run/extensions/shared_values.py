@@ -152,7 +152,7 @@ def functions_of(kinds: Iterable[type], values: Iterable[object], package: str) 
         if is_users(function.__code__) and (_top(function) == package or not file.startswith(PACKAGES)):
             seen.add(function.__code__)
             yield function
-            pending.extend(filter(None, map(function.__globals__.get, function.__code__.co_names)))
+            pending.extend(map(function.__globals__.get, function.__code__.co_names))
 
 
 def _codes(code: CodeType) -> Iterator[CodeType]:
