@@ -180,11 +180,19 @@ def is_single(module: nn.Module) -> bool:
     return not any(True for child in module.children() for _ in child.parameters())
 
 
+class HasHooks(PipelineRefusal):
+    """Refusal of a layer that has a hook of the user's."""
+
+
 def refuse_hooks(name: str, layer: nn.Module) -> None:
-    """Refuses hooks of the user's on layer ``name``, or on anything in it."""
+    """Refuse hooks of the user's on layer ``name``, or on anything in it.
+
+    Raises:
+        HasHooks: if there is a hook.
+    """
     hooked = next((module for module in layer.modules() if has_hooks(module)), None)
     if hooked is not None:
-        raise PipelineRefusal(
+        raise HasHooks(
             f"layer '{name}' has a hook (on {type(hooked).__name__}), which a stage would run at the same time as other"
             " user code; remove it (a profiler's with PyTorchProfiler(record_module_names=False)), or put it on the"
             " pipelined module itself"

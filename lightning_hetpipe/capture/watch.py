@@ -31,7 +31,7 @@ from lightning_hetpipe.capture.noticed_calls import HOOK, INFERENCE, JOINT_HOOK,
 from lightning_hetpipe.capture.observation import Observation, changes_input, refuse_opaque
 from lightning_hetpipe.capture.opaque_containers import without_opaque
 from lightning_hetpipe.capture.piece_search import CAPTURE_TIMEOUT, PieceSearch, TakenApart
-from lightning_hetpipe.capture.pieces import Piece, never_called
+from lightning_hetpipe.capture.pieces import HasHooks, Piece, never_called
 from lightning_hetpipe.capture.plain_attributes import AttributesBefore, SetsState
 from lightning_hetpipe.errors import PipelineRefusal, SettingError
 from lightning_hetpipe.pipeline.random.generators import RandomGenerators
@@ -331,8 +331,8 @@ class TrainingWatch(Watch):
         return value
 
     def _raise_refusal(self, node: CallNode) -> None:
-        """Raise the refusal of an outermost call. User code may set attributes: then its module is taken apart."""
-        may_be_apart = self.names is None and isinstance(node.refusal, SetsState)
+        """Raise the refusal of an outermost call, unless its module can be taken apart: then its effects are right."""
+        may_be_apart = self.names is None and isinstance(node.refusal, SetsState | HasHooks)
         if node.refusal is not None and not may_be_apart:
             raise node.refusal
 

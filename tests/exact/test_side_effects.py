@@ -290,6 +290,37 @@ def test_side_effects_are_those_of_a_plain_run(effect: Callable[[Net, Tensor], T
     assert {type(tensor) for tensor in kept} <= {Tensor}, "tensors of the capture are left behind"
 
 
+HOOKS: dict[str, Callable[..., Any]] = {
+    "register_forward_hook": lambda module, given, gave: 1.1 * gave,
+    "register_forward_pre_hook": lambda module, given: (1.1 * given[0],),
+    "register_full_backward_hook": lambda module, wanted, gave: (0.5 * wanted[0],),
+}
+
+
+@pytest.mark.parametrize("deep", [False, True])
+@pytest.mark.parametrize("kind", HOOKS)
+def test_hooks_on_layers_of_a_sequential_are_those_of_a_plain_run(kind: str, deep: bool) -> None:
+    """Its modules are pipelined, and the hooks run as user code, in training and in prediction."""
+
+    def made() -> Task:
+        task = Task(nn.Sequential(nn.Linear(6, 6), nn.Sequential(nn.Linear(6, 6), nn.Tanh()), nn.Linear(6, 5)))
+        calls = vars(task)["calls"] = []
+        layer = task.net.get_submodule("1.0" if deep else "1")
+
+        def hook(*given: Any) -> Any:
+            calls.append(1)
+            return HOOKS[kind](*given)
+
+        getattr(layer, kind)(hook)
+        return task
+
+    (plain, plain_found), (ours, found) = (trained_and_asked(made, each) for each in ("auto", synchronous()))
+    assert all(map(torch.equal, plain_found, found))
+    assert plain.calls == ours.calls != []
+    for (name, one), other in zip(plain.named_parameters(), ours.parameters(), strict=True):
+        assert torch.equal(one, other), name
+
+
 @pytest.mark.parametrize(
     ("effect", "what", "line"),
     [

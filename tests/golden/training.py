@@ -521,9 +521,10 @@ LAYERS = [
         strategy=lambda: pipeline(3, module="net")),
     fit(net(nn.ReLU(inplace=True), nn.Linear(6, 3)), "layer 'net.0'", "'net' in place", "inplace=False"),
     fit(Learner, "layer 'net.1'", "hook (on Tanh)", "PyTorchProfiler(record_module_names=False)",
-        callbacks=[Profiled()]),
+        strategy=lambda: pipeline(3, module="net"), callbacks=[Profiled()]),
     Case("a hook on all modules", hooks_on_all, "hook on all modules", "", ("remove it before fit",), PipelineRefusal),
-    *[fit(hooked(kind, deep), f"layer 'net.1{'.0' * deep}'", "hook (on Linear)", "remove it", name=f"{kind} {deep}")
+    *[fit(hooked(kind, deep), f"layer 'net.1{'.0' * deep}'", "hook (on Linear)", "remove it", name=f"{kind} {deep}",
+          strategy=lambda: pipeline(3, module="net"))
       for kind in KINDS for deep in (False, True)],
     fit(net(nn.Linear(6, 8), Counts(), nn.Linear(8, 3)), "layer 'net.1'", "'calls' (of Counts)", "register_buffer",
         "return it", strategy=lambda: pipeline(3, module="net")),

@@ -90,6 +90,11 @@ def test_the_commands_compose(command: str) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES)
+def test_no_page_holds_both_sides_of_a_merge(page: str) -> None:
+    assert not re.search(r"^(<{7} |>{7} |={7}$)", PAGES[page], re.MULTILINE)
+
+
+@pytest.mark.parametrize("page", PAGES)
 def test_the_snippets_are_python(page: str) -> None:
     for code in re.findall(r"^```python\n(.*?)^```", PAGES[page], re.MULTILINE | re.DOTALL):
         compile(code, page, "exec")
