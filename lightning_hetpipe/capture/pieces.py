@@ -190,10 +190,12 @@ def refuse_hooks(name: str, layer: nn.Module) -> None:
     Raises:
         HasHooks: if there is a hook.
     """
-    hooked = next((module for module in layer.modules() if has_hooks(module)), None)
+    layer = layer.module if isinstance(layer, SingleLayer) else layer
+    hooked = next((path for path, module in layer.named_modules() if has_hooks(module)), None)
     if hooked is not None:
+        own = f"'{name}.{hooked}', a " if hooked else ""
         raise HasHooks(
-            f"layer '{name}' has a hook (on {type(hooked).__name__}), which a stage would run at the same time as other"
-            " user code; remove it (a profiler's with PyTorchProfiler(record_module_names=False)), or put it on the"
-            " pipelined module itself"
+            f"layer '{name}' has a hook (on {own}{class_of(layer.get_submodule(hooked))}), which a stage would run at"
+            " the same time as other user code; remove it (a profiler's with"
+            " PyTorchProfiler(record_module_names=False)), or put it on the pipelined module itself"
         )

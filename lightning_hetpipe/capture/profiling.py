@@ -46,6 +46,7 @@ class ProfilingInput:
         user: What user code takes beside the layers.
         finetuned: Whether weights that are frozen in the watched step are trained later: layers are then measured as
             they are with all weights trained.
+        why_apart: Why a module was taken apart, so that parts of it have no layers; empty if none was.
     """
 
     pieces: Sequence[Piece]
@@ -56,6 +57,7 @@ class ProfilingInput:
     called: Sequence[int] = ()
     user: UserBytes = field(default_factory=UserBytes)
     finetuned: bool = False
+    why_apart: str = ""
 
     @property
     def calls(self) -> list[tuple[int, int]]:

@@ -102,16 +102,14 @@ class Layout:
         return device_name(self.devices[stage]) if names is None else names[stage]
 
 
-def stage_count(
-    stages: int | Literal["auto"], devices: int, layers: int, joined: tuple[str, Sequence[str]] | None = None
-) -> int:
+def stage_count(stages: int | Literal["auto"], devices: int, layers: int, why_few: str = "") -> int:
     """k: as asked, or one for each device while there are layers.
 
     Args:
         stages: The setting.
         devices: Of this virtual worker.
         layers: Of all pieces.
-        joined: A buffer whose changes join parts of a piece into one layer, and the paths of these parts.
+        why_few: Why there are no more layers, with a way out; empty where nothing joins layers or leaves them out.
 
     Raises:
         SettingError: if more stages are asked for than there are layers.
@@ -133,19 +131,12 @@ def stage_count(
                 stacklevel=2,
             )
         return min(devices, layers)
-    if stages > layers and joined is not None:
-        buffer, parts = joined
-        raise PipelineRefusal(
-            f"stages={stages} is more than the {layers} layer{'s' if layers != 1 else ''} of the pipelined module,"
-            f" since the buffer '{buffer}' is read in one of its parts and changed in a later one, which joins"
-            f" {len(parts)} of them into a layer; change it in the part that reads it, or in on_train_batch_end,"
-            f" or set weights='sync' and pipeline only the parts (module={list(parts)!r})"
-        )
     if stages > layers:
-        raise SettingError(
-            f"stages={stages} is more than the {layers} layer{'s' if layers != 1 else ''} of the pipelined module;"
-            f" set stages to at most {layers}, or split a layer into several modules"
-        )
+        plural = "s" if layers != 1 else ""
+        message = f"stages={stages} is more than the {layers} layer{plural} of the pipelined module"
+        if why_few:
+            raise PipelineRefusal(f"{message}, since {why_few}")
+        raise SettingError(f"{message}; set stages to at most {layers}, or split a layer into several modules")
     return stages
 
 

@@ -185,7 +185,7 @@ class Planner:
     def _divide_equally(self, profiling: ProfilingInput) -> Decision:
         """Plan for devices that are all the same: equal stages on the devices in their order, k + 1 in flight."""
         names, slots = _names(profiling), self.placement.cluster.slots
-        stages = stage_count(self.stages, len(slots), len(names), _joined(profiling))
+        stages = stage_count(self.stages, len(slots), len(names), _why_few(profiling))
         seconds = [0.0] * len(names)
         if stages > 1 or self.reported:
             seconds = layer_seconds(profiling, None, self.bar)
@@ -270,7 +270,7 @@ class Planner:
         cluster = self.placement.cluster
         stages = None
         if self.stages != "auto":
-            stages = stage_count(self.stages, len(cluster.slots), len(profile.layers), _joined(profiling))
+            stages = stage_count(self.stages, len(cluster.slots), len(profile.layers), _why_few(profiling))
             if stages > len(cluster.slots) and not self._shares:
                 return self._shared(profile, profiling, stages)
         asked = None if self.in_flight == "auto" else self.in_flight
@@ -389,13 +389,18 @@ def _names(profiling: ProfilingInput) -> list[str]:
     return [layer.name for layer, _, _ in profiling.layers]
 
 
-def _joined(profiling: ProfilingInput) -> tuple[str, list[str]] | None:
-    """The buffer that joins the parts of a piece into one layer, and these parts, by their paths."""
+def _why_few(profiling: ProfilingInput) -> str:
+    """Why a piece has few layers: a buffer joins its parts, or it was taken apart; empty if neither is so."""
     for piece in profiling.pieces:
         if piece.captured is not None and piece.captured.joined is not None:
             buffer, parts = piece.captured.joined
-            return f"{piece.name}.{buffer}", [f"{piece.name}.{part}" for part in parts]
-    return None
+            return (
+                f"the buffer '{piece.name}.{buffer}' is read in one of its parts and changed in a later one, which"
+                f" joins {len(parts)} of them into a layer; change it in the part that reads it, or in on_train_batch_end, or"
+                " set weights='sync' and pipeline only the parts"
+                f" (module={[f'{piece.name}.{part}' for part in parts]!r})"
+            )
+    return profiling.why_apart
 
 
 def _planned(found: Estimate) -> list[PlannedMemory]:

@@ -190,6 +190,7 @@ class FirstMinibatch(Extension):
                 watch.called,
                 watch.user,
                 self._finetuned,
+                next(iter(watch.apart.reasons.values()), ""),
             ),
             self._settings.weights,
         )

@@ -365,7 +365,7 @@ def test_a_graph_that_lacks_a_layer_is_refused() -> None:
 
 
 def test_a_graph_follows_no_hooks() -> None:
-    with pytest.raises(SettingError, match=r"layer 'net' has a hook \(on Sequential\)"):
+    with pytest.raises(SettingError, match=r"layer 'net' has a hook \(on 'net\.\S+', a Sequential\)"):
         run(net, lambda: [Edit(hook, 1)], Pinned((0, 2), 1))
 
 

@@ -340,6 +340,21 @@ def test_one_sentence_names_effect_and_line(effect: Callable[[Net, Tensor], Tens
     assert "set in_flight=1" in said
 
 
+def test_too_many_stages_for_what_hooks_leave() -> None:
+    def made() -> Task:
+        task = Task(Net(lambda net, h: h))
+        task.net.second = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+        task.net.second[1].register_forward_hook(lambda module, given, gave: 2 * gave)
+        return task
+
+    with pytest.raises(SettingError) as caught:
+        trained(made, HetPipeStrategy(stages=9, in_flight=3))
+    said = str(caught.value)
+    assert "of the pipelined module, since layer 'net" in said
+    assert "has a hook (on 'net.second.1', a Linear)" in said
+    assert said.endswith(", or set in_flight=1")
+
+
 class Hooks(Task):
     """Puts hooks on the output of its module, and on what it computes of that."""
 
