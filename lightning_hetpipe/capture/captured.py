@@ -22,7 +22,7 @@ from lightning_hetpipe.capture.plain_attributes import SetsState
 from lightning_hetpipe.capture.variant import AutogradNodes, Mode, Variant
 from lightning_hetpipe.errors import PipelineRefusal, SettingError
 from lightning_hetpipe.pipeline.autocast import Autocast
-from lightning_hetpipe.pipeline.graph_layer import GraphLayer
+from lightning_hetpipe.pipeline.graph_layer import GraphLayer, own_name
 from lightning_hetpipe.pipeline.operands import across_devices_of
 from lightning_hetpipe.pipeline.stage import Layer
 from lightning_hetpipe.pipeline.user.user_section import ProcessState, own_state
@@ -182,8 +182,12 @@ class Captured:
             self._own(layer, taken, marked, part.changes, live)
             for layer, taken, part in zip(self.layers, tensors, found, strict=True)
         ]
-        for layer, part, own in zip(self.layers, found, owns, strict=True):
-            graph_layer(layer).code.add_graph(part.graph, own, part.changes)
+        names = {address_of(each): repr(path) for path, each in self.frozen.plain.items() if isinstance(each, Tensor)}
+        for layer, part, own, taken in zip(self.layers, found, owns, tensors, strict=True):
+            lifted = [(own_name(path), address_of(each)) for path, each in taken.items() if path not in live]
+            code = graph_layer(layer).code
+            code.named.update((name, names[place]) for name, place in lifted if place in names)
+            code.add_graph(part.graph, own, part.changes)
         self._variants.append(variant)
 
     def _inputs(
@@ -295,6 +299,11 @@ class Captured:
         for path, tensor in tensors.items():
             held = graph_layer(layer).held(path)
             is_replaced = held is not None and not isinstance(tensor, nn.Parameter)  # by `_fill`
+            if held is None and path in changes:
+                raise PipelineRefusal(
+                    f"'{self._name}' changes its buffer '{self._name}.{path}' for these inputs, which it did not use in"
+                    " the first minibatch; change it in a hook"
+                )
             if path in live and held is not tensor and not (is_replaced and path not in changes):
                 raise self._other_layers(marked)
             own.append(path if held is tensor else tensor.detach())

@@ -143,9 +143,9 @@ class Buffers:
                 continue
             if ahead:
                 raise SettingError(
-                    f"{name} was changed by hand after"
-                    f" minibatch {minibatch}, while later minibatches were in flight; set in_flight=1, or change it"
-                    " at the end of an epoch"
+                    f"{name} was changed outside of forward after minibatch {minibatch} (in a hook, or as a view of a"
+                    " weight), while later minibatches were in flight; set in_flight=1, or change it at the end of an"
+                    " epoch"
                 )
             self._of(minibatch)[index] = now.to(left.device, copy=True)
         return True
@@ -158,7 +158,9 @@ def _told(module: nn.Module, name: str) -> str:
     if not isinstance(module, GraphLayer):
         return f"the buffer {name!r} of a pipelined {type(module).__name__}"
     path = own_path(name)
-    return "a tensor that a pipelined module reads" if "lifted_tensor" in path else f"'{path}' of a pipelined module"
+    if "lifted_tensor" in path:
+        return f"{module.code.named.get(name, 'a tensor')}, which a pipelined module reads,"
+    return f"'{path}' of a pipelined module"
 
 
 def tensor_at(place: Place) -> Tensor:

@@ -85,12 +85,14 @@ class Code:
             constant that only this variant has is there itself.
         changes: The names of the buffers that one of them changes in place.
         graphs: What each variant computes, where that is a graph.
+        named: What holds tensors that the captured module does not, for people.
     """
 
     def __init__(self) -> None:
         self.variants: list[tuple[Run, Sequence[str | Tensor]]] = []
         self.changes: set[str] = set()
         self.graphs: list[LayerGraph] = []
+        self.named: dict[str, str] = {}
 
     def clear(self) -> None:
         self.variants.clear()

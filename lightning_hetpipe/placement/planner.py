@@ -396,8 +396,8 @@ def _why_few(profiling: ProfilingInput) -> str:
             buffer, parts = piece.captured.joined
             return (
                 f"the buffer '{piece.name}.{buffer}' is read in one of its parts and changed in a later one, which"
-                f" joins {len(parts)} of them into a layer; change it in the part that reads it, or in on_train_batch_end, or"
-                " set weights='sync' and pipeline only the parts"
+                f" joins {len(parts)} of them into a layer; change it in the part that reads it, or in"
+                " on_train_batch_end, or set weights='sync' and pipeline only the parts"
                 f" (module={[f'{piece.name}.{part}' for part in parts]!r})"
             )
     return profiling.why_apart

@@ -219,18 +219,20 @@ class UnchangedWeights(Extension):
     """Refuses changes of weights and buffers of ``pieces`` while batches are in flight, as stages run the live ones."""
 
     def __init__(self, pieces: Sequence[Piece]) -> None:
-        self._tensors: list[Tensor] = [t for p in pieces for t in (*p.module.parameters(), *p.module.buffers())]
+        own = ((p.name, each) for p in pieces for each in (*p.module.named_parameters(), *p.module.named_buffers()))
+        self._tensors: dict[str, Tensor] = {f"{name}.{path}": tensor for name, (path, tensor) in own}
         self._counters = self._count()
 
     def continues(self, version: int) -> None:
-        if self._counters != self._count():
-            raise SettingError(
-                f"weights of the evaluated modules were changed after batch {version} of an evaluation, while later"
-                " batches were in flight; change them between evaluations, or set in_flight=1"
-            )
+        for name, before, now in zip(self._tensors, self._counters, self._count(), strict=True):
+            if before != now:
+                raise SettingError(
+                    f"'{name}' was changed by batch {version} of an evaluation, in forward or in a hook, while later"
+                    " batches were in flight; change it between evaluations, or set in_flight=1"
+                )
 
     def _count(self) -> list[int]:
-        return [version_counter(tensor) for tensor in self._tensors]
+        return [version_counter(tensor) for tensor in self._tensors.values()]
 
 
 class EvaluatedPieces(PieceForwards, Extension):

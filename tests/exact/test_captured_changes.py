@@ -227,7 +227,10 @@ def test_a_hook_inside_is_refused() -> None:
     module = Whole(Tower(6))
     cast(Any, module.model).hidden.register_forward_hook(lambda *_: None)
     assert_refused(
-        module, "layer 'model' has a hook (on 'model.hidden', a Linear)", strategy=Pinned((0,), 2, module="model"), loader=vectors(20, 4)
+        module,
+        "layer 'model' has a hook (on 'model.hidden', a Linear)",
+        strategy=Pinned((0,), 2, module="model"),
+        loader=vectors(20, 4),
     )
 
 

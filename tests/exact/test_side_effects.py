@@ -815,3 +815,48 @@ def test_a_global_tensor() -> None:
     """The search for what steps share asked whether it is true, for which torch has no answer."""
     plain, ours = (trained(lambda: Task(Net(scale_by_a_global)), strategy) for strategy in ("auto", synchronous()))
     assert all(map(torch.equal, plain.parameters(), ours.parameters()))
+
+
+class ChangesInAHook(Task):
+    """Changes what ``change`` names after each step."""
+
+    def __init__(self, net: Net, change: Callable[[Net], object]) -> None:
+        super().__init__(net)
+        self.change = change
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        with torch.no_grad():
+            self.change(self.net)
+
+
+def add_a_view(net: Net, h: Tensor) -> Tensor:
+    return h + net.bank[0]
+
+
+def test_a_change_outside_of_forward_names_what_was_changed() -> None:
+    def made(change: Callable[[Net], object], effect: Callable[[Net, Tensor], Tensor], view: bool) -> Task:
+        net = Net(effect)
+        if view:
+            net.bank = net.second.weight.data
+        return ChangesInAHook(net, change)
+
+    before = SCALES.clone()
+    for name, change, effect, view in [
+        ("tests.exact.test_side_effects.SCALES", lambda net: SCALES.mul_(0.9), scale_by_a_global, False),
+        ("bank", lambda net: None, add_a_view, True),
+    ]:
+        with pytest.raises(SettingError, match=rf"^'{name}'.* was changed outside of forward .* set in_flight=1"):
+            trained(lambda: made(change, effect, view), HetPipeStrategy(stages=2, in_flight=3, weights="stash"))
+        SCALES.copy_(before)
+
+
+def write_the_bank_in_evaluation(net: Net, h: Tensor) -> Tensor:
+    if not net.training:
+        net.bank.data[0] = 0.0
+    return h
+
+
+def test_an_evaluation_that_writes_a_buffer_is_told_of_it() -> None:
+    task, loader = Evaluated(Net(write_the_bank_in_evaluation)), vectors(24, 4)
+    with pytest.warns(UserWarning, match="'net' changes its buffer 'net.bank' for these inputs, which it did not use"):
+        quiet_trainer(strategy=synchronous(), max_epochs=1).fit(task, loader, loader)
