@@ -21,6 +21,7 @@ from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor
 
 from lightning_hetpipe.capture.contents import attributes_of
+from lightning_hetpipe.errors import PipelineRefusal
 from lightning_hetpipe.lightning_private import (
     LOADER_STATES,
     DataFetcher,
@@ -30,8 +31,9 @@ from lightning_hetpipe.lightning_private import (
 )
 from lightning_hetpipe.pipeline.values import tensors_of
 from lightning_hetpipe.redirect import Redirect
+from lightning_hetpipe.run.extensions.container_contents import overlapping
 from lightning_hetpipe.torch_private.subclasses import address_of
-from lightning_hetpipe.torch_private.tensors import pytree
+from lightning_hetpipe.torch_private.tensors import pytree, version_counter
 
 
 class ReadyBatch:
@@ -116,7 +118,7 @@ class LookAhead(DataFetcher):
         self._states_of = Redirect(self.combined_loader, LOADER_STATES, self._shown_states)
         self._redirects = [self._states_of]
         self._first = True
-        self._first_batch: tuple[Any, set[int]] | None = None
+        self._first_batch: tuple[Any, dict[int, tuple[Tensor, int]]] | None = None
         """The epoch's first batch, held while others are compared with the addresses of its tensors."""
         self._failure: Exception | None = None
 
@@ -158,7 +160,7 @@ class LookAhead(DataFetcher):
             self._driver.submit(fetched.ready.batch, len(self._waiting), fetched.batch_idx, fetched.dataloader_idx)
             self._waiting.append(fetched)
         if len(self._waiting) > 1:  # memory that is filled again later than this is that of a batch that is over
-            self._first_batch = (None, set())
+            self._first_batch = (None, {})
         current = self._waiting.popleft()
         self.fetched, self.done, self._states = current.fetched, current.done, current.states
         return current.ready, current.batch_idx, current.dataloader_idx
@@ -186,6 +188,7 @@ class LookAhead(DataFetcher):
     def _fetch(self) -> _Fetched:
         with self._driver.fetching(len(self._waiting)):
             batch, batch_idx, dataloader_idx = next(self._inner)
+        self._refuse_changed_memory(batch)
         self._look_for_reuse(batch)
         if is_copy := self._driver.copies_batches:
             batch = pytree.tree_map(_copied, batch)
@@ -204,16 +207,28 @@ class LookAhead(DataFetcher):
         if self._first_batch is None:
             self._first_batch = (batch, _places(batch))
         elif (first := self._first_batch[1]) and not self._driver.copies_batches:
-            self._driver.copies_batches = not first.isdisjoint(_places(batch))
+            self._driver.copies_batches = not first.keys().isdisjoint(_places(batch))
+
+    def _refuse_changed_memory(self, batch: Any) -> None:
+        """Refuse a ``batch`` in the same tensor's memory as the epoch's first one, where that was changed."""
+        first = {} if self._first_batch is None else self._first_batch[1]
+        changed = [each for each, counter in first.values() if version_counter(each) != counter]
+        found = [each for place, (each, _) in _places(batch).items() if place not in first] if changed else []
+        if any(overlapping([one, other]) for one in changed for other in found):
+            raise PipelineRefusal(
+                "training_step, or the loader, changes a batch in place, and batches are views of one tensor, so that"
+                " those in flight would see changes of others; change a clone() of the batch"
+            )
 
     def _shown_states(self, redirect: Redirect) -> Any:
         return redirect.original() if self._states is None else self._states
 
 
-def _places(batch: Any) -> set[int]:
-    """The addresses at which the tensors of ``batch`` begin."""
+def _places(batch: Any) -> dict[int, tuple[Tensor, int]]:
+    """The addresses at which the tensors of ``batch`` begin, with how often each tensor was changed in place."""
     tensors = (each for leaf in pytree.tree_leaves(batch) for each in tensors_of(_held(leaf)))
-    return {each.data_ptr() for each in tensors if address_of(each) is not None and each.numel()}
+    own = (each for each in tensors if address_of(each) is not None and each.numel())
+    return {each.data_ptr(): (each, version_counter(each)) for each in own}
 
 
 def _held(leaf: Any) -> Any:

@@ -17,6 +17,8 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
+from lightning_hetpipe import HetPipeStrategy
+from lightning_hetpipe.errors import SettingError
 from tests.exact.pipelines import Delays, Pinned, even
 from tests.exact.running import Record, assert_equal, expect, fit
 from tests.oracle import Batch, Outputs
@@ -114,6 +116,31 @@ def test_a_loader_that_refills_the_tensors_of_an_object() -> None:
     task, batches = OfPairs(mlp().net), list(vectors(22, 4))[:5]
     loader = DataLoader(Refilled(batches, 1), batch_size=None, collate_fn=lambda batch: Pair(*batch))
     assert_equal(expect(task, [batches] * 2, 3), fit(task, loader, strategy=even(7, 3, 3)))
+
+
+class Doubles(Task):
+    def training_step(self, batch: Batch, batch_idx: int) -> Outputs:
+        batch[0].mul_(2)
+        return self.compute(batch)
+
+
+@pytest.mark.parametrize("stride", [2, 4])
+def test_a_step_that_changes_its_batch_in_place(stride: int) -> None:
+    """Where batches are views of one tensor, a batch in flight was changed by the step of the batch before it."""
+
+    def weights(strategy: Any, *, views: bool = True) -> list[torch.Tensor]:
+        x, y = torch.linspace(-1, 1, 120).reshape(20, 6), torch.arange(20) % CLASSES
+        batches = [(x[start : start + 4], y[start : start + 4]) for start in range(0, 17, stride)]
+        torch.manual_seed(3)
+        task = Doubles(mlp().net)
+        own = batches if views else [(each.clone(), labels) for each, labels in batches]
+        quiet_trainer(strategy).fit(task, DataLoader(Stream(own), batch_size=None))
+        return [*task.parameters()]
+
+    assert_same(weights("auto"), weights(HetPipeStrategy(stages=2, in_flight=3, weights="sync")))
+    weights(even(7, 3, 3), views=False)
+    with pytest.raises(SettingError, match=r"views of one tensor, .* a clone\(\) of the batch, or set in_flight=1"):
+        weights(even(7, 3, 3))
 
 
 @pytest.mark.parametrize("in_flight", NM)
