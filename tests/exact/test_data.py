@@ -126,7 +126,7 @@ class Doubles(Task):
 
 @pytest.mark.parametrize("stride", [2, 4])
 def test_a_step_that_changes_its_batch_in_place(stride: int) -> None:
-    """Where batches are views of one tensor, a batch in flight was changed by the step of the batch before it."""
+    """The step of one batch changed the batches in flight, as views of one tensor."""
 
     def weights(strategy: Any, *, views: bool = True) -> list[torch.Tensor]:
         x, y = torch.linspace(-1, 1, 120).reshape(20, 6), torch.arange(20) % CLASSES
