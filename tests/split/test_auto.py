@@ -14,7 +14,7 @@ from lightning_hetpipe.capture.measured_widths import measured_parts
 from lightning_hetpipe.pipeline.split.joined_graph import joined_graph
 from lightning_hetpipe.pipeline.split.rewriting import divided_layers
 from lightning_hetpipe.placement import measuring, planner
-from lightning_hetpipe.planning.model.profile import LayerBytes, LayerWidths, Profile, Times, Width
+from lightning_hetpipe.planning.model.profile import LayerBytes, LayerWidths, Profile, Width
 from tests.exact.pipelines import Pinned
 from tests.exact.running import fit
 from tests.oracle import Batch, Outputs
@@ -108,7 +108,7 @@ def test_a_fit_divides_the_layer_that_no_cut_balances(profiles: list[Profile]) -
     (profile,) = profiles
     wide = profile.widths[[layer.name for layer in profile.layers].index("net.4")]
     assert [width.part for width in wide.measured["cpu"]] == measured_parts(12)
-    assert all(width.times.forward > 0 < width.times.backward for width in wide.measured["cpu"])
+    assert all(width.forward > 0 < width.backward for width in wide.measured["cpu"])
 
 
 class Copies(Learner):
@@ -154,7 +154,7 @@ def test_without_split_no_part_is_measured(profiles: list[Profile]) -> None:
 
 
 def test_widths_of_several_devices_are_joined() -> None:
-    own = {name: (Width(1.0, Times(seconds, seconds)),) for name, seconds in (("a", 1.0), ("b", 2.0))}
+    own = {name: (Width(1.0, seconds, seconds),) for name, seconds in (("a", 1.0), ("b", 2.0))}
     layer = LayerBytes("net.0", 1, 1, 1)
     one, other = (
         Profile(
