@@ -53,6 +53,10 @@ class Bounds:
 Size = Annotated[int, Bounds(1)]
 
 
+def is_positive(value: float) -> bool:
+    return value > 0
+
+
 @dataclass(frozen=True)
 class Length:
     """Least and largest number of items; a text has none."""
@@ -203,7 +207,7 @@ class Declared:
         return self.owner(**given) if style.builds else values
 
 
-declared = cache(Declared.by)
+declared: Callable[[Callable[..., Any]], Declared] = cache(Declared.by)
 
 
 def read(owner: type, values: Mapping[str, Any]) -> SimpleNamespace:
@@ -387,11 +391,9 @@ def _as(path: str, value: Any, member: Any, kind: Any, style: Style) -> Any:
         if isinstance(value, Mapping):
             return declared(kind).record(value, path, style)
         fits = isinstance(value, kind)
-    elif isinstance(value, Mapping | Sequence) and not isinstance(value, str | bytes):
+    elif isinstance(value, Mapping | Sequence) and not isinstance(value, str | bytes):  # a list may be a tuple
         is_other = isinstance(value, Sequence) and issubclass(kind, str | Mapping)
-        if is_other or not issubclass(
-            kind, Mapping if isinstance(value, Mapping) else Iterable
-        ):  # a list may be a tuple
+        if is_other or not issubclass(kind, Mapping if isinstance(value, Mapping) else Iterable):
             raise _Misfit
         return _items(path, value, get_args(member), kind, style)
     elif isinstance(value, bool | str) and (kind in (int, float) or kind is not member):

@@ -88,7 +88,7 @@ CLUSTER = [
     node("Node('n').link", "3", "Link", "'12 GB/s'", link=3),
     node("Node('n').link", "'fast'", "number and a unit", "'12 GB/s'", link="fast"),
     made(lambda: Cluster([]), "Cluster.nodes", "[]", "at least one Node"),
-    made(lambda: Cluster(T4.nodes[0]), "Cluster.nodes", repr(T4.nodes[0]), "at least one Node"),
+    made(lambda: Cluster(T4.nodes[0]), "Cluster.nodes", repr(T4.nodes[0]), "at least one Node"),  # type: ignore[arg-type]
     made(lambda: Cluster(["n"]), "Cluster.nodes[0]", "'n'", "lightning_hetpipe.Node"),  # type: ignore[list-item]
     made(lambda: Cluster([Node("n", ["a"])] * 2), "Cluster", "'n'", "name of its own"),
     made(lambda: Cluster([Node("n", ["a"])], {"bandwith": 1}), "Cluster.link.bandwith", "",  # type: ignore[arg-type]

@@ -14,7 +14,7 @@ from lightning_hetpipe.capture.measured_widths import measured_parts
 from lightning_hetpipe.pipeline.split.joined_graph import joined_graph
 from lightning_hetpipe.pipeline.split.rewriting import divided_layers
 from lightning_hetpipe.placement import measuring, planner
-from lightning_hetpipe.planning.model.profile import LayerBytes, LayerWidths, Profile, Width
+from lightning_hetpipe.planning.model.profile import LayerBytes, LayerWidths, Profile, Times, Width
 from tests.exact.pipelines import Pinned
 from tests.exact.running import fit
 from tests.oracle import Batch, Outputs
@@ -161,7 +161,7 @@ def test_widths_of_several_devices_are_joined() -> None:
             "net",
             1,
             [layer],
-            {name: [own[name][0].times]},
+            {name: [Times(*own[name][0][1:])]},
             {},
             widths={0: LayerWidths(0, {"net.0": 4}, False, {name: own[name]})},
         )

@@ -12,7 +12,7 @@ from typing import Annotated
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.planning.model.catalogue import canonical, known
 from lightning_hetpipe.planning.model.units import bandwidth_of, bytes_of, in_bandwidth, in_seconds, seconds_of
-from lightning_hetpipe.settings import Bounds, Length, Reads, take
+from lightning_hetpipe.settings import Bounds, Length, Reads, is_positive, take
 
 LEAST_MEMORY = 1 << 20
 """Smallest memory of a device in bytes: a smaller number lacks its unit."""
@@ -21,10 +21,6 @@ MOST_DEVICES = 10_000
 """Largest number of devices that one text, such as "8xT4", may stand for."""
 
 _SEVERAL = re.compile(r"(\d+)[x*](?=[A-Za-z])(.+)")
-
-
-def _is_positive(value: float) -> bool:
-    return value > 0
 
 
 def _is_whole(value: float) -> bool:
@@ -40,10 +36,10 @@ def _memory(given: float | str, setting: str) -> float:
 
 
 Memory = Annotated[
-    float | str, Reads(_memory), _is_positive, _is_whole, "positive: a whole number of bytes, or as '24 GiB'"
+    float | str, Reads(_memory), is_positive, _is_whole, "positive: a whole number of bytes, or as '24 GiB'"
 ]
 Bandwidth = Annotated[
-    float | str, Reads(bandwidth_of), _is_positive, "a positive number of bytes per second, or as '12 GB/s'"
+    float | str, Reads(bandwidth_of), is_positive, "a positive number of bytes per second, or as '12 GB/s'"
 ]
 Latency = Annotated[float | str, Reads(seconds_of), Bounds(0), "a number of seconds, at least 0, or as '10 us'"]
 
@@ -69,7 +65,7 @@ class Device:
         self,
         name: Annotated[str, bool, "a name, such as 'RTX-3090'"],
         memory: Memory | None = None,
-        speed: Annotated[float, Bounds(0), _is_positive, "a positive number"] = 1.0,
+        speed: Annotated[float, Bounds(0), is_positive, "a positive number"] = 1.0,
     ) -> None:
         take(self, locals())
 

@@ -17,17 +17,13 @@ from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.planning.model import cluster
 from lightning_hetpipe.planning.model.profile import LayerBytes, LayerWidths, Profile, Times, UserBytes, Width
 from lightning_hetpipe.planning.plan.json_file import plain, read, write
-from lightning_hetpipe.settings import Bounds, Length, Reads, Size
+from lightning_hetpipe.settings import Bounds, Length, Reads, Size, is_positive
 
 VERSION = 1
 
 
 def _is_memory(value: int) -> bool:
     return value >= cluster.LEAST_MEMORY
-
-
-def _is_positive(value: float) -> bool:
-    return value > 0
 
 
 Layer = Annotated[int, Bounds(0)]
@@ -37,7 +33,7 @@ Layer = Annotated[int, Bounds(0)]
 class DeviceTimes:
     layers: tuple[Times, ...]
     memory_bytes: Annotated[int, _is_memory, "bytes of a device, 1 MiB or more"] | None = None
-    flop_per_s: Annotated[float, _is_positive, "positive"] | None = None
+    flop_per_s: Annotated[float, is_positive, "positive"] | None = None
 
 
 @dataclass(frozen=True)
@@ -46,7 +42,7 @@ class LayerParts:
     run: Layer
     units: Mapping[str, Size] = field(default_factory=dict)
     sums: bool = False
-    devices: Mapping[str, Annotated[tuple[Width, ...], "a list of times"]] = field(default_factory=dict)
+    devices: Mapping[str, Annotated[Sequence[Width], "a list of times"]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
