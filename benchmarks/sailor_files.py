@@ -19,17 +19,19 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from lightning_hetpipe.errors import SettingError
-from lightning_hetpipe.planning.model.profile import LayerBytes, Profile, Times
+from lightning_hetpipe.planning.model.profile import Bytes, LayerBytes, Profile, Seconds, Times
 from lightning_hetpipe.planning.plan import profile_file
-from lightning_hetpipe.planning.plan.json_file import Document
+from lightning_hetpipe.planning.plan.json_file import read
+from lightning_hetpipe.settings import Length
 
 T = TypeVar("T", str, int)
+V = TypeVar("V")
 
 NAME = "profile.json"
 SIZES = "llm_info.json"
@@ -39,6 +41,21 @@ MEASURED = 2
 
 _WHOLE = "1"
 """Degree of tensor parallelism at which one GPU holds whole layers."""
+
+
+def _is_number(key: str) -> bool:
+    return key.isascii() and key.isdigit()
+
+
+Number = Annotated[str, _is_number, "a number"]
+Layers = Annotated[
+    Mapping[Number, Annotated[tuple[Seconds, Seconds, Seconds], "three: seconds of forward, backward and update"]],
+    Length(1),
+    "a mapping of at least one layer",
+]
+Gpu = Mapping[Number, Annotated[Mapping[Number, Layers], "a mapping of degrees"]]
+"""Times on a GPU, by microbatch and degree."""
+Sizes = Annotated[Mapping[str, Bytes], "bytes by name"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -74,9 +91,9 @@ def load(path: str | PathLike[str], model: str | None = None, microbatch: int | 
     found = _models(Path(path))
     name = _chosen(found, model, "--model", f"{path} has the models")
     whole = {
-        (int(samples), gpu): degrees[_WHOLE]
-        for gpu, document in found[name].items()
-        for samples, degrees in _numbered(document).items()
+        (int(samples), gpu): _numbered(degrees[_WHOLE])
+        for gpu, its in found[name].items()
+        for samples, degrees in its.items()
         if _WHOLE in degrees
     }
     if not whole:
@@ -86,63 +103,70 @@ def load(path: str | PathLike[str], model: str | None = None, microbatch: int | 
         )
     counts = sorted({samples for samples, _ in whole})
     samples = _chosen(counts, microbatch, "--microbatch", f"{path} has {name} at the microbatches")
-    sizes = _sizes_file(Path(path))[name][_WHOLE]
-    layers = _layers(sizes, samples)
+    file = _sizes_file(Path(path))
+    sizes = read(file, Mapping[str, Annotated[Mapping[str, Mapping[Number, Sizes]], "a mapping of degrees"]])
+    for key, there in ((name, sizes), (_WHOLE, sizes.get(name, ()))):
+        if key not in there:
+            raise SettingError(f"{file} has no '{key}' of {name}; give the file of these times")
+    layers = _layers(sizes[name][_WHOLE], samples, file)
     shares = _shares([layer.parameters for layer in layers])
     times = {}
-    for (_, gpu), document in (each for each in whole.items() if each[0][0] == samples):
-        entries = [*_numbered(document).values()]
+    for (_, gpu), entries in (each for each in whole.items() if each[0][0] == samples):
         if len(entries) != len(layers):
-            document.refuse(
-                f"has {len(entries)} layers, where {sizes.file} has {len(layers)}; leave out or mend one of these files"
+            raise SettingError(
+                f"{path} has {len(entries)} layers of {name} on {gpu}, where {file} has {len(layers)}; leave out or"
+                " mend one of these files"
             )
-        times[gpu] = [_times(*each) for each in zip(entries, shares, strict=True)]
+        times[gpu] = [
+            Times(forward, backward, share * update)
+            for (forward, backward, update), share in zip(entries.values(), shares, strict=True)
+        ]
     return Profile(name, samples, layers, times, {})
 
 
-def _models(path: Path) -> dict[str, dict[str, Document]]:
+def _models(path: Path) -> dict[str, dict[str, Any]]:
     """Times of each GPU, by model."""
     if path.is_dir():
         files = sorted([*path.glob(NAME), *path.glob(f"*/{NAME}"), *path.glob(f"*/*/{NAME}")])
-    else:
-        document = Document.read(path)
-        if not _is_of_gpu(document.value):
-            return {model: dict(gpus.items()) for model, gpus in document.items()}
+    elif all(map(_is_number, content := read(path, dict))) and content:
         files = [path]
+    else:
+        models: dict[str, dict[str, Any]] = read(path, Mapping[str, Annotated[Mapping[str, Gpu], "a mapping of GPUs"]])
+        return models
     if not files:
         raise SettingError(
             f"{path} has no {NAME}, nor GPU/{NAME} or MODEL/GPU/{NAME} as the Sailor project has; give another folder"
         )
-    found: dict[str, dict[str, Document]] = {}
+    found: dict[str, dict[str, Any]] = {}
     for file in files:
         gpu = file.resolve().parent
-        found.setdefault(gpu.parent.name, {})[gpu.name] = Document.read(file)
+        found.setdefault(gpu.parent.name, {})[gpu.name] = read(file, Gpu)
     return found
 
 
-def _sizes_file(path: Path) -> Document:
+def _sizes_file(path: Path) -> Path:
     for folder in [path, *path.resolve().parents]:
         if (folder / SIZES).is_file():
-            return Document.read(folder / SIZES)
+            return folder / SIZES
     raise SettingError(
         f"{path} has times only, and neither its folder nor one above has a {SIZES} with the bytes of layers; copy"
         " sailor/Planner/llm_info.json there"
     )
 
 
-def _layers(document: Document, samples: int) -> list[LayerBytes]:
+def _layers(sizes: Mapping[str, Mapping[str, int]], samples: int, file: Path) -> list[LayerBytes]:
     """Bytes of each layer for ``samples``.
 
     ``act_mem_bytes`` is what a forward allocates, and so has the output but not the input, which ``kept`` has too.
     """
     layers: list[LayerBytes] = []
-    numbered = _numbered(document)
-    for number, entry in numbered.items():
-        weights, allocated, output, given = (
-            entry[f"{each}_bytes"].whole() for each in ("params", "act_mem", "act_output", "act_input")
-        )
+    for number, entry in _numbered(sizes).items():
+        names = [f"{each}_bytes" for each in ("params", "act_mem", "act_output", "act_input")]
+        if missing := [name for name in names if name not in entry]:
+            raise SettingError(f"{file} has no '{missing[0]}' of layer {number}; give another file")
+        weights, allocated, output, given = (entry[name] for name in names)
         received = layers[-1].output if layers else samples * given
-        sent = 0 if len(layers) + 1 == len(numbered) else samples * output  # the head's are the logits and the loss
+        sent = 0 if len(layers) + 1 == len(sizes) else samples * output  # the head's are the logits and the loss
         layer = LayerBytes(f"layer_{number}", weights, samples * allocated + received, sent, 0 if layers else received)
         layers.append(layer)
     return layers
@@ -158,27 +182,9 @@ def _shares(weights: list[int]) -> list[float]:
     return [each / measured if measured else 0.0 for each in weights]
 
 
-def _times(entry: Document, share: float) -> Times:
-    seconds = [each.number() for each in entry.entries()]
-    if len(seconds) != 3:
-        entry.refuse(f"has {len(seconds)} entries, and must have three: seconds of forward, backward and update")
-    forward, backward, update = seconds
-    return Times(forward, backward, share * update)
-
-
-def _numbered(document: Document) -> dict[str, Document]:
-    """Values of an object whose keys are numbers, in the order of these.
-
-    Raises:
-        SettingError: for another key, and where there are none.
-    """
-    items = dict(document.items())
-    for key in items:
-        if not _is_number(key):
-            document.refuse(f"has the key '{key}', and must have numbers")
-    if not items:
-        document.refuse("is empty")
-    return {key: items[key] for key in sorted(items, key=int)}
+def _numbered(content: Mapping[str, V]) -> dict[str, V]:
+    """Return the values of an object whose keys are numbers, in the order of these."""
+    return {key: content[key] for key in sorted(content, key=int)}
 
 
 def _chosen(found: Iterable[T], asked: T | None, setting: str, has: str) -> T:
@@ -192,14 +198,6 @@ def _chosen(found: Iterable[T], asked: T | None, setting: str, has: str) -> T:
     if asked not in known:
         raise SettingError(f"{listed}, and not {setting} {asked}; choose one of these")
     return asked
-
-
-def _is_of_gpu(value: Any) -> bool:
-    return isinstance(value, dict) and bool(value) and all(map(_is_number, value))
-
-
-def _is_number(key: str) -> bool:
-    return key.isascii() and key.isdigit()
 
 
 if __name__ == "__main__":

@@ -14,10 +14,11 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import Annotated, Protocol
 
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.pipeline.stage import BeforePass
+from lightning_hetpipe.settings import Bounds, CheckedRecord
 
 OVERSLEEP = 0.001
 """Seconds, at most, that a pad is shorter because the one before it on this stage was slept too long.
@@ -32,7 +33,7 @@ _LOCK = threading.Lock()
 
 
 @dataclass(frozen=True)
-class Pad:
+class Pad(CheckedRecord):
     """Seconds that an emulated stage takes.
 
     Attributes:
@@ -41,13 +42,8 @@ class Pad:
             it is of T_max; what it takes to hand over to user code and back comes on top.
     """
 
-    forward: float
-    backward: float
-
-    def __post_init__(self) -> None:
-        for name, seconds in (("forward", self.forward), ("backward", self.backward)):
-            if not 0 <= seconds < float("inf"):
-                raise SettingError(f"Pad({name}={seconds!r}) must be a number of seconds, 0 or more")
+    forward: Annotated[float, Bounds(0), "a number of seconds, 0 or more"]
+    backward: Annotated[float, Bounds(0), "a number of seconds, 0 or more"]
 
 
 @dataclass

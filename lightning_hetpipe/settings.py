@@ -4,18 +4,22 @@
         given = read(HetPipeStrategy, locals())
 
 ``Annotated`` takes predicates (:class:`Bounds`, :class:`Length`, :class:`Choices`, or any function of the value), and a
-text that says what the setting must be, where the types do not say enough. Relations between settings are not declared:
-``strategy/relations.py`` has them.
+text that says what the setting must be, where the types do not say enough. :class:`Reads` makes "24 GiB" bytes.
+
+Records, which are dataclasses and named tuples, are read from mappings: a program's (:func:`take`), a configuration's,
+and those of JSON files (``planning/plan/json_file.py``). Relations between values are not declared: settings have them
+in ``strategy/relations.py``, and plans in ``planning/plan/faults.py``.
 """
 
 from __future__ import annotations
 
 import inspect
-import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from contextlib import suppress
+from dataclasses import dataclass, fields, is_dataclass, replace
 from datetime import timedelta
+from enum import Enum
 from functools import cache
 from types import NoneType, SimpleNamespace, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -34,19 +38,23 @@ _OWN = ("lightning", "lightning_hetpipe")
 
 @dataclass(frozen=True)
 class Bounds:
-    """Least and largest number."""
+    """Least and largest number; infinite is none."""
 
     least: float
-    most: float = math.inf
+    most: float = sys.float_info.max
 
     def __call__(self, value: Any) -> bool:
         return isinstance(value, bool) or not isinstance(value, int | float) or self.least <= value <= self.most
 
     def __str__(self) -> str:
-        return f" of at least {self.least}" + ("" if self.most == math.inf else f" and at most {self.most}")
+        return f" of at least {self.least}" + ("" if self.most == sys.float_info.max else f" and at most {self.most}")
 
 
 Size = Annotated[int, Bounds(1)]
+
+
+def is_positive(value: float) -> bool:
+    return value > 0
 
 
 @dataclass(frozen=True)
@@ -54,11 +62,25 @@ class Length:
     """Least and largest number of items; a text has none."""
 
     least: int = 1
-    most: float = math.inf
+    most: float = sys.float_info.max
 
     def __call__(self, value: Any) -> bool:
         has_items = isinstance(value, Sequence | Mapping) and not isinstance(value, str)
         return not has_items or self.least <= len(value) <= self.most
+
+
+@dataclass(frozen=True)
+class Reads:
+    """Maker of a value from what stands for it, such as "24 GiB"; it is given the setting, too, for its errors."""
+
+    read: Callable[[Any, str], Any]
+
+
+@dataclass(frozen=True)
+class Key:
+    """Key of a record's field in a document."""
+
+    name: str
 
 
 @dataclass(frozen=True)
@@ -91,21 +113,17 @@ class Style:
     Attributes:
         show: Writes a setting at a path with its value.
         literals: Words for True, False and None.
-        inner: Path of an argument inside the setting at a path.
         made: Class of the object that a mapping stands for, Any if nobody can tell; other values as they are.
+        builds: Whether records are made of mappings.
     """
 
     show: Callable[[str, Any], str]
     literals: Mapping[Any, str]
-    inner: Callable[[str, str], str]
     made: Callable[[Any], Any] = lambda value: value
+    builds: bool = True
 
 
-PYTHON = Style(
-    lambda path, value: f"{path}={value!r}",
-    {True: "True", False: "False", None: "None"},
-    lambda path, name: f"{path}[{name!r}]" if path else name,
-)
+PYTHON = Style(lambda path, value: f"{path}={value!r}", {True: "True", False: "False", None: "None"})
 
 
 @dataclass(frozen=True)
@@ -113,13 +131,15 @@ class Declared:
     """Arguments of a class or function that may be given by name.
 
     Attributes:
-        parameters: By name.
-        hints: Annotations by name; none if they cannot be evaluated.
+        owner: The class or function.
+        parameters: By name, or by :class:`Key`.
+        hints: Annotations likewise; none if they cannot be evaluated.
         takes_any: True if any other name is taken as well (``**kwargs``).
         trusted: True if annotations that name classes hold.
         secrets: Names of arguments whose values are not shown.
     """
 
+    owner: Callable[..., Any]
     parameters: Mapping[str, inspect.Parameter]
     hints: Mapping[str, Any]
     takes_any: bool = False
@@ -131,22 +151,27 @@ class Declared:
         try:
             signature = inspect.signature(owner).parameters.values()
         except (TypeError, ValueError):  # some builtins have none
-            return cls({}, {}, takes_any=True)
+            return cls(owner, {}, {}, takes_any=True)
+        has_constructor = inspect.isclass(owner) and owner.__init__ is not object.__init__  # a named tuple has none
         try:
-            hints = get_type_hints(owner.__init__ if inspect.isclass(owner) else owner, include_extras=True)
+            hints = get_type_hints(owner.__init__ if has_constructor else owner, include_extras=True)
         except Exception:  # a name that is imported for type checkers only, say
             hints = {}
         by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+        names = {name: mark.name for name, hint in hints.items() for mark in _parts(hint)[1] if isinstance(mark, Key)}
         return cls(
-            {each.name: each for each in signature if each.kind in by_name},
-            hints,
+            owner,
+            {names.get(each.name, each.name): each for each in signature if each.kind in by_name},
+            {names.get(name, name): hint for name, hint in hints.items()},
             any(each.kind is each.VAR_KEYWORD for each in signature),
             owner.__module__.partition(".")[0] in _OWN,
             frozenset(each.name for each in fields(owner) if not each.repr) if is_dataclass(owner) else frozenset(),
         )
 
-    def check(self, values: Mapping[str, Any], path: str = "", owner: str = "", style: Style = PYTHON) -> None:
-        """Check ``values`` of arguments.
+    def check(
+        self, values: Mapping[str, Any], path: str = "", owner: str = "", style: Style = PYTHON
+    ) -> dict[str, Any]:
+        """Check ``values`` of arguments, and return what they stand for.
 
         Args:
             values: By name.
@@ -157,17 +182,32 @@ class Declared:
         Raises:
             SettingError: for a name that is not declared, and for a value that the declaration does not allow.
         """
+        found = dict(values)
         for name, value in values.items():
             if (parameter := self.parameters.get(name)) is None:
                 if not self.takes_any:
-                    raise unknown(name, path, list(self.parameters), owner, style)
+                    raise unknown(name, path, list(self.parameters), owner)
             elif value is not parameter.default and name in self.hints:
                 hint = self.hints[name]
                 if self.trusted or (is_plain(hint) and style.made(value) is value):
-                    check(style.inner(path, name), value, hint, style, secret=name in self.secrets)
+                    found[name] = check(inner(path, name), value, hint, style, secret=name in self.secrets)
+        return found
+
+    def check_whole(self, values: Mapping[str, Any], path: str, owner: str) -> None:
+        """Refuse ``values`` without one that has no default."""
+        for name, each in self.parameters.items():
+            if each.default is each.empty and name not in values:
+                raise SettingError(f"{inner(path, name)} is missing, {owner} needs it; give {inner(path, name)}=...")
+
+    def record(self, values: Mapping[str, Any], path: str, style: Style) -> Any:
+        """Make the owner of ``values``; where the style builds nothing, return these."""
+        found = replace(self, trusted=True).check(values, path, name := path or self.owner.__name__, style)
+        self.check_whole(values, path, name)
+        given = {self.parameters[key].name: each for key, each in found.items()}
+        return self.owner(**given) if style.builds else values
 
 
-declared = cache(Declared.by)
+declared: Callable[[Callable[..., Any]], Declared] = cache(Declared.by)
 
 
 def read(owner: type, values: Mapping[str, Any]) -> SimpleNamespace:
@@ -177,38 +217,66 @@ def read(owner: type, values: Mapping[str, Any]) -> SimpleNamespace:
         SettingError: one sentence that names the setting, its value and what it must be.
     """
     own = declared(owner)
-    given = {name: values[name] for name in own.parameters if name in values}
-    own.check(given)
-    return SimpleNamespace(**given)
+    return SimpleNamespace(**own.check({name: values[name] for name in own.parameters if name in values}))
 
 
-def check(path: str, value: Any, hint: Any, style: Style = PYTHON, *, secret: bool = False) -> None:
-    """Check one value.
+def take(record: object, values: Mapping[str, Any]) -> None:
+    """Set the fields of a frozen dataclass by ``values``, the variables of its constructor; otherwise as :func:`read`.
+
+    Errors begin with the class, and with the name that a record has.
+    """
+    own, kind, name = declared(type(record)), type(record).__name__, values.get("name")
+    given = {each: values[each] for each in own.parameters}
+    for field, value in own.check(given, f"{kind}({name!r})" if name and isinstance(name, str) else kind).items():
+        object.__setattr__(record, field, value)
+
+
+class CheckedRecord:
+    """Base of dataclasses whose values are checked when they are made."""
+
+    def __post_init__(self) -> None:
+        take(self, vars(self))
+
+
+class _Misfit(Exception):
+    """A value is not what a hint allows."""
+
+
+def check(path: str, value: Any, hint: Any, style: Style = PYTHON, *, secret: bool = False) -> Any:
+    """Check one value, and return what it stands for.
 
     Raises:
         SettingError: unless ``value`` is what ``hint`` says; of a list or mapping, the item is named that has a
             declaration of its own and does not fit it.
     """
-    if not _fits(path, value, hint, style):
+    try:
+        return _read(path, value, hint, style)
+    except _Misfit:
         names = [name for mark in _parts(hint)[1] if isinstance(mark, Choices) for name in mark.names]
         near = nearest(value, names) if isinstance(value, str) else ""
-        raise SettingError(f"{path if secret else style.show(path, value)} must be {words(hint, style)}{near}")
+        shown = path if secret else style.show(path, value)
+        raise SettingError(f"{shown} must be {words(hint, style)}{near}") from None
 
 
-def unknown(
-    key: str, path: str, known: list[str], owner: str = "", style: Style = PYTHON, rest: str = ""
-) -> SettingError:
+def inner(path: str, name: str) -> str:
+    """Path of an argument of the setting at ``path``."""
+    return f"{path}.{name}" if path else name
+
+
+def unknown(key: str, path: str, known: list[str], owner: str = "", rest: str = "") -> SettingError:
     """Make the error for a key that nothing reads: ``key`` at ``path`` with ``rest``, instead of one of ``known``."""
-    name = f"{style.inner(path, key)}{rest}"
+    name = f"{inner(path, key)}{rest}"
     if (near := closest(key, known)) is not None:
-        return SettingError(f"{name} is not a setting; did you mean {style.inner(path, near)}{rest}?")
+        return SettingError(f"{name} is not a setting; did you mean {inner(path, near)}{rest}?")
     place = owner or path or "the configuration"
-    return SettingError(f"{name} is not a setting; {place} has {', '.join(known) or 'none'}")
+    return SettingError(f"{name} is not a setting, and {place} has {', '.join(known) or 'none'}")
 
 
 def words(hint: Any, style: Style = PYTHON) -> str:
     """Say what ``hint`` allows, as the end of "must be"."""
     said = [*dict.fromkeys(_words(hint, style))]
+    if any(each.startswith("a mapping of ") for each in said):
+        said = [each for each in said if each != "a mapping"]
     if len(said) == 1:
         return said[0]
     comma = "," if any("," in each for each in said) else ""
@@ -274,63 +342,96 @@ def _noun(member: Any, kind: Any, style: Style) -> str:
         return f"[{', '.join(items)}{', ...' if len(items) == 1 else ''}]"
     is_ours = kind.__module__.startswith(f"{__package__}.")
     is_public = is_ours and kind.__name__ in sys.modules[__package__].__all__
+    if is_record(kind) and not is_public:
+        return f"a mapping of {', '.join(declared(kind).parameters)}"
     name = f"{__package__}.{kind.__name__}" if is_public else kind.__name__
     return f"{'an' if name[0] in 'AEIOU' else 'a'} {name}"
 
 
-def _fits(path: str, value: Any, hint: Any, style: Style) -> bool:
+def is_record(kind: Any) -> bool:
+    """Return True for a dataclass, and for a named tuple."""
+    return inspect.isclass(kind) and (is_dataclass(kind) or (issubclass(kind, tuple) and hasattr(kind, "_fields")))
+
+
+def _read(path: str, value: Any, hint: Any, style: Style) -> Any:
+    """Return what ``value`` stands for by ``hint``.
+
+    Raises:
+        _Misfit: if it is something else.
+        SettingError: for an item with a declaration of its own.
+    """
     members, marks = _parts(hint)
-    fits = any(_is(path, value, member, kind, style) for member, kind in members)
-    return fits and all(mark(value) for mark in marks if callable(mark))
+    for member, kind in members:
+        with suppress(_Misfit):
+            made = _as(path, value, member, kind, style)
+            break
+    else:
+        raise _Misfit
+    for mark in marks:
+        if isinstance(mark, Reads):
+            made = mark.read(made, path) if style.builds or isinstance(made, str | int | float) else made
+        elif callable(mark) and not mark(made):
+            raise _Misfit
+    return made
 
 
-def _is(path: str, value: Any, member: Any, kind: Any, style: Style) -> bool:
-    """Return True if ``value`` is a ``member``, or if nobody can tell."""
+def _as(path: str, value: Any, member: Any, kind: Any, style: Style) -> Any:
+    """Return ``value`` as a ``member``; as it is, if nobody can tell."""
     if kind is Annotated:
-        return _fits(path, value, member, style)
+        return _read(path, value, member, style)
     if kind is Literal:
-        return any(type(value) is type(each) and value == each for each in get_args(member))
-    made = style.made(value)
-    if made is Any or not inspect.isclass(kind) or kind in (Any, object, type, Callable):  # or a type variable, say
-        return True
-    kinds = (int, float) if kind is float else kind
-    if made is not value:
-        return issubclass(made, kinds)
-    if isinstance(value, Mapping | Sequence) and not isinstance(value, str | bytes):  # a list may be a tuple
-        of_items = Mapping if isinstance(value, Mapping) else Iterable
+        fits = any(type(value) is type(each) and value == each for each in get_args(member))
+    elif inspect.isclass(kind) and issubclass(kind, Enum) and value in [each.value for each in kind]:
+        return kind(value)
+    elif (made := style.made(value)) is Any or not inspect.isclass(kind) or kind in (Any, object, type, Callable):
+        return value  # or the hint is a type variable, say
+    elif made is not value:
+        fits = issubclass(made, (int, float) if kind is float else kind)
+    elif is_record(kind):
+        if isinstance(value, Mapping):
+            return declared(kind).record(value, path, style)
+        fits = isinstance(value, kind)
+    elif isinstance(value, Mapping | Sequence) and not isinstance(value, str | bytes):  # a list may be a tuple
         is_other = isinstance(value, Sequence) and issubclass(kind, str | Mapping)
-        return issubclass(kind, of_items) and not is_other and _items_fit(path, value, get_args(member), style)
-    if isinstance(value, bool | str) and (kind in (int, float) or kind is not member):
-        return False  # True is no number; a text's letters are no Iterable[str]
-    try:
-        return isinstance(value, kinds)
-    except TypeError:  # a protocol that cannot be asked
-        return True
+        if is_other or not issubclass(kind, Mapping if isinstance(value, Mapping) else Iterable):
+            raise _Misfit
+        return _items(path, value, get_args(member), kind, style)
+    elif isinstance(value, bool | str) and (kind in (int, float) or kind is not member):
+        raise _Misfit  # True is no number; a text's letters are no Iterable[str]
+    else:
+        try:
+            fits = isinstance(value, (int, float) if kind is float else kind)
+        except TypeError:  # a protocol that cannot be asked
+            fits = True
+    if not fits:
+        raise _Misfit
+    return value
 
 
-def _items_fit(path: str, values: Any, hints: Sequence[Any], style: Style) -> bool:
-    """Return True if the items of a list are what ``list[int]`` or ``tuple[float, float]`` says, and a mapping's, too.
+def _items(path: str, values: Any, hints: Sequence[Any], kind: type, style: Style) -> Any:
+    """Return the items of a list as ``list[int]`` or ``tuple[float, float]`` says, and a mapping's, too.
 
     Raises:
         SettingError: for an item with a declaration of its own.
     """
     hints = [hint for hint in hints if hint is not ...]
     if not hints:
-        return True
+        return values
     if isinstance(values, Mapping):
         for key in values:
-            if not _fits(path, key, hints[0], style):
-                raise SettingError(f"{path} has the key {key!r}, which must be {words(hints[0], style)}")
+            try:
+                _read(path, key, hints[0], style)
+            except _Misfit:
+                raise SettingError(f"{path} has the key {key!r}, which must be {words(hints[0], style)}") from None
         items = [*values.items()]
         hints = hints[1:] or [Any]
     else:
         items = [*enumerate(values)]
     every = hints * len(items) if len(hints) == 1 else hints
     if len(every) != len(items):
-        return False
+        raise _Misfit
+    made = {}
     for (key, value), hint in zip(items, every, strict=True):
-        if get_origin(hint) is Annotated:
-            check(f"{path}[{key!r}]", value, hint, style)
-        elif not _fits(f"{path}[{key!r}]", value, hint, style):
-            return False
-    return True
+        reader = check if get_origin(hint) is Annotated or is_record(hint) else _read
+        made[key] = reader(f"{path}[{key!r}]", value, hint, style)
+    return made if isinstance(values, Mapping) else tuple(made.values()) if kind is tuple else [*made.values()]

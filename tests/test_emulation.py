@@ -194,5 +194,5 @@ def test_a_pad_without_a_stage_is_refused() -> None:
 
 @pytest.mark.parametrize("seconds", [-0.001, float("nan"), float("inf")])
 def test_a_pad_is_a_time(seconds: float) -> None:
-    with pytest.raises(SettingError, match=r"Pad\(backward=.*\) must be a number of seconds"):
+    with pytest.raises(SettingError, match=r"Pad\.backward=.* must be a number of seconds"):
         Pad(0.0, seconds)

@@ -148,9 +148,9 @@ def test_a_default_may_be_what_nobody_may_give() -> None:
     ("values", "style", "sentence"),
     [
         ({"dept": 3}, YAML, "a.dept is not a setting; did you mean a.depth?"),
-        ({"dept": 3}, PYTHON, "a['dept'] is not a setting; did you mean a['depth']?"),
-        ({"zzz": 3}, PYTHON, "a['zzz'] is not a setting; Declares has width, token, depth"),
-        ({"token": 3}, PYTHON, "a['token'] must be text or None"),
+        ({"dept": 3}, PYTHON, "a.dept is not a setting; did you mean a.depth?"),
+        ({"zzz": 3}, PYTHON, "a.zzz is not a setting, and Declares has width, token, depth"),
+        ({"token": 3}, PYTHON, "a.token must be text or None"),
         ({"width": None}, YAML, "a.width=null must be a whole number"),
     ],
 )

@@ -105,7 +105,7 @@ def _widths(layer: Layer, calls: Sequence[tuple[Microbenchmark, int]], units: Ma
                 Times(*map(min, job(), before)) for job, before in zip(jobs[share], least[share], strict=True)
             ]
     name, whole = next(iter(units.items()))
-    return [Width(counts[share][name] / whole, Times(*map(sum, zip(*least[share], strict=True)))) for share in parts]
+    return [Width(counts[share][name] / whole, *map(sum, zip(*least[share], strict=True))) for share in parts]
 
 
 def _member_times(benchmark: Microbenchmark, graph: fx.GraphModule, leaves: Sequence[Any]) -> Times:

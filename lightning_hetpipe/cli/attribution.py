@@ -13,7 +13,7 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from lightning_hetpipe.cli.start_up import ConsoleScript
-from lightning_hetpipe.cli.targets import YAML, as_given, is_interpolation, items, sections
+from lightning_hetpipe.cli.targets import as_given, is_interpolation, items, sections
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.settings import unknown
 
@@ -89,7 +89,7 @@ def _refused_argument(error: Exception, config: DictConfig) -> str | None:
     for section in sections(config) if match is not None else ():
         own = section.declared
         if match is not None and own.takes_any and match[1] in section.given.keys() - own.parameters:
-            return str(unknown(match[1], section.path, list(own.parameters), str(section.target), YAML))
+            return str(unknown(match[1], section.path, list(own.parameters), str(section.target)))
     return None
 
 

@@ -10,7 +10,6 @@ from hydra.errors import MissingConfigException, OverrideParseException
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
 from lightning_hetpipe.cli.start_up import ConsoleScript
-from lightning_hetpipe.cli.targets import YAML
 from lightning_hetpipe.errors import closest
 from lightning_hetpipe.launch.command import OVERRIDE, WITH_VALUE
 from lightning_hetpipe.settings import unknown
@@ -55,9 +54,9 @@ def refusal(error: BaseException, arguments: Sequence[str], program: ConsoleScri
         return f"{error.full_key}: {_first_line(error)}; give {error.full_key}=..."
     if isinstance(cause, ConfigKeyError) and "." in (cause.full_key or "") and cause.parent_node is not None:
         section, _, key = str(cause.full_key).rpartition(".")  # of a mapping on the command line, a key in it
-        return str(unknown(key, section, list(map(str, cause.parent_node)), style=YAML))
+        return str(unknown(key, section, list(map(str, cause.parent_node))))
     if match := _UNKNOWN.match(text):
-        return str(unknown(match[1], "", program.read, style=YAML))
+        return str(unknown(match[1], "", program.read))
     if match := _MERGING.match(text):
         reason = _first_line(cause or error)
         if reason.startswith("Cannot merge"):

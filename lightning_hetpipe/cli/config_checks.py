@@ -72,7 +72,7 @@ def _check_top(config: DictConfig, values: Mapping[str, Any], program: ConsoleSc
                 f"{key}{first_key(node)} is not read there; if a file of yours sets it, begin that file with the line"
                 " '# @package _global_'."
             )
-        raise unknown(str(key), "", program.read, style=YAML, rest=first_key(node))
+        raise unknown(str(key), "", program.read, rest=first_key(node))
     for key, hint in program.settings.items():
         if key in values:
             settings.check(key, values[key], hint, YAML)
@@ -104,9 +104,8 @@ def _check_section(section: ConfigSection, referring: bool, bounds: Mapping[str,
         for name, hint in declared.hints.items()
     }
     replace(declared, hints=bounded).check(arguments, path, target, YAML)
-    for name, parameter in declared.parameters.items():
-        if parameter.default is parameter.empty and name not in section.values and not section.partial:
-            raise SettingError(f"{path}.{name} is missing, {target} needs it; give {path}.{name}=...")
+    if not section.partial:
+        declared.check_whole(section.values, path, target)
 
 
 def _is_used(key: str, node: Any) -> bool:

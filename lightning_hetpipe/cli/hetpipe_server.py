@@ -55,7 +55,7 @@ def run(config: DictConfig) -> None:
         SettingError: for a setting that is unknown or wrong, or an address that cannot be had.
         CallRefused, Unreachable: by the server that is asked.
     """
-    config_checks.check(config, PROGRAM, needs=("service",), bounds={"service.lease": Bounds(0.001)})
+    config_checks.check(config, PROGRAM, needs=("service",))
     security = security_of(config)
     if config.command == STATUS:
         print(laid_out(ask(config.address, security, config.timeout)))

@@ -20,7 +20,7 @@ from lightning_hetpipe.errors import SettingError, of_file
 from lightning_hetpipe.placement.device_placement import discovered_cluster
 from lightning_hetpipe.placement.progress import on_terminal
 from lightning_hetpipe.planning.model.catalogue import PRECISIONS, gpus, known, nearest_gpu
-from lightning_hetpipe.planning.model.cluster import PCIE, Cluster, DeviceSlot, Link, Node
+from lightning_hetpipe.planning.model.cluster import PCIE, Cluster, Devices, DeviceSlot, Latency, LinkGiven, Node
 from lightning_hetpipe.planning.model.profile import Profile
 from lightning_hetpipe.planning.model.units import seconds_of
 from lightning_hetpipe.planning.plan import profile_file
@@ -28,6 +28,7 @@ from lightning_hetpipe.planning.plan.profile_file import ProfileCache
 from lightning_hetpipe.rules.versions import POLICIES, WeightPolicy
 from lightning_hetpipe.run.automatic import planned_policies
 from lightning_hetpipe.settings import Length, declared
+from lightning_hetpipe.settings import check as check_value
 from lightning_hetpipe.strategy.profiling_strategy import Profiled, ProfilingStrategy
 from lightning_hetpipe.strategy.profiling_strategy import profile as profile_model
 from lightning_hetpipe.strategy.wsp_callback import WSPCallback
@@ -46,11 +47,11 @@ PROGRAM = ConsoleScript(
         "measure": Literal["links"] | None,
         "profile": str | None,
         "devices": Annotated[Any, Length(1), "null, or at least one device, such as devices=[RTX-3090]"],
-        "link": Any,
+        "link": LinkGiven,
         "optimizer": str | float,
         "split": Any,
         "ordered": bool,
-        "synchronise": Any,
+        "synchronise": Latency,
         "precision": Annotated[Any, _is_precision, f"one of {', '.join(PRECISIONS)}"],
     },
     trainer_errors.sentence,
@@ -160,8 +161,13 @@ def _finetuning(config: DictConfig) -> list[L.Callback]:
 def cluster_of(config: DictConfig, profile: Profile) -> tuple[Cluster, set[DeviceSlot]]:
     """The devices, and those whose memory a data sheet says."""
     if config.devices is not None:
-        link = _link(config)
-        cluster = Cluster([Node("here", _devices(config), None if link == PCIE and not _is_given("link") else link)])
+        given = _plain(config.devices)
+        names = [
+            each if isinstance(each, dict) else str(each) for each in (given if isinstance(given, list) else [given])
+        ]
+        link = check_value("link", _plain(config.link), LinkGiven)
+        link = None if link == PCIE and not _is_given("link") else link
+        cluster = Cluster([Node("here", check_value("devices", names, Devices), link)])
         if (name := _strange(cluster, profile)) is not None:
             raise SettingError(f"devices=[{name}] is {_unknown(name, profile)}")
     elif config.cluster is None:
@@ -235,24 +241,8 @@ def _unknown(name: str, profile: Profile, way_out: str = "") -> str:
     return f"neither in the profile, which has {profiled}, nor in the catalogue of GPUs{alike}"
 
 
-def _devices(config: DictConfig) -> list[Any]:
-    """Devices as ``Node`` takes them: names, or mappings."""
-    given = OmegaConf.to_container(config.devices) if OmegaConf.is_config(config.devices) else config.devices
-    return [each if isinstance(each, dict) else str(each) for each in (given if isinstance(given, list) else [given])]
-
-
-def _link(config: DictConfig) -> Link:
-    """Link between ``devices``."""
-    given: Any = OmegaConf.to_container(config.link) if OmegaConf.is_config(config.link) else config.link
-    example = "give a bandwidth, such as 'link=\"12 GB/s\"', or 'link={bandwidth: 12 GB/s, latency: 10 us}'."
-    try:
-        if isinstance(given, dict):
-            return Link(**given)
-        if isinstance(given, str):
-            return Link(given)
-    except (SettingError, TypeError) as error:
-        raise SettingError(f"link={written(given)} is not a link ({error}); {example}") from error
-    raise SettingError(f"link={written(given)} is not a link; {example}")
+def _plain(value: Any) -> Any:
+    return OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
 
 
 def of_strategy(config: DictConfig, key: str) -> Any:
@@ -297,7 +287,7 @@ def wanted(config: DictConfig) -> dict[str, Any]:
         "in_flight": None if in_flight == "auto" else in_flight,
         "recompute": of_strategy(config, "recompute"),
         "ordered": config.ordered,
-        "synchronise": seconds_of(str(config.synchronise), "synchronise"),
+        "synchronise": seconds_of(config.synchronise, "synchronise"),
         "weights": POLICIES.get(of_strategy(config, "weights")),
         "every": OmegaConf.select(config, "trainer.accumulate_grad_batches", default=None) or 1,
         "spread": not of_strategy(config, "compile"),

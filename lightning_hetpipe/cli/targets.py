@@ -176,8 +176,8 @@ def _made(value: Any) -> Any:
 YAML = Style(
     lambda path, value: f"{path}._target_={value['_target_']}" if is_section(value) else f"{path}={written(value)}",
     _PLAIN,
-    lambda path, name: f"{path}.{name}" if path else name,
     _made,
+    builds=False,
 )
 """Words of a configuration."""
 

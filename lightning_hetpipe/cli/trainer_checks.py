@@ -86,4 +86,4 @@ def _check_named(group: str, given: Any, *, by_group: bool) -> None:
         raise SettingError(f"trainer.{group}{first_key(given)} is not read there; give {group}{first_key(given)}=...")
     known = [name for name, value in given.items() if value is None or is_section(value)]
     for name in [name for name in given if name not in known]:
-        raise unknown(name, group, known, style=YAML, rest=first_key(given[name]))
+        raise unknown(name, group, known, rest=first_key(given[name]))

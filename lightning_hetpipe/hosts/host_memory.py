@@ -16,7 +16,7 @@ from torch import Tensor
 from lightning_hetpipe.hosts import orders
 from lightning_hetpipe.pipeline.graph_code import operator_name, operator_of
 from lightning_hetpipe.pipeline.streams import move
-from lightning_hetpipe.torch_private.graphs import OperatorOverload
+from lightning_hetpipe.torch_private.graphs import OperatorOverload, schema_of
 from lightning_hetpipe.torch_private.tensors import pytree
 
 CPU = torch.device("cpu")
@@ -251,7 +251,7 @@ class HeldTensors:
             if place < len(args):
                 changed += _sent(args[place], order.args[place])
             else:
-                name = func._schema.arguments[place].name
+                name = schema_of(func).arguments[place].name
                 changed += _sent(kwargs.get(name), order.kwargs.get(name))
         return changed
 

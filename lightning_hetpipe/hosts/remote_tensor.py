@@ -29,7 +29,7 @@ from torch.autograd.graph import increment_version
 
 from lightning_hetpipe.hosts.host_memory import CPU, Handle, HostMemory
 from lightning_hetpipe.pipeline.plain_code import NotPlain
-from lightning_hetpipe.torch_private.graphs import OperatorOverload
+from lightning_hetpipe.torch_private.graphs import OperatorOverload, schema_of
 from lightning_hetpipe.torch_private.subclasses import as_plain, exchange, make_without_memory
 
 
@@ -177,7 +177,7 @@ class _Operator:
 
 @functools.cache
 def _facts(func: OperatorOverload) -> _Operator:
-    schema = func._schema
+    schema = schema_of(func)
     writes: list[tuple[int, str]] = []
     aliases: dict[str, tuple[int, str]] = {}
     for place, argument in enumerate(schema.arguments):

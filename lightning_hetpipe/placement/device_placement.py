@@ -78,7 +78,7 @@ class DevicePlacement:
             if on_cpu and plan is not None:
                 stages = [(worker, stage) for worker in plan.virtual_workers for stage in worker.stages]
                 here = [stage.members() for worker, stage in stages if stage.node == worker.leader]
-                numbers = [each.device_number or 0 for members in here for each in members.values()]
+                numbers = [each.device_number for members in here for each in members.values()]
                 devices = [*devices, *[devices[-1]] * (max(numbers, default=0) + 1 - len(devices))]
             cluster = _named_as_in(plan, discovered_cluster(devices))
             return cls(cluster, [*devices, *[CPU] * (len(cluster.slots) - len(devices))])
@@ -159,13 +159,13 @@ def _as_measured(cluster: Cluster) -> Cluster:
 def _named_as_in(plan: Plan | None, found: Cluster) -> Cluster:
     """Name the one discovered node as the plan's node of the last stage: machines have other names than people give
     them. The plan's other nodes are what it says of them: their devices are at hosts."""
-    if plan is None or not plan.virtual_workers or not plan.virtual_workers[0].stages:
+    if plan is None:
         return found
     worker, (node,) = plan.virtual_workers[0], found.nodes
     nodes = [Node(worker.leader, node.devices, node.link)]
     for name in worker.nodes:
         if name != worker.leader:
             there = [stage.members().values() for stage in worker.stages if stage.node == name]
-            named = {each.device_number or 0: each.device_name for members in there for each in members}
+            named = {each.device_number: each.device_name for members in there for each in members}
             nodes.append(Node(name, [Device(named.get(number, "cpu")) for number in range(max(named) + 1)]))
     return Cluster(nodes, found.link)

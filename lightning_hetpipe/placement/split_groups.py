@@ -26,8 +26,7 @@ def planned_groups(plan: Plan, placement: DevicePlacement) -> dict[int, DeviceGr
             counts = ChannelCounts(
                 [member.share for member in stage.group], {split.layer: split.counts for split in stage.splits}
             )
-            places = [(member.node, member.device_number) for member in stage.group]
-            home = places.index((stage.node, stage.device_number))
+            home = [member.at for member in stage.group].index(stage.at)
             found[number] = DeviceGroup(
                 [placement.device(slot) for slot in slots], counts, home, [placement.name(slot) for slot in slots]
             )

@@ -270,7 +270,7 @@ def _draw_devices(axes: Axes, plan: Plan, cluster: Cluster, widest: int) -> None
     stages: dict[tuple[str, int | None], list[tuple[int, int, PlannedStage]]] = {}
     for number, worker in enumerate(plan.virtual_workers):
         for index, stage in enumerate(worker.stages):
-            stages.setdefault((stage.node, stage.device_number), []).append((number, index, stage))
+            stages.setdefault(stage.at, []).append((number, index, stage))
     for row, node in enumerate(cluster.nodes):
         for place, device in enumerate(node.devices):
             text, colour = f"{device.name}\nidle", IDLE_COLOUR

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lightning_hetpipe.errors import SettingError
-
 PLACEMENTS = ("size", "round_robin", "local")
 CANDIDATES = ("size", "local")
 """Placements among which a plan chooses: dealing parameters out in turn is never better than by size."""
@@ -25,9 +23,6 @@ def place(sizes: Sequence[int], servers: int, how: str, homes: Sequence[int] = (
             0, which nobody goes on without, takes weights with it when it is lost.
         homes: For each parameter, the server beside virtual worker 0's stage that holds it; nothing where that is the
             coordinator for all.
-
-    Raises:
-        SettingError: for another ``how``.
     """
     found: list[list[int]] = [[] for _ in range(servers)]
     if how == "round_robin":
@@ -36,7 +31,7 @@ def place(sizes: Sequence[int], servers: int, how: str, homes: Sequence[int] = (
     elif how == "local":
         for index in range(len(sizes)):
             found[homes[index] if homes else 0].append(index)
-    elif how == "size":
+    else:
         held = [0] * servers
         for index in sorted(range(len(sizes)), key=lambda index: (-sizes[index], index)):
             server = held.index(min(held))
@@ -44,6 +39,4 @@ def place(sizes: Sequence[int], servers: int, how: str, homes: Sequence[int] = (
             held[server] += sizes[index]
         for indices in found:
             indices.sort()
-    else:
-        raise SettingError(f"WSPCallback(placement={how!r}) is not known; use 'size', 'round_robin' or 'local'")
     return found

@@ -55,9 +55,9 @@ def accelerators_elsewhere(plan: Plan | None, emulated: bool) -> dict[int, list[
     if plan is None or emulated:
         return {}
     return {
-        number: [(each.device_number or 0, each.device_name) for each in (stage, *stage.group)]
+        number: [(each.device_number, each.device_name) for each in (stage, *stage.group)]
         for number, stage in _elsewhere(plan).items()
-        if stage.device_name != "cpu" and stage.device_number is not None
+        if stage.device_name != "cpu"
     }
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
 from datetime import timedelta
 from typing import Annotated, Any, Literal
 
@@ -13,7 +12,7 @@ from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.launch.wsp_settings import WSPSettings
 from lightning_hetpipe.rules.parameter_placement import PLACEMENTS
 from lightning_hetpipe.server.transport.security import Security, split
-from lightning_hetpipe.settings import MOST, Bounds, Choices, Duration, Length, declared, read, seconds
+from lightning_hetpipe.settings import MOST, Bounds, Choices, Duration, Length, read, seconds
 from lightning_hetpipe.strategy.relations import check_lengths
 
 
@@ -30,7 +29,6 @@ def _are_distinct(values: Sequence[str]) -> bool:
 
 Address = Annotated[str, _is_address, "host:port with a port from 1 to 65535, such as '10.0.0.1:5000'"]
 _Length = Annotated[int, Bounds(1, MOST)]
-_SECURITY = [each.name for each in fields(Security)]
 
 
 class WSPCallback(L.Callback):
@@ -84,37 +82,27 @@ class WSPCallback(L.Callback):
         ]
         | None = None,
         placement: Annotated[str, Choices(PLACEMENTS)] | None = None,
-        security: Security | Annotated[Mapping[str, Any], f"a mapping of {', '.join(_SECURITY)}"] | None = None,
+        security: Security | Mapping[str, Any] | None = None,
         lease: Duration = timedelta(seconds=30),
         end_timeout: Duration | None = None,
         join_timeout: Duration = timedelta(minutes=10),
         restarts: Annotated[int, Bounds(0, MOST)] = 0,
     ) -> None:
-        read(WSPCallback, locals())
+        given = read(WSPCallback, locals())
         check_lengths(wave, shares)
+        if security is not None and not isinstance(security, Security):
+            _ = given.security.from_environment().encrypted  # raises where files are missing
         own_wave = None if wave == "auto" else wave
         planned = {"clock_distance": clock_distance, "wave": own_wave, "shares": shares, "placement": placement}
-        self.settings = WSPSettings(
-            clock_distance or 0,
-            wave,
-            tuple(shares) if shares is not None and not isinstance(shares, str) else shares or "equal",
-            aggregate,
-            update_dtype,
-            None if servers is None else tuple(servers),
-            placement or "size",
-            _security(security),
-            seconds(lease),
-            None if end_timeout is None else seconds(end_timeout),
-            seconds(join_timeout),
-            restarts,
-            frozenset(name for name, value in planned.items() if value is None),
-        )
-
-
-def _security(given: Security | Mapping[str, Any] | None) -> Security:
-    if given is None or isinstance(given, Security):
-        return given or Security()
-    declared(Security).check(given, "security", "security")
-    made = Security(**given)
-    _ = made.from_environment().encrypted  # raises where files are missing
-    return made
+        values: dict[str, Any] = {
+            "clock_distance": clock_distance or 0,
+            "shares": tuple(shares) if shares is not None and not isinstance(shares, str) else shares or "equal",
+            "servers": None if servers is None else tuple(servers),
+            "placement": placement or "size",
+            "security": given.security or Security(),
+            "lease": seconds(lease),
+            "end_timeout": None if end_timeout is None else seconds(end_timeout),
+            "join_timeout": seconds(join_timeout),
+            "left_out": frozenset(name for name, value in planned.items() if value is None),
+        }
+        self.settings = WSPSettings(**{**vars(given), **values})

@@ -129,6 +129,11 @@ HigherOrderOperator = torch._ops.HigherOrderOperator
 """One that is given a region of the graph."""
 
 
+def schema_of(operator: OperatorOverload) -> Any:
+    """Return what ``operator`` takes and gives."""
+    return operator._schema
+
+
 def arguments_of(operator: torch._ops.OpOverload) -> list[tuple[str, bool, bool]]:
     """For each argument: its name, whether an output may share its memory, and whether it is changed in place."""
     return [
@@ -137,7 +142,7 @@ def arguments_of(operator: torch._ops.OpOverload) -> list[tuple[str, bool, bool]
             argument.alias_info is not None,
             argument.alias_info is not None and argument.alias_info.is_write,
         )
-        for argument in operator._schema.arguments
+        for argument in schema_of(operator).arguments
     ]
 
 

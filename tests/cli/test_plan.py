@@ -358,19 +358,19 @@ def test_a_wrong_key_in_a_cluster(plan: Run, folder: Path) -> None:
     for text, says in [
         (
             "nodes: [{name: a, devices: [{name: T4, memry: 3}]}]",
-            "a Device has no 'memry'; it has name, memory, speed; did",
+            "cluster.nodes[0].devices[0].memry is not a setting; did you mean cluster.nodes[0].devices[0].memory?",
         ),
         (
             "nodes: [{name: a, devices: [{name: T4, memory: 3 gigs}]}]",
-            "Device('T4').memory='3 gigs' has the unit 'gigs'",
+            "cluster.nodes[0].devices[0].memory='3 gigs' has the unit 'gigs'",
         ),
         (
             "nodes: [{name: a, devices: [T4], link: 3 GBps}]",
-            "the link of node 'a': Link.bandwidth='3 GBps' has the unit",
+            "cluster.nodes[0].link='3 GBps' has the unit",
         ),
         (
             "nodes: [{name: a, devices: [T4]}]\nlink: 3",
-            "cluster.link=3 must be a lightning_hetpipe.Link, a mapping, text or null",
+            "cluster.link=3 must be a Link, or a bandwidth such as '12 GB/s', or null",
         ),
         (
             "nodes: [{name: a, devices: [T5]}]",

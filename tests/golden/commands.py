@@ -108,7 +108,9 @@ VALUES = [  # of the wrong type or size
     command("plan", [*P, "devices=[]"], "devices", "[]", "devices=[RTX-3090]"),
     command("plan", [*P, "devices=[RTX-3O90]"], "devices", "[RTX-3O90]", "RTX-3090", "V100-16", "catalogue"),
     command("plan", [*T4, "split=yes"], "split", "yes", "true, auto or false"),
-    command("plan", [*P, "cluster=mixed_box", "cluster.link=3"], "cluster.link", "3", "Link", "text", "null"),
+    command(
+        "plan", [*P, "cluster=mixed_box", "cluster.link=3"], "cluster.link", "3", "Link", "bandwidth", LINK, "null"
+    ),
     command(
         "plan",
         [*P, "cluster=mixed_box", "strategy.allocation=nb"],
@@ -166,8 +168,10 @@ TOGETHER = [  # settings that exclude each other, or are of no use here; files o
     command("plan", ["measure=links", "cluster=mixed_box"], "measure", "links", "a cluster", "leave one of both out"),
     command("plan", ["measure=links", *P], "measure", "links", "profile=p.json", "leave one of both out"),
     command("plan", ["profile=no.json"], "profile", "no.json", "No such file", "give another file"),
-    command("plan", ["profile=other.json"], "profile", "other.json", "'in_flight'", "give a profile"),
-    command("plan", ["profile=small.json", "devices=[T4]"], "profile", "small.json", "memory_bytes", "24 bytes"),
+    command("plan", ["profile=other.json"], "profile", "other.json", "in_flight", "give a profile"),
+    command(
+        "plan", ["profile=small.json", "devices=[T4]"], "profile", "small.json", "memory_bytes=24", "1 MiB or more"
+    ),
     command("plan", [*T4, "strategy.plan=p.json"], "strategy.plan", "p.json", "hetpipe-train", "leave it out"),
     command("plan", [*T4, "cluster=mixed_box"], "devices", "['T4']", "a cluster", "leave one of them out"),
     command("plan", [*T4, "strategy.virtual_workers=2"], "strategy.virtual_workers", "2",
@@ -207,7 +211,7 @@ ALIKE = [  # those above again, of other settings; each composes a configuration
             " devic: cpu}]"], "trainer.plugins.0.devic", "", "did you mean trainer.plugins.0.device?"),
     command("plan", [*P, "devics=[RTX-3090]"], "devics", "", "did you mean devices?"),
     command("plan", [*T4, "link={much: 1}"], "link.much", "", "bandwidth", "latency"),
-    command("plan", [*P, "devices=[{name: T4, memry: 3}]"], "Device", "'memry'", "name, memory, speed"),
+    command("plan", [*P, "devices=[{name: T4, memry: 3}]"], "devices[0].memry", "", "did you mean devices[0].memory?"),
     command("server", ["adress=1"], "adress", "", "did you mean address?"),
     command("server", ["+security.tokn=1"], "security.tokn", "", "did you mean security.token?"),
     command("train", ["strategy.stages=0"], "strategy.stages", "0", "at least 1", "'auto'"),
@@ -245,7 +249,7 @@ ALIKE = [  # those above again, of other settings; each composes a configuration
     command("plan", [*T4, "ordered=2"], "ordered", "2", "true or false"),
     command("plan", [*T4, "synchronise=long"], "synchronise", "'long'", "number and a unit"),
     command("plan", [*T4, "optimizer=adamm"], "optimizer", "'adamm'", "adamw", "sgd"),
-    command("plan", [*T4, "link.much=1"], "link", "'much': 1", "bandwidth", LINK),
+    command("plan", [*T4, "link.much=1"], "link.much", "", "bandwidth", "latency"),
     command("plan", [*P, "devices=[{name: T4, memory: 24}]"], "memory", "24", "did you mean '24 GiB'"),
     command("plan", [*T4, "strategy.split=maybe"], "strategy.split", "maybe", "true, false", "'auto'"),
     command("server", ["command=sing"], "command", "sing", "'serve'", "'status'"),

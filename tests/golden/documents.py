@@ -58,10 +58,10 @@ def node(setting: str, value: object, *way_out: str, devices: Any = ("T4",), lin
 
 NO_DEVICES: list[Any] = [[], "T4", 5, {}]
 CLUSTER = [
-    device("Device(name", "''", "name", "'RTX-3090'", name=""),
-    device("Device(name", "3", "name", "'RTX-3090'", name=3),
-    device("Device('T4').memory", "0", "positive", "'24 GiB'", "None", memory=0),
-    device("Device('T4').memory", "True", "positive", "'24 GiB'", "None", memory=True),
+    device("Device.name", "''", "name", "'RTX-3090'", name=""),
+    device("Device.name", "3", "name", "'RTX-3090'", name=3),
+    device("Device('T4').memory", "0", "positive", "whole number of bytes", "'24 GiB'", "None", memory=0),
+    device("Device('T4').memory", "True", "positive", "whole number of bytes", "'24 GiB'", "None", memory=True),
     device("Device('T4').memory", "0.5", "did you mean '0.5 GiB'", memory=0.5),
     device("Device('T4').memory", "2500000000.5", "whole number", "'24 GiB'", memory=2.5e9 + 0.5),
     device("Device('T4').memory", "'24 gigs'", "GiB", "MB", memory="24 gigs"),
@@ -70,26 +70,29 @@ CLUSTER = [
     *[device("Device('T4').memory", repr(it), "number and a unit", "'24 GiB'", memory=it)
       for it in ("-3 GiB", "1e999999999 GiB")],
     device("Device('T4').memory", "'24 GB/s'", "GiB", "MB", memory="24 GB/s"),
-    device("Device('T4', speed", "inf", "positive number", speed=math.inf),
-    made(lambda: Link(0), "Link(bandwidth", "0", "positive number", "bytes per second"),
+    device("Device('T4').speed", "inf", "positive number", speed=math.inf),
+    made(lambda: Link(0), "Link.bandwidth", "0", "positive number", "bytes per second", "'12 GB/s'"),
     made(lambda: Link("fast"), "Link.bandwidth", "'fast'", "number and a unit", "'12 GB/s'", "'200 Mbit/s'"),
     made(lambda: Link("10 Gbps"), "Link.bandwidth", "'10 Gbps'", "did you mean 'Gbit/s'?"),
-    made(lambda: Link(1, -1), "Link(latency", "-1", "seconds", "at least 0"),
+    made(lambda: Link(1, -1), "Link.latency", "-1", "seconds", "at least 0", "'10 us'"),
     made(lambda: Link(1, "short"), "Link.latency", "'short'", "number and a unit", "'10 us'", "'0.5 ms'"),
-    made(lambda: Node("", ["T4"]), "Node(name", "''", "'box'"),
-    *[node("devices of Node 'n'", repr(it), "at least one Device", "name", devices=it) for it in NO_DEVICES],
-    node("Device", "3", "'RTX-3090'", devices=[3]),
-    node("Device", "'memry'", "name, memory, speed", "did you mean 'memory'?", devices=[{"name": "a", "memry": 1}]),
-    node("Device", "{'memory': 1}", "'name'", "add it", devices=[{"memory": 1}]),
+    made(lambda: Node("", ["T4"]), "Node.name", "''", "'box'"),
+    *[node("Node('n').devices", repr(it), "at least one Device", "name", devices=it) for it in NO_DEVICES],
+    node("Node('n').devices[0]", "3", "Device", "'RTX-3090'", devices=[3]),
+    node("Node('n').devices[0].memry", "", "did you mean Node('n').devices[0].memory?",
+         devices=[{"name": "a", "memry": 1}]),
+    node("Node('n').devices[0].many", "", "name, memory, speed", devices=[{"name": "a", "many": 1}]),
+    node("Node('n').devices[0].name", "missing", "give", devices=[{"memory": 1 << 30}]),
     node("'0xT4'", "", "1 to 10000 devices", devices=["0xT4"]),
     node("'1000000000000xT4'", "", "1 to 10000 devices", devices=["1000000000000xT4"]),
-    node("the link of node 'n'", "3", "Link", "'12 GB/s'", link=3),
-    node("the link of node 'n'", "'fast'", "Link.bandwidth", "'12 GB/s'", link="fast"),
-    given(Cluster, "nodes", [], "at least one Node"),
-    given(Cluster, "nodes", Node("n", ["T4"]), "at least one Node"),
-    made(lambda: Cluster(["n"]), "'n'", "", "Node"),  # type: ignore[list-item]
+    node("Node('n').link", "3", "Link", "'12 GB/s'", link=3),
+    node("Node('n').link", "'fast'", "number and a unit", "'12 GB/s'", link="fast"),
+    made(lambda: Cluster([]), "Cluster.nodes", "[]", "at least one Node"),
+    made(lambda: Cluster(T4.nodes[0]), "Cluster.nodes", repr(T4.nodes[0]), "at least one Node"),  # type: ignore[arg-type]
+    made(lambda: Cluster(["n"]), "Cluster.nodes[0]", "'n'", "lightning_hetpipe.Node"),  # type: ignore[list-item]
     made(lambda: Cluster([Node("n", ["a"])] * 2), "Cluster", "'n'", "name of its own"),
-    made(lambda: Cluster([Node("n", ["a"])], {"bandwith": 1}), "the link of the Cluster", "'bandwith'", "'bandwidth'"),
+    made(lambda: Cluster([Node("n", ["a"])], {"bandwith": 1}), "Cluster.link.bandwith", "",  # type: ignore[arg-type]
+         "did you mean Cluster.link.bandwidth?"),
     made(lambda: Cluster([Node("n", ["a"])] * 1).over(Cluster([Node("a", ["x"]), Node("b", ["x"])])),
          "cluster", "1 node", "2", "declare"),
     made(lambda: T4.over(Cluster([Node("here", ["RTX-3090", "T4"])])), "node 'box'", "1 device", "2", "RTX-3090, T4",
@@ -124,15 +127,13 @@ def there(key: str, value: str, *way_out: str, cluster: Cluster) -> Case:
 
 
 FAULTS = [
-    faulty("weights", "'stale'", *POLICIES, plan=replace(PLAN, weights="stale")),
-    faulty("placement", "'near'", "size", "round_robin", "local", plan=replace(PLAN, placement="near")),
-    faulty("virtual_workers", "empty", "at least one", plan=replace(PLAN, virtual_workers=())),
-    faulty(
-        "virtual_workers[0].stages",
-        "empty",
-        "at least one stage",
-        plan=replace(PLAN, virtual_workers=(PlannedWorker(2.0, ()),)),
-    ),
+    made(lambda: replace(PLAN, weights="stale"), "Plan.weights", "'stale'", *POLICIES),
+    made(lambda: replace(PLAN, placement="near"), "Plan.placement", "'near'", "size", "round_robin", "local"),
+    made(lambda: replace(PLAN, virtual_workers=()), "Plan.virtual_workers", "()", "at least one"),
+    made(lambda: PlannedWorker(2.0, ()), "PlannedWorker.stages", "()", "at least one stage"),
+    made(lambda: replace(SECOND, device="T4"), "PlannedStage.device", "'T4'", "name and a number", "'RTX-3090:0'"),
+    made(lambda: replace(GROUP[1], device="T4"), "PlannedMember.device", "'T4'", "name and a number", "'RTX-3090:0'"),
+    made(lambda: replace(GROUP[1], share=math.nan), "PlannedMember.share", "nan", "0 or more", "finite"),
     faulty(
         "virtual_workers[1].stages[0].device",
         "'RTX-3090:0'",
@@ -148,7 +149,6 @@ FAULTS = [
     ),
     stage(".first_layer", "1", "0", first_layer=1),
     stage(".last_layer", "3", "from 2 to 2", number=1, last_layer=3),
-    stage(".device", "'T4'", "name and a number", "'RTX-3090:0'", number=1, device="T4"),
     stage(".memory_bytes", "25.0 GiB", "1.0 GiB more", "RTX-3090:0", memory_bytes=25 * GIB),
     stage(
         ".memory_bytes",
@@ -164,9 +164,7 @@ FAULTS = [
     group(".group", "one member", "leave it out", group=GROUP[:1]),
     group(".device", "'RTX-3090:0'", "must be in the group", group=(replace(GROUP[1], device="T4:3"), GROUP[1])),
     group(".group", "no share above 0", "at least one", group=tuple(replace(each, share=0.0) for each in GROUP)),
-    group(".group[1].device", "'T4'", "'RTX-3090:0'", group=(GROUP[0], replace(GROUP[1], device="T4"))),
     group(".group[2].device", "'T4:2'", "in the group already", group=(*GROUP, GROUP[1])),
-    group(".group[1].share", "nan", "0 or more", group=(GROUP[0], replace(GROUP[1], share=math.nan))),
     group(".group[1].node", "'other'", "one machine", "'box'", group=(GROUP[0], replace(GROUP[1], node="other"))),
     group(".splits[0].counts", "3", "'net.0'", "2 members", splits=(PlannedSplit("net.0", (1, 2, 3)),)),
     group(".splits[0].counts", "nobody", "'net.0'", splits=(PlannedSplit("net.0", (0, 0)),)),
@@ -214,7 +212,9 @@ WIDTHS = {"layer": 0, "run": 0, "units": {"a": 4}, "sums": False, "devices": {"o
 
 
 def width(key: str, value: str, *way: str, **changes: Any) -> Case:
-    return profile_of(lambda it: it.update(widths=[{**WIDTHS, **changes}]), f"widths[0].{key}", value, *way)
+    return profile_of(
+        lambda it: it.update(widths=[{**WIDTHS, **changes}]), "widths of layer", value, *way, "profile anew"
+    )
 
 
 def at(path: str, value: Any) -> Change:
@@ -236,37 +236,54 @@ OTHER_VERSION = ("1", "make it anew")
 
 FILES = [
     plan_file(at("schema_version", 2), "schema_version", "2", *OTHER_VERSION),
-    plan_file(at("in_flight", None), "'in_flight'", ""),
-    plan_file(at("in_flight", 0), "in_flight", "0", "whole number", "1 or more"),
-    plan_file(at("in_flght", 0), "'in_flght'", "", "did you mean 'in_flight'?"),
-    plan_file(at("virtual_workers.0.stages.1.time_s", "fast"), "virtual_workers[0].stages[1].time_s", '"fast"', "0 or"),
-    plan_file(at("virtual_workers.0.stages", 3), "virtual_workers[0].stages", "3", "list"),
-    plan_file(at("virtual_workers.0", 3), "virtual_workers[0]", "3", "object"),
+    plan_file(at("in_flight", None), "in_flight", "missing", "give"),
+    plan_file(at("in_flight", 0), "in_flight", "0", "whole number", "at least 1"),
+    plan_file(at("in_flght", 0), "in_flght", "", "did you mean in_flight?"),
+    plan_file(at("weights", "stale"), "weights", '"stale"', *POLICIES),
+    plan_file(at("virtual_workers", []), "virtual_workers", "[]", "at least one virtual worker"),
+    plan_file(
+        at("virtual_workers.0.stages.1.time_s", "fast"),
+        "virtual_workers[0].stages[1].time_s",
+        '"fast"',
+        "number",
+        "at least 0",
+    ),
+    plan_file(at("virtual_workers.0.stages", 3), "virtual_workers[0].stages", "3", "list of at least one stage"),
+    plan_file(at("virtual_workers.0", 3), "virtual_workers[0]", "3", "mapping", "stages"),
+    plan_file(
+        at("virtual_workers.0.stages.0.device", "T4"), "virtual_workers[0].stages[0].device", '"T4"', "'RTX-3090:0'"
+    ),
     plan_file(at("recompute", 1), "recompute", "1", "true or false"),
     plan_file(at("layers.0", 3), "layers[0]", "3", "text"),
     profile_of(at("schema_version", 2), "schema_version", "2", *OTHER_VERSION),
-    profile_of(at("schema_version", None), "'schema_version'", ""),
-    profile_of(at("sample", 2), "'sample'", "", "did you mean 'samples'?"),
-    profile_of(at("samples", 0), "samples", "0", "1 or more"),
-    profile_of(at("samples", True), "samples", "true", "1 or more"),
-    profile_of(at("devices.own.layers.1", None), "devices.own.layers", "1 entries", "2 layers"),
-    profile_of(at("devices.own.layers.1.forward_s", None), "devices.own.layers[1]", "'forward_s'"),
-    profile_of(at("devices.own.layers.1.forward_s", -1), "devices.own.layers[1].forward_s", "-1", "0 or more"),
-    profile_of(at("devices.own.memory_bytes", 24), "devices.own.memory_bytes", "24", "give bytes"),
-    profile_of(at("devices.own.flop_per_s", 0), "devices.own.flop_per_s", "0", "positive"),
-    profile_of(at("devices", {}), "devices", "empty", "at least one device"),
-    profile_of(at("layers", []), "layers", "empty", "at least one layer"),
+    profile_of(at("schema_version", None), "schema_version", "missing"),
+    profile_of(at("sample", 2), "sample", "", "did you mean samples?"),
+    profile_of(at("samples", 0), "samples", "0", "at least 1"),
+    profile_of(at("samples", True), "samples", "true", "at least 1"),
+    profile_of(at("devices.own.layers.1", None), "the profile of m", "1 times", "'own'", "2 layers"),
+    profile_of(at("devices.own.layers.1.forward_s", None), "devices['own'].layers[1].forward_s", "missing", "give"),
+    profile_of(at("devices.own.layers.1.forward_s", -1), "devices['own'].layers[1].forward_s", "-1", "at least 0"),
+    profile_of(at("devices.own.memory_bytes", 24), "devices['own'].memory_bytes", "24", "bytes", "1 MiB or more"),
+    profile_of(at("devices.own.flop_per_s", 0), "devices['own'].flop_per_s", "0", "positive"),
+    profile_of(at("devices", {}), "devices", "{}", "at least one device"),
+    profile_of(at("layers", []), "layers", "[]", "at least one layer"),
     profile_of(at("layers.0.name", 3), "layers[0].name", "3", "text"),
-    profile_of(at("layers.0.kept_bytes", 1.5), "layers[0].kept_bytes", "1.5", "whole number", "0 or more"),
-    profile_of(at("layers.0.frozen_bytes", 5), "layers[0].frozen_bytes", "5", "parameter_bytes", "4"),
+    profile_of(at("layers.0.kept_bytes", 1.5), "layers[0].kept_bytes", "1.5", "whole number", "at least 0"),
+    profile_of(at("layers.0.frozen_bytes", 5), "frozen_bytes", "5", "'a'", "parameter_bytes=4", "profile anew"),
     profile_of(at("layers.0.changes_buffers", 1), "layers[0].changes_buffers", "1", "true or false"),
-    profile_of(at("calls.0", [0]), "calls[0]", "1 entries", "two", "the first layer", "behind the last"),
-    profile_of(at("estimated", {"a": 1}), "estimated.a", "1", "text"),
-    profile_of(at("user_code", {"many": 1}), "user_code", "'many'"),
+    profile_of(at("calls.0", [0]), "calls[0]", "[0]", "two", "the first one", "behind the last"),
+    profile_of(at("estimated", {"a": 1}), "estimated['a']", "1", "text"),
+    profile_of(at("user_code", {"many": 1}), "user_code.many", "", "trained_bytes", "loss_bytes"),
     width("layer", "2", "2 layers", layer=2),
     width("run", "3", "2 layers", run=3),
-    width("units.a", "0", "1 or more", units={"a": 0}),
-    width("devices.own[0].part", "2", "more than 0", "at most 1", devices={"own": [{**WIDTH, "part": 2}]}),
+    profile_of(lambda it: it.update(widths=[{**WIDTHS, "units": {"a": 0}}]), "widths[0].units['a']", "0", "at least 1"),
+    profile_of(
+        lambda it: it.update(widths=[{**WIDTHS, "devices": {"own": [{**WIDTH, "part": 2}]}}]),
+        "widths[0].devices['own'][0].part",
+        "2",
+        "more than 0",
+        "at most 1",
+    ),
 ]
 
 PROFILES = [
@@ -341,8 +358,8 @@ def without_scikit_learn(place: Place) -> None:
 
 EMPTY = Timeline((), 2, 2)
 OTHERS = [
-    made(lambda: Pad(0.0, -1.0), "Pad(backward", "-1.0", "number of seconds", "0 or more"),
-    made(lambda: Pad(math.nan, 1.0), "Pad(forward", "nan", "number of seconds", "0 or more"),
+    made(lambda: Pad(0.0, -1.0), "Pad.backward", "-1.0", "number of seconds", "0 or more"),
+    made(lambda: Pad(math.nan, 1.0), "Pad.forward", "nan", "number of seconds", "0 or more"),
     made(lambda: Emulation([Pad(0, 0)])(1, "forward", 1), "stage 1", "1 stages", "give each a Pad"),
     made(idle_pad, "stage 1", "2 stages", "leave its Pad out"),
     made(lambda: EXAMPLE.between(50, 60), "between(50, 60)", "", "it has minibatches"),

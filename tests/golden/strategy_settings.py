@@ -13,7 +13,6 @@ import torch
 from lightning_hetpipe import Cluster, Device, HetPipeStrategy, Node, Plan, WSPCallback
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.planning.plan.planned_worker import PlannedWorker
-from lightning_hetpipe.rules import parameter_placement
 from lightning_hetpipe.strategy import compile_setting, host_setting, relations
 from tests.golden.cases import Case, Place, case, given
 from tests.golden.training import fit
@@ -264,7 +263,7 @@ PLANS = [
     ),
     from_file(None, "plan", "plan.json", "No such file", "give another file"),
     from_file("[1", "plan", "plan.json", "no JSON", "give another file"),
-    from_file("{}", "plan", "plan.json", "'schema_version'", "plan.json that hetpipe-plan has saved"),
+    from_file("{}", "plan", "plan.json", "schema_version", "plan.json that hetpipe-plan has saved"),
     case(unrunnable_file, "plan", "plan.json", "virtual_workers[0].stages[1]", "plan anew", name="plan with a gap"),
     as_planned(
         "with other virtual_workers", planned(0, 3), "virtual_workers", "3", "1", "leave virtual_workers out",
@@ -295,27 +294,18 @@ WSP = [
     wsp("aggregate", "max", "'sum'", "'mean'"),
     wsp("update_dtype", "int8", "'bfloat16'", "'float16'", "'float32'"),
     wsp("placement", "near", "'size'", "'round_robin'", "'local'"),
-    case(
-        lambda _: parameter_placement.place([1], 1, "near"),
-        "placement",
-        "'near'",
-        "'size'",
-        "'round_robin'",
-        "'local'",
-        name="placement of a server",
-    ),
     *[wsp("servers", value, "list of addresses", "['10.0.0.1:5000']", "None") for value in NO_SERVERS],
     *[
         of_wsp("servers[0]", value, "host:port", "1 to 65535", "'10.0.0.1:5000'", servers=[value])
         for value in ("nowhere", "here:99999", "here:0", 7000)
     ],
     of_wsp("servers", "'here:1'", "once", servers=["here:1", "here:1"]),
-    of_wsp("security['secure']", "", "did you mean security['insecure']?", security={"secure": True}),
-    of_wsp("security['x']", "", "ca", "certificate", "key", "token", "insecure", security={"x": True}),
+    of_wsp("security.secure", "", "did you mean security.insecure?", security={"secure": True}),
+    of_wsp("security.x", "", "ca", "certificate", "key", "token", "insecure", security={"x": True}),
     of_wsp("security", "'high'", "mapping", "ca", "certificate", "key", "token", "insecure", security="high"),
-    of_wsp("security['insecure']", "'no'", "True", "False", security={"insecure": "no"}),
-    of_wsp("security['ca']", 3, "text", "None", security={"ca": 3}),
-    of_wsp("security['token']", "", "text", "None", security={"token": 3}),
+    of_wsp("security.insecure", "'no'", "True", "False", security={"insecure": "no"}),
+    of_wsp("security.ca", 3, "text", "None", security={"ca": 3}),
+    of_wsp("security.token", "", "text", "None", security={"token": 3}),
     *[wsp("lease", value, *YEAR_OF_SECONDS) for value in (0, float("inf"))],
     wsp("lease", "long", *TIME),
     wsp("join_timeout", -1, *YEAR_OF_SECONDS),

@@ -31,7 +31,7 @@ def profiles(draw: st.DrawFn) -> Profile:
         st.sampled_from([[], [(0, len(layers))] * 2, [(0, half), (half, len(layers)), (0, half)]][: 2 + (half > 0)])
     )
     part = st.floats(0, 1, exclude_min=True, allow_subnormal=False)
-    width = st.builds(Width, part, st.builds(Times, SECONDS, SECONDS, SECONDS))
+    width = st.builds(Width, part, SECONDS, SECONDS, SECONDS)
     measured = st.dictionaries(NAMES, st.lists(width, min_size=1, max_size=3), max_size=2)
     units = st.dictionaries(NAMES, st.integers(1, 999), max_size=2)
     own = st.builds(LayerWidths, st.integers(0, len(layers) - 1), units, st.booleans(), measured)

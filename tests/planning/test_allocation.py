@@ -219,11 +219,6 @@ def test_where_nothing_fits_the_least_is_lacking() -> None:
     assert not found.fits
 
 
-def test_an_unknown_placement_is_refused() -> None:
-    with pytest.raises(SettingError, match="placement='near'"):
-        allocate("np", placement="near")
-
-
 def test_an_allocation_makes_a_plan_of_all_virtual_workers() -> None:
     found = allocate("np", shares=True, placement="local")
     plan = Plan.of_allocation(found, "eight", [layer.name for layer in LAYERS], PAPER)

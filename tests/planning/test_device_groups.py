@@ -82,11 +82,6 @@ def test_devices_of_a_group() -> None:
             "is 'other', and a group lies on one machine, here 'box'",
         ),
         (
-            {"group": (GROUP[0], replace(GROUP[1], share=float("nan")))},
-            "group[1].share",
-            "is nan and must be 0 or more, and finite",
-        ),
-        (
             {"group": (GROUP[0], replace(GROUP[1], memory_bytes=3 << 30, memory_limit_bytes=2 << 30))},
             "group[1].memory_bytes",
             "is 3.0 GiB, 1.0 GiB more than T4:1 has",

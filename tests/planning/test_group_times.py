@@ -57,25 +57,25 @@ class TestSeconds:
         assert LayerWidths(0).seconds("gpu", 8.0, 4) == [0.0, 2.0, 4.0, 6.0, 8.0]
 
     def test_a_part_between_two_that_were_measured_takes_as_long_as_the_larger_one(self) -> None:
-        widths = LayerWidths(0, measured={"gpu": [Width(0.5, Times(1.0, 2.0)), Width(1.0, Times(2.0, 2.0))]})
+        widths = LayerWidths(0, measured={"gpu": [Width(0.5, 1.0, 2.0), Width(1.0, 2.0, 2.0)]})
         assert widths.seconds("gpu", 4.0, 8) == [0.0, *[3.0] * 4, *[4.0] * 4]
 
     def test_a_part_that_was_measured_is_found_whatever_its_last_digits(self) -> None:
-        measured = [Width(count / 49, Times(count, 0.0)) for count in range(1, 50)]
+        measured = [Width(count / 49, count, 0.0) for count in range(1, 50)]
         found = LayerWidths(0, measured={"gpu": measured}).seconds("gpu", 49.0, 49)
         assert found == pytest.approx([*range(50)])
 
     def test_the_last_part_stands_for_what_is_larger(self) -> None:
         """A file that somebody has written may have no times of all channels."""
-        widths = LayerWidths(0, measured={"gpu": [Width(0.25, Times(1.0, 0.0)), Width(0.5, Times(2.0, 0.0))]})
+        widths = LayerWidths(0, measured={"gpu": [Width(0.25, 1.0, 0.0), Width(0.5, 2.0, 0.0)]})
         assert widths.seconds("gpu", 8.0, 4) == [0.0, 4.0, 8.0, 8.0, 8.0]
 
     def test_a_disturbed_measurement_does_not_make_more_take_less(self) -> None:
-        widths = LayerWidths(0, measured={"gpu": [Width(0.5, Times(3.0, 6.0)), Width(1.0, Times(4.0, 4.0))]})
+        widths = LayerWidths(0, measured={"gpu": [Width(0.5, 3.0, 6.0), Width(1.0, 4.0, 4.0)]})
         assert widths.seconds("gpu", 8.0, 2) == [0.0, 8.0, 8.0]
 
     def test_a_device_that_was_not_measured_is_like_one_that_was(self) -> None:
-        widths = LayerWidths(0, measured={"gpu": [Width(0.5, Times(1.0, 2.0)), Width(1.0, Times(2.0, 2.0))]})
+        widths = LayerWidths(0, measured={"gpu": [Width(0.5, 1.0, 2.0), Width(1.0, 2.0, 2.0)]})
         assert widths.seconds("other", 8.0, 2) == [0.0, 6.0, 8.0]
 
 

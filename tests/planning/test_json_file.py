@@ -4,49 +4,73 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import stat
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import pytest
 
 from lightning_hetpipe.errors import SettingError
-from lightning_hetpipe.planning.plan.json_file import Document, write
+from lightning_hetpipe.planning.plan.json_file import plain, read, write
+from lightning_hetpipe.settings import Bounds, Key
 
 
-def test_a_value_knows_where_it_stands(tmp_path: Path) -> None:
-    write(tmp_path / "a.json", {"stages": [{"time_s": -1}]})
-    document = Document.read(tmp_path / "a.json")
-    with pytest.raises(SettingError, match=r"a\.json: stages\[0\]\.time_s is -1 and must be a number, 0 or more"):
-        document["stages"].entries()[0]["time_s"].number()
-    with pytest.raises(SettingError, match=r"a\.json: the file has no 'stage'"):
-        document["stage"]
+@dataclass(frozen=True)
+class Stage:
+    time: Annotated[float, Bounds(0), Key("time_s")]
+    name: str = "a"
+
+
+@dataclass(frozen=True)
+class Stages:
+    stages: tuple[Stage, ...]
+
+
+def test_a_record_is_read_as_it_was_written(tmp_path: Path) -> None:
+    stages = Stages((Stage(1.0), Stage(2.5, "b")))
+    write(tmp_path / "a.json", {"schema_version": 3, **plain(stages)})
+    assert json.loads((tmp_path / "a.json").read_text())["stages"] == [{"time_s": 1.0}, {"time_s": 2.5, "name": "b"}]
+    assert read(tmp_path / "a.json", Stages, 3) == stages
+    with pytest.raises(SettingError, match=r"a\.json: schema_version=3 must be 2 for this release; make it anew"):
+        read(tmp_path / "a.json", Stages, 2)
+
+
+@pytest.mark.parametrize("value", [True, None, "1", float("nan"), float("inf"), -1, "", [1], 10**400])
+def test_a_value_knows_where_it_stands(tmp_path: Path, value: object) -> None:
+    (tmp_path / "a.json").write_text(json.dumps({"stages": [{"time_s": value}]}))
+    with pytest.raises(SettingError, match=r"a\.json: stages\[0\]\.time_s=.* must be a number of at least 0"):
+        read(tmp_path / "a.json", Stages)
+
+
+@pytest.mark.parametrize(
+    ("value", "says"),
+    [
+        ({}, "a.json: stages is missing"),
+        ({"stages": [{"time": 1}]}, "a.json: stages[0].time is not a setting; did you mean stages[0].time_s?"),
+        ({"stages": 3}, "a.json: stages=3 must be [a mapping of time_s, name, ...]"),
+    ],
+)
+def test_keys_are_those_that_are_declared(tmp_path: Path, value: object, says: str) -> None:
+    (tmp_path / "a.json").write_text(json.dumps(value))
+    with pytest.raises(SettingError, match=re.escape(says)):
+        read(tmp_path / "a.json", Stages)
 
 
 @pytest.mark.parametrize(
     ("text", "says"),
-    [("[1]", r"the file is \[1\] and must be an object"), ("{", "is no JSON"), ("[" * 100_000, "is no JSON")],
+    [("[1]", r"the file=\[1\] must be a mapping"), ("{", "is no JSON"), ("[" * 100_000, "is no JSON")],
 )
 def test_what_is_no_object(tmp_path: Path, text: str, says: str) -> None:
     (tmp_path / "a.json").write_text(text)
     with pytest.raises(SettingError, match=says):
-        Document.read(tmp_path / "a.json")
+        read(tmp_path / "a.json", Stages)
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(SettingError, match=r"no\.json cannot be read \(No such file or directory\)"):
-        Document.read(tmp_path / "no.json")
-
-
-@pytest.mark.parametrize("value", [True, None, "1", float("nan"), float("inf"), -1, "", [1]])
-def test_numbers_are_numbers(value: object) -> None:
-    for read in (Document("f", value).number, Document("f", value).whole):
-        with pytest.raises(SettingError, match="f: the file is "):
-            read()
-
-
-def test_a_number_that_is_too_large_for_one() -> None:
-    with pytest.raises(SettingError, match=r"f: the file is 1000.* and must be a number, 0 or more"):
-        Document("f", 10**400).number()
+        read(tmp_path / "no.json", Stages)
 
 
 def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.server.protocol.identifiers import Commit, Refusal, RemoteFault, UpdateId
 from lightning_hetpipe.server.protocol.messages import (
     Hello,
@@ -274,11 +273,6 @@ SIZES = [10, 1, 7, 3, 3, 2]
 )
 def test_placement(how: str, placed: list[list[int]]) -> None:
     assert place([parameter(f"p{i}", [size]) for i, size in enumerate(SIZES)], 2, how) == placed
-
-
-def test_a_placement_that_is_not_known_is_refused() -> None:
-    with pytest.raises(SettingError, match=r"placement='random'\) is not known; use 'size'"):
-        place([], 1, "random")
 
 
 PART = st.lists(st.booleans(), min_size=7, max_size=7).map(

@@ -108,7 +108,7 @@ def test_a_fit_divides_the_layer_that_no_cut_balances(profiles: list[Profile]) -
     (profile,) = profiles
     wide = profile.widths[[layer.name for layer in profile.layers].index("net.4")]
     assert [width.part for width in wide.measured["cpu"]] == measured_parts(12)
-    assert all(width.times.forward > 0 < width.times.backward for width in wide.measured["cpu"])
+    assert all(width.forward > 0 < width.backward for width in wide.measured["cpu"])
 
 
 class Copies(Learner):
@@ -154,14 +154,14 @@ def test_without_split_no_part_is_measured(profiles: list[Profile]) -> None:
 
 
 def test_widths_of_several_devices_are_joined() -> None:
-    own = {name: (Width(1.0, Times(seconds, seconds)),) for name, seconds in (("a", 1.0), ("b", 2.0))}
+    own = {name: (Width(1.0, seconds, seconds),) for name, seconds in (("a", 1.0), ("b", 2.0))}
     layer = LayerBytes("net.0", 1, 1, 1)
     one, other = (
         Profile(
             "net",
             1,
             [layer],
-            {name: [own[name][0].times]},
+            {name: [Times(*own[name][0][1:])]},
             {},
             widths={0: LayerWidths(0, {"net.0": 4}, False, {name: own[name]})},
         )

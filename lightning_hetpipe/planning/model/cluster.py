@@ -6,15 +6,13 @@ import math
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from inspect import signature
 from itertools import pairwise
-from typing import Any, TypeVar
+from typing import Annotated
 
-from lightning_hetpipe.errors import SettingError, nearest
+from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.planning.model.catalogue import canonical, known
 from lightning_hetpipe.planning.model.units import bandwidth_of, bytes_of, in_bandwidth, in_seconds, seconds_of
-
-T = TypeVar("T")
+from lightning_hetpipe.settings import Bounds, Length, Reads, is_positive, take
 
 LEAST_MEMORY = 1 << 20
 """Smallest memory of a device in bytes: a smaller number lacks its unit."""
@@ -25,12 +23,25 @@ MOST_DEVICES = 10_000
 _SEVERAL = re.compile(r"(\d+)[x*](?=[A-Za-z])(.+)")
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+def _is_whole(value: float) -> bool:
+    return isinstance(value, int)
 
 
-def _is_positive(value: Any) -> bool:
-    return _is_number(value) and 0 < value < math.inf
+def _memory(given: float | str, setting: str) -> float:
+    memory = bytes_of(given, setting)
+    if 0 < memory < LEAST_MEMORY:
+        meant = f"{memory:g} {'GiB' if memory < 1000 else 'MiB'}"
+        raise SettingError(f"{setting}={given!r} is {memory:g} bytes; did you mean '{meant}'?")
+    return memory
+
+
+Memory = Annotated[
+    float | str, Reads(_memory), is_positive, _is_whole, "positive: a whole number of bytes, or as '24 GiB'"
+]
+Bandwidth = Annotated[
+    float | str, Reads(bandwidth_of), is_positive, "a positive number of bytes per second, or as '12 GB/s'"
+]
+Latency = Annotated[float | str, Reads(seconds_of), Bounds(0), "a number of seconds, at least 0, or as '10 us'"]
 
 
 @dataclass(frozen=True, init=False)
@@ -50,24 +61,13 @@ class Device:
     memory: int | None
     speed: float
 
-    def __init__(self, name: str, memory: int | str | None = None, speed: float = 1.0) -> None:
-        if not name or not isinstance(name, str):
-            raise SettingError(f"Device(name={name!r}) must be a name, such as 'RTX-3090'")
-        given, setting = memory, f"Device({name!r}).memory"
-        if isinstance(memory, str):
-            memory = bytes_of(memory, setting)
-        if memory is not None and not _is_positive(memory):
-            raise SettingError(f"{setting}={given!r} must be positive: bytes, text such as '24 GiB', or None")
-        if memory is not None and memory < LEAST_MEMORY:
-            unit = "GiB" if memory < 1000 else "MiB"
-            raise SettingError(f"{setting}={given!r} is {memory:g} bytes; did you mean '{memory:g} {unit}'")
-        if memory is not None and not isinstance(memory, int):
-            raise SettingError(f"{setting}={given!r} must be a whole number of bytes, or text such as '24 GiB'")
-        if not _is_positive(speed):
-            raise SettingError(f"Device({name!r}, speed={speed!r}) must be a positive number")
-        object.__setattr__(self, "name", name)
-        object.__setattr__(self, "memory", memory)
-        object.__setattr__(self, "speed", speed)
+    def __init__(
+        self,
+        name: Annotated[str, bool, "a name, such as 'RTX-3090'"],
+        memory: Memory | None = None,
+        speed: Annotated[float, Bounds(0), is_positive, "a positive number"] = 1.0,
+    ) -> None:
+        take(self, locals())
 
 
 @dataclass(frozen=True, init=False)
@@ -85,17 +85,8 @@ class Link:
     bandwidth: float
     latency: float
 
-    def __init__(self, bandwidth: float | str, latency: float | str = 0.0) -> None:
-        if isinstance(bandwidth, str):
-            bandwidth = bandwidth_of(bandwidth, "Link.bandwidth")
-        if isinstance(latency, str):
-            latency = seconds_of(latency, "Link.latency")
-        if not (_is_positive(bandwidth) or (_is_number(bandwidth) and bandwidth == math.inf)):
-            raise SettingError(f"Link(bandwidth={bandwidth!r}) must be a positive number of bytes per second")
-        if not (_is_number(latency) and 0 <= latency < math.inf):
-            raise SettingError(f"Link(latency={latency!r}) must be a number of seconds, at least 0")
-        object.__setattr__(self, "bandwidth", bandwidth)
-        object.__setattr__(self, "latency", latency)
+    def __init__(self, bandwidth: Bandwidth, latency: Latency = 0.0) -> None:
+        take(self, locals())
 
     def __str__(self) -> str:
         """Text such as "12 GB/s"; with a latency, "12 GB/s with 0.01 ms latency"."""
@@ -129,6 +120,30 @@ class DeviceSlot:
         return f"{self.device.name}:{self.number}"
 
 
+def _link(given: Link | str, setting: str) -> Link:
+    return given if isinstance(given, Link) else Link(bandwidth_of(given, setting))
+
+
+def _devices(given: Sequence[Device | str], _: str) -> tuple[Device, ...]:
+    found: list[Device] = []
+    for each in given:
+        match = _SEVERAL.fullmatch(each) if isinstance(each, str) else None
+        if match is not None and not 1 <= int(match[1][:9]) <= MOST_DEVICES:
+            raise SettingError(f"{each!r} must stand for 1 to {MOST_DEVICES} devices; give another number")
+        name = each if match is None else match[2]
+        found += [Device(name) if isinstance(name, str) else name] * (1 if match is None else int(match[1]))
+    return tuple(found)
+
+
+LinkGiven = Annotated[Link | str, Reads(_link), "a Link, or a bandwidth such as '12 GB/s'"]
+Devices = Annotated[
+    Sequence[Annotated[Device | str, "a Device, or its name, such as 'RTX-3090'"]],
+    Length(1),
+    Reads(_devices),
+    "a list of at least one Device, or its name",
+]
+
+
 @dataclass(frozen=True, init=False)
 class Node:
     """A machine.
@@ -149,20 +164,9 @@ class Node:
     link: Link | None
 
     def __init__(
-        self,
-        name: str,
-        devices: Sequence[Device | Mapping[str, Any] | str],
-        link: Link | Mapping[str, Any] | str | None = None,
+        self, name: Annotated[str, bool, "a name, such as 'box'"], devices: Devices, link: LinkGiven | None = None
     ) -> None:
-        if not name or not isinstance(name, str):
-            raise SettingError(f"Node(name={name!r}) must be a name, such as 'box'")
-        if not isinstance(devices, Sequence) or isinstance(devices, str) or not devices:
-            raise SettingError(
-                f"the devices of Node {name!r} are {devices!r}, and must be a list of at least one Device, or its name"
-            )
-        object.__setattr__(self, "name", name)
-        object.__setattr__(self, "devices", tuple(device for each in devices for device in _devices(each)))
-        object.__setattr__(self, "link", None if link is None else _link(link, f"node '{name}'"))
+        take(self, locals())
 
     @property
     def own_link(self) -> Link:
@@ -189,16 +193,13 @@ class Cluster:
     link: Link | None
 
     def __init__(
-        self, nodes: Sequence[Node | Mapping[str, Any]], link: Link | Mapping[str, Any] | str | None = None
+        self, nodes: Annotated[Sequence[Node], Length(1), "a list of at least one Node"], link: LinkGiven | None = None
     ) -> None:
-        if not isinstance(nodes, Sequence) or not nodes:
-            raise SettingError(f"Cluster(nodes={nodes!r}) must be a list of at least one Node")
-        made = tuple(_made(Node, node, "name", "devices", "link") for node in nodes)
-        names = [node.name for node in made]
+        take(self, locals())
+        object.__setattr__(self, "nodes", tuple(self.nodes))
+        names = [node.name for node in self.nodes]
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise SettingError(f"two nodes of the Cluster are named '{twice[0]}'; give each a name of its own")
-        object.__setattr__(self, "nodes", made)
-        object.__setattr__(self, "link", None if link is None else _link(link, "the Cluster"))
 
     @property
     def slots(self) -> tuple[DeviceSlot, ...]:
@@ -286,42 +287,5 @@ class Cluster:
         return Cluster([Node(node.name, [*map(change, node.devices)], node.link) for node in self.nodes], self.link)
 
 
-def _devices(given: Device | Mapping[str, Any] | str) -> list[Device]:
-    if isinstance(given, str):
-        match = _SEVERAL.fullmatch(given)
-        if match is None:
-            return [Device(given)]
-        if not 1 <= int(match[1][:9]) <= MOST_DEVICES:
-            raise SettingError(f"{given!r} must stand for 1 to {MOST_DEVICES} devices; give another number")
-        return [Device(match[2])] * int(match[1])
-    return [_made(Device, given, "name", "memory", "speed")]
-
-
-def _link(given: Link | Mapping[str, Any] | str, owner: str) -> Link:
-    try:
-        return Link(given) if isinstance(given, str) else _made(Link, given, "bandwidth", "latency")
-    except SettingError as error:
-        raise SettingError(f"the link of {owner}: {error}") from error
-
-
-def _made(kind: type[T], given: Any, *arguments: str) -> T:
-    """``given``, or what it says in a configuration: Hydra itself makes mappings of dataclasses that are in a list."""
-    if isinstance(given, kind):
-        return given
-    if not isinstance(given, Mapping):
-        other = {"Device": "a name such as 'RTX-3090'", "Link": "a bandwidth such as '12 GB/s'"}.get(kind.__name__)
-        raise SettingError(f"{given!r} must be a {kind.__name__}" + (f", or {other}" if other else ""))
-    for key in given:
-        if key not in arguments:
-            raise SettingError(
-                f"a {kind.__name__} has no '{key}'; it has {', '.join(arguments)}{nearest(key, arguments)}"
-            )
-    parameters = signature(kind).parameters.values()
-    for each in parameters:
-        if each.default is each.empty and each.name not in given:
-            raise SettingError(f"a {kind.__name__} needs a '{each.name}', which {dict(given)} lacks; add it")
-    return kind(**given)
-
-
-def _count(items: Sequence[Any], noun: str) -> str:
+def _count(items: Sequence[object], noun: str) -> str:
     return f"{len(items)} {noun}{'' if len(items) == 1 else 's'}"

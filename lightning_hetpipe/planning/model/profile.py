@@ -8,19 +8,23 @@ from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.planning.model.catalogue import canonical, gpus, known, nearest_gpu
 from lightning_hetpipe.planning.model.cluster import Device, Link
+from lightning_hetpipe.settings import Bounds, Key, Size
+
+Seconds = Annotated[float, Bounds(0)]
+Bytes = Annotated[int, Bounds(0)]
 
 
 class Times(NamedTuple):
     """Seconds that a layer takes for one minibatch."""
 
-    forward: float
-    backward: float
-    update: float = 0.0
+    forward: Annotated[Seconds, Key("forward_s")]
+    backward: Annotated[Seconds, Key("backward_s")]
+    update: Annotated[Seconds, Key("update_s")] = 0.0
 
     def divided(self, speed: float) -> Times:
         return Times(*(seconds / speed for seconds in self))
@@ -49,12 +53,12 @@ class LayerBytes:
     """
 
     name: str
-    parameters: int
-    kept: int
-    output: int
-    given: int = 0
+    parameters: Annotated[Bytes, Key("parameter_bytes")]
+    kept: Annotated[Bytes, Key("kept_bytes")]
+    output: Annotated[Bytes, Key("output_bytes")]
+    given: Annotated[Bytes, Key("input_bytes")] = 0
     changes_buffers: bool = False
-    frozen: int = 0
+    frozen: Annotated[Bytes, Key("frozen_bytes")] = 0
 
 
 @dataclass(frozen=True)
@@ -69,11 +73,11 @@ class UserBytes:
         loss: What user code behind it keeps of one minibatch, whose backward follows at once.
     """
 
-    trained: int = 0
-    frozen: int = 0
-    batch: int = 0
-    kept: int = 0
-    loss: int = 0
+    trained: Annotated[Bytes, Key("trained_bytes")] = 0
+    frozen: Annotated[Bytes, Key("frozen_bytes")] = 0
+    batch: Annotated[Bytes, Key("batch_bytes")] = 0
+    kept: Annotated[Bytes, Key("kept_bytes")] = 0
+    loss: Annotated[Bytes, Key("loss_bytes")] = 0
 
     def total(self, in_flight: int, state: float) -> int:
         """Bytes with ``in_flight`` minibatches and versions, and an optimizer's ``state`` for each byte of weights.
@@ -85,11 +89,17 @@ class UserBytes:
         return weights + in_flight * (self.batch + self.kept) + 2 * self.loss
 
 
-class Width(NamedTuple):
-    """Seconds that a device takes for ``part`` of a layer's channels, more than 0 and at most 1."""
+def _is_part(value: float) -> bool:
+    return 0 < value <= 1
 
-    part: float
-    times: Times
+
+class Width(NamedTuple):
+    """Seconds that a device takes for ``part`` of a layer's channels; otherwise as :class:`Times`."""
+
+    part: Annotated[float, _is_part, "more than 0 and at most 1"]
+    forward: Annotated[Seconds, Key("forward_s")]
+    backward: Annotated[Seconds, Key("backward_s")]
+    update: Annotated[Seconds, Key("update_s")] = 0.0
 
 
 @dataclass(frozen=True)
@@ -106,7 +116,7 @@ class LayerWidths:
     """
 
     run: int
-    units: Mapping[str, int] = field(default_factory=dict)
+    units: Mapping[str, Size] = field(default_factory=dict)
     sums: bool = False
     measured: Mapping[str, Sequence[Width]] = field(default_factory=dict)
 
@@ -127,7 +137,7 @@ class LayerWidths:
             units: Number of parts.
         """
         own = self.measured.get(device or "") or next(iter(self.measured.values()), ())
-        known = [each.times.forward + each.times.backward for each in own]
+        known = [each.forward + each.backward for each in own]
         if not known or not known[-1]:
             return [whole * count / units for count in range(units + 1)]
         least = [*accumulate(reversed(known), min)][::-1]  # what disturbed a measurement has added to it
@@ -186,6 +196,16 @@ class Profile:
                     f"the profile of {self.model} has {len(times)} times of '{name}' and {len(self.layers)} layers; one"
                     " for each is needed"
                 )
+        for layer in self.layers:
+            if layer.frozen > layer.parameters:
+                raise SettingError(
+                    f"the profile of {self.model} has frozen_bytes={layer.frozen} in '{layer.name}', of"
+                    f" parameter_bytes={layer.parameters}; profile anew"
+                )
+        if (last := max([0, *self.widths, *(each.run for each in self.widths.values())])) >= len(self.layers) > 0:
+            raise SettingError(
+                f"the profile of {self.model} has widths of layer {last}, and {len(self.layers)} layers; profile anew"
+            )
         object.__setattr__(self, "calls", tuple(self.calls))
         starts, ends = [first for first, _ in self.pieces], [after for _, after in self.pieces]
         if [*starts, len(self.layers)] != [0, *ends] or any(map(operator.ge, starts, ends)):

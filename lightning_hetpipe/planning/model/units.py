@@ -47,27 +47,27 @@ def in_seconds(seconds: float) -> str:
     return f"{seconds:.3g} s" if seconds >= 1 or not seconds else f"{1000 * seconds:.3g} ms"
 
 
-def bytes_of(text: str, setting: str) -> int:
-    """Parse bytes: "24 GiB", "512 MB" or "1024".
+def bytes_of(given: float | str, setting: str) -> float:
+    """Parse bytes: "24 GiB", "512 MB" or "1024"; a number stays as it is.
 
     Args:
-        text: A number and its unit; without one, bytes.
+        given: A number and its unit; without one, bytes.
         setting: What an error names, such as "memory".
 
     Raises:
         SettingError: if it is something else.
     """
-    return round(_amount(text, setting, BYTES, "'24 GiB' or '512 MB'"))
+    return round(_amount(given, setting, BYTES, "'24 GiB' or '512 MB'")) if isinstance(given, str) else given
 
 
-def bandwidth_of(text: str, setting: str) -> float:
+def bandwidth_of(given: float | str, setting: str) -> float:
     """Parse bytes per second: "12 GB/s" or "200 Mbit/s"; otherwise as :func:`bytes_of`."""
-    return float(_amount(text, setting, BANDWIDTHS, "'12 GB/s' or '200 Mbit/s'"))
+    return float(_amount(given, setting, BANDWIDTHS, "'12 GB/s' or '200 Mbit/s'")) if isinstance(given, str) else given
 
 
-def seconds_of(text: str, setting: str) -> float:
+def seconds_of(given: float | str, setting: str) -> float:
     """Parse seconds: "10 us" or "0.5 ms"; otherwise as :func:`bytes_of`."""
-    return float(_amount(text, setting, TIMES, "'10 us' or '0.5 ms'"))
+    return float(_amount(given, setting, TIMES, "'10 us' or '0.5 ms'")) if isinstance(given, str) else given
 
 
 def _amount(text: str, setting: str, units: Mapping[str, Decimal], example: str) -> Decimal:

@@ -8,17 +8,20 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
 from os import PathLike
-from typing import Any
+from typing import Annotated, Any, cast
 
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.planning.allocation.allocator import Allocation, most_stale
 from lightning_hetpipe.planning.model.cluster import Cluster, DeviceSlot
 from lightning_hetpipe.planning.model.estimate import Estimate
+from lightning_hetpipe.planning.model.profile import Bytes, Seconds
 from lightning_hetpipe.planning.plan.faults import Problem, plan_problems
-from lightning_hetpipe.planning.plan.json_file import Document, Positive, write
+from lightning_hetpipe.planning.plan.json_file import read, write
 from lightning_hetpipe.planning.plan.planned_worker import PlannedStage, PlannedWorker
 from lightning_hetpipe.planning.plan.table import table
+from lightning_hetpipe.rules.parameter_placement import PLACEMENTS
 from lightning_hetpipe.rules.versions import POLICIES, STASH, Versions
+from lightning_hetpipe.settings import Bounds, CheckedRecord, Choices, Length, Size
 
 VERSION = 1
 
@@ -27,7 +30,7 @@ MOST_RANKS = 8
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(CheckedRecord):
     """Stages on devices for all virtual workers.
 
     Attributes:
@@ -51,20 +54,20 @@ class Plan:
     """
 
     model: str
-    in_flight: Positive
-    wave: Positive
-    clock_distance: int
-    bottleneck_s: float
-    minibatches_per_second: float
-    virtual_workers: tuple[PlannedWorker, ...]
-    layers: tuple[str, ...]
+    in_flight: Size
+    wave: Size
+    clock_distance: Annotated[int, Bounds(0)]
+    bottleneck_s: Seconds
+    minibatches_per_second: Annotated[float, Bounds(0)]
+    virtual_workers: Annotated[tuple[PlannedWorker, ...], Length(1), "a list of at least one virtual worker"]
+    layers: tuple[Annotated[str, "text"], ...]
     recompute: bool = False
     spread: bool = False
-    weights: str = STASH.name
-    accumulate_grad_batches: Positive = 1
+    weights: Annotated[str, Choices([*POLICIES])] = STASH.name
+    accumulate_grad_batches: Size = 1
     allocation: str = ""
-    placement: str = "size"
-    network_bytes: int = 0
+    placement: Annotated[str, Choices(PLACEMENTS)] = "size"
+    network_bytes: Bytes = 0
 
     @classmethod
     def of(
@@ -137,9 +140,7 @@ class Plan:
         Raises:
             SettingError: one sentence with the file, the key and what is wrong there.
         """
-        document = Document.read(path)
-        document.version(VERSION)
-        return document.made(cls, "schema_version")
+        return cast(Plan, read(path, cls, VERSION))
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write ``plan.json``, whole or not at all.
@@ -161,8 +162,7 @@ class Plan:
 
     def _own_part(self, stage: PlannedStage) -> PlannedStage:
         """Limit a stage to its own bytes and an equal part of those that all on its device leave."""
-        at, every = (stage.node, stage.device_number), [each.stages for each in self.virtual_workers]
-        there = [[each for each in own if (each.node, each.device_number) == at] for own in every]
+        there = [[each for each in worker.stages if each.at == stage.at] for worker in self.virtual_workers]
         if (sharing := sum(map(bool, there))) == 1 or stage.memory_limit_bytes is None:
             return stage
         left = stage.memory_limit_bytes - sum(each.memory_bytes for own in there for each in own)
@@ -266,10 +266,8 @@ class Plan:
             SettingError: if the cluster has not got one of them, or for whatever else :meth:`check` refuses.
         """
         self.check(cluster)
-        names = [node.name for node in cluster.nodes]
-        places = [(names.index(s.node), s.device_number) for s in self.virtual_workers[virtual_worker].stages]
-        found = {(slot.node, slot.number): slot for slot in cluster.slots}
-        return [found[node, number] for node, number in places if number is not None]
+        found = {(cluster.nodes[slot.node].name, slot.number): slot for slot in cluster.slots}
+        return [found[stage.at] for stage in self.virtual_workers[virtual_worker].stages]
 
     def groups(self, virtual_worker: int, cluster: Cluster) -> list[list[DeviceSlot]]:
         """The devices of ``cluster`` among which each stage divides its layers, in order; none for a stage on one.
@@ -280,7 +278,7 @@ class Plan:
         self.check(cluster)
         found = {(cluster.nodes[slot.node].name, slot.number): slot for slot in cluster.slots}
         stages = self.virtual_workers[virtual_worker].stages
-        return [[found[each.node, each.device_number or 0] for each in stage.group] for stage in stages]
+        return [[found[each.at] for each in stage.group] for stage in stages]
 
 
 def _plain(value: Any) -> Any:

@@ -4,142 +4,54 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import MISSING, dataclass, fields, is_dataclass
 from pathlib import Path
-from types import UnionType
-from typing import Annotated, Any, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any
 
-from lightning_hetpipe.errors import SettingError, nearest
-
-T = TypeVar("T")
-
-Positive = Annotated[int, 1]
-"""A whole number of at least 1."""
+from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.settings import Style, check, declared, is_record
 
 
-@dataclass(frozen=True)
-class Document:
-    """A value in a JSON file, and where it stands there.
+def _shown(path: str, value: Any) -> str:
+    text = json.dumps(value)
+    return f"{path or 'the file'}={text if len(text) <= 40 else f'{text[:37]}...'}"
 
-    Attributes:
-        file: For errors.
-        value: As ``json`` gives it.
-        path: Such as "stages[2].time_s"; empty for the whole.
+
+JSON = Style(_shown, {True: "true", False: "false", None: "null"})
+"""Words of a JSON file."""
+
+
+def read(path: str | os.PathLike[str], hint: Any, version: int | None = None) -> Any:
+    """Read a file that has what ``hint`` says, and with ``version`` this ``schema_version``.
+
+    Raises:
+        SettingError: one sentence with the file, the key and what is wrong there.
     """
+    try:
+        value = check("", json.loads(Path(path).read_text(encoding="utf-8")), dict, JSON)
+        if version is not None and "schema_version" not in value:
+            raise SettingError("schema_version is missing")
+        if version is not None and (found := value.pop("schema_version")) != version:
+            raise SettingError(f"schema_version={json.dumps(found)} must be {version} for this release; make it anew")
+        return check("", value, hint, JSON)
+    except OSError as error:
+        raise SettingError(f"{os.fspath(path)} cannot be read ({error.strerror}); give another file") from error
+    except SettingError as error:
+        raise SettingError(f"{os.fspath(path)}: {error}") from error
+    except (ValueError, RecursionError) as error:
+        raise SettingError(f"{os.fspath(path)} is no JSON ({error}); give another file") from error
 
-    file: str
-    value: Any
-    path: str = ""
 
-    @classmethod
-    def read(cls, path: str | os.PathLike[str]) -> Document:
-        """The file's object.
-
-        Raises:
-            SettingError: if it cannot be read, or is no JSON object.
-        """
-        try:
-            value = json.loads(Path(path).read_text(encoding="utf-8"))
-        except OSError as error:
-            raise SettingError(f"{os.fspath(path)} cannot be read ({error.strerror}); give another file") from error
-        except (ValueError, RecursionError) as error:
-            raise SettingError(f"{os.fspath(path)} is no JSON ({error}); give another file") from error
-        document = cls(os.fspath(path), value)
-        document.object()
-        return document
-
-    def refuse(self, said: str) -> NoReturn:
-        """Raise the SettingError that says so of this value."""
-        raise SettingError(f"{self.file}: {self.path or 'the file'} {said}")
-
-    def object(self, *known: str) -> dict[str, Any]:
-        """The value, an object; where ``known`` is given, without any other key."""
-        if not isinstance(self.value, dict):
-            self.refuse(f"is {_shown(self.value)} and must be an object")
-        for key in self.value if known else ():
-            if key not in known:
-                self.refuse(f"has the key '{key}', which is not known{nearest(key, known)}")
-        return self.value
-
-    def __contains__(self, key: str) -> bool:
-        return key in self.object()
-
-    def __getitem__(self, key: str) -> Document:
-        """Value under ``key``, which must be there."""
-        if key not in self.object():
-            self.refuse(f"has no '{key}'")
-        return Document(self.file, self.value[key], f"{self.path}.{key}" if self.path else key)
-
-    def items(self) -> Iterator[tuple[str, Document]]:
-        """Keys and values of an object."""
-        return ((key, self[key]) for key in self.object())
-
-    def entries(self) -> list[Document]:
-        """Entries of a list."""
-        if not isinstance(self.value, list):
-            self.refuse(f"is {_shown(self.value)} and must be a list")
-        return [Document(self.file, each, f"{self.path}[{index}]") for index, each in enumerate(self.value)]
-
-    def text(self) -> str:
-        if not isinstance(self.value, str):
-            self.refuse(f"is {_shown(self.value)} and must be text")
-        return self.value
-
-    def number(self) -> float:
-        """Number, at least 0."""
-        value = self.value
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= sys.float_info.max:
-            self.refuse(f"is {_shown(value)} and must be a number, 0 or more")
-        return float(value)
-
-    def whole(self, least: int = 0) -> int:
-        value = self.value
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            self.refuse(f"is {_shown(value)} and must be a whole number, {least} or more")
-        return value
-
-    def truth(self) -> bool:
-        if not isinstance(self.value, bool):
-            self.refuse(f"is {_shown(self.value)} and must be true or false")
-        return self.value
-
-    def made(self, kind: type[T], *besides: str) -> T:
-        """Make the dataclass ``kind`` of an object whose keys are its fields; those with a default may be left out.
-
-        A field's annotation says what its value must be: text, a number, a whole number (with ``Annotated``, of a least
-        one), true or false, a tuple of these, another such dataclass, or one of these and None.
-
-        Args:
-            kind: The class.
-            besides: Further keys of the object, which are not read.
-        """
-        known: Any = kind
-        names, hints = [field.name for field in fields(known)], get_type_hints(kind, include_extras=True)
-        self.object(*besides, *names)
-        needed = {field.name for field in fields(known) if field.default is MISSING}
-        return kind(**{name: self[name]._as(hints[name]) for name in names if name in needed or name in self})
-
-    def _as(self, hint: Any) -> Any:
-        origin, arguments = get_origin(hint), get_args(hint)
-        if origin is Annotated:
-            return self.whole(arguments[1])
-        if origin in (Union, UnionType):
-            return None if self.value is None else self._as(arguments[0])
-        if origin is tuple:
-            return tuple(each._as(arguments[0]) for each in self.entries())
-        if isinstance(hint, type) and is_dataclass(hint):
-            return self.made(hint)
-        readers: dict[Any, Callable[[], Any]] = {str: self.text, float: self.number, int: self.whole, bool: self.truth}
-        return readers[hint]()
-
-    def version(self, mine: int) -> None:
-        """Refuse another schema version than ``mine``."""
-        if (found := self["schema_version"].whole()) != mine:
-            self.refuse(f"has schema_version {found}, and this release reads {mine}; make it anew")
+def plain(value: Any) -> Any:
+    """Return ``value`` as JSON has it, without the fields of records that are as by default."""
+    if is_record(type(value)):
+        own = {key: (getattr(value, each.name), each) for key, each in declared(type(value)).parameters.items()}
+        return {key: plain(found) for key, (found, each) in own.items() if found != each.default}
+    if isinstance(value, Mapping):
+        return {key: plain(each) for key, each in value.items()}
+    return [*map(plain, value)] if isinstance(value, list | tuple) else value
 
 
 def write(path: str | os.PathLike[str], value: Any) -> None:
@@ -166,8 +78,3 @@ def _umask() -> int:
     """``mkstemp`` makes files that only their owner may read."""
     os.umask(mask := os.umask(0o022))
     return mask
-
-
-def _shown(value: Any) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 40 else f"{text[:37]}..."

@@ -6,33 +6,48 @@ import itertools
 import re
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import Annotated
 
 from lightning_hetpipe.planning.model.cluster import Cluster, DeviceSlot
 from lightning_hetpipe.planning.model.divided_stage import DividedStage
 from lightning_hetpipe.planning.model.estimate import Estimate
-from lightning_hetpipe.planning.plan.json_file import Positive
+from lightning_hetpipe.planning.model.profile import Bytes, Seconds
+from lightning_hetpipe.rules.channel_layouts import is_share
+from lightning_hetpipe.settings import Bounds, CheckedRecord, Length, Size
 
 ESTIMATED = " (estimated)"
 NOMINAL = " (nominal memory)"
 _DEVICE = re.compile(rf"(?P<name>.+):(?P<number>\d+)(?:{re.escape(ESTIMATED)}|{re.escape(NOMINAL)})?", re.DOTALL)
 
 
-class DeviceLabel:
+def _is_label(value: str) -> bool:
+    return _DEVICE.fullmatch(value) is not None
+
+
+Label = Annotated[str, _is_label, "a name and a number, such as 'RTX-3090:0'"]
+Layer = Annotated[int, Bounds(0)]
+
+
+class DeviceLabel(CheckedRecord):
     """Reader of a ``device`` such as "RTX-3090:1": a name, and the device's number on its node."""
 
+    node: str
     device: str
 
     @property
     def device_name(self) -> str:
         """Device name without its number."""
-        match = _DEVICE.fullmatch(self.device)
-        return self.device if match is None else match["name"]
+        return self.place.rpartition(":")[0]
 
     @property
-    def device_number(self) -> int | None:
-        """Number of the device on its node, from 0; None if ``device`` does not say."""
-        match = _DEVICE.fullmatch(self.device)
-        return None if match is None else int(match["number"])
+    def device_number(self) -> int:
+        """Number of the device on its node, from 0."""
+        return int(self.place.rpartition(":")[2])
+
+    @property
+    def at(self) -> tuple[str, int]:
+        """The node, and the device's number there."""
+        return self.node, self.device_number
 
     @property
     def place(self) -> str:
@@ -63,14 +78,14 @@ class PlannedMember(DeviceLabel):
     """
 
     node: str
-    device: str
-    share: float
-    memory_bytes: int = 0
-    memory_limit_bytes: Positive | None = None
+    device: Label
+    share: Annotated[float, is_share, "a number, 0 or more, and finite"]
+    memory_bytes: Bytes = 0
+    memory_limit_bytes: Size | None = None
 
 
 @dataclass(frozen=True)
-class PlannedSplit:
+class PlannedSplit(CheckedRecord):
     """One layer that a group divides.
 
     Attributes:
@@ -81,7 +96,7 @@ class PlannedSplit:
     """
 
     layer: str
-    counts: tuple[int, ...]
+    counts: tuple[Annotated[int, Bounds(0)], ...]
 
 
 @dataclass(frozen=True)
@@ -104,25 +119,24 @@ class PlannedStage(DeviceLabel):
     """
 
     node: str
-    device: str
-    first_layer: int
-    last_layer: int
-    time_s: float
-    memory_bytes: int
-    memory_limit_bytes: Positive | None
-    weights_bytes: int = 0
+    device: Label
+    first_layer: Layer
+    last_layer: Layer
+    time_s: Seconds
+    memory_bytes: Bytes
+    memory_limit_bytes: Size | None
+    weights_bytes: Bytes = 0
     group: tuple[PlannedMember, ...] = ()
     splits: tuple[PlannedSplit, ...] = ()
 
     def members(self, place: str = "") -> dict[str, PlannedStage | PlannedMember]:
         """The devices that it lies on, by their keys in ``plan.json`` behind ``place``: its own first."""
         others = {f"{place}.group[{number}]": each for number, each in enumerate(self.group)}
-        own = (self.node, self.device_number)
-        return {place: self, **{key: each for key, each in others.items() if (each.node, each.device_number) != own}}
+        return {place: self, **{key: each for key, each in others.items() if each.at != self.at}}
 
 
 @dataclass(frozen=True)
-class PlannedWorker:
+class PlannedWorker(CheckedRecord):
     """A virtual worker.
 
     Attributes:
@@ -131,9 +145,9 @@ class PlannedWorker:
         wave: W_v, its own wave; None where it is the plan's.
     """
 
-    minibatches_per_second: float
-    stages: tuple[PlannedStage, ...]
-    wave: Positive | None = None
+    minibatches_per_second: Annotated[float, Bounds(0)]
+    stages: Annotated[tuple[PlannedStage, ...], Length(1), "a list of at least one stage"]
+    wave: Size | None = None
 
     @property
     def nodes(self) -> tuple[str, ...]:

@@ -8,17 +8,82 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, cast
 
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.planning.model import cluster
 from lightning_hetpipe.planning.model.profile import LayerBytes, LayerWidths, Profile, Times, UserBytes, Width
-from lightning_hetpipe.planning.plan.json_file import Document, write
+from lightning_hetpipe.planning.plan.json_file import plain, read, write
+from lightning_hetpipe.settings import Bounds, Length, Reads, Size, is_positive
 
 VERSION = 1
+
+
+def _is_memory(value: int) -> bool:
+    return value >= cluster.LEAST_MEMORY
+
+
+Layer = Annotated[int, Bounds(0)]
+
+
+@dataclass(frozen=True)
+class DeviceTimes:
+    layers: tuple[Times, ...]
+    memory_bytes: Annotated[int, _is_memory, "bytes of a device, 1 MiB or more"] | None = None
+    flop_per_s: Annotated[float, is_positive, "positive"] | None = None
+
+
+@dataclass(frozen=True)
+class LayerParts:
+    layer: Layer
+    run: Layer
+    units: Mapping[str, Size] = field(default_factory=dict)
+    sums: bool = False
+    devices: Mapping[str, Annotated[Sequence[Width], "a list of times"]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ProfileFile:
+    """A profile as the file has it."""
+
+    model: str
+    samples: Size
+    layers: Annotated[tuple[LayerBytes, ...], Length(1), "a list of at least one layer"]
+    devices: Annotated[Mapping[str, DeviceTimes], Length(1), "a mapping with the times of at least one device"]
+    estimated: Mapping[str, Annotated[str, "text"]] = field(default_factory=dict)
+    calls: tuple[Annotated[tuple[Layer, Layer], "two layers: the first one, and the one behind the last"], ...] = ()
+    user_code: UserBytes = field(default_factory=UserBytes)
+    widths: tuple[LayerParts, ...] = ()
+
+    @classmethod
+    def of(cls, profile: Profile) -> ProfileFile:
+        devices = {
+            name: DeviceTimes(tuple(times), profile.memory.get(name), profile.speeds.get(name))
+            for name, times in profile.times.items()
+        }
+        widths = tuple(LayerParts(layer, w.run, w.units, w.sums, w.measured) for layer, w in profile.widths.items())
+        layers, calls = tuple(profile.layers), tuple(profile.calls)
+        return cls(profile.model, profile.samples, layers, devices, profile.estimated, calls, profile.user, widths)
+
+    def profile(self, _: str = "") -> Profile:
+        return Profile(
+            self.model,
+            self.samples,
+            self.layers,
+            {name: each.layers for name, each in self.devices.items()},
+            {name: each.memory_bytes for name, each in self.devices.items() if each.memory_bytes is not None},
+            self.estimated,
+            self.calls,
+            self.user_code,
+            {name: each.flop_per_s for name, each in self.devices.items() if each.flop_per_s is not None},
+            {each.layer: LayerWidths(each.run, each.units, each.sums, each.devices) for each in self.widths},
+        )
+
+
+PROFILE = Annotated[ProfileFile, Reads(ProfileFile.profile)]
 
 
 def save(profile: Profile, path: str | PathLike[str]) -> None:
@@ -37,145 +102,12 @@ def load(path: str | PathLike[str]) -> Profile:
         SettingError: one sentence with the file, the key and what is wrong there.
     """
     file = Path(path)
-    return _read(Document.read(file / "profile.json" if file.is_dir() else file))
+    return cast(Profile, read(file / "profile.json" if file.is_dir() else file, PROFILE, VERSION))
 
 
 def as_json(profile: Profile) -> dict[str, Any]:
     """JSON value that ``save`` writes."""
-    return {
-        "schema_version": VERSION,
-        "model": profile.model,
-        "samples": profile.samples,
-        "layers": [
-            {
-                "name": layer.name,
-                "parameter_bytes": layer.parameters,
-                "kept_bytes": layer.kept,
-                "output_bytes": layer.output,
-                **({"input_bytes": layer.given} if layer.given else {}),
-                **({"changes_buffers": True} if layer.changes_buffers else {}),
-                **({"frozen_bytes": layer.frozen} if layer.frozen else {}),
-            }
-            for layer in profile.layers
-        ],
-        "devices": {
-            name: {
-                **({"memory_bytes": profile.memory[name]} if name in profile.memory else {}),
-                **({"flop_per_s": profile.speeds[name]} if name in profile.speeds else {}),
-                "layers": [*map(_times_json, times)],
-            }
-            for name, times in profile.times.items()
-        },
-        "estimated": dict(profile.estimated),
-        **({"calls": [list(call) for call in profile.calls]} if profile.calls else {}),
-        **(
-            {"user_code": {f"{name}_bytes": size for name, size in asdict(profile.user).items()}}
-            if profile.user != UserBytes()
-            else {}
-        ),
-        **({"widths": [_widths_json(*each) for each in profile.widths.items()]} if profile.widths else {}),
-    }
-
-
-def _widths_json(layer: int, widths: LayerWidths) -> dict[str, Any]:
-    """JSON value of how a layer is divided."""
-    measured = {
-        name: [{"part": each.part, **_times_json(each.times)} for each in own] for name, own in widths.measured.items()
-    }
-    found: dict[str, Any] = {"layer": layer, "run": widths.run}
-    found |= {"units": dict(widths.units)} if widths.units else {}
-    return found | ({"sums": True} if widths.sums else {}) | ({"devices": measured} if measured else {})
-
-
-def _times_json(times: Times) -> dict[str, float]:
-    return {"forward_s": times.forward, "backward_s": times.backward, "update_s": times.update}
-
-
-def _read(document: Document) -> Profile:
-    document.version(VERSION)
-    document.object(
-        "schema_version", "model", "samples", "layers", "devices", "estimated", "calls", "user_code", "widths"
-    )
-    estimated = {name: base.text() for name, base in document["estimated"].items()} if "estimated" in document else {}
-    layers = [_layer(each) for each in document["layers"].entries()]
-    if not layers:
-        document["layers"].refuse("is empty; a profile has at least one layer")
-    times, memory, speeds = {}, {}, {}
-    for name, device in document["devices"].items():
-        device.object("memory_bytes", "flop_per_s", "layers")
-        times[name] = [_times(each) for each in device["layers"].entries()]
-        if len(times[name]) != len(layers):
-            device["layers"].refuse(f"has {len(times[name])} entries, for {len(layers)} layers")
-        if "memory_bytes" in device:
-            memory[name] = device["memory_bytes"].whole(1)
-            if memory[name] < cluster.LEAST_MEMORY:
-                device["memory_bytes"].refuse(f"is {memory[name]} bytes, less than any device has; give bytes")
-        if "flop_per_s" in device:
-            speeds[name] = device["flop_per_s"].number()
-            if not speeds[name]:
-                device["flop_per_s"].refuse("is 0 and must be positive")
-    if not times:
-        document["devices"].refuse("is empty; a profile has the times of at least one device")
-    samples = document["samples"].whole(1)
-    calls = [_call(each) for each in document["calls"].entries()] if "calls" in document else []
-    user = _user(document["user_code"]) if "user_code" in document else UserBytes()
-    widths = dict(_widths(each, len(layers)) for each in document["widths"].entries()) if "widths" in document else {}
-    return Profile(document["model"].text(), samples, layers, times, memory, estimated, calls, user, speeds, widths)
-
-
-def _widths(entry: Document, layers: int) -> tuple[int, LayerWidths]:
-    entry.object("layer", "run", "units", "sums", "devices")
-    layer, run = entry["layer"].whole(), entry["run"].whole()
-    for key in ("layer", "run"):
-        if entry[key].whole() >= layers:
-            entry[key].refuse(f"is {entry[key].whole()}, and the profile has {layers} layers")
-    units = {name: each.whole(1) for name, each in entry["units"].items()} if "units" in entry else {}
-    devices = entry["devices"].items() if "devices" in entry else ()
-    measured = {name: [_width(each) for each in own.entries()] for name, own in devices}
-    return layer, LayerWidths(run, units, "sums" in entry and entry["sums"].truth(), measured)
-
-
-def _width(entry: Document) -> Width:
-    entry.object("part", "forward_s", "backward_s", "update_s")
-    part = entry["part"].number()
-    if not 0 < part <= 1:
-        entry["part"].refuse(f"is {part:g}, and must be more than 0 and at most 1")
-    return Width(part, _seconds(entry))
-
-
-def _layer(entry: Document) -> LayerBytes:
-    counted = ("parameter_bytes", "kept_bytes", "output_bytes")
-    entry.object("name", *counted, "input_bytes", "changes_buffers", "frozen_bytes")
-    given = entry["input_bytes"].whole() if "input_bytes" in entry else 0
-    changes = entry["changes_buffers"].truth() if "changes_buffers" in entry else False
-    parameters, kept, output = (entry[key].whole() for key in counted)
-    frozen = entry["frozen_bytes"].whole() if "frozen_bytes" in entry else 0
-    if frozen > parameters:
-        entry["frozen_bytes"].refuse(f"is {frozen}, more than parameter_bytes, which is {parameters}")
-    return LayerBytes(entry["name"].text(), parameters, kept, output, given, changes, frozen)
-
-
-def _user(entry: Document) -> UserBytes:
-    names = {field.name: f"{field.name}_bytes" for field in fields(UserBytes)}
-    entry.object(*names.values())
-    return UserBytes(**{name: entry[key].whole() for name, key in names.items() if key in entry})
-
-
-def _call(entry: Document) -> tuple[int, int]:
-    layers = entry.entries()
-    if len(layers) != 2:
-        entry.refuse(f"has {len(layers)} entries, and must have two: the first layer, and the one behind the last")
-    return layers[0].whole(), layers[1].whole()
-
-
-def _times(entry: Document) -> Times:
-    entry.object("forward_s", "backward_s", "update_s")
-    return _seconds(entry)
-
-
-def _seconds(entry: Document) -> Times:
-    update = entry["update_s"].number() if "update_s" in entry else 0.0
-    return Times(entry["forward_s"].number(), entry["backward_s"].number(), update)
+    return {"schema_version": VERSION, **plain(ProfileFile.of(profile))}
 
 
 @dataclass(frozen=True)

@@ -9,13 +9,14 @@ import threading
 import time
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
+from typing import Annotated, Any
 
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.server.process.link_probe import LinkProbe
 from lightning_hetpipe.server.process.service import SHARD_METHOD, Service
 from lightning_hetpipe.server.protocol.decisions import Decision, ignore, line
 from lightning_hetpipe.server.transport import interface
+from lightning_hetpipe.settings import Bounds
 
 MOST = 64
 """Sessions kept at a time; beyond that, those that all have left are dropped."""
@@ -38,7 +39,7 @@ class Sessions:
         SettingError: if the file cannot be written.
     """
 
-    def __init__(self, lease: float, log: str | None = None) -> None:
+    def __init__(self, lease: Annotated[float, Bounds(0.001)], log: str | None = None) -> None:
         self._lease = lease
         try:
             self._log = None if log is None else os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)

@@ -2,20 +2,25 @@
 
     {"Kind": {"field": value, ...}}
 
-A kind is a frozen dataclass; its annotations are the schema. Fields are ``bool``, ``int`` (64 bits), ``str``, enums of
-strings, dataclasses, tuples of these, and ``X | None``. Unknown, missing or repeated fields, values of other types and
-numbers out of range are `Malformed`. The transport's frames carry length and version (``frames``).
+A kind is a frozen dataclass; its annotations are the schema, which the settings model reads. Fields are ``bool``,
+``int`` (64 bits), ``str``, enums of strings, dataclasses, tuples of these, and ``X | None``. Unknown and repeated
+fields, missing ones without a default, values of other types and numbers out of range are `Malformed`. The transport's
+frames carry length and version (``frames``).
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
-import types
-import typing
+from collections.abc import Iterable
 from enum import Enum
 from typing import Any, NoReturn
+
+from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.settings import Style, check
+
+_WIRE = Style(lambda path, value: path, {True: "true", False: "false", None: "null"})
+"""Words of an error that goes back to who has sent a message: it repeats no value."""
 
 
 class Malformed(Exception):
@@ -29,7 +34,7 @@ class Codec:
         limit: bytes of one encoded message, at most.
     """
 
-    def __init__(self, kinds: typing.Iterable[type[Any]], limit: int) -> None:
+    def __init__(self, kinds: Iterable[type[Any]], limit: int) -> None:
         self._kinds = {kind.__name__: kind for kind in kinds}
         self._limit = limit
 
@@ -59,8 +64,13 @@ class Codec:
             _refuse(f"{len(data)} bytes are too many")
         try:
             value = json.loads(
-                bytes(data).decode(), object_pairs_hook=_once, parse_constant=_refuse, parse_float=_refuse
+                bytes(data).decode(),
+                object_pairs_hook=_once,
+                parse_constant=_refuse,
+                parse_float=_refuse,
+                parse_int=_integer,
             )
+            json.dumps(value, ensure_ascii=False).encode()
         except (ValueError, RecursionError) as error:  # ValueError: not UTF-8, not JSON, or a number of many digits
             raise Malformed(f"a message is malformed: {type(error).__name__}") from error
         if not isinstance(value, dict) or len(value) != 1:
@@ -69,7 +79,13 @@ class Codec:
         kind = self._kinds.get(name)
         if kind is None:
             _refuse(f"its kind is {name[:40]!r}")
-        return _read(kind, fields, name)
+        try:
+            return check(name, fields, kind, _WIRE)
+        except SettingError as error:
+            _refuse(str(error)[:_LONGEST])
+
+
+_LONGEST = 100
 
 
 def _refuse(why: str) -> NoReturn:
@@ -89,40 +105,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-@functools.cache
-def _schema(kind: type) -> dict[str, Any]:
-    hints = typing.get_type_hints(kind)
-    return {field.name: hints[field.name] for field in dataclasses.fields(kind)}
-
-
-def _read(kind: Any, value: Any, where: str) -> Any:
-    """Return ``value`` as a ``kind``, without any conversion that loses information."""
-    origin = typing.get_origin(kind)
-    if origin is tuple:
-        item, more = typing.get_args(kind)
-        assert more is Ellipsis
-        if not isinstance(value, list):
-            _refuse(f"{where} is not a list")
-        return tuple(_read(item, each, where) for each in value)
-    if origin in (types.UnionType, typing.Union):
-        (other,) = (each for each in typing.get_args(kind) if each is not types.NoneType)
-        return None if value is None else _read(other, value, where)
-    if dataclasses.is_dataclass(kind):
-        schema = _schema(typing.cast(type, kind))
-        if not isinstance(value, dict) or value.keys() != schema.keys():
-            _refuse(f"{where} has not the fields {', '.join(schema)}")
-        return typing.cast(type, kind)(**{name: _read(schema[name], value[name], f"{where}.{name}") for name in schema})
-    if issubclass(kind, Enum):
-        if not isinstance(value, str) or value not in (each.value for each in kind):
-            _refuse(f"{where} is none of its choices")
-        return kind(value)
-    if type(value) is not kind:  # an int is not a bool, nor the other way round
-        _refuse(f"{where} is not of type {kind.__name__}")
-    if kind is int and not -(1 << 63) <= value < 1 << 63:
-        _refuse(f"{where} does not fit into 64 bits")
-    if kind is str:
-        try:
-            value.encode()
-        except UnicodeEncodeError:
-            _refuse(f"{where} is not text")
+def _integer(digits: str) -> int:
+    if not -(1 << 63) <= (value := int(digits)) < 1 << 63:
+        _refuse("a number does not fit into 64 bits")
     return value
