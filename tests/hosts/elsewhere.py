@@ -40,12 +40,7 @@ def _runs(pid: int) -> bool:
 
 
 @contextmanager
-def serving(environment: dict[str, str], *program: str, starting: bool = True) -> Iterator[Hosts]:
-    """A hetpipe-host, or another ``program`` that is one.
-
-    Args:
-        starting: Its hosts are forks, which saves the imports of each.
-    """
+def serving(environment: dict[str, str], *program: str) -> Iterator[Hosts]:
     module, *arguments = program or ("lightning_hetpipe.cli.hetpipe_host",)
     process = forks.Popen(
         [sys.executable, "-m", module, *arguments, "address=127.0.0.1:0"],
@@ -54,7 +49,7 @@ def serving(environment: dict[str, str], *program: str, starting: bool = True) -
         env={**{name: value for name, value in os.environ.items() if not name.startswith("HETPIPE")}, **environment},
         start_new_session=True,
         loaded="libraries",
-        starting=starting,
+        starting=1,
     )
     try:
         assert process.stdout is not None

@@ -13,6 +13,8 @@ import contextlib
 import ctypes
 import fcntl
 import json
+import logging
+import multiprocessing.util
 import os
 import runpy
 import signal
@@ -22,11 +24,12 @@ import sys
 import threading
 import time
 import traceback
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 200.0
@@ -41,10 +44,14 @@ LONGEST = 1 << 17
 NAME = "fork server"
 """By which the kernel knows a fork server."""
 
+LAUNCHES = 3
+"""Generations of a launch: who starts it again, the first virtual worker, the others, and what these start."""
+
 MOST = 32
 """Descriptors that a program is given."""
 
 _SET_NAME, _SET_SUBREAPER = 15, 36  # of <linux/prctl.h>
+_NETWORK = 0x40000000  # CLONE_NEWNET of <linux/sched.h>
 _GUARD = ["-I", "-S", "-c"]  # with which `signals.guarded` begins, whose program runs another one in its place
 
 _servers: dict[str, socket.socket] = {}
@@ -85,13 +92,24 @@ class Popen(subprocess.Popen[Any]):
 
     Args:
         loaded: "lightning", or "libraries", which does without Lightning, torchmetrics and lightning_utilities.
-        starting: The program has a server of its own, and what it starts by ``subprocess.Popen`` are forks as well.
+        starting: How many generations of programs that it starts, by ``subprocess.Popen``, are forks as well.
+        network: The name of the network namespace that it runs in; otherwise that of whoever starts it.
     """
 
-    def __init__(self, command: Any, *args: Any, loaded: str = "lightning", starting: bool = False, **told: Any) -> None:
+    def __init__(
+        self,
+        args: Any,
+        *more: Any,
+        loaded: str = "lightning",
+        starting: int = 0,
+        network: str | None = None,
+        **told: Any,
+    ) -> None:
         self._server = _servers.get(loaded)
-        self._starting = starting
-        super().__init__(command, *args, **told)
+        self._more = {"starting": starting, "network": network}
+        if network is not None and (self._server is None or not _is_program(args)):
+            args = ["ip", "netns", "exec", network, *args]
+        super().__init__(args, *more, **told)
 
     def _execute_child(  # type: ignore[misc]
         self, args: Any, executable: Any, preexec_fn: Any, close_fds: Any, pass_fds: Any, cwd: Any, env: Any, *rest: Any
@@ -107,7 +125,7 @@ class Popen(subprocess.Popen[Any]):
             "variables": dict(os.environ if env is None else env),
             "descriptors": [0, 1, 2, *map(int, pass_fds)],
             "leads": bool(start_new_session),
-            "starting": self._starting,
+            **self._more,
         }
         standard = [own if end == -1 else end for own, end in enumerate((pipes[0], pipes[3], pipes[5]))]
         self.pid = _asked(self._server, program, [*standard, *map(int, pass_fds)])
@@ -118,8 +136,10 @@ class Popen(subprocess.Popen[Any]):
 class _Forking(Popen):
     """Takes the place of ``subprocess.Popen`` in a program with a server of its own."""
 
-    def __init__(self, *args: Any, **told: Any) -> None:
-        super().__init__(*args, loaded="own", **told)
+    generations: ClassVar[int] = 0
+
+    def __init__(self, *more: Any, **told: Any) -> None:
+        super().__init__(*more, loaded="own", starting=self.generations, **told)
 
 
 def run(
@@ -128,7 +148,7 @@ def run(
     cwd: Path = ROOT,
     environment: Mapping[str, str] | None = None,
     timeout: float = SECONDS,
-    starting: bool = False,
+    starting: int = 0,
 ) -> subprocess.CompletedProcess[str]:
     """Run ``python *arguments`` to its end: ``-c CODE``, ``-m MODULE`` or a file, and its own arguments.
 
@@ -221,6 +241,10 @@ def _serve(requests: socket.socket) -> None:
         os.dup2(os.open(os.devnull, os.O_RDWR), standard)
     sys.meta_path[:] = [finder for finder in sys.meta_path if "pytest" not in type(finder).__module__]
     atexit._clear()
+    weakref.finalize._registry.clear()  # type: ignore[attr-defined]
+    weakref.finalize._registered_with_atexit = False  # type: ignore[attr-defined]
+    for ending in (logging.shutdown, multiprocessing.util._exit_function):  # as in any program that loads these
+        atexit.register(ending)
     requests = socket.socket(fileno=3)
     while (received := socket.recv_fds(requests, LONGEST, MOST))[0]:
         request, (told, *given), *_ = received
@@ -247,17 +271,22 @@ def _become(
     variables: Mapping[str, str],
     descriptors: Sequence[int],
     leads: bool,
-    starting: bool,
+    starting: int,
+    network: str | None,
 ) -> NoReturn:
     """Be the program ``python *arguments``, from its begin to its end.
 
     Args:
         given: Descriptors of whoever asks, which are ``descriptors`` in the program.
         leads: It leads a session.
+        starting, network: As of ``Popen``.
     """
     _control(_SET_NAME, b"python")
     if leads:
         os.setsid()
+    if network is not None:
+        with open(f"/run/netns/{network}") as file:
+            ctypes.CDLL(None).setns(file.fileno(), _NETWORK)
     above = max(descriptors) + 1
     moved = [fcntl.fcntl(each, fcntl.F_DUPFD, above) for each in given]
     os.closerange(3, above)
@@ -266,11 +295,13 @@ def _become(
     os.closerange(above, os.sysconf("SC_OPEN_MAX"))
     if starting:
         _start("own")
+        _Forking.generations = starting - 1
         vars(subprocess)["Popen"] = _Forking
     os.environ.clear()
     os.environ.update(variables)
     _show_environment()
-    sys.stdin, sys.stdout, sys.stderr = open(0, closefd=False), sys.__stdout__, sys.__stderr__
+    sys.stdin = os.fdopen(0, closefd=False)
+    sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
     import_module("torch").set_num_threads(1)  # as OMP_NUM_THREADS=1 does at a real start
     code: Any = 0
     try:
