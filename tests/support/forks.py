@@ -111,7 +111,7 @@ class Popen(subprocess.Popen[Any]):
             args = ["ip", "netns", "exec", network, *args]
         super().__init__(args, *more, **told)
 
-    def _execute_child(  # type: ignore[misc]
+    def _execute_child(
         self, args: Any, executable: Any, preexec_fn: Any, close_fds: Any, pass_fds: Any, cwd: Any, env: Any, *rest: Any
     ) -> None:
         pipes, (*others, start_new_session, process_group) = rest[3:9], rest[10:]
@@ -243,7 +243,7 @@ def _serve(requests: socket.socket) -> None:
     atexit._clear()
     weakref.finalize._registry.clear()  # type: ignore[attr-defined]
     weakref.finalize._registered_with_atexit = False  # type: ignore[attr-defined]
-    for ending in (logging.shutdown, multiprocessing.util._exit_function):  # as in any program that loads these
+    for ending in (logging.shutdown, vars(multiprocessing.util)["_exit_function"]):  # as where these are loaded
         atexit.register(ending)
     requests = socket.socket(fileno=3)
     while (received := socket.recv_fds(requests, LONGEST, MOST))[0]:
