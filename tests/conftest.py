@@ -19,6 +19,9 @@ from tests.support import forks, marks
 from tests.support.namespaces import Machine, Unavailable, network
 from tests.wsp.lost_time import summary
 
+FILE = pytest.StashKey[Path]()
+"""The file of the last test."""
+
 
 @pytest.fixture(autouse=True)
 def same_start() -> Iterator[None]:
@@ -134,6 +137,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         wrong = [f"{path}::{name}[{case}]" for (path, name), cases in missing.items() for case in cases]
         if wrong:
             raise pytest.UsageError(f"@quick names cases that are not there: {', '.join(wrong)}")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Leave what stays of earlier files, such as caches, to no garbage collector, as what collection makes.
+
+    Each collection of all went through it: half a second for each where a process had made a thousand fits, of which
+    those on an accelerator make one or two.
+    """
+    if item.config.stash.get(FILE, None) != item.path:
+        item.config.stash[FILE] = item.path
+        gc.collect()
+        gc.freeze()
 
 
 class Clock:

@@ -1,19 +1,22 @@
-"""Fixtures for stages at hosts."""
+"""Fixtures for stages at hosts. They load what they need themselves, as tests.support.forks begins without ours."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.hosts.elsewhere import Hosts, serving
-from tests.hosts.host_threads import HostThread
-from tests.server.transports import eventually
+if TYPE_CHECKING:
+    from tests.hosts.elsewhere import Hosts
+    from tests.hosts.host_threads import HostThread
 
 
 @pytest.fixture
 def host_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[HostThread]]:
     """Hosts that are threads of this process, at any address, and the list of those that were made."""
+    from tests.hosts.host_threads import HostThread
+
     made: list[HostThread] = []
     monkeypatch.setattr(HostThread, "made", made)
     monkeypatch.setattr("lightning_hetpipe.hosts.stages_apart.HostConnection", lambda *_: HostThread())
@@ -25,6 +28,8 @@ def host_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[HostThread]]:
 
 @pytest.fixture(scope="session")
 def hetpipe_host() -> Iterator[Hosts]:
+    from tests.hosts.elsewhere import serving
+
     with serving({}) as found:
         yield found
 
@@ -32,5 +37,7 @@ def hetpipe_host() -> Iterator[Hosts]:
 @pytest.fixture
 def hosts(hetpipe_host: Hosts) -> Iterator[Hosts]:
     """A hetpipe-host, none of whose hosts a test leaves behind."""
+    from tests.server.transports import eventually
+
     yield hetpipe_host
     eventually(lambda: not hetpipe_host.children(), "a host has not ended")

@@ -15,6 +15,7 @@ from typing import Any
 from lightning_hetpipe import HetPipeStrategy
 from lightning_hetpipe.run.run_settings import RunSettings
 from tests.exact.pipelines import even
+from tests.support import forks
 
 NEAR = "127.0.0.1:1"
 """Address at which the fixture ``host_threads`` has hosts."""
@@ -29,7 +30,7 @@ class Hosts:
     def children(self) -> list[int]:
         """Processes that are hosts and have not ended."""
         path = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
-        return [pid for pid in map(int, path.read_text().split()) if _runs(pid)]
+        return [pid for pid in map(int, path.read_text().split()) if _runs(pid) and not forks.is_server(pid)]
 
 
 def _runs(pid: int) -> bool:
@@ -41,12 +42,14 @@ def _runs(pid: int) -> bool:
 @contextmanager
 def serving(environment: dict[str, str], *program: str) -> Iterator[Hosts]:
     module, *arguments = program or ("lightning_hetpipe.cli.hetpipe_host",)
-    process = subprocess.Popen(
+    process = forks.Popen(
         [sys.executable, "-m", module, *arguments, "address=127.0.0.1:0"],
         stdout=subprocess.PIPE,
         text=True,
         env={**{name: value for name, value in os.environ.items() if not name.startswith("HETPIPE")}, **environment},
         start_new_session=True,
+        loaded="libraries",
+        starting=1,
     )
     try:
         assert process.stdout is not None

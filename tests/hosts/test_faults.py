@@ -32,6 +32,7 @@ from lightning_hetpipe.server.transport.security import Security
 from tests.hosts.elsewhere import NEAR, Hosts, elsewhere
 from tests.hosts.host_threads import HostThread
 from tests.server.transports import eventually
+from tests.support import forks
 from tests.support.models import CLASSES, WORDS, Task, sentences, vectors
 from tests.support.trainers import quiet_trainer
 
@@ -140,7 +141,7 @@ trainer.fit(Task(net()), vectors(40, 4))
 
 @pytest.mark.parametrize(("sent", "how"), [(signal.SIGKILL, "hang"), (signal.SIGINT, "go on"), (signal.SIGINT, "hang")])
 def test_a_host_ends_with_the_process_of_lightnings_loop(sent: signal.Signals, how: str, hosts: Hosts) -> None:
-    with subprocess.Popen(
+    with forks.Popen(
         [sys.executable, "-c", textwrap.dedent(SCRIPT), how, hosts.address],
         cwd=ROOT,
         stdin=subprocess.PIPE,

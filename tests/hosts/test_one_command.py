@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from tests.server.transports import eventually
+from tests.support import forks
 from tests.support.namespaces import finished
 from tests.wsp.launch import ROOT, SECONDS, free_port
 
@@ -99,7 +100,7 @@ class Nodes:
         program = self._folder / "program.py"
         program.write_text(PROGRAM)
         command = [*interpreter, str(program), json.dumps({**self._told, **told})]
-        process = subprocess.Popen(
+        process = forks.Popen(
             [_filled(word, self._environment) for word in command],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -107,6 +108,7 @@ class Nodes:
             text=True,
             env={**self._environment, **(environment or {})},
             start_new_session=True,
+            starting=forks.LAUNCHES,
         )
         self.started.append(process)
         return process
@@ -277,6 +279,7 @@ def _hosts(node: subprocess.Popen[str]) -> list[int]:
         int(child)
         for thread in Path(f"/proc/{node.pid}/task").iterdir()
         for child in (thread / "children").read_text().split()
+        if not forks.is_server(int(child))
     ]
 
 

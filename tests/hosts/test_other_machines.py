@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +25,7 @@ from lightning_hetpipe.planning.plan.planned_worker import PlannedStage, Planned
 from tests.exact.running import assert_equal, assert_same_run, expect, fit
 from tests.hosts.elsewhere import Hosts, serving
 from tests.server.transports import certificates, eventually
+from tests.support import forks
 from tests.support.models import ADAMW, CLASSES, Task, vectors
 from tests.support.strategies import stashing
 from tests.support.trainers import quiet_trainer
@@ -111,7 +110,10 @@ def check_two(hosts: Hosts, device: str, tmp_path: Path) -> None:
         saved = tmp_path / f"{number}.pt"
         program = tmp_path / "two.py"
         program.write_text(TWO)
-        subprocess.run([sys.executable, program, saved, *where], check=True, timeout=120, env=within(ROOT))
+        done = forks.run(
+            *map(str, [program, saved, *where]), timeout=120, environment=within(ROOT), starting=forks.LAUNCHES
+        )
+        assert done.returncode == 0, done.stderr
         found.append(torch.load(saved))
     assert_alike(*found)
 

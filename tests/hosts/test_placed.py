@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from lightning_hetpipe.planning.model.profile import LayerBytes, Profile, Times
 from lightning_hetpipe.planning.search.problem import PlanningProblem
 from tests.hosts.elsewhere import serving
 from tests.hosts.test_waves_by_stage import done, environment
+from tests.support import forks
 from tests.support.namespaces import Unavailable, network
 from tests.wsp.launch import ROOT
 
@@ -91,8 +91,8 @@ def test_the_bits_are_those_of_stages_in_threads(tmp_path: Path) -> None:
     with serving(known) as attic, serving(known) as cellar:
         hosts = f'{{"attic": "{attic.address}", "cellar": "{cellar.address}"}}'
         for command in (program(here, plan), program(there, plan, hosts=hosts)):
-            words, own = [*map(str, command)], {**os.environ, "PYTHONPATH": str(ROOT), **known}
-            ran = subprocess.run(words, capture_output=True, text=True, env=own)
+            words, own = [*map(str, command[1:])], {**os.environ, "PYTHONPATH": str(ROOT), **known}
+            ran = forks.run(*words, environment=own, starting=forks.LAUNCHES)
             assert ran.returncode == 0, ran.stderr
     assert same(here, there)
 

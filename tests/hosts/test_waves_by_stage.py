@@ -18,6 +18,7 @@ import torch
 
 from tests.hosts.elsewhere import serving
 from tests.server.transports import eventually
+from tests.support import forks
 from tests.support.namespaces import Machine, Unavailable, finished, network
 from tests.wsp.launch import ROOT, SECONDS
 
@@ -137,13 +138,14 @@ if trainer.is_global_zero:
 
 def paused(saved: Path, pauses: int, *addresses: str) -> subprocess.Popen[str]:
     """Two virtual workers with stages at hosts of their own, of which one waits after six steps for a line."""
-    process = subprocess.Popen(
+    process = forks.Popen(
         [sys.executable, "-c", PAUSES, saved, str(pauses), *addresses],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         env={**os.environ, "PYTHONPATH": str(ROOT), "HETPIPE_TOKEN": "one"},
+        starting=forks.LAUNCHES,
     )
     assert process.stdout is not None
     assert process.stdout.readline() == "paused\n"
@@ -169,11 +171,12 @@ def test_a_host_that_is_killed_takes_its_virtual_worker_alone(tmp_path: Path) ->
 @contextmanager
 def server(address: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """A running hetpipe-server, and its address."""
-    process = subprocess.Popen(
+    process = forks.Popen(
         [sys.executable, "-m", "lightning_hetpipe.cli.hetpipe_server", f"address={address}", "service.lease=3"],
         stdout=subprocess.PIPE,
         text=True,
         env={**os.environ, "PYTHONPATH": str(ROOT), "HETPIPE_TOKEN": "one"},
+        loaded="libraries",
     )
     try:
         assert process.stdout is not None
@@ -217,7 +220,9 @@ def test_a_host_calls_servers_that_let_it_in(token: str | None, tmp_path: Path) 
             program(saved[1], ["attic", "desk"], 2, {}, stage_hosts={"attic": hosts.address}),
         ]
         said = [
-            subprocess.run(each, capture_output=True, text=True, env={**own, "PYTHONPATH": str(ROOT), **known})
+            forks.run(
+                *map(str, each[1:]), environment={**own, "PYTHONPATH": str(ROOT), **known}, starting=forks.LAUNCHES
+            )
             for each in commands
         ]
     assert [each.returncode for each in said] == [0, 0], said[1].stderr

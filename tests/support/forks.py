@@ -2,27 +2,34 @@
 
 A fork server is a fork of pytest's own process, made before that has loaded the package: it costs no import at all. A
 program begins as in an interpreter that was just started, but for modules that are loaded already, none but those that
-``import lightning`` loads, and pytest; and torch computes with one thread.
+``import lightning`` loads, and pytest; and torch computes with one thread. Its process is a child of whoever asks for
+it, so that signals, exit codes and the ends of parents are those of any process.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
+import ctypes
+import fcntl
 import json
+import logging
+import multiprocessing.util
 import os
 import runpy
-import select
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
-from collections.abc import Mapping, Sequence
+import time
+import traceback
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 200.0
@@ -34,7 +41,21 @@ LIBRARIES = ("torch", "torch._dynamo", "scipy.signal", "transformers", "matplotl
 LONGEST = 1 << 17
 """Bytes of a message with the arguments and the environment of a program."""
 
+NAME = "fork server"
+"""By which the kernel knows a fork server."""
+
+LAUNCHES = 3
+"""Generations of a launch: who starts it again, the first virtual worker, the others, and what these start."""
+
+MOST = 32
+"""Descriptors that a program is given."""
+
+_SET_NAME, _SET_SUBREAPER = 15, 36  # of <linux/prctl.h>
+_NETWORK = 0x40000000  # CLONE_NEWNET of <linux/sched.h>
+_GUARD = ["-I", "-S", "-c"]  # with which `signals.guarded` begins, whose program runs another one in its place
+
 _servers: dict[str, socket.socket] = {}
+_asking = threading.Lock()
 
 
 def serve() -> None:
@@ -55,49 +76,143 @@ def end() -> None:
         _servers.popitem()[1].close()
 
 
+def is_server(pid: int) -> bool:
+    """Tell whether a process is a fork server, which programs have that start others."""
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().rstrip("\n") == NAME
+    except OSError:
+        return False
+
+
+class Popen(subprocess.Popen[Any]):
+    """A program of this Python's, as ``subprocess.Popen`` would start it: ``-c CODE``, ``-m MODULE`` or a file.
+
+    Whatever cannot be a fork is a process as ever: other programs and options; and all where there is no such server,
+    as under the mutation check, which has loaded Lightning.
+
+    Args:
+        loaded: "lightning", or "libraries", which does without Lightning, torchmetrics and lightning_utilities.
+        starting: How many generations of programs that it starts, by ``subprocess.Popen``, are forks as well.
+        network: The name of the network namespace that it runs in; otherwise that of whoever starts it.
+    """
+
+    def __init__(
+        self,
+        args: Any,
+        *more: Any,
+        loaded: str = "lightning",
+        starting: int = 0,
+        network: str | None = None,
+        **told: Any,
+    ) -> None:
+        self._server = _servers.get(loaded)
+        self._more = {"starting": starting, "network": network}
+        if network is not None and (self._server is None or not _is_program(args)):
+            args = ["ip", "netns", "exec", network, *args]
+        super().__init__(args, *more, **told)
+
+    def _execute_child(
+        self, args: Any, executable: Any, preexec_fn: Any, close_fds: Any, pass_fds: Any, cwd: Any, env: Any, *rest: Any
+    ) -> None:
+        pipes, (*others, start_new_session, process_group) = rest[3:9], rest[10:]
+        plain = not (executable or preexec_fn or any(rest[:3])) and close_fds and [*others] == [None, None, None, -1]
+        if self._server is None or not plain or process_group != -1 or not _is_program(args):
+            super()._execute_child(args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *rest)  # type: ignore[misc]
+            return
+        program = {
+            "arguments": [*map(os.fspath, args[1:])],
+            "folder": os.fspath(cwd or os.getcwd()),
+            "variables": dict(os.environ if env is None else env),
+            "descriptors": [0, 1, 2, *map(int, pass_fds)],
+            "leads": bool(start_new_session),
+            **self._more,
+        }
+        standard = [own if end == -1 else end for own, end in enumerate((pipes[0], pipes[3], pipes[5]))]
+        self.pid = _asked(self._server, program, [*standard, *map(int, pass_fds)])
+        self._child_created = True
+        self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
+
+
+class _Forking(Popen):
+    """Takes the place of ``subprocess.Popen`` in a program with a server of its own."""
+
+    generations: ClassVar[int] = 0
+
+    def __init__(self, *more: Any, **told: Any) -> None:
+        super().__init__(*more, loaded="own", starting=self.generations, **told)
+
+
 def run(
     *arguments: str,
     loaded: str = "lightning",
     cwd: Path = ROOT,
     environment: Mapping[str, str] | None = None,
     timeout: float = SECONDS,
+    starting: int = 0,
 ) -> subprocess.CompletedProcess[str]:
     """Run ``python *arguments`` to its end: ``-c CODE``, ``-m MODULE`` or a file, and its own arguments.
 
     Args:
-        loaded: "lightning", or "libraries", which does without Lightning, torchmetrics and lightning_utilities. Where
-            there is no such server, as under the mutation check, which has loaded Lightning, it is a real process.
+        loaded, starting: As of ``Popen``.
         environment: All of its variables; those of the test by default.
         timeout: Seconds.
     """
-    variables = dict(os.environ if environment is None else environment)
-    if loaded not in _servers:
-        command = [sys.executable, *arguments]
-        return subprocess.run(command, cwd=cwd, env=variables, capture_output=True, text=True, timeout=timeout)
-    request = json.dumps([arguments, str(cwd), variables]).encode()
-    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as error:
+    pipe = subprocess.PIPE
+    with Popen(
+        [sys.executable, *arguments],
+        loaded=loaded,
+        starting=starting,
+        cwd=cwd,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=pipe,
+        stderr=pipe,
+        text=True,
+    ) as process:
+        try:
+            out, error = process.communicate(timeout=timeout)
+        except BaseException:
+            process.kill()
+            raise
+    return subprocess.CompletedProcess(arguments, process.returncode, out, error)
+
+
+def _is_program(args: Any) -> bool:
+    """Whether a command is a program of this Python's, with no option of Python's but a guard's."""
+    if isinstance(args, str | bytes | os.PathLike) or args[0] != sys.executable or len(args) < 2:
+        return False
+    if args[1:4] == _GUARD:
+        return len(args) > 6 and _is_program(args[6:])
+    return args[1] in ("-c", "-m") or not os.fspath(args[1]).startswith("-")
+
+
+def _asked(server: socket.socket, program: Mapping[str, Any], descriptors: Sequence[int]) -> int:
+    """Have ``server`` start a program as a child of this process."""
+    with _asking, _adopting():
         heard, told = os.pipe()
         try:
-            socket.send_fds(_servers[loaded], [request], [out.fileno(), error.fileno(), told])
+            socket.send_fds(server, [json.dumps(program).encode()], [told, *descriptors])
         finally:
             os.close(told)
-        with open(heard) as answers:
-            code = _code(answers, timeout)
-        for written in (out, error):
-            written.seek(0)
-        return subprocess.CompletedProcess(arguments, code, out.read(), error.read())
+        with open(heard) as answer:
+            said = answer.readline()
+    if not said:
+        raise OSError("the fork server has started no process")
+    return int(said)
 
 
-def _code(answers: Any, timeout: float) -> int:
-    """The exit code of the program whose process and exit code are lines of ``answers``; it is killed if it lasts."""
-    child = int(answers.readline())
+@contextlib.contextmanager
+def _adopting() -> Iterator[None]:
+    """What is forked by a fork of this process, and left by that, becomes a child of this process."""
+    _control(_SET_SUBREAPER, 1)
     try:
-        if not select.select([answers], [], [], timeout)[0]:
-            raise subprocess.TimeoutExpired("the fork", timeout)
-    except BaseException:
-        os.kill(child, signal.SIGKILL)
-        raise
-    return int(answers.readline())
+        yield
+    finally:
+        _control(_SET_SUBREAPER, 0)
+
+
+def _control(what: int, value: Any) -> None:
+    ctypes.CDLL(None).prctl(what, value, 0, 0, 0)
 
 
 def _start(name: str) -> None:
@@ -106,8 +221,10 @@ def _start(name: str) -> None:
     if os.fork() == 0:
         try:
             _serve(theirs)
-        finally:
-            os._exit(0)
+        except BaseException:
+            traceback.print_exc(file=sys.__stderr__)
+            os._exit(1)
+        os._exit(0)
     theirs.close()
     _servers[name] = ours
 
@@ -115,62 +232,132 @@ def _start(name: str) -> None:
 def _serve(requests: socket.socket) -> None:
     """Fork for each of ``requests``, until nobody is left who could make one."""
     _servers.clear()
+    _control(_SET_NAME, NAME.encode())
     interrupt = signal.getsignal(signal.SIGINT)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's is pytest's
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the children
     os.dup2(requests.detach(), 3)
     os.closerange(4, os.sysconf("SC_OPEN_MAX"))
     for standard in range(3):
         os.dup2(os.open(os.devnull, os.O_RDWR), standard)
     sys.meta_path[:] = [finder for finder in sys.meta_path if "pytest" not in type(finder).__module__]
     atexit._clear()
+    weakref.finalize._registry.clear()  # type: ignore[attr-defined]
+    weakref.finalize._registered_with_atexit = False  # type: ignore[attr-defined]
+    for ending in (logging.shutdown, vars(multiprocessing.util)["_exit_function"]):  # as where these are loaded
+        atexit.register(ending)
     requests = socket.socket(fileno=3)
-    while (received := socket.recv_fds(requests, LONGEST, 3))[0]:
-        request, (out, error, told), *_ = received
-        if os.fork() == 0:
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            child = os.fork()
-            if child == 0:
-                signal.signal(signal.SIGINT, interrupt)
-                _become(out, error, *json.loads(request))
-            os.write(told, f"{child}\n".encode())
-            code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-            os.write(told, f"{code}\n".encode())
-            os._exit(0)
-        for file in (out, error, told):
+    while (received := socket.recv_fds(requests, LONGEST, MOST))[0]:
+        request, (told, *given), *_ = received
+        between = os.fork()
+        if between == 0:
+            between = os.getpid()
+            if os.fork():
+                os._exit(0)  # whoever asks is the parent from here on
+            while os.getppid() == between:
+                time.sleep(0.0005)
+            signal.signal(signal.SIGINT, interrupt)
+            os.write(told, f"{os.getpid()}\n".encode())
+            os.close(told)
+            _become(given, **json.loads(request))
+        os.waitpid(between, 0)
+        for file in (told, *given):
             os.close(file)
 
 
-def _become(out: int, error: int, arguments: Sequence[str], folder: str, variables: Mapping[str, str]) -> NoReturn:
-    """Be the program ``python *arguments``, from its begin to its end."""
-    os.chdir(folder)
+def _become(
+    given: Sequence[int],
+    arguments: Sequence[str],
+    folder: str,
+    variables: Mapping[str, str],
+    descriptors: Sequence[int],
+    leads: bool,
+    starting: int,
+    network: str | None,
+) -> NoReturn:
+    """Be the program ``python *arguments``, from its begin to its end.
+
+    Args:
+        given: Descriptors of whoever asks, which are ``descriptors`` in the program.
+        leads: It leads a session.
+        starting, network: As of ``Popen``.
+    """
+    _control(_SET_NAME, b"python")
+    if leads:
+        os.setsid()
+    if network is not None:
+        with open(f"/run/netns/{network}") as file:
+            ctypes.CDLL(None).setns(file.fileno(), _NETWORK)
+    above = max(descriptors) + 1
+    moved = [fcntl.fcntl(each, fcntl.F_DUPFD, above) for each in given]
+    os.closerange(3, above)
+    for own, each in zip(moved, descriptors, strict=True):
+        os.dup2(own, each)
+    os.closerange(above, os.sysconf("SC_OPEN_MAX"))
+    if starting:
+        _start("own")
+        _Forking.generations = starting - 1
+        vars(subprocess)["Popen"] = _Forking
     os.environ.clear()
     os.environ.update(variables)
-    os.dup2(out, 1)
-    os.dup2(error, 2)
-    os.closerange(3, os.sysconf("SC_OPEN_MAX"))
-    sys.stdin, sys.stdout, sys.stderr = sys.__stdin__, sys.__stdout__, sys.__stderr__
+    _show_environment()
+    sys.stdin = os.fdopen(0, closefd=False)
+    sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
     import_module("torch").set_num_threads(1)  # as OMP_NUM_THREADS=1 does at a real start
-    sys.orig_argv = [sys.executable, *arguments]
     code: Any = 0
     try:
+        os.chdir(folder)
         _execute(arguments)
     except SystemExit as end:
         code = end.code
-    except BaseException:
+    except BaseException as error:
         sys.excepthook(*sys.exc_info())
-        code = 1
+        code = -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
     if not isinstance(code, int | None):
         print(code, file=sys.stderr)
         code = 1
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     _flush()
+    if code == -signal.SIGINT:  # as Python ends then
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
     os._exit(code or 0)
 
 
+def _show_environment() -> None:
+    """Have others read the variables of this process where the kernel shows those with which it was started."""
+    begin, end = map(int, Path("/proc/self/stat").read_text().rpartition(")")[2].split()[47:49])
+    text = b"".join(os.fsencode(f"{name}={value}") + b"\0" for name, value in reversed([*os.environ.items()]))
+    ctypes.memset(begin, 0, end - begin)
+    ctypes.memmove(begin, text, min(len(text), end - begin - 1))
+
+
+class _Replaced(BaseException):
+    """A guard runs the command that it guards."""
+
+
+def _guarded(guard: str, arguments: Sequence[str]) -> list[str]:
+    """Run a guard's program; gives what it runs in its place."""
+
+    def replace(path: str, command: list[str]) -> NoReturn:
+        raise _Replaced(command)
+
+    execv, argv = os.execv, sys.argv
+    vars(os)["execv"], sys.argv = replace, ["-c", *arguments]
+    try:
+        exec(guard, {})
+    except _Replaced as replaced:
+        return [*replaced.args[0][1:]]
+    finally:
+        vars(os)["execv"], sys.argv = execv, argv
+    sys.exit()
+
+
 def _execute(arguments: Sequence[str]) -> None:
+    if [*arguments[:3]] == _GUARD:
+        arguments = _guarded(arguments[3], arguments[4:])
     what, *rest = arguments
+    sys.orig_argv = [sys.executable, *arguments]
     first = str(Path(what).parent) if what not in ("-c", "-m") else os.getcwd() if what == "-m" else ""
     sys.path[:0] = [first, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     if what == "-c":

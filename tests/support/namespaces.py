@@ -17,6 +17,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from tests.support import forks
+
 TIMEOUT = 30.0
 NOBODY = "02:00:00:00:00:01"
 """A hardware address that no machine has."""
@@ -54,8 +56,10 @@ class Machine:
         self, command: Sequence[object], folder: Path, environment: Mapping[str, Any], stdin: int | None = None
     ) -> subprocess.Popen[str]:
         """Starts a program, in a session of its own, that ends with the network at the latest."""
-        process = subprocess.Popen(
-            self.inside(*command),
+        process = forks.Popen(
+            [*map(str, command)],
+            network=self.name,
+            starting=forks.LAUNCHES,
             cwd=folder,
             env={**os.environ, **{name: str(value) for name, value in environment.items()}},
             stdin=stdin,
@@ -100,7 +104,8 @@ class Machine:
 
     def programs(self) -> list[int]:
         """The processes that run on this machine."""
-        return [int(pid) for pid in _run("ip", "netns", "pids", self.name).split()]
+        found = map(int, _run("ip", "netns", "pids", self.name).split())
+        return [pid for pid in found if not forks.is_server(pid)]  # which ends with its program
 
     def end(self) -> None:
         """Ends what still runs on this machine."""

@@ -56,13 +56,11 @@ def start(*jobs: Job, **variables: str) -> subprocess.CompletedProcess[str]:
 
     ``variables`` are of its environment, beside those of the test.
     """
-    command = [*jobs[0].command(), *(job.text() for job in jobs[1:])]
+    arguments = [*jobs[0].command()[1:], *(job.text() for job in jobs[1:])]
     environment = {**os.environ, **variables, MARK: str(jobs[0].folder)}
     seconds = sum(job.seconds for job in jobs)
     try:
-        return subprocess.run(
-            command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=seconds, check=False
-        )
+        return forks.run(*arguments, environment=environment, timeout=seconds, starting=forks.LAUNCHES)
     except subprocess.TimeoutExpired as late:
         said = (late.stderr or b"").decode(errors="replace")  # bytes, whatever was asked for
         raise AssertionError(f"not done after {seconds} s, having said:\n{said}") from None
@@ -72,7 +70,7 @@ def each_started(job: Job, environments: Sequence[Mapping[str, str]]) -> tuple[l
     """Runs ``job`` in processes that the test starts, one in each of ``environments``: return codes, and stderr."""
     pipe = subprocess.PIPE
     processes = [
-        subprocess.Popen(job.command(), cwd=ROOT, env=environment, stderr=pipe, text=True)
+        forks.Popen(job.command(), cwd=ROOT, env=environment, stderr=pipe, text=True, starting=forks.LAUNCHES)
         for environment in environments
     ]
     try:
@@ -94,7 +92,7 @@ def on_nodes(job: Job, nodes: int = 2, **variables: str) -> list[tuple[int, str,
     environment[MARK] = str(job.folder)
     pipe = subprocess.PIPE
     processes = [
-        subprocess.Popen(
+        forks.Popen(
             job.command(),
             cwd=ROOT,
             env={**environment, "NODE_RANK": str(node)},
@@ -102,6 +100,7 @@ def on_nodes(job: Job, nodes: int = 2, **variables: str) -> list[tuple[int, str,
             stderr=pipe,
             text=True,
             start_new_session=True,
+            starting=forks.LAUNCHES,
         )
         for node in range(nodes)
     ]
@@ -151,11 +150,7 @@ def run(job: Job) -> list[dict[str, Any]]:
 
 
 def run_all(*jobs: Job) -> list[list[dict[str, Any]]]:
-    """Runs ``jobs`` one after the other in one launch; gives what each virtual worker wrote in each.
-
-    Its first process is a fork, which saves the imports; the launcher starts the others as ever.
-    """
-    arguments = [*jobs[0].command()[1:], *(job.text() for job in jobs[1:])]
-    done = forks.run(*arguments, timeout=SECONDS * len(jobs))
+    """Runs ``jobs`` one after the other in one launch; gives what each virtual worker wrote in each."""
+    done = start(*jobs)
     assert done.returncode == 0, done.stderr
     return [job.written() for job in jobs]
