@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -121,22 +120,15 @@ class WatchedCall(Checked):
         """Give the buffers of ``module``, which has this ``name``, memory of their own, as stages write to them.
 
         Raises:
-            SetsState: if later code has changed one in place, through what the call was given or gave, or keeps one
-                that ``forward`` replaces in each call.
+            SetsState: if later code has changed one in place, through what the call was given or gave.
         """
         if self.lent is not None and self.was_changed:
             raise SetsState(
                 f"'{name}' shares the memory of its buffer '{name}.{self.lent}' with what it is given or returns, which"
                 " is changed in place later in training_step; give it, or return, a clone()"
             )
-        references = _references(module)
         for path, buffer in module.named_buffers():
             if address_of(buffer) != self.memory.get(path):  # it was assigned, maybe a view of a batch
-                if path != self.lent and references[path] > _references(nn.BatchNorm1d(1))["running_mean"]:
-                    raise SetsState(
-                        f"training_step keeps the buffer '{name}.{path}', in whose place forward puts another tensor in"
-                        " each call, and stages write into one; keep a clone() of it"
-                    )
                 buffer.data = buffer.detach().clone()
 
     @property
@@ -149,10 +141,6 @@ class WatchedCall(Checked):
 
     def _tensors(self) -> Sequence[Tensor]:
         return self.given.tensors + (() if self.gave is None else self.gave.tensors)
-
-
-def _references(module: nn.Module) -> dict[str, int]:
-    return {path: sys.getrefcount(buffer) for path, buffer in [*module.named_buffers()]}
 
 
 def user_bytes(

@@ -739,36 +739,6 @@ def test_a_seed_before_an_evaluation_governs_it() -> None:
     assert found[0] == found[1]
 
 
-def average_in_a_buffer(net: Net, h: Tensor) -> Tensor:
-    net.bank = 0.9 * net.bank + h.detach().mean(0)
-    return h - net.bank.mean(0)
-
-
-KEPT: list[Any] = []
-
-
-class Keeps(Task):
-    """Keeps the buffer that forward has assigned, in a global list."""
-
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        loss = super().training_step(batch, batch_idx)
-        KEPT.append(self.net.bank)
-        return loss
-
-
-def test_a_buffer_that_a_step_keeps_stays_as_it_was() -> None:
-    """Stages wrote later values into each one that was kept."""
-    kept = []
-    for strategy in ("auto", synchronous()):
-        KEPT.clear()
-        trained(lambda: Keeps(Net(average_in_a_buffer)), strategy)
-        kept.append([*KEPT])
-    assert all(map(torch.equal, *kept))
-    assert not torch.equal(kept[1][0], kept[1][-1])
-    with pytest.raises(SettingError, match=r"'net.bank', which lies outside .* was changed by training_step"):
-        trained(lambda: Keeps(Net(average_in_a_buffer)), HetPipeStrategy(stages=2, in_flight=3, weights="stash"))
-
-
 class ReadsAnArray(Task):
     """Reads a buffer, or a weight, by an array that lies in its memory."""
 

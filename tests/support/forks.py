@@ -178,7 +178,7 @@ def run(
 
 
 def _is_program(args: Any) -> bool:
-    """Whether a command is a program of this Python's, with no option of Python's but a guard's."""
+    """Tell whether a command is a program of this Python's, with no option of Python's but a guard's."""
     if isinstance(args, str | bytes | os.PathLike) or args[0] != sys.executable or len(args) < 2:
         return False
     if args[1:4] == _GUARD:
@@ -203,7 +203,7 @@ def _asked(server: socket.socket, program: Mapping[str, Any], descriptors: Seque
 
 @contextlib.contextmanager
 def _adopting() -> Iterator[None]:
-    """What is forked by a fork of this process, and left by that, becomes a child of this process."""
+    """Make this process the parent of what its forks have forked and left."""
     _control(_SET_SUBREAPER, 1)
     try:
         yield

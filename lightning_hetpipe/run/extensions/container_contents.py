@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from itertools import islice
 from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any
@@ -123,5 +124,7 @@ def _span(value: Any) -> tuple[int, int] | None:
         return start, start + value.nbytes
     if not isinstance(value, Tensor) or value.layout is not torch.strided or value.is_meta:
         return None
-    storage = value.untyped_storage()
-    return storage.data_ptr(), storage.data_ptr() + storage.nbytes()
+    with suppress(RuntimeError):  # of a storage without memory here, as a tensor's of a host
+        storage = value.untyped_storage()
+        return storage.data_ptr(), storage.data_ptr() + storage.nbytes()
+    return None
