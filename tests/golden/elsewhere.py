@@ -64,6 +64,7 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
         "_left_alone.check#1",
         "_left_alone.check#3",
     ),
+    "exact/test_data.py::test_a_step_that_changes_its_batch_in_place": ("LookAhead._refuse_changed_memory",),
     "exact/test_default_settings.py::test_a_cache_that_training_step_gives_is_named": ("graph_of#1",),
     "exact/test_default_settings.py::test_numbers_that_change": ("_traced#3",),
     "exact/test_direct.py::test_buffers_that_training_step_uses": (
@@ -83,6 +84,8 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
     "exact/test_live_changes.py::test_a_checkpoint_around_a_batchnorm_is_refused": ("SegmentRunner.backward",),
     "exact/test_recompute.py::test_an_input_that_user_code_changes_in_place_is_refused": ("SegmentRunner._again",),
     "exact/test_side_effects.py::test_a_joint_hook_around_a_call_is_refused": ("ParameterView._refuse_joint_hook",),
+    "exact/test_side_effects.py::test_an_array_in_the_memory_of_a_buffer_or_weight": ("Attributes.reads",),
+    "exact/test_side_effects.py::test_an_evaluation_that_writes_a_buffer_is_told_of_it": ("Captured._own#1",),
     "exact/test_side_effects.py::test_an_argument_that_forward_fills": ("Given.refuse_changes",),
     "exact/test_side_effects.py::test_other_gradients_are_found_whatever_makes_them": ("refuse_other_gradients",),
     "exact/test_side_effects.py::test_side_effects_are_those_of_a_plain_run": ("Captured._capture#2",),
@@ -146,7 +149,7 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
     "run/test_ways_out.py::test_ways_out_are_named_and_train": (
         "Captured._capture#1",
         "Captured._other_layers",
-        "Captured._own",
+        "Captured._own#2",
     ),
     "strategy/test_empty_init.py::test_copies_that_are_made_later_are_refused": ("_refuse_reset",),
     "strategy/test_meta_weights.py::test_what_an_override_loads_counts_and_what_it_leaves_out_is_refused": ("_refuse",),
