@@ -63,10 +63,10 @@ class ProfilingStrategy(HetPipeStrategy):
         # Two in flight have it watch the first minibatch, as a pipeline does.
         super().__init__(stages=1, in_flight=2, module=module, timeout=timeout, **lightnings)
         self.found: Profiled | None = None
-        self._cache, self._bar, self._widths = cache, bar, widths
+        self._cache, self._bar, self._widths, self._adjust = cache, bar, widths, self._measuring
 
-    def _fit_settings(self) -> RunSettings:
-        return replace(super()._fit_settings(), decide=self._measure, has_groups=self._widths)
+    def _measuring(self, wanted: RunSettings) -> RunSettings:
+        return replace(wanted, decide=self._measure, has_groups=self._widths)
 
     def _measure(self, profiling: ProfilingInput, policies: Sequence[WeightPolicy]) -> Decision:
         assert self.lightning_module is not None

@@ -25,12 +25,13 @@ class Pinned(HetPipeStrategy):
     def __init__(self, cuts: Sequence[int], in_flight: int, **settings: Any) -> None:
         super().__init__(stages=len(cuts), in_flight=in_flight, **{"weights": "stash", **settings})
         self.cuts = tuple(cuts)
+        self._adjust, self._devices.choose_split_points = self._planned, self._cut
 
-    def _fit_settings(self) -> RunSettings:
+    def _planned(self, wanted: RunSettings) -> RunSettings:
         """As a plan's: a pipeline also with one minibatch in flight."""
-        return replace(super()._fit_settings(), planned=len(self.cuts) > 1)
+        return replace(wanted, planned=len(self.cuts) > 1)
 
-    def _choose_split_points(self, times: Sequence[float], stages: int) -> tuple[int, ...]:
+    def _cut(self, times: Sequence[float], stages: int) -> tuple[int, ...]:
         assert stages == len(self.cuts)
         return tuple(min(cut, len(times) - stages + stage) for stage, cut in enumerate(self.cuts))
 

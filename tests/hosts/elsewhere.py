@@ -72,14 +72,14 @@ def away(
         address: Of hetpipe-host.
         accelerators: Number and name of the accelerators that stages are on, as of ``RunSettings``.
     """
-    own = strategy._fit_settings
+    own = strategy._adjust
 
-    def fit_settings() -> RunSettings:
-        found = own()
+    def adjust(wanted: RunSettings) -> RunSettings:
+        found = own(wanted)
         assert isinstance(found.stages, int)
         return replace(found, hosts=dict.fromkeys(range(found.stages - 1), address), accelerators=accelerators or {})
 
-    vars(strategy)["_fit_settings"] = fit_settings
+    strategy._adjust = adjust
     return strategy
 
 

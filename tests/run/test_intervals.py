@@ -21,6 +21,7 @@ from lightning_hetpipe.rules.shares import common_waves, covered, dealt
 from lightning_hetpipe.run import fit as fit_module
 from lightning_hetpipe.run.extensions.intervals import Epoch, Interval
 from lightning_hetpipe.run.extensions.pace import Pace
+from lightning_hetpipe.strategy.virtual_workers import VirtualWorkers
 from lightning_hetpipe.workers.shared_data import InjectedRank, Shares
 from lightning_hetpipe.workers.synchroniser import Synchroniser
 from tests.exact.pipelines import even
@@ -65,13 +66,13 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> HetPipeStrategy:
     group: Any = OnlyOne(strategy)
     group._meet = lambda where: None
 
-    def synchroniser(self: HetPipeStrategy, trainer: Any) -> Synchroniser:
-        made = self._shared = Synchroniser(group, trainer.lightning_module, self._shares)
+    def synchronise(self: VirtualWorkers, trainer: Any, *_: Any) -> Synchroniser:
+        made = self.synchroniser = Synchroniser(group, trainer.lightning_module, self.shares)
         made.enter([])
         return made
 
-    monkeypatch.setattr(HetPipeStrategy, "_synchroniser", synchroniser)
-    monkeypatch.setattr(HetPipeStrategy, "_divide", lambda self, _: setattr(self, "_shares", Shares(0, 1, (3,))))
+    monkeypatch.setattr(VirtualWorkers, "synchronise", synchronise)
+    monkeypatch.setattr(VirtualWorkers, "divide", lambda self, _: setattr(self, "shares", Shares(0, 1, (3,))))
     return strategy  # type: ignore[no-any-return]
 
 
@@ -123,7 +124,9 @@ def test_rates_are_measured_only_where_shares_follow_them(
         return made[-1]
 
     monkeypatch.setattr(fit_module, "Pace", making)
-    monkeypatch.setattr(alone, "_divide", lambda _: setattr(alone, "_shares", Shares(0, 1, (3,), adapts)))
+    monkeypatch.setattr(
+        alone._workers, "divide", lambda _: setattr(alone._workers, "shares", Shares(0, 1, (3,), adapts))
+    )
     fit(mlp(), injected(8), strategy=alone)
     assert [pace.rate is not None for pace in made] == [True] * adapts
 
@@ -153,11 +156,12 @@ class Does(L.Callback):
 
 def barrier(trainer: L.Trainer) -> None:
     strategy: Any = trainer.strategy
-    strategy._group = strategy._shared.group
+    workers = strategy._workers
+    workers.group = workers.synchroniser.group
     try:
         strategy.barrier()
     finally:
-        strategy._group = None
+        workers.group = None
 
 
 def save(trainer: L.Trainer) -> None:
