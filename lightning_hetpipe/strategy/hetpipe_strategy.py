@@ -38,18 +38,14 @@ from lightning_hetpipe.placement import emulated_speeds
 from lightning_hetpipe.placement.optimizer_states import load_state
 from lightning_hetpipe.planning.allocation.groupings import ALLOCATIONS
 from lightning_hetpipe.planning.model.cluster import Cluster
-from lightning_hetpipe.planning.model.units import in_bytes
 from lightning_hetpipe.planning.plan.document import Plan
 from lightning_hetpipe.reporting.report import RunReport
-from lightning_hetpipe.rules.versions import POLICIES, STASH
+from lightning_hetpipe.rules.versions import POLICIES
 from lightning_hetpipe.run import run_settings, together
-from lightning_hetpipe.run.around_step import Correction
-from lightning_hetpipe.run.automatic import automatic_policy
 from lightning_hetpipe.run.evaluation import Evaluation
 from lightning_hetpipe.run.fit import Fit
 from lightning_hetpipe.run.look_ahead import ReadyBatch
 from lightning_hetpipe.run.run_settings import RunSettings
-from lightning_hetpipe.run.staleness_warning import is_clipped
 from lightning_hetpipe.run.trainer_run import TrainerRun
 from lightning_hetpipe.server.protocol.identifiers import MOST_VIRTUAL_WORKERS
 from lightning_hetpipe.settings import MOST, Bounds, Choices, Duration, Length, read, seconds
@@ -59,7 +55,7 @@ from lightning_hetpipe.strategy.planned_devices import PlannedDevices
 from lightning_hetpipe.strategy.relations import Count
 from lightning_hetpipe.strategy.saved_states import note_in_flight, note_last_changes
 from lightning_hetpipe.strategy.shared_checkpoints import SharedCheckpoints
-from lightning_hetpipe.strategy.virtual_workers import Process, VirtualWorkers
+from lightning_hetpipe.strategy.virtual_workers import VirtualWorkers
 from lightning_hetpipe.strategy.wsp_callback import Address, WSPCallback
 from lightning_hetpipe.workers import collectives
 from lightning_hetpipe.workers.shared_data import InjectedRank
@@ -136,11 +132,8 @@ class HetPipeStrategy(ParallelStrategy):
             by then runs as user code.
         grace: Time from the order to end (SIGTERM) until the run is killed (docs/preemption.md). If saving is known to
             take longer, one line says so.
-        accelerator: As ``ParallelStrategy``'s.
-        parallel_devices: As ``ParallelStrategy``'s.
-        cluster_environment: As ``ParallelStrategy``'s.
-        checkpoint_io: As ``ParallelStrategy``'s.
-        precision_plugin: As ``ParallelStrategy``'s.
+        accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: As
+            ``ParallelStrategy``'s.
 
     Attributes:
         last_run: Report of the last ``fit``, once it has ended; ``print`` shows it as a table. Before that, and where a
@@ -193,8 +186,8 @@ class HetPipeStrategy(ParallelStrategy):
             checkpoint_io=filled(checkpoint_io),
             precision_plugin=precision_plugin,
         )
-        process = Process(self._environment, self._found_devices, self._running_trainer, self._in_flight_now)
-        self._workers = workers = VirtualWorkers(given, relations.plan(plan), process)
+        self._workers = workers = VirtualWorkers(given, relations.plan(plan), self._in_flight_now)
+        workers.place(cluster_environment, parallel_devices, 1)
         self._devices = devices = PlannedDevices(given, workers)
         self._checkpoints = SharedCheckpoints(workers)
         self.virtual_workers, self.wsp, self.timeout = workers.asked, wsp, workers.timeout
@@ -204,18 +197,18 @@ class HetPipeStrategy(ParallelStrategy):
         self.weights, self.lr_correction = weights, lr_correction
         self.module = [module] if isinstance(module, str) else module and [*module]
         self.capture_timeout, self.grace = seconds(capture_timeout), seconds(grace)
+        self.num_nodes = 1
         self.run_seed = 0
         """Seed of the run's random numbers, the same on all virtual workers."""
         self.last_run = RunReport()
-        self._policy = POLICIES.get(weights)
         self._timeline = None if timeline is False else Window()
         if not isinstance(timeline, bool):
             first, last = timeline
             self._timeline = Window(first, last, relations.LONGEST)
         self._run = TrainerRun()
         self._wanted: RunSettings | None = None
-        self._adjust: Callable[[RunSettings], RunSettings] = _unchanged
-        """Changes what a run is asked for; strategies that do something else put theirs here."""
+        self._overrides: dict[str, Any] = {}
+        """Settings of runs that strategies which do something else with them put here."""
         self._before_pass: BeforePass | None = None
         self._asked_in_flight = in_flight != "auto"
         self._undo = ExitStack()
@@ -225,18 +218,6 @@ class HetPipeStrategy(ParallelStrategy):
         strategy_registry.register(cls.strategy_name, cls, description=(cls.__doc__ or "").partition("\n")[0])
 
     # This process. Lightning's *rank* is the virtual worker.
-
-    def _environment(self) -> ClusterEnvironment | None:
-        return self.cluster_environment
-
-    def _found_devices(self) -> Sequence[torch.device]:
-        return self.parallel_devices or [torch.device("cpu")]
-
-    def _running_trainer(self) -> L.Trainer | None:
-        return getattr(self._launcher, "trainer", None)
-
-    def _in_flight_now(self) -> int:
-        return self._run.pipeline.in_flight
 
     @property
     def stages(self) -> int | Literal["auto"]:
@@ -248,14 +229,6 @@ class HetPipeStrategy(ParallelStrategy):
         """The last stage's device; until stages are decided, that of the last provisional stage."""
         spread = self._devices.provisional() if self._wanted is None else self._wanted.spread
         return (self._run.devices or spread)[-1]
-
-    @property
-    def num_nodes(self) -> int:
-        return self._workers.num_nodes
-
-    @num_nodes.setter
-    def num_nodes(self, value: int) -> None:
-        self._workers.num_nodes = value
 
     @property
     def is_distributed(self) -> bool:
@@ -284,6 +257,7 @@ class HetPipeStrategy(ParallelStrategy):
         return self._checkpoints.is_writer
 
     def _configure_launcher(self) -> None:
+        self._workers.place(self.cluster_environment, self.parallel_devices, self.num_nodes)
         self._devices.check()
         self._launcher = self._workers.launcher()
 
@@ -310,7 +284,7 @@ class HetPipeStrategy(ParallelStrategy):
         assert self.accelerator is not None
         assert self.model is not None
         fitting = trainer.state.fn == TrainerFn.FITTING
-        self._wanted = wanted = self._adjust(self._asked())
+        self._wanted = wanted = replace(self._asked(), **self._overrides)
         if fitting:
             self._check(trainer, wanted)
         self._workers.divide(trainer)
@@ -332,13 +306,14 @@ class HetPipeStrategy(ParallelStrategy):
             if wanted.is_spread:
                 run_settings.check_resumed(wanted.resumed, 1)
             else:
-                self._wanted = wanted = self._with_policy(wanted)
-            synchroniser = self._workers.synchronise(
-                trainer, self.in_flight, self.weights, self.lr_correction, self.plan
-            )
+                self._wanted = wanted = self._devices.with_policy(wanted, trainer, self.weights, self.lr_correction)
+            agreed = (self.in_flight, self.weights, self.lr_correction, self.plan)
+            synchroniser = self._workers.synchronise(trainer, *agreed)
             if isinstance(synchroniser, Synchroniser):
                 synchroniser.save_for_returning = partial(self._checkpoints.save_for, "returning", trainer)
-            self._run = Fit(trainer, self.precision_plugin, wanted, seed, synchroniser, self._take_report)
+            self._run = Fit(
+                trainer, self.precision_plugin, wanted, seed, synchroniser, partial(setattr, self, "last_run")
+            )
         self._run.open()
 
     def model_to_device(self) -> None:
@@ -434,23 +409,18 @@ class HetPipeStrategy(ParallelStrategy):
             group.gather(None, "strategy.barrier()" if name is None else f"strategy.barrier({name!r})")
 
     def broadcast(self, obj: T, src: int = 0) -> T:
-        if (group := self._workers.together("strategy.broadcast")) is None:
-            return obj
-        given: T = collectives.broadcast(group, obj, src)
-        return given
+        return self._workers.call("strategy.broadcast", collectives.broadcast, obj, src)
 
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
-        if not isinstance(tensor, Tensor) or (together := self._workers.together("strategy.reduce")) is None:
+        if not isinstance(tensor, Tensor):
             return tensor
-        return collectives.reduce(together, tensor, reduce_op)
+        return self._workers.call("strategy.reduce", collectives.reduce, tensor, reduce_op)
 
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
-        together = self._workers.together("all_gather")
-        return tensor if together is None else collectives.all_gather(together, tensor, sync_grads)
+        return self._workers.call("all_gather", collectives.all_gather, tensor, sync_grads)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        group = self._workers.together("strategy.reduce_boolean_decision")
-        return decision if group is None else collectives.decide(group, decision, all)
+        return self._workers.call("strategy.reduce_boolean_decision", collectives.decide, decision, all)
 
     # Checkpoints.
 
@@ -472,17 +442,12 @@ class HetPipeStrategy(ParallelStrategy):
         note_in_flight(checkpoint, self._run.trained_in_flight(self.last_run.in_flight))
         note_last_changes(checkpoint, self._run.last_changes())
         self._checkpoints.add(checkpoint, filepath, self.lightning_module, type(self.precision_plugin).__qualname__)
-        if not self._checkpoints.hand_over(checkpoint, filepath):
-            super().save_checkpoint(checkpoint, filepath, storage_options)
-            self._checkpoints.note_saved(checkpoint, filepath)
+        native = partial(super().save_checkpoint, checkpoint, filepath, storage_options)
+        self._checkpoints.write(checkpoint, filepath, native)
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        """Load what this virtual worker would have saved, if it has taken part in saving."""
-        checkpoint = self._checkpoints.of_others(checkpoint_path)
-        if checkpoint is None:
-            checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
-        self._checkpoints.take(checkpoint, checkpoint_path, is_fitting(self.lightning_module))
-        return checkpoint
+        native = partial(super().load_checkpoint, checkpoint_path, weights_only)
+        return self._checkpoints.load(checkpoint_path, native, is_fitting(self.lightning_module))
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         assert self.lightning_module is not None
@@ -493,9 +458,7 @@ class HetPipeStrategy(ParallelStrategy):
         # As Lightning does, what has no counterpart is left out.
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
             load_state(optimizer, state)
-        self._checkpoints.restore_rounded()
-        self._run.restore_changes(self._checkpoints.changes)
-        self._checkpoints.changes = []
+        self._run.restore_changes(self._checkpoints.restore())
 
     # What a run is asked for, and what it tells.
 
@@ -527,35 +490,12 @@ class HetPipeStrategy(ParallelStrategy):
         if self.compile is not None:
             compile_setting.check(self.compile, self._devices.usable())
 
-    def _with_policy(self, wanted: RunSettings) -> RunSettings:
-        """Settle the weight policy, and how long learning rates are lower, by the optimizer where neither is given."""
-        given = self.lr_correction
-        correction = Correction(given) if isinstance(given, int) else None
-        if self._policy is not None:
-            return replace(wanted, weights=(self._policy,), lr_correction=correction)
-        assert self.lightning_module is not None
-        chosen = automatic_policy(self.optimizers[0], clipped=is_clipped(self.lightning_module.trainer))
-        if self.plan is not None:
-            chosen = chosen.planned(self.plan.versions.policy, f"plan={self._devices.plan_name} is for it")
-        if given != "auto":
-            chosen = replace(chosen, lr_correction=correction)
-        weights = dict.fromkeys([chosen.policy, STASH] if self.plan is None else [chosen.policy])
-        return replace(wanted, weights=tuple(weights), lr_correction=chosen.lr_correction, automatic=chosen)
+    def _in_flight_now(self) -> int:
+        return self._run.pipeline.in_flight
 
     def _held(self) -> str:
         """Say what the stages' devices hold, and what was planned for them, as the end of a note."""
         if self._wanted is None or self.lightning_module is None:
             return ""
-        stages = self._run.devices or self._wanted.spread
-        planned = {device: f"it has {in_bytes(limit)}" for device, limit in self._wanted.memory.items()}
-        if (plan := self._devices.plan) is not None and plan.spread:
-            own = zip(stages, plan.virtual_workers[0].stages, strict=False)
-            planned |= {device: f"the plan has {in_bytes(stage.memory_bytes)} for it" for device, stage in own}
-        return held(self.lightning_module, self.optimizers, stages, planned)
-
-    def _take_report(self, report: RunReport) -> None:
-        self.last_run = report
-
-
-def _unchanged(wanted: RunSettings) -> RunSettings:
-    return wanted
+        stages, limits = self._run.devices or self._wanted.spread, self._wanted.memory
+        return held(self.lightning_module, self.optimizers, stages, self._devices.planned_memory(stages, limits))

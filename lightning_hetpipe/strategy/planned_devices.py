@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, Literal
 
@@ -18,11 +19,16 @@ from lightning_hetpipe.placement.device_placement import DevicePlacement
 from lightning_hetpipe.placement.layout import place
 from lightning_hetpipe.placement.planner import Planner
 from lightning_hetpipe.placement.spread import spread
+from lightning_hetpipe.planning.model.units import in_bytes
 from lightning_hetpipe.planning.plan.document import Plan
 from lightning_hetpipe.planning.plan.profile_file import ProfileCache
 from lightning_hetpipe.planning.search.split_points import partition
 from lightning_hetpipe.planning.search.spread_plan import FROZEN
+from lightning_hetpipe.rules.versions import POLICIES, STASH
+from lightning_hetpipe.run.around_step import Correction
+from lightning_hetpipe.run.automatic import automatic_policy
 from lightning_hetpipe.run.run_settings import RunSettings, trains_frozen_later
+from lightning_hetpipe.run.staleness_warning import is_clipped
 from lightning_hetpipe.strategy import compile_setting, host_setting, relations
 from lightning_hetpipe.strategy.virtual_workers import VirtualWorkers
 from lightning_hetpipe.workers.weight_copies import copies_kept
@@ -99,12 +105,12 @@ class PlannedDevices:
 
     def found(self) -> Sequence[torch.device]:
         """Those of the Trainer's devices that are this virtual worker's; with a plan all, as that says which are."""
-        rank, found = self.workers.rank, self.workers.process.devices()
+        rank, found = self.workers.rank, self.workers.devices
         return found if self.workers.plan is not None else devices_of(found, rank.local, rank.per_node)
 
     def placement(self) -> DevicePlacement:
         plan, cluster = self.plan, self.cluster
-        if plan is not None and cluster is not None and not self.workers.process.is_on_cpu:
+        if plan is not None and cluster is not None and not self.workers.is_on_cpu:
             cluster = cluster.of_nodes(plan.virtual_workers[0].nodes)
         return DevicePlacement.of(cluster, self.found(), plan)
 
@@ -133,14 +139,33 @@ class PlannedDevices:
             room, frozen = [max(1.0, stage.weights_bytes) for stage in plan.virtual_workers[0].stages], 1
         spread(module, devices, room, frozen=frozen)
 
-    def asked(self, trained: L.LightningModule, precision: str, **own: Any) -> RunSettings:
-        """What a run is asked for: of these devices, and, by their names, the strategy's ``own`` settings.
+    def planned_memory(
+        self, stages: Sequence[torch.device], limits: Mapping[torch.device, int]
+    ) -> dict[torch.device, str]:
+        """Say what each device of ``stages`` has for the run, by its limit or by the plan."""
+        planned = {device: f"it has {in_bytes(limit)}" for device, limit in limits.items()}
+        if (plan := self.plan) is not None and plan.spread:
+            own = zip(stages, plan.virtual_workers[0].stages, strict=False)
+            planned |= {device: f"the plan has {in_bytes(stage.memory_bytes)} for it" for device, stage in own}
+        return planned
 
-        Args:
-            trained: The module.
-            precision: The Trainer's.
-            own: The rest.
-        """
+    def with_policy(
+        self, wanted: RunSettings, trainer: L.Trainer, weights: str, lr_correction: int | Literal["auto"] | None
+    ) -> RunSettings:
+        """Settle the weight policy, and how long learning rates are lower, by the optimizer where neither is given."""
+        plan, correction = self.workers.plan, Correction(lr_correction) if isinstance(lr_correction, int) else None
+        if weights in POLICIES:
+            return replace(wanted, weights=(POLICIES[weights],), lr_correction=correction)
+        chosen = automatic_policy(trainer.optimizers[0], clipped=is_clipped(trainer))
+        if plan is not None:
+            chosen = chosen.planned(plan.versions.policy, f"plan={self.plan_name} is for it")
+        if lr_correction != "auto":
+            chosen = replace(chosen, lr_correction=correction)
+        policies = dict.fromkeys([chosen.policy, STASH] if plan is None else [chosen.policy])
+        return replace(wanted, weights=tuple(policies), lr_correction=chosen.lr_correction, automatic=chosen)
+
+    def asked(self, trained: L.LightningModule, precision: str, **own: Any) -> RunSettings:
+        """What a run of the module ``trained`` is asked for: of these devices, and the strategy's ``own`` settings."""
         found, plan = self.workers.found_hosts(), self.plan
         planner, rank = self._planner(trained, precision), self.workers.rank
         placement, hosts = planner.placement, self.workers.hosts if found is None else found.hosts

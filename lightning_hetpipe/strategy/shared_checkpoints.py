@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -58,73 +58,55 @@ class SharedCheckpoints:
         """True if this process writes files."""
         return self._workers.rank.index == 0 or self._saves_for == "first"
 
-    # Saving, which is called on all.
-
     def add(self, checkpoint: dict[str, Any], path: str | Path, module: L.LightningModule | None, plugin: str) -> None:
-        """Add each one's state of training to a ``checkpoint`` that virtual worker 0 will write.
-
-        Args:
-            checkpoint: Lightning's.
-            path: Where it will be.
-            module: In whose run it is saved.
-            plugin: The name of the precision plugin's class.
-        """
-        workers = self._workers
+        """Add everyone's state of training, for a precision ``plugin`` of that name; called on all."""
+        workers, synchroniser = self._workers, self._workers.synchroniser
         if "optimizer_states" not in checkpoint or (group := workers.together("trainer.save_checkpoint")) is None:
             return
         if self._saves_for != "returning":
             with explaining(path):
-                folder = local_folder(path) if self.is_writer else None
-                add_states(checkpoint, group, plugin, workers.synchroniser.rounded, folder)
+                add_states(
+                    checkpoint, group, plugin, synchroniser.rounded, local_folder(path) if self.is_writer else None
+                )
         assert module is not None, "a run saves"
-        trainer = module.trainer
-        goes_on_in = trainer.current_epoch + is_last_batch(trainer)
-        note_shares(checkpoint, workers.synchroniser.shares, minibatches_per_step(trainer, goes_on_in))
-        note_wave(checkpoint, workers.synchroniser.wave)
+        goes_on_in = module.trainer.current_epoch + is_last_batch(module.trainer)
+        note_shares(checkpoint, synchroniser.shares, minibatches_per_step(module.trainer, goes_on_in))
+        note_wave(checkpoint, synchroniser.wave)
 
-    def hand_over(self, checkpoint: dict[str, Any], path: str | Path) -> bool:
-        """Write ``checkpoint``, if it is for those that come back, to whom no plugin is to write it later, or as
-        something else; False if it is the user's."""
+    def write(self, checkpoint: dict[str, Any], path: str | Path, native: Callable[[], None]) -> None:
+        """Call ``native``, Lightning's writing; for those that come back, write at once, and no plugin does later."""
         if self._saves_for != "returning":
-            return False
-        if self.is_writer:
+            native()
+            if self.is_writer and "optimizer_states" in checkpoint:
+                supervision.note_saved(path)
+        elif self.is_writer:
             _write_for_returning(checkpoint, path)
-        return True
 
-    def note_saved(self, checkpoint: dict[str, Any], path: str | Path) -> None:
-        """Have a supervisor resume from ``path``, if that has a state of training."""
-        if self.is_writer and "optimizer_states" in checkpoint:
-            supervision.note_saved(path)
-
-    # Loading.
-
-    def of_others(self, path: str | Path) -> dict[str, Any] | None:
-        """The checkpoint at ``path``, if this virtual worker comes back from it; None if it is the user's."""
-        group = self._workers.group
+    def load(self, path: str | Path, native: Callable[[], dict[str, Any]], resuming: bool) -> dict[str, Any]:
+        """Load what this virtual worker would have saved, if it has taken part in saving, from ``native``'s."""
+        rank, group = self._workers.rank, self._workers.group
         returning = None if group is None else group.seats.returning
-        if returning is None or Path(path) != returning.checkpoint:
-            return None
-        returning.await_state()
-        return _loaded_from_others(path, self._workers.rank.index)
-
-    def take(self, checkpoint: dict[str, Any], path: str | Path, resuming: bool) -> None:
-        """Make ``checkpoint`` what this virtual worker would have saved, if it has taken part in saving."""
-        rank = self._workers.rank
+        if returning is not None and Path(path) == returning.checkpoint:
+            returning.await_state()
+            checkpoint = _loaded_from_others(path, rank.index)
+        else:
+            checkpoint = native()
         recorded = take_shares(checkpoint, rank.size)
         self._workers.recorded = recorded if resuming else None
         self._rounded = take_state(checkpoint, path, rank.index, rank.size, resuming)
         self.resumed, self.changes = take_in_flight(checkpoint), take_last_changes(checkpoint)
+        return checkpoint
 
-    def restore_rounded(self) -> None:
+    def restore(self) -> Sequence[Tensor | None]:
+        """Have the synchroniser go on from what was loaded; gives the last step's changes."""
         self._workers.synchroniser.rounded, self._rounded = self._rounded, []
+        changes, self.changes = self.changes, []
+        return changes
 
     # Checkpoints for each other.
 
     def save_for(self, whom: Literal["first", "returning"], trainer: L.Trainer, path: str | Path) -> None:
-        """Save a checkpoint in the place of virtual worker 0; or that one's state alone for those that come back.
-
-        The latter is called on all.
-        """
+        """Save a checkpoint in the place of virtual worker 0; or, called on all, its state for those that come back."""
         self._saves_for = whom
         try:
             trainer.save_checkpoint(path, weights_only=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import lightning as L
 import torch
@@ -42,93 +42,75 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class Process(NamedTuple):
-    """This process, as Lightning has told the strategy of it by now.
-
-    Attributes:
-        environment: Gives who has started it; None before the strategy is given to a Trainer.
-        devices: Gives the Trainer's devices.
-        trainer: Gives the Trainer that runs, where there is a launcher.
-        in_flight: Gives Nm of the training that runs.
-    """
-
-    environment: Callable[[], ClusterEnvironment | None]
-    devices: Callable[[], Sequence[torch.device]]
-    trainer: Callable[[], L.Trainer | None]
-    in_flight: Callable[[], int]
-
-    @property
-    def is_on_cpu(self) -> bool:
-        return all(device.type == "cpu" for device in self.devices())
-
-
 class VirtualWorkers:
     """One process each, and no process group.
 
     Args:
         given: Settings of ``HetPipeStrategy``.
         plan: To be followed.
-        process: This one.
+        in_flight: Gives Nm of the training that runs.
 
     Attributes:
+        devices: The Trainer's.
         group: All of them, once they have met; None for one alone.
         shares: Of the data, where they are unequal.
         recorded: Shares of the checkpoint that is loaded.
         failure: What has ended the run.
     """
 
-    def __init__(self, given: SimpleNamespace, plan: Plan | None, process: Process) -> None:
+    def __init__(self, given: SimpleNamespace, plan: Plan | None, in_flight: Callable[[], int]) -> None:
         each, hosts = given.virtual_workers, given.stage_hosts
         self.asked: int | WorkerRange = each if isinstance(each, int) else WorkerRange(*each)
         self.wsp: WSPCallback | None = given.wsp
-        self.timeout, self.plan, self.process = seconds(given.timeout), plan, process
+        self.timeout, self.plan, self._in_flight = seconds(given.timeout), plan, in_flight
         self.hosts: host_setting.StageHosts = hosts and {str(node): address for node, address in hosts.items()}
         self.group: Group | None = None
         self.synchroniser: Synchroniser | NoSynchroniser = NoSynchroniser()
         self.shares: Shares | None = None
         self.recorded: tuple[int, ...] | None = None
         self.failure: BaseException | None = None
-        self._has_cluster, self._num_nodes = given.cluster is not None, 1
-        self._found_rank: Rank | None = None
+        self._has_cluster = given.cluster is not None
         self._waiting_call: str | None = None
+        self._launcher: Launcher | ServingLauncher | None = None
+        self.place(None, None, 1)
 
     # This process among them.
 
+    def place(
+        self, environment: ClusterEnvironment | None, devices: Sequence[torch.device] | None, num_nodes: int
+    ) -> None:
+        """Note who has started this process, on how many nodes, and with which devices, as a Trainer knows it."""
+        self.devices, self._num_nodes = devices or [torch.device("cpu")], num_nodes
+        self._environment = environment or LightningEnvironment()
+        self._rank: Rank | None = None
+
     @property
     def rank(self) -> Rank:
-        if self._found_rank is not None:
-            return self._found_rank
-        environment, planned = self.process.environment(), list[int]()
-        if self.plan is not None:
-            is_emulated, nodes = self._is_emulated, self._nodes_started
-            planned = relations.workers_as_planned(self.asked, self.plan, is_emulated, self.hosts, nodes)
-        found = find_rank(self.asked, self._num_nodes, environment or LightningEnvironment(), planned)
-        if environment is not None:
-            self._found_rank = found
-        return found
+        if self._rank is None:
+            planned = list[int]()
+            if self.plan is not None:
+                is_emulated, nodes = self._is_emulated, self._nodes_started
+                planned = relations.workers_as_planned(self.asked, self.plan, is_emulated, self.hosts, nodes)
+            self._rank = find_rank(self.asked, self._num_nodes, self._environment, planned)
+        return self._rank
 
     @property
-    def num_nodes(self) -> int:
-        return self._num_nodes
-
-    @num_nodes.setter
-    def num_nodes(self, value: int) -> None:
-        self._num_nodes, self._found_rank = value, None
-
-    @property
-    def _environment(self) -> ClusterEnvironment:
-        found = self.process.environment()
-        assert found is not None, "the strategy is a Trainer's"
-        return found
+    def is_on_cpu(self) -> bool:
+        return all(device.type == "cpu" for device in self.devices)
 
     @property
     def _nodes_started(self) -> int:
-        return count_nodes(self._num_nodes, self.process.environment() or LightningEnvironment())
+        return count_nodes(self._num_nodes, self._environment)
 
     @property
     def _is_emulated(self) -> bool:
         """True if all devices of the plan are emulated on this machine, whatever their nodes."""
-        return self._has_cluster and self._nodes_started == 1 and self.process.is_on_cpu
+        return self._has_cluster and self._nodes_started == 1 and self.is_on_cpu
+
+    @property
+    def _trainer(self) -> L.Trainer | None:
+        """The Trainer that runs."""
+        return getattr(self._launcher, "trainer", None)
 
     # Their start.
 
@@ -136,20 +118,22 @@ class VirtualWorkers:
         """Make the launcher, where this process is one of several, or is to start them."""
         rank = self.rank
         check_processes(rank)
-        if rank.role is not Role.HOST and rank.size == rank.nodes == 1:
-            return None
-        announce(rank)
+        self._launcher = None
         if rank.role is Role.HOST:
-            return ServingLauncher(self._serve)
-        return Launcher(
-            rank,
-            self._told_to_children,
-            on_end=lambda local, code: program_group.note_end(rank.index - rank.local + local, code),
-            closed=program_group.end,
-            end_timeout=lambda: self.settings().end_timeout,
-            resumed_from=self._resumed_from,
-            restarts=lambda: self.settings().restarts,
-        )
+            self._launcher = ServingLauncher(self._serve)
+        elif rank.size > 1 or rank.nodes > 1:
+            self._launcher = Launcher(
+                rank,
+                self._told_to_children,
+                on_end=lambda local, code: program_group.note_end(rank.index - rank.local + local, code),
+                closed=program_group.end,
+                end_timeout=lambda: self.settings().end_timeout,
+                resumed_from=self._resumed_from,
+                restarts=lambda: self.settings().restarts,
+            )
+        if self._launcher is not None:
+            announce(rank)
+        return self._launcher
 
     def _resumed_from(self) -> Path | None:
         """The checkpoint that a fit resumes from in a process that comes back to a run; None in any other."""
@@ -159,7 +143,7 @@ class VirtualWorkers:
         returning = None if self.group is None else self.group.seats.returning
         if returning is None:
             return servers.resumed_from()
-        check_returning(self.process.trainer(), self.rank.index)
+        check_returning(self._trainer, self.rank.index)
         return returning.checkpoint
 
     def _told_to_children(self) -> dict[str, str]:
@@ -189,8 +173,7 @@ class VirtualWorkers:
 
     def settings(self) -> WSPSettings:
         """Those of the WSPCallback that the strategy or the Trainer has, or of the plan."""
-        trainer = self.process.trainer()
-        given = [callback for callback in getattr(trainer, "callbacks", []) if isinstance(callback, WSPCallback)]
+        given = [callback for callback in getattr(self._trainer, "callbacks", []) if isinstance(callback, WSPCallback)]
         if self.wsp is not None and self.wsp not in given:
             given.append(self.wsp)
         wsp = (relations.only_wsp(given) or WSPCallback()).settings
@@ -289,13 +272,18 @@ class VirtualWorkers:
     def together(self, what: str) -> Group | None:
         """The virtual workers, for a call of ``what``, which all of them make."""
         if self.group is not None:
-            if collectives.runs_ahead(self.process.in_flight()):
+            if collectives.runs_ahead(self._in_flight()):
                 raise collectives.ahead(what)
             if isinstance(self.synchroniser, Synchroniser) and not self.synchroniser.meet():
                 raise collectives.apart(what)
             if not collectives.is_logging():
                 self._waiting_call = what
         return self.group
+
+    def call(self, what: str, function: Callable[..., T], own: T, *more: Any) -> T:
+        """What ``function`` makes of everyone's value for a call of ``what``; ``own`` for one alone."""
+        group = self.together(what)
+        return own if group is None else function(group, own, *more)
 
     def waited_in(self) -> str | None:
         """A call, other than by ``self.log``, in which virtual workers have waited for each other since last asked."""
@@ -317,8 +305,7 @@ class VirtualWorkers:
     # Their end.
 
     def _is_interrupted(self) -> bool:
-        trainer = self.process.trainer()
-        return trainer is not None and bool(trainer.interrupted)
+        return self._trainer is not None and bool(self._trainer.interrupted)
 
     def fail(self, exception: BaseException) -> None:
         """Note that ``exception`` ends the run."""

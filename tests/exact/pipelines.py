@@ -5,11 +5,9 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 from lightning_hetpipe import HetPipeStrategy
-from lightning_hetpipe.run.run_settings import RunSettings
 
 
 class Pinned(HetPipeStrategy):
@@ -25,11 +23,8 @@ class Pinned(HetPipeStrategy):
     def __init__(self, cuts: Sequence[int], in_flight: int, **settings: Any) -> None:
         super().__init__(stages=len(cuts), in_flight=in_flight, **{"weights": "stash", **settings})
         self.cuts = tuple(cuts)
-        self._adjust, self._devices.choose_split_points = self._planned, self._cut
-
-    def _planned(self, wanted: RunSettings) -> RunSettings:
-        """As a plan's: a pipeline also with one minibatch in flight."""
-        return replace(wanted, planned=len(self.cuts) > 1)
+        self._overrides["planned"] = len(cuts) > 1  # a pipeline also with one minibatch in flight
+        self._devices.choose_split_points = self._cut
 
     def _cut(self, times: Sequence[float], stages: int) -> tuple[int, ...]:
         assert stages == len(self.cuts)

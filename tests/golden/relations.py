@@ -125,9 +125,7 @@ def within_a_step(place: Place) -> None:
 
 def ahead_of_the_loop(place: Place) -> None:
     place.patch.setattr(collectives, "runs_ahead", lambda _: True)
-    VirtualWorkers.together(
-        cast(Any, SimpleNamespace(group=GROUP, process=SimpleNamespace(in_flight=lambda: 3))), "all_gather"
-    )
+    VirtualWorkers.together(cast(Any, SimpleNamespace(group=GROUP, _in_flight=lambda: 3)), "all_gather")
 
 
 def within_a_wave(_: Place) -> None:
@@ -137,7 +135,7 @@ def within_a_wave(_: Place) -> None:
         def meet(self) -> bool:
             return False
 
-    workers = SimpleNamespace(group=GROUP, process=SimpleNamespace(in_flight=lambda: 1), synchroniser=Meets())
+    workers = SimpleNamespace(group=GROUP, _in_flight=lambda: 1, synchroniser=Meets())
     VirtualWorkers.together(cast(Any, workers), "barrier")
 
 

@@ -66,7 +66,7 @@ def test_what_is_left_out_is_the_plans(plan: Plan, given: dict[str, Any], wanted
 def test_a_callback_of_the_trainer_is_asked() -> None:
     strategy: Any = HetPipeStrategy(plan=UNEQUAL)
     assert strategy._workers.settings().clock_distance == 2
-    strategy._launcher = SimpleNamespace(trainer=SimpleNamespace(callbacks=[WSPCallback(clock_distance=1)]))
+    strategy._workers._launcher = SimpleNamespace(trainer=SimpleNamespace(callbacks=[WSPCallback(clock_distance=1)]))
     found = strategy._workers.settings()
     assert (found.clock_distance, found.placement) == (1, "local")
 
