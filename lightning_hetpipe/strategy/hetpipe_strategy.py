@@ -29,7 +29,7 @@ from lightning_hetpipe.lightning_private import (
     synchronises_batchnorm,
     wants_several_optimizers,
 )
-from lightning_hetpipe.pipeline.out_of_memory import explain, held
+from lightning_hetpipe.pipeline.out_of_memory import explain
 from lightning_hetpipe.pipeline.recorder import Window
 from lightning_hetpipe.pipeline.stage import BeforePass
 from lightning_hetpipe.pipeline.user.batch_in_flight import current
@@ -59,7 +59,6 @@ from lightning_hetpipe.strategy.virtual_workers import VirtualWorkers
 from lightning_hetpipe.strategy.wsp_callback import Address, WSPCallback
 from lightning_hetpipe.workers import collectives
 from lightning_hetpipe.workers.shared_data import InjectedRank
-from lightning_hetpipe.workers.synchroniser import Synchroniser
 
 T = TypeVar("T")
 
@@ -198,8 +197,6 @@ class HetPipeStrategy(ParallelStrategy):
         self.module = [module] if isinstance(module, str) else module and [*module]
         self.capture_timeout, self.grace = seconds(capture_timeout), seconds(grace)
         self.num_nodes = 1
-        self.run_seed = 0
-        """Seed of the run's random numbers, the same on all virtual workers."""
         self.last_run = RunReport()
         self._timeline = None if timeline is False else Window()
         if not isinstance(timeline, bool):
@@ -288,7 +285,7 @@ class HetPipeStrategy(ParallelStrategy):
         if fitting:
             self._check(trainer, wanted)
         self._workers.divide(trainer)
-        self.run_seed = seed = self._workers.agreed(relations.run_seed())
+        seed = self._workers.agreed(relations.run_seed())
         meta_weights.fill(trainer.lightning_module, seed)
 
         self.accelerator.setup(trainer)
@@ -307,10 +304,8 @@ class HetPipeStrategy(ParallelStrategy):
                 run_settings.check_resumed(wanted.resumed, 1)
             else:
                 self._wanted = wanted = self._devices.with_policy(wanted, trainer, self.weights, self.lr_correction)
-            agreed = (self.in_flight, self.weights, self.lr_correction, self.plan)
-            synchroniser = self._workers.synchronise(trainer, *agreed)
-            if isinstance(synchroniser, Synchroniser):
-                synchroniser.save_for_returning = partial(self._checkpoints.save_for, "returning", trainer)
+            synchroniser = self._workers.enter(trainer, self.in_flight, self.weights, self.lr_correction, self.plan)
+            synchroniser.save_for_returning = partial(self._checkpoints.save_for, "returning", trainer)
             self._run = Fit(
                 trainer, self.precision_plugin, wanted, seed, synchroniser, partial(setattr, self, "last_run")
             )
@@ -342,7 +337,8 @@ class HetPipeStrategy(ParallelStrategy):
         self._workers.fail(exception)
         self._checkpoints.rescue(exception, self.lightning_module)
         if isinstance(exception, torch.OutOfMemoryError):
-            explain(exception, f"{self._run.lacking()}{self._held()}")
+            held = self._devices.held(self.lightning_module, self._wanted, self._run.devices)
+            explain(exception, self._run.lacking() + held)
         self._run.finish_report()
 
     def teardown(self) -> None:
@@ -492,10 +488,3 @@ class HetPipeStrategy(ParallelStrategy):
 
     def _in_flight_now(self) -> int:
         return self._run.pipeline.in_flight
-
-    def _held(self) -> str:
-        """Say what the stages' devices hold, and what was planned for them, as the end of a note."""
-        if self._wanted is None or self.lightning_module is None:
-            return ""
-        stages, limits = self._run.devices or self._wanted.spread, self._wanted.memory
-        return held(self.lightning_module, self.optimizers, stages, self._devices.planned_memory(stages, limits))

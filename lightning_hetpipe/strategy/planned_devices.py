@@ -14,6 +14,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_hetpipe.emulation import Emulation
 from lightning_hetpipe.launch.ranks import Role, devices_of
+from lightning_hetpipe.pipeline.out_of_memory import held
 from lightning_hetpipe.placement import progress
 from lightning_hetpipe.placement.device_placement import DevicePlacement
 from lightning_hetpipe.placement.layout import place
@@ -41,10 +42,6 @@ class PlannedDevices:
         given: Settings of ``HetPipeStrategy``.
         workers: The virtual workers, with the plan.
 
-    Attributes:
-        emulation: What the fit's planner decides to emulate.
-        choose_split_points: Gives the first layer of each stage by the layers' seconds and k; tests put their own here.
-
     Raises:
         SettingError: for settings that contradict each other, or the plan.
     """
@@ -71,6 +68,7 @@ class PlannedDevices:
         relations.check_given(given, plan, self.has_groups)
         self.emulation = Emulation(())
         self.choose_split_points: Callable[[Sequence[float], int], tuple[int, ...]] = self._split_points
+        """Gives the first layer of each stage by the layers' seconds and k; tests put their own here."""
 
     @property
     def has_groups(self) -> bool:
@@ -139,15 +137,18 @@ class PlannedDevices:
             room, frozen = [max(1.0, stage.weights_bytes) for stage in plan.virtual_workers[0].stages], 1
         spread(module, devices, room, frozen=frozen)
 
-    def planned_memory(
-        self, stages: Sequence[torch.device], limits: Mapping[torch.device, int]
-    ) -> dict[torch.device, str]:
-        """Say what each device of ``stages`` has for the run, by its limit or by the plan."""
-        planned = {device: f"it has {in_bytes(limit)}" for device, limit in limits.items()}
+    def held(
+        self, trained: L.LightningModule | None, wanted: RunSettings | None, stages: Sequence[torch.device]
+    ) -> str:
+        """Say what the stages' devices hold, and what was planned for them, as the end of a note."""
+        if trained is None or wanted is None:
+            return ""
+        stages = stages or wanted.spread
+        planned = {device: f"it has {in_bytes(limit)}" for device, limit in wanted.memory.items()}
         if (plan := self.plan) is not None and plan.spread:
             own = zip(stages, plan.virtual_workers[0].stages, strict=False)
             planned |= {device: f"the plan has {in_bytes(stage.memory_bytes)} for it" for device, stage in own}
-        return planned
+        return held(trained, trained.trainer.optimizers, stages, planned)
 
     def with_policy(
         self, wanted: RunSettings, trainer: L.Trainer, weights: str, lr_correction: int | Literal["auto"] | None

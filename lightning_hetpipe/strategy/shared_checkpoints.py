@@ -40,18 +40,15 @@ class SharedCheckpoints:
 
     Args:
         workers: The virtual workers.
-
-    Attributes:
-        resumed: Nm of the checkpoint that is loaded.
-        changes: What its last step has changed.
     """
 
     def __init__(self, workers: VirtualWorkers) -> None:
         self._workers = workers
         self._saves_for: Literal["all", "first", "returning"] = "all"
-        self._rounded: list[Tensor] = []  # of the checkpoint that is loaded
-        self.resumed: int | None = None
-        self.changes: Sequence[Tensor | None] = []
+        # Of the checkpoint that is loaded:
+        self.resumed: int | None = None  # Nm
+        self.changes: Sequence[Tensor | None] = []  # by its last step
+        self._rounded: list[Tensor] = []
 
     @property
     def is_writer(self) -> bool:
@@ -65,9 +62,8 @@ class SharedCheckpoints:
             return
         if self._saves_for != "returning":
             with explaining(path):
-                add_states(
-                    checkpoint, group, plugin, synchroniser.rounded, local_folder(path) if self.is_writer else None
-                )
+                folder = local_folder(path) if self.is_writer else None
+                add_states(checkpoint, group, plugin, synchroniser.rounded, folder)
         assert module is not None, "a run saves"
         goes_on_in = module.trainer.current_epoch + is_last_batch(module.trainer)
         note_shares(checkpoint, synchroniser.shares, minibatches_per_step(module.trainer, goes_on_in))

@@ -49,13 +49,6 @@ class VirtualWorkers:
         given: Settings of ``HetPipeStrategy``.
         plan: To be followed.
         in_flight: Gives Nm of the training that runs.
-
-    Attributes:
-        devices: The Trainer's.
-        group: All of them, once they have met; None for one alone.
-        shares: Of the data, where they are unequal.
-        recorded: Shares of the checkpoint that is loaded.
-        failure: What has ended the run.
     """
 
     def __init__(self, given: SimpleNamespace, plan: Plan | None, in_flight: Callable[[], int]) -> None:
@@ -64,15 +57,14 @@ class VirtualWorkers:
         self.wsp: WSPCallback | None = given.wsp
         self.timeout, self.plan, self._in_flight = seconds(given.timeout), plan, in_flight
         self.hosts: host_setting.StageHosts = hosts and {str(node): address for node, address in hosts.items()}
-        self.group: Group | None = None
+        self.group: Group | None = None  # once they have met
         self.synchroniser: Synchroniser | NoSynchroniser = NoSynchroniser()
         self.shares: Shares | None = None
-        self.recorded: tuple[int, ...] | None = None
+        self.recorded: tuple[int, ...] | None = None  # shares of the checkpoint that is loaded
         self.failure: BaseException | None = None
         self._has_cluster = given.cluster is not None
         self._waiting_call: str | None = None
         self._launcher: Launcher | ServingLauncher | None = None
-        self.place(None, None, 1)
 
     # This process among them.
 
@@ -89,8 +81,8 @@ class VirtualWorkers:
         if self._rank is None:
             planned = list[int]()
             if self.plan is not None:
-                is_emulated, nodes = self._is_emulated, self._nodes_started
-                planned = relations.workers_as_planned(self.asked, self.plan, is_emulated, self.hosts, nodes)
+                nodes = count_nodes(self._num_nodes, self._environment)
+                planned = relations.workers_as_planned(self.asked, self.plan, self._is_emulated, self.hosts, nodes)
             self._rank = find_rank(self.asked, self._num_nodes, self._environment, planned)
         return self._rank
 
@@ -99,17 +91,12 @@ class VirtualWorkers:
         return all(device.type == "cpu" for device in self.devices)
 
     @property
-    def _nodes_started(self) -> int:
-        return count_nodes(self._num_nodes, self._environment)
-
-    @property
     def _is_emulated(self) -> bool:
         """True if all devices of the plan are emulated on this machine, whatever their nodes."""
-        return self._has_cluster and self._nodes_started == 1 and self.is_on_cpu
+        return self._has_cluster and count_nodes(self._num_nodes, self._environment) == 1 and self.is_on_cpu
 
     @property
     def _trainer(self) -> L.Trainer | None:
-        """The Trainer that runs."""
         return getattr(self._launcher, "trainer", None)
 
     # Their start.
@@ -239,7 +226,7 @@ class VirtualWorkers:
         if self.group is not None and len(self.group.seats.taken) < self.group.size:
             deal_among(self.group.seats.taken, self.rank.index, dataloader)
 
-    def synchronise(
+    def enter(
         self, trainer: L.Trainer, in_flight: object, weights: str, lr_correction: object, plan: Plan | None
     ) -> Synchroniser | NoSynchroniser:
         """Begin a fit with the others; settings of the strategy have to be theirs, too."""

@@ -66,12 +66,12 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> HetPipeStrategy:
     group: Any = OnlyOne(strategy)
     group._meet = lambda where: None
 
-    def synchronise(self: VirtualWorkers, trainer: Any, *_: Any) -> Synchroniser:
+    def enter(self: VirtualWorkers, trainer: Any, *_: Any) -> Synchroniser:
         made = self.synchroniser = Synchroniser(group, trainer.lightning_module, self.shares)
         made.enter([])
         return made
 
-    monkeypatch.setattr(VirtualWorkers, "synchronise", synchronise)
+    monkeypatch.setattr(VirtualWorkers, "enter", enter)
     monkeypatch.setattr(VirtualWorkers, "divide", lambda self, _: setattr(self, "shares", Shares(0, 1, (3,))))
     return strategy  # type: ignore[no-any-return]
 
