@@ -150,17 +150,15 @@ class PlannedDevices:
             planned |= {device: f"the plan has {in_bytes(stage.memory_bytes)} for it" for device, stage in own}
         return held(trained, trained.trainer.optimizers, stages, planned)
 
-    def with_policy(
-        self, wanted: RunSettings, trainer: L.Trainer, weights: str, lr_correction: int | Literal["auto"] | None
-    ) -> RunSettings:
-        """Settle the weight policy, and how long learning rates are lower, by the optimizer where neither is given."""
-        plan, correction = self.workers.plan, Correction(lr_correction) if isinstance(lr_correction, int) else None
+    def with_policy(self, wanted: RunSettings, trainer: L.Trainer, weights: str, rates: object) -> RunSettings:
+        """Settle the weight policy, and how long ``rates`` are lower, by the optimizer where neither is given."""
+        plan, correction = self.workers.plan, Correction(rates) if isinstance(rates, int) else None
         if weights in POLICIES:
             return replace(wanted, weights=(POLICIES[weights],), lr_correction=correction)
         chosen = automatic_policy(trainer.optimizers[0], clipped=is_clipped(trainer))
         if plan is not None:
             chosen = chosen.planned(plan.versions.policy, f"plan={self.plan_name} is for it")
-        if lr_correction != "auto":
+        if rates != "auto":
             chosen = replace(chosen, lr_correction=correction)
         policies = dict.fromkeys([chosen.policy, STASH] if plan is None else [chosen.policy])
         return replace(wanted, weights=tuple(policies), lr_correction=chosen.lr_correction, automatic=chosen)

@@ -1,6 +1,7 @@
 """Relations between the settings of a run: which exclude each other, and what a plan says of them.
 
-Each setting by itself is declared in the signatures of ``HetPipeStrategy`` and ``WSPCallback``.
+Each setting by itself is declared in the signatures of ``HetPipeStrategy`` and ``WSPCallback``; their longer types are
+here.
 """
 
 from __future__ import annotations

@@ -68,12 +68,10 @@ class VirtualWorkers:
 
     # This process among them.
 
-    def place(
-        self, environment: ClusterEnvironment | None, devices: Sequence[torch.device] | None, num_nodes: int
-    ) -> None:
-        """Note who has started this process, on how many nodes, and with which devices, as a Trainer knows it."""
+    def place(self, by: ClusterEnvironment | None, devices: Sequence[torch.device] | None, num_nodes: int) -> None:
+        """Note ``by`` whom this process was started, with which devices and on how many nodes, as Trainers know it."""
         self.devices, self._num_nodes = devices or [torch.device("cpu")], num_nodes
-        self._environment = environment or LightningEnvironment()
+        self._environment = by or LightningEnvironment()
         self._rank: Rank | None = None
 
     @property
