@@ -76,6 +76,10 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> HetPipeStrategy:
     return strategy  # type: ignore[no-any-return]
 
 
+def divide(workers: VirtualWorkers, monkeypatch: pytest.MonkeyPatch, adapts: bool) -> None:
+    monkeypatch.setattr(workers, "divide", lambda _: setattr(workers, "shares", Shares(0, 1, (3,), adapts)))
+
+
 def injected(batches: int) -> DataLoader[Any]:
     """A loader as Lightning makes it for one of several."""
     dataset: Any = vectors(4 * batches, 4).dataset
@@ -124,9 +128,7 @@ def test_rates_are_measured_only_where_shares_follow_them(
         return made[-1]
 
     monkeypatch.setattr(fit_module, "Pace", making)
-    monkeypatch.setattr(
-        alone._workers, "divide", lambda _: setattr(alone._workers, "shares", Shares(0, 1, (3,), adapts))
-    )
+    divide(alone._workers, monkeypatch, adapts)
     fit(mlp(), injected(8), strategy=alone)
     assert [pace.rate is not None for pace in made] == [True] * adapts
 
@@ -215,7 +217,7 @@ def test_shares_that_adapt_hold_whole_steps_of_the_next_epoch(
     alone: Any, rate: float | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Known before the scheduler changes the Trainer's setting; also where nobody has measured a rate."""
-    monkeypatch.setattr(alone, "_divide", lambda _: setattr(alone, "_shares", Shares(0, 1, (3,), adapts=True)))
+    divide(alone._workers, monkeypatch, adapts=True)
     monkeypatch.setattr(Pace, "rate", rate)
     with caplog.at_level("INFO"):
         fit(mlp(), injected(8), [GradientAccumulationScheduler({0: 3, 1: 2})], strategy=alone, max_epochs=2)
@@ -229,7 +231,7 @@ def test_shares_that_adapt_cannot_follow_what_nobody_announces(alone: Any, monke
         def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
             trainer.accumulate_grad_batches = 2
 
-    monkeypatch.setattr(alone, "_divide", lambda _: setattr(alone, "_shares", Shares(0, 1, (3,), adapts=True)))
+    divide(alone._workers, monkeypatch, adapts=True)
     with pytest.raises(SettingError, match=r"accumulate_grad_batches=2 minibatches; have a GradientAccumulationSched"):
         fit(mlp(), injected(8), [Changes()], strategy=alone)
 
