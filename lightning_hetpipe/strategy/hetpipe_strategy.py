@@ -185,13 +185,13 @@ class HetPipeStrategy(ParallelStrategy):
             checkpoint_io=filled(checkpoint_io),
             precision_plugin=precision_plugin,
         )
-        self._workers = workers = VirtualWorkers(given, relations.plan(plan), self._in_flight_now)
+        self._workers = workers = VirtualWorkers(given, relations.plan(given.plan), self._in_flight_now)
         workers.place(cluster_environment, parallel_devices, 1)
         self._devices = devices = PlannedDevices(given, workers)
         self._checkpoints = SharedCheckpoints(workers)
-        self.virtual_workers, self.wsp, self.timeout = workers.asked, wsp, workers.timeout
+        self.virtual_workers, self.wsp, self.timeout = workers.asked, workers.wsp, workers.timeout
         self.plan, self.stage_hosts = workers.plan, workers.hosts
-        self.in_flight, self.cluster, self.split = devices.in_flight, cluster, devices.split
+        self.in_flight, self.cluster, self.split = devices.in_flight, devices.cluster, devices.split
         self.recompute, self.compile = devices.recompute, devices.compile
         self.weights, self.lr_correction = weights, lr_correction
         self.module = [module] if isinstance(module, str) else module and [*module]
@@ -306,9 +306,8 @@ class HetPipeStrategy(ParallelStrategy):
                 self._wanted = wanted = self._devices.with_policy(wanted, trainer, self.weights, self.lr_correction)
             synchroniser = self._workers.enter(trainer, self.in_flight, self.weights, self.lr_correction, self.plan)
             synchroniser.save_for_returning = partial(self._checkpoints.save_for, "returning", trainer)
-            self._run = Fit(
-                trainer, self.precision_plugin, wanted, seed, synchroniser, partial(setattr, self, "last_run")
-            )
+            take_report = partial(setattr, self, "last_run")
+            self._run = Fit(trainer, self.precision_plugin, wanted, seed, synchroniser, take_report)
         self._run.open()
 
     def model_to_device(self) -> None:

@@ -83,7 +83,7 @@ class PlannedDevices:
 
     @property
     def plan(self) -> Plan | None:
-        """What the plan says of this virtual worker."""
+        """The plan of this virtual worker."""
         return None if self.workers.plan is None else self.workers.plan.of_worker(self.workers.rank.index)
 
     def check(self) -> None:
@@ -164,7 +164,7 @@ class PlannedDevices:
         return replace(wanted, weights=tuple(policies), lr_correction=chosen.lr_correction, automatic=chosen)
 
     def asked(self, trained: L.LightningModule, precision: str, **own: Any) -> RunSettings:
-        """What a run of the module ``trained`` is asked for: of these devices, and the strategy's ``own`` settings."""
+        """Settings of a run of the module ``trained``: of these devices, and the strategy's ``own``."""
         found, plan = self.workers.found_hosts(), self.plan
         planner, rank = self._planner(trained, precision), self.workers.rank
         placement, hosts = planner.placement, self.workers.hosts if found is None else found.hosts

@@ -266,7 +266,7 @@ class VirtualWorkers:
         return self.group
 
     def call(self, what: str, function: Callable[..., T], own: T, *more: Any) -> T:
-        """What ``function`` makes of everyone's value for a call of ``what``; ``own`` for one alone."""
+        """The value of ``function`` for everyone's, in a call of ``what``; ``own`` for one alone."""
         group = self.together(what)
         return own if group is None else function(group, own, *more)
 
