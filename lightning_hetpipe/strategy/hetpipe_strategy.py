@@ -287,14 +287,12 @@ class HetPipeStrategy(ParallelStrategy):
         self._workers.divide(trainer)
         seed = self._workers.agreed(relations.run_seed())
         meta_weights.fill(trainer.lightning_module, seed)
-
         self.accelerator.setup(trainer)
         self.model = self.precision_plugin.convert_module(self.model)
         self.model_to_device()
         if fitting:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
-
         self._checkpoints.resumed = None
         if not fitting:
             loop, wanted = evaluating_loop(trainer), replace(wanted, before_pass=self._before_pass)
@@ -311,7 +309,6 @@ class HetPipeStrategy(ParallelStrategy):
         self._run.open()
 
     def model_to_device(self) -> None:
-        """Spread the model over the devices of provisional stages."""
         assert self.lightning_module is not None
         self._devices.spread(self.lightning_module)
 

@@ -52,7 +52,6 @@ class SharedCheckpoints:
 
     @property
     def is_writer(self) -> bool:
-        """True if this process writes files."""
         return self._workers.rank.index == 0 or self._saves_for == "first"
 
     def add(self, checkpoint: dict[str, Any], path: str | Path, module: L.LightningModule | None, plugin: str) -> None:
