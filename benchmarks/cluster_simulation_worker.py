@@ -109,7 +109,7 @@ class Clocks(L.Callback):
             return
         strategy = trainer.strategy
         assert isinstance(strategy, HetPipeStrategy)
-        group = strategy._group
+        group = strategy._workers.group
         assert group is not None
         pulled = group.weights.member.commit_index
         assert pulled is not None

@@ -63,25 +63,23 @@ class Decision:
     def of(
         cls,
         placement: DevicePlacement,
-        weights: WeightPolicy,
         slots: Sequence[DeviceSlot],
+        *why: str,
+        layers: Sequence[str],
         first: Sequence[int],
         in_flight: int,
         times: list[float],
-        layers: Sequence[str],
-        *why: str,
+        weights: WeightPolicy,
     ) -> Decision:
         """Decide on stages that lie on ``slots`` of a placement.
 
         Args:
             placement: Devices that stages may lie on.
-            weights: The weight policy.
             slots: Of each stage.
-            first: The first layer of each stage.
-            in_flight: Nm.
-            times: As above.
-            layers: Names of all layers.
             why: For the user, a line each.
+            layers: Names of all layers.
+            first: The first layer of each stage.
+            in_flight, times, weights: As above.
         """
         where = [placement.name(slot) for slot in slots]
         stages = ", ".join(f"{device} from {layers[start]}" for device, start in zip(where, first, strict=True))
@@ -92,9 +90,9 @@ class Decision:
             [placement.device(slot) for slot in slots],
             in_flight,
             times,
-            [f"HetPipe: stages on {stages}; {weights.told(in_flight)}", *why],
-            where if placement.declared else None,
-            placement.emulated,
+            explanation=[f"HetPipe: stages on {stages}; {weights.told(in_flight)}", *why],
+            names=where if placement.declared else None,
+            emulated=placement.emulated,
             weights=weights,
         )
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
@@ -48,7 +48,7 @@ from lightning_hetpipe.planning.search.split_points import partition, split_poin
 from lightning_hetpipe.rules.versions import STASH, Versions, WeightPolicy
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Planner:
     """Maker of the decision, for the layers that a watched step has shown.
 
@@ -165,11 +165,14 @@ class Planner:
             sum(seconds[slot.device.name][start:after]) / slot.device.speed
             for slot, start, after in zip(slots, first, [*first[1:], len(names)], strict=True)
         ]
-        decision = Decision.of(self.placement, self.weights, slots, first, plan.in_flight, times, names, why)
+        decision = self._decided(slots, why, layers=names, first=first, in_flight=plan.in_flight, times=times)
         planned = [
             PlannedMemory(stage.memory_bytes, stage.memory_limit_bytes) for stage in plan.virtual_workers[0].stages
         ]
         return replace(decision, planned=planned).in_groups(planned_groups(plan, self.placement))
+
+    def _decided(self, slots: Sequence[DeviceSlot], *why: str, **found: Any) -> Decision:
+        return Decision.of(self.placement, slots, *why, weights=self.weights, **found)
 
     def _check_copies(self, plan: Plan) -> None:
         """Refuse to keep more copies of the weights than ``plan`` has room for."""
@@ -202,12 +205,12 @@ class Planner:
             f"because no other split makes the slowest stage faster (stage {slowest}: {1000 * times[slowest]:.3g} ms"
             f" for a minibatch), and {why}"
         )
+        found = {"layers": names, "first": first, "in_flight": in_flight, "times": times}
         if self._shares:
             parts = parts_of(self._shares, stages, self.placement)
             homes = [part[0] for part in parts]
-            decision = Decision.of(self.placement, self.weights, homes, first, in_flight, times, names, why)
-            return decision.in_groups(shared_groups(parts, self._shares, self.placement))
-        decision = Decision.of(self.placement, self.weights, place(stages, slots), first, in_flight, times, names, why)
+            return self._decided(homes, why, **found).in_groups(shared_groups(parts, self._shares, self.placement))
+        decision = self._decided(place(stages, slots), why, **found)
         if stages > 1 and self.placement.limits:
             return self._within_memory(decision, seconds, profiling)
         return decision if stages > 1 else replace(decision, explanation=())
@@ -369,7 +372,7 @@ class Planner:
             self.emulation.begin(emulated_speeds.pads(stages), slots)
             reasons.append(emulated_speeds.described(profile, placement.cluster, factor))
         names, times = [layer.name for layer in profile.layers], [stage.times.total for stage in stages]
-        decision = Decision.of(self.placement, self.weights, slots, first, found.in_flight, times, names, *reasons)
+        decision = self._decided(slots, *reasons, layers=names, first=first, in_flight=found.in_flight, times=times)
         groups = chosen_groups(stages, placement)
         if self._shares:
             groups = shared_groups(parts_of(self._shares, len(stages), placement), self._shares, placement)

@@ -3,91 +3,67 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import lightning as L
 import torch
-from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment, TorchCheckpointIO
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_hetpipe.capture.piece_search import CAPTURE_TIMEOUT
 from lightning_hetpipe.lightning_private import (
     average_on_host,
     evaluating_loop,
+    is_fitting,
+    set_checkpoint_io,
     synchronises_batchnorm,
     wants_several_optimizers,
 )
-from lightning_hetpipe.pipeline.out_of_memory import explain, held
+from lightning_hetpipe.pipeline.out_of_memory import explain
 from lightning_hetpipe.pipeline.recorder import Window
 from lightning_hetpipe.pipeline.stage import BeforePass
 from lightning_hetpipe.pipeline.user.batch_in_flight import current
 from lightning_hetpipe.pipeline.user.minibatch import Minibatch
 from lightning_hetpipe.placement import emulated_speeds
+from lightning_hetpipe.placement.optimizer_states import load_state
 from lightning_hetpipe.planning.allocation.groupings import ALLOCATIONS
 from lightning_hetpipe.planning.model.cluster import Cluster
-from lightning_hetpipe.planning.model.units import in_bytes
 from lightning_hetpipe.planning.plan.document import Plan
 from lightning_hetpipe.reporting.report import RunReport
-from lightning_hetpipe.rules.channel_layouts import is_share
-from lightning_hetpipe.rules.versions import POLICIES, STASH
+from lightning_hetpipe.rules.versions import POLICIES
 from lightning_hetpipe.run import run_settings, together
-from lightning_hetpipe.run.around_step import Correction
-from lightning_hetpipe.run.automatic import automatic_policy
 from lightning_hetpipe.run.evaluation import Evaluation
 from lightning_hetpipe.run.fit import Fit
 from lightning_hetpipe.run.look_ahead import ReadyBatch
-from lightning_hetpipe.run.staleness_warning import is_clipped
+from lightning_hetpipe.run.run_settings import RunSettings
 from lightning_hetpipe.run.trainer_run import TrainerRun
 from lightning_hetpipe.server.protocol.identifiers import MOST_VIRTUAL_WORKERS
 from lightning_hetpipe.settings import MOST, Bounds, Choices, Duration, Length, read, seconds
-from lightning_hetpipe.strategy import compile_setting, host_setting, relations
+from lightning_hetpipe.strategy import compile_setting, meta_weights, relations
+from lightning_hetpipe.strategy.checkpoints import ReplacingCheckpointIO, filled
 from lightning_hetpipe.strategy.planned_devices import PlannedDevices
 from lightning_hetpipe.strategy.relations import Count
-from lightning_hetpipe.strategy.saved_states import note_in_flight, note_last_changes, take_in_flight, take_last_changes
+from lightning_hetpipe.strategy.saved_states import note_in_flight, note_last_changes
+from lightning_hetpipe.strategy.shared_checkpoints import SharedCheckpoints
+from lightning_hetpipe.strategy.virtual_workers import VirtualWorkers
 from lightning_hetpipe.strategy.wsp_callback import Address, WSPCallback
+from lightning_hetpipe.workers import collectives
+from lightning_hetpipe.workers.shared_data import InjectedRank
 
-LONGEST = 2000
-"""Minibatches of a timeline: their trace has some 20 MB, the most that a viewer opens at ease."""
-
-_WINDOW = f"the first and the last minibatch to keep, counted from 1, at most {LONGEST}, such as (100, 120)"
-
-
-def _is_range(value: Sequence[int]) -> bool:
-    return len(value) == 2 and 1 <= value[0] <= value[1] <= MOST_VIRTUAL_WORKERS
+T = TypeVar("T")
 
 
-def _is_window(value: Sequence[int]) -> bool:
-    return len(value) == 2 and 1 <= value[0] <= value[1] < value[0] + LONGEST
-
-
-def _is_stage(value: Any) -> bool:
-    return str(value).isdecimal()
-
-
-def _are_shares(value: Sequence[float]) -> bool:
-    return all(map(is_share, value)) and any(value)
-
-
-StageNumber = Annotated[int | str, _is_stage, "the number of a stage, from 0 on"]
-"""Key of ``split``; configurations have text as keys."""
-StageShares = Annotated[
-    Sequence[float],
-    Length(2),
-    _are_shares,
-    "a share for each of at least two devices, 0 or more, such as [2, 1], of which the first device has the unsplit"
-    " weights",
-]
-
-
-class HetPipeStrategy(PlannedDevices):
+class HetPipeStrategy(ParallelStrategy):
     """Trains one LightningModule as a pipeline over devices that need not match, exactly.
 
     Minibatch p computes its loss and its gradients on the weights after minibatch p - Nm, on every stage (HetPipe, Park
@@ -155,11 +131,8 @@ class HetPipeStrategy(PlannedDevices):
             by then runs as user code.
         grace: Time from the order to end (SIGTERM) until the run is killed (docs/preemption.md). If saving is known to
             take longer, one line says so.
-        accelerator: As ``ParallelStrategy``'s.
-        parallel_devices: As ``ParallelStrategy``'s.
-        cluster_environment: As ``ParallelStrategy``'s.
-        checkpoint_io: As ``ParallelStrategy``'s.
-        precision_plugin: As ``ParallelStrategy``'s.
+        accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: As
+            ``ParallelStrategy``'s.
 
     Attributes:
         last_run: Report of the last ``fit``, once it has ended; ``print`` shows it as a table. Before that, and where a
@@ -175,8 +148,7 @@ class HetPipeStrategy(PlannedDevices):
         self,
         stages: Count | Annotated[Sequence[Count], "a list with one for each virtual worker"] = "auto",
         in_flight: Count = "auto",
-        virtual_workers: Annotated[int, Bounds(1, MOST_VIRTUAL_WORKERS)]
-        | Annotated[Sequence[int], _is_range, "the fewest and the most of them, as (1, 3)"] = 1,
+        virtual_workers: Annotated[int, Bounds(1, MOST_VIRTUAL_WORKERS)] | relations.FewestAndMost = 1,
         weights: Annotated[str, Choices(("auto", *POLICIES))] = "auto",
         module: Annotated[str, "the name of a module"]
         | Annotated[Sequence[str], Length(1), "a list of names"]
@@ -186,12 +158,8 @@ class HetPipeStrategy(PlannedDevices):
         allocation: Annotated[str, Choices(ALLOCATIONS)] = "auto",
         compile: bool | compile_setting.Backend | compile_setting.Options = False,
         recompute: bool = False,
-        split: bool
-        | Literal["auto"]
-        | Annotated[
-            Mapping[StageNumber, StageShares], Length(1), "the shares of each stage on several devices, as {0: [2, 1]}"
-        ] = False,
-        timeline: bool | Annotated[Sequence[int], _is_window, _WINDOW] = False,
+        split: bool | Literal["auto"] | relations.SharesOfStages = False,
+        timeline: bool | relations.Minibatches = False,
         stage_hosts: Annotated[
             Mapping[Any, Address],
             Length(1),
@@ -211,77 +179,138 @@ class HetPipeStrategy(PlannedDevices):
     ) -> None:
         given = read(HetPipeStrategy, locals())
         super().__init__(
-            given,
             accelerator=accelerator,
             parallel_devices=parallel_devices,
             cluster_environment=cluster_environment,
-            checkpoint_io=checkpoint_io,
+            checkpoint_io=filled(checkpoint_io),
             precision_plugin=precision_plugin,
         )
+        self._workers = workers = VirtualWorkers(given, relations.plan(given.plan), self._in_flight_now)
+        workers.place(cluster_environment, parallel_devices, 1)
+        self._devices = devices = PlannedDevices(given, workers)
+        self._checkpoints = SharedCheckpoints(workers)
+        self.virtual_workers, self.wsp, self.timeout = workers.asked, workers.wsp, workers.timeout
+        self.plan, self.stage_hosts = workers.plan, workers.hosts
+        self.in_flight, self.cluster, self.split = devices.in_flight, devices.cluster, devices.split
+        self.recompute, self.compile = devices.recompute, devices.compile
         self.weights, self.lr_correction = weights, lr_correction
-        self._policy = POLICIES.get(weights)
         self.module = [module] if isinstance(module, str) else module and [*module]
         self.capture_timeout, self.grace = seconds(capture_timeout), seconds(grace)
+        self.num_nodes = 1
+        self.last_run = RunReport()
         self._timeline = None if timeline is False else Window()
         if not isinstance(timeline, bool):
             first, last = timeline
-            self._timeline = Window(first, last, LONGEST)
-        self.stage_hosts = stage_hosts and {str(node): address for node, address in stage_hosts.items()}
-        self.last_run = RunReport()
+            self._timeline = Window(first, last, relations.LONGEST)
         self._run = TrainerRun()
-        self._wanted: run_settings.RunSettings | None = None
+        self._wanted: RunSettings | None = None
+        self._overrides: dict[str, Any] = {}
+        """Settings of runs that strategies which do something else with them put here."""
         self._before_pass: BeforePass | None = None
         self._asked_in_flight = in_flight != "auto"
-        self._resumed: int | None = None  # Nm of the checkpoint that is loaded
-        self._resumed_changes: list[torch.Tensor | None] = []  # what its last step has changed
         self._undo = ExitStack()
 
-    # The process, and its device for Lightning.
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        strategy_registry.register(cls.strategy_name, cls, description=(cls.__doc__ or "").partition("\n")[0])
+
+    # This process. Lightning's *rank* is the virtual worker.
+
+    @property
+    def stages(self) -> int | Literal["auto"]:
+        """k of this virtual worker."""
+        return self._devices.stages
 
     @property
     def root_device(self) -> torch.device:
         """The last stage's device; until stages are decided, that of the last provisional stage."""
-        spread = self._provisional_devices() if self._wanted is None else self._wanted.spread
+        spread = self._devices.provisional() if self._wanted is None else self._wanted.spread
         return (self._run.devices or spread)[-1]
+
+    @property
+    def is_distributed(self) -> bool:
+        return self.world_size > 1
+
+    @property
+    def world_size(self) -> int:
+        """N, the number of virtual workers."""
+        return self._workers.rank.size
+
+    @property
+    def global_rank(self) -> int:
+        """i, which virtual worker this is."""
+        return self._workers.rank.index
+
+    @property
+    def local_rank(self) -> int:
+        return self._workers.rank.local
+
+    @property
+    def node_rank(self) -> int:
+        return self._workers.rank.node
+
+    @property
+    def is_global_zero(self) -> bool:
+        return self._checkpoints.is_writer
+
+    def _configure_launcher(self) -> None:
+        self._workers.place(self.cluster_environment, self.parallel_devices, self.num_nodes)
+        self._devices.check()
+        self._launcher = self._workers.launcher()
 
     # The life of a run.
 
     def setup_environment(self) -> None:
         """Meet the other virtual workers; keep averages of weights where there is room for the whole model."""
+        self._workers.meet()
         super().setup_environment()
-        if len(set(self._provisional_devices())) > 1:
+        if len(set(self._devices.provisional())) > 1:
             assert self.lightning_module is not None
             self._undo.callback(average_on_host(self.lightning_module.trainer))
 
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        """Make tensors on the host, with ``empty_init`` those that are not initialised on meta."""
+        emptily = meta_weights.uninitialised_on_meta() if empty_init else nullcontext()
+        with torch.device("cpu"), emptily, self.precision_plugin.tensor_init_context():
+            yield
+
     def setup(self, trainer: L.Trainer) -> None:
-        """Checks what is to be trained, and prepares a fit."""
+        """Do as Lightning's, which would move all states of optimizers to one device; before it, check what is to be
+        trained, divide the data and give weights values; after it, open the run."""
+        assert self.accelerator is not None
+        assert self.model is not None
         fitting = trainer.state.fn == TrainerFn.FITTING
-        self._wanted = wanted = self._fit_settings()
+        self._wanted = wanted = replace(self._asked(), **self._overrides)
         if fitting:
-            run_settings.check_batchnorm(synchronises_batchnorm(self))
-            if not wanted.is_spread:
-                run_settings.check_module(trainer.lightning_module, wanted.way_out)
-                run_settings.check_precision(self.precision_plugin)
-            if self._group is not None:
-                together.check_together(trainer)
-            if wanted.is_spread:
-                relations.refuse_spread(self.stage_hosts)
-            if self.compile is not None:
-                compile_setting.check(self.compile, self._devices())
-        self._divide(trainer)
-        super().setup(trainer)
-        if fitting and not wanted.is_spread:
-            self._wanted = wanted = self._with_policy(wanted)
-        seed, self._resumed = self.run_seed, None
+            self._check(trainer, wanted)
+        self._workers.divide(trainer)
+        seed = self._workers.agreed(relations.run_seed())
+        meta_weights.fill(trainer.lightning_module, seed)
+        self.accelerator.setup(trainer)
+        self.model = self.precision_plugin.convert_module(self.model)
+        self.model_to_device()
+        if fitting:
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+        self._checkpoints.resumed = None
         if not fitting:
             loop, wanted = evaluating_loop(trainer), replace(wanted, before_pass=self._before_pass)
             self._run = Evaluation(trainer, loop, self.precision_plugin, wanted, seed)
         else:
             if wanted.is_spread:
                 run_settings.check_resumed(wanted.resumed, 1)
-            synchroniser = self._synchroniser(trainer)
-            self._run = Fit(trainer, self.precision_plugin, wanted, seed, synchroniser, self._take_report)
+            else:
+                self._wanted = wanted = self._devices.with_policy(wanted, trainer, self.weights, self.lr_correction)
+            synchroniser = self._workers.enter(trainer, self.in_flight, self.weights, self.lr_correction, self.plan)
+            synchroniser.save_for_returning = partial(self._checkpoints.save_for, "returning", trainer)
+            take_report = partial(setattr, self, "last_run")
+            self._run = Fit(trainer, self.precision_plugin, wanted, seed, synchroniser, take_report)
         self._run.open()
+
+    def model_to_device(self) -> None:
+        assert self.lightning_module is not None
+        self._devices.spread(self.lightning_module)
 
     def setup_optimizers(self, trainer: L.Trainer) -> None:
         assert self._wanted is not None
@@ -295,42 +324,44 @@ class HetPipeStrategy(PlannedDevices):
         if not wanted.is_spread:
             run_settings.check_optimizer(self.optimizers[0], wanted.way_out)
 
-    def teardown(self) -> None:
-        """Ends every thread and takes every trace out of the module."""
-        run, self._run, self._wanted, self._resumed_changes = self._run, TrainerRun(), None, []
-        try:
-            self._undo.close()
-            run.close()
-            if self._failure is None:
-                self._emulation.check(emulated_speeds.TOLERATED)
-        finally:
-            super().teardown()
-
     def on_train_end(self) -> None:
         super().on_train_end()
         self._run.finish_report()
 
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
+        self._workers.fail(exception)
+        self._checkpoints.rescue(exception, self.lightning_module)
         if isinstance(exception, torch.OutOfMemoryError):
-            explain(exception, f"{self._run.lacking()}{self._held()}")
+            held = self._devices.held(self.lightning_module, self._wanted, self._run.devices)
+            explain(exception, self._run.lacking() + held)
         self._run.finish_report()
 
-    def _held(self) -> str:
-        """Say what the stages' devices hold, and what was planned for them, as the end of a note."""
-        if self._wanted is None or self.lightning_module is None:
-            return ""
-        stages = self._run.devices or self._wanted.spread
-        planned = {device: f"it has {in_bytes(limit)}" for device, limit in self._wanted.memory.items()}
-        if (plan := self._own_plan) is not None and plan.spread:
-            own = zip(stages, plan.virtual_workers[0].stages, strict=False)
-            planned |= {device: f"the plan has {in_bytes(stage.memory_bytes)} for it" for device, stage in own}
-        return held(self.lightning_module, self.optimizers, stages, planned)
+    def teardown(self) -> None:
+        """End every thread, take every trace out of the module, and leave the fit of the virtual workers."""
+        run, self._run, self._wanted, self._checkpoints.changes = self._run, TrainerRun(), None, []
+        try:
+            self._undo.close()
+            run.close()
+            if self._workers.failure is None:
+                self._devices.emulation.check(emulated_speeds.TOLERATED)
+        finally:
+            try:
+                self._workers.leave()
+            finally:
+                if self.cluster_environment is not None:
+                    with meta_weights.left_on_meta(self.lightning_module):  # by a run that ends before it has begun
+                        super().teardown()
 
-    def _take_report(self, report: RunReport) -> None:
-        self.last_run = report
+    # Steps and data.
 
-    # Lightning's steps.
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": self.world_size, "rank": InjectedRank(self.global_rank)}
+
+    def process_dataloader(self, dataloader: object) -> object:
+        self._workers.deal(dataloader)
+        return super().process_dataloader(dataloader)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         return self._run.training_step(super().training_step, *args)
@@ -363,77 +394,93 @@ class HetPipeStrategy(PlannedDevices):
             return batch.batch
         return super().batch_to_device(batch, device, dataloader_idx)
 
+    # Calls that all virtual workers make.
+
+    def barrier(self, name: str | None = None) -> None:
+        if (group := self._workers.together("strategy.barrier")) is not None:
+            group.gather(None, "strategy.barrier()" if name is None else f"strategy.barrier({name!r})")
+
+    def broadcast(self, obj: T, src: int = 0) -> T:
+        return self._workers.call("strategy.broadcast", collectives.broadcast, obj, src)
+
+    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
+        if not isinstance(tensor, Tensor):
+            return tensor
+        return self._workers.call("strategy.reduce", collectives.reduce, tensor, reduce_op)
+
+    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
+        return self._workers.call("all_gather", collectives.all_gather, tensor, sync_grads)
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        return self._workers.call("strategy.reduce_boolean_decision", collectives.decide, decision, all)
+
+    # Checkpoints.
+
+    @property
+    def checkpoint_io(self) -> CheckpointIO:
+        """Writer of checkpoints; where Lightning would take its own, one that keeps the old file until it is done."""
+        if type(super().checkpoint_io) is TorchCheckpointIO:  # nobody has chosen it
+            self.checkpoint_io = ReplacingCheckpointIO()
+        return super().checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO | None) -> None:
+        set_checkpoint_io(self, filled(io))
+
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
-        if self._in_flight_now > 1 and isinstance(current(), Minibatch):
+        """Write one file, of virtual worker 0, which each one's state of training is in; called on all."""
+        if self._in_flight_now() > 1 and isinstance(current(), Minibatch):
             raise run_settings.saving_ahead()
         note_in_flight(checkpoint, self._run.trained_in_flight(self.last_run.in_flight))
         note_last_changes(checkpoint, self._run.last_changes())
-        super().save_checkpoint(checkpoint, filepath, storage_options)
+        self._checkpoints.add(checkpoint, filepath, self.lightning_module, type(self.precision_plugin).__qualname__)
+        native = partial(super().save_checkpoint, checkpoint, filepath, storage_options)
+        self._checkpoints.write(checkpoint, filepath, native)
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
-        self._resumed, self._resumed_changes = take_in_flight(checkpoint), take_last_changes(checkpoint)
-        return checkpoint
+        native = partial(super().load_checkpoint, checkpoint_path, weights_only)
+        return self._checkpoints.load(checkpoint_path, native, is_fitting(self.lightning_module))
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        assert self.lightning_module is not None
+        meta_weights.load(self.lightning_module, checkpoint["state_dict"], strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load what ``checkpoint`` has of steps; also within a fit, as after a search for a learning rate."""
-        super().load_optimizer_state_dict(checkpoint)
-        self._run.restore_changes(self._resumed_changes)
-        self._resumed_changes = []
+        # As Lightning does, what has no counterpart is left out.
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
+            load_state(optimizer, state)
+        self._run.restore_changes(self._checkpoints.restore())
 
-    @classmethod
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        strategy_registry.register(cls.strategy_name, cls, description=(cls.__doc__ or "").partition("\n")[0])
+    # What a run is asked for, and what it tells.
 
-    def _fit_settings(self) -> run_settings.RunSettings:
+    def _asked(self) -> RunSettings:
         assert self.lightning_module is not None
-        planner, found = self._planner(), self._found_hosts()
-        places = self.stage_hosts if found is None else found.hosts
-        return run_settings.RunSettings(
-            stages=self.stages,
-            in_flight=self.in_flight,
+        return self._devices.asked(
+            self.lightning_module,
+            str(self.precision_plugin.precision),
             module=self.module,
             timeout=self.timeout,
             capture_timeout=self.capture_timeout,
-            devices=self._devices(),
             torch_threads=relations.torch_threads(),
-            choose_split_points=self._choose_split_points,
-            before_pass=self._before_pass or planner.before_pass,
-            decide=planner,
-            planned=planner.placement.emulated or (self.plan is not None and not self.plan.spread),
-            chosen=self.in_flight == "auto" and not planner.even and len(planner.placement.devices) > 1,
-            spread=self._provisional_devices(),
-            memory={} if self.plan is not None and self.plan.spread else planner.placement.limits,
-            recompute=self.recompute,
-            compile=self.compile,
-            virtual_worker=self.global_rank,
-            virtual_workers=self.world_size,
+            before_pass=self._before_pass,
             timeline=self._timeline,
-            hosts=host_setting.stages_elsewhere(self._own_plan, places, planner.placement.emulated),
-            accelerators=host_setting.accelerators_elsewhere(self._own_plan, planner.placement.emulated),
-            nodes=host_setting.nodes_elsewhere(self._own_plan),
-            security=self._wsp_settings().security.from_environment(),
             grace=self.grace,
-            has_groups=self._has_groups,
-            waited_in=self._waited_in,
-            resumed=None if self._asked_in_flight else self._resumed,
+            resumed=None if self._asked_in_flight else self._checkpoints.resumed,
         )
 
-    def _with_policy(self, wanted: run_settings.RunSettings) -> run_settings.RunSettings:
-        """Settle the weight policy, and how long learning rates are lower, by the optimizer where neither is given."""
-        given = self.lr_correction
-        correction = Correction(given) if isinstance(given, int) else None
-        if self._policy is not None:
-            return replace(wanted, weights=(self._policy,), lr_correction=correction)
-        assert self.lightning_module is not None
-        chosen = automatic_policy(self.optimizers[0], clipped=is_clipped(self.lightning_module.trainer))
-        if self.plan is not None:
-            chosen = chosen.planned(self.plan.versions.policy, f"plan={self._plan_name} is for it")
-        if given != "auto":
-            chosen = replace(chosen, lr_correction=correction)
-        weights = dict.fromkeys([chosen.policy, STASH] if self.plan is None else [chosen.policy])
-        return replace(wanted, weights=tuple(weights), lr_correction=chosen.lr_correction, automatic=chosen)
+    def _check(self, trainer: L.Trainer, wanted: RunSettings) -> None:
+        """Refuse a fit that cannot be."""
+        run_settings.check_batchnorm(synchronises_batchnorm(self))
+        if not wanted.is_spread:
+            run_settings.check_module(trainer.lightning_module, wanted.way_out)
+            run_settings.check_precision(self.precision_plugin)
+        if self._workers.group is not None:
+            together.check_together(trainer)
+        if wanted.is_spread:
+            relations.refuse_spread(self.stage_hosts)
+        if self.compile is not None:
+            compile_setting.check(self.compile, self._devices.usable())
 
-    @property
     def _in_flight_now(self) -> int:
         return self._run.pipeline.in_flight

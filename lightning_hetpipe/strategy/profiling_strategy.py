@@ -19,7 +19,6 @@ from lightning_hetpipe.placement.progress import Bar, hidden
 from lightning_hetpipe.planning.model.profile import Profile
 from lightning_hetpipe.planning.plan.profile_file import ProfileCache
 from lightning_hetpipe.rules.versions import WeightPolicy
-from lightning_hetpipe.run.run_settings import RunSettings
 from lightning_hetpipe.strategy.hetpipe_strategy import HetPipeStrategy
 
 
@@ -64,9 +63,7 @@ class ProfilingStrategy(HetPipeStrategy):
         super().__init__(stages=1, in_flight=2, module=module, timeout=timeout, **lightnings)
         self.found: Profiled | None = None
         self._cache, self._bar, self._widths = cache, bar, widths
-
-    def _fit_settings(self) -> RunSettings:
-        return replace(super()._fit_settings(), decide=self._measure, has_groups=self._widths)
+        self._overrides |= {"decide": self._measure, "has_groups": widths}
 
     def _measure(self, profiling: ProfilingInput, policies: Sequence[WeightPolicy]) -> Decision:
         assert self.lightning_module is not None

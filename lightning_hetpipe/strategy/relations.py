@@ -1,12 +1,13 @@
 """Relations between the settings of a run: which exclude each other, and what a plan says of them.
 
-Each setting by itself is declared in the signatures of ``HetPipeStrategy`` and ``WSPCallback``.
+Each setting by itself is declared in the signatures of ``HetPipeStrategy`` and ``WSPCallback``; their longer types are
+here.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 from types import SimpleNamespace
@@ -18,9 +19,11 @@ from lightning_hetpipe.errors import SettingError, nearest, of_file
 from lightning_hetpipe.launch.ranks import Rank, WorkerRange
 from lightning_hetpipe.launch.wsp_settings import WSPSettings
 from lightning_hetpipe.planning.plan.document import Plan
+from lightning_hetpipe.rules.channel_layouts import is_share
 from lightning_hetpipe.rules.shares import whole_steps
 from lightning_hetpipe.rules.versions import POLICIES
-from lightning_hetpipe.settings import MOST, Bounds, check
+from lightning_hetpipe.server.protocol.identifiers import MOST_VIRTUAL_WORKERS
+from lightning_hetpipe.settings import MOST, Bounds, Length, check
 from lightning_hetpipe.strategy.host_setting import StageHosts, serving_nodes
 
 T = TypeVar("T")
@@ -28,6 +31,46 @@ T = TypeVar("T")
 Stages = int | Literal["auto"]
 Count = Annotated[Stages, Bounds(1, 1000)]
 """Number of stages, or of minibatches in flight, each of which takes a thread."""
+
+
+LONGEST = 2000
+"""Minibatches of a timeline: their trace has some 20 MB, the most that a viewer opens at ease."""
+
+
+def _is_range(value: Sequence[int]) -> bool:
+    return len(value) == 2 and 1 <= value[0] <= value[1] <= MOST_VIRTUAL_WORKERS
+
+
+def _is_window(value: Sequence[int]) -> bool:
+    return len(value) == 2 and 1 <= value[0] <= value[1] < value[0] + LONGEST
+
+
+def _is_stage(value: Any) -> bool:
+    return str(value).isdecimal()
+
+
+def _are_shares(value: Sequence[float]) -> bool:
+    return all(map(is_share, value)) and any(value)
+
+
+FewestAndMost = Annotated[Sequence[int], _is_range, "the fewest and the most of them, as (1, 3)"]
+Minibatches = Annotated[
+    Sequence[int],
+    _is_window,
+    f"the first and the last minibatch to keep, counted from 1, at most {LONGEST}, such as (100, 120)",
+]
+StageNumber = Annotated[int | str, _is_stage, "the number of a stage, from 0 on"]
+"""Key of ``split``; configurations have text as keys."""
+StageShares = Annotated[
+    Sequence[float],
+    Length(2),
+    _are_shares,
+    "a share for each of at least two devices, 0 or more, such as [2, 1], of which the first device has the unsplit"
+    " weights",
+]
+SharesOfStages = Annotated[
+    Mapping[StageNumber, StageShares], Length(1), "the shares of each stage on several devices, as {0: [2, 1]}"
+]
 
 
 def plan(value: Plan | str | os.PathLike[str] | None) -> Plan | None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import tempfile
-from collections.abc import Mapping
-from functools import partial
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,116 +15,121 @@ from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from lightning_hetpipe.errors import SettingError, say
 from lightning_hetpipe.launch import supervision
-from lightning_hetpipe.lightning_private import is_fitting, is_last_batch
+from lightning_hetpipe.lightning_private import is_last_batch
 from lightning_hetpipe.run.preemption import how_to_resume, unplanned_path
 from lightning_hetpipe.run.together import minibatches_per_step
 from lightning_hetpipe.strategy.checkpoints import ReplacingCheckpointIO, explaining, local_folder, write
-from lightning_hetpipe.strategy.saved_states import add_states, note_shares, note_wave, take_shares, take_state
+from lightning_hetpipe.strategy.saved_states import (
+    add_states,
+    note_shares,
+    note_wave,
+    take_in_flight,
+    take_last_changes,
+    take_shares,
+    take_state,
+)
 from lightning_hetpipe.strategy.virtual_workers import VirtualWorkers
-from lightning_hetpipe.workers.synchroniser import NoSynchroniser, Synchroniser
+from lightning_hetpipe.workers.synchroniser import Synchroniser
 
 
-class SharedCheckpoints(VirtualWorkers):
+class SharedCheckpoints:
     """Saves and loads what a run of virtual workers goes on from.
 
     Virtual worker 0 writes the Trainer's checkpoints, with everyone's state; another for those that come back; and one
     in its place is written, where it is lost, by the lowest that is left.
 
     Args:
-        arguments, settings: ``VirtualWorkers``'s.
+        workers: The virtual workers.
     """
 
-    def __init__(self, *arguments: Any, **settings: Any) -> None:
-        super().__init__(*arguments, **settings)
+    def __init__(self, workers: VirtualWorkers) -> None:
+        self._workers = workers
         self._saves_for: Literal["all", "first", "returning"] = "all"
-        self._rounded: list[Tensor] = []  # of the checkpoint that is loaded
+        # Of the checkpoint that is loaded:
+        self.resumed: int | None = None  # Nm
+        self.changes: Sequence[Tensor | None] = []  # by its last step
+        self._rounded: list[Tensor] = []
 
     @property
-    def is_global_zero(self) -> bool:
-        return super().is_global_zero or self._saves_for == "first"
+    def is_writer(self) -> bool:
+        return self._workers.rank.index == 0 or self._saves_for == "first"
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
-        """Write one file, of virtual worker 0, which each one's state of training is in; called on all."""
-        of_training, returning = "optimizer_states" in checkpoint, self._saves_for == "returning"
-        if of_training and (group := self._together("trainer.save_checkpoint")) is not None:
-            if not returning:
-                plugin = type(self.precision_plugin).__qualname__
-                with explaining(filepath):
-                    folder = local_folder(filepath) if self.is_global_zero else None
-                    add_states(checkpoint, group, plugin, self._shared.rounded, folder)
-            assert self.lightning_module is not None, "a run saves"
-            trainer = self.lightning_module.trainer
-            goes_on_in = trainer.current_epoch + is_last_batch(trainer)
-            note_shares(checkpoint, self._shared.shares, minibatches_per_step(trainer, goes_on_in))
-            note_wave(checkpoint, self._shared.wave)
-        if not returning:
-            super().save_checkpoint(checkpoint, filepath, storage_options)
-            if self.is_global_zero and of_training:
-                supervision.note_saved(filepath)
-        elif self.is_global_zero:
-            _write_for_returning(checkpoint, filepath)
+    def add(self, checkpoint: dict[str, Any], path: str | Path, module: L.LightningModule | None, plugin: str) -> None:
+        """Add everyone's state of training, for a precision ``plugin`` of that name; called on all."""
+        workers, synchroniser = self._workers, self._workers.synchroniser
+        if "optimizer_states" not in checkpoint or (group := workers.together("trainer.save_checkpoint")) is None:
+            return
+        if self._saves_for != "returning":
+            with explaining(path):
+                folder = local_folder(path) if self.is_writer else None
+                add_states(checkpoint, group, plugin, synchroniser.rounded, folder)
+        assert module is not None, "a run saves"
+        goes_on_in = module.trainer.current_epoch + is_last_batch(module.trainer)
+        note_shares(checkpoint, synchroniser.shares, minibatches_per_step(module.trainer, goes_on_in))
+        note_wave(checkpoint, synchroniser.wave)
 
-    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        """Load what this virtual worker would have saved, if it has taken part in saving."""
-        returning = None if self._group is None else self._group.seats.returning
-        if returning is not None and Path(checkpoint_path) == returning.checkpoint:
+    def write(self, checkpoint: dict[str, Any], path: str | Path, native: Callable[[], None]) -> None:
+        """Call ``native``, Lightning's writing; for those that come back, write at once, and no plugin does later."""
+        if self._saves_for != "returning":
+            native()
+            if self.is_writer and "optimizer_states" in checkpoint:
+                supervision.note_saved(path)
+        elif self.is_writer:
+            _write_for_returning(checkpoint, path)
+
+    def load(self, path: str | Path, native: Callable[[], dict[str, Any]], resuming: bool) -> dict[str, Any]:
+        """Load what this virtual worker would have saved, if it has taken part in saving, from ``native``'s."""
+        rank, group = self._workers.rank, self._workers.group
+        returning = None if group is None else group.seats.returning
+        if returning is not None and Path(path) == returning.checkpoint:
             returning.await_state()
-            checkpoint = _loaded_from_others(checkpoint_path, self.global_rank)
+            checkpoint = _loaded_from_others(path, rank.index)
         else:
-            checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
-        resuming = is_fitting(self.lightning_module)
-        recorded = take_shares(checkpoint, self.world_size)
-        self._recorded = recorded if resuming else None
-        self._rounded = take_state(checkpoint, checkpoint_path, self.global_rank, self.world_size, resuming)
+            checkpoint = native()
+        recorded = take_shares(checkpoint, rank.size)
+        self._workers.recorded = recorded if resuming else None
+        self._rounded = take_state(checkpoint, path, rank.index, rank.size, resuming)
+        self.resumed, self.changes = take_in_flight(checkpoint), take_last_changes(checkpoint)
         return checkpoint
 
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        super().load_optimizer_state_dict(checkpoint)
-        self._shared.rounded, self._rounded = self._rounded, []
+    def restore(self) -> Sequence[Tensor | None]:
+        """Have the synchroniser go on from what was loaded; gives the last step's changes."""
+        self._workers.synchroniser.rounded, self._rounded = self._rounded, []
+        changes, self.changes = self.changes, []
+        return changes
 
     # Checkpoints for each other.
 
-    def _synchroniser(self, trainer: L.Trainer) -> Synchroniser | NoSynchroniser:
-        synchroniser = super()._synchroniser(trainer)
-        if isinstance(synchroniser, Synchroniser):
-            synchroniser.save_for_returning = partial(self._save_for, "returning")
-        return synchroniser
+    def save_for(self, whom: Literal["first", "returning"], trainer: L.Trainer, path: str | Path) -> None:
+        """Save a checkpoint in the place of virtual worker 0; or, called on all, its state for those that come back."""
+        self._saves_for = whom
+        try:
+            trainer.save_checkpoint(path, weights_only=False)
+        finally:
+            self._saves_for = "all"
 
-    def on_exception(self, exception: BaseException) -> None:
+    def rescue(self, exception: BaseException, module: L.LightningModule | None) -> None:
         """Save the run in a checkpoint, if ``exception`` ends it as virtual worker 0 is lost, and this one is to save.
 
         The checkpoint has the weights that this one took last, which all have had, and its own buffers, optimizer
         state, schedulers and loops.
         """
-        super().on_exception(exception)
-        group, synchroniser = self._group, self._shared
-        if group is None or self.lightning_module is None or not isinstance(synchroniser, Synchroniser):
+        group, synchroniser = self._workers.group, self._workers.synchroniser
+        if group is None or module is None or not isinstance(synchroniser, Synchroniser):
             return
         if not group.ends_without_first(exception):
             return
         supervision.note_lost()
-        trainer = self.lightning_module.trainer
+        trainer = module.trainer
         if trainer.checkpoint_callback is None or not synchroniser.go_back():
             return
         path = unplanned_path(trainer, "rescued")
         try:
-            self._save_for("first", path)
+            self.save_for("first", trainer, path)
         except Exception as error:
             say(f"virtual worker 0 is lost, and virtual worker {group.index} cannot save {path} in its place: {error}")
         else:
             say(f"virtual worker 0 is lost, and virtual worker {group.index} has saved {path}; {how_to_resume(path)}")
-
-    def _save_for(self, whom: Literal["first", "returning"], path: str | Path) -> None:
-        """Save a checkpoint in the place of virtual worker 0; or that one's state alone for those that come back.
-
-        The latter is called on all; the file goes to those at once: no plugin writes it later, or as something else.
-        """
-        assert self.lightning_module is not None
-        self._saves_for = whom
-        try:
-            self.lightning_module.trainer.save_checkpoint(path, weights_only=False)
-        finally:
-            self._saves_for = "all"
 
 
 def _write_for_returning(checkpoint: dict[str, Any], path: str | Path) -> None:

@@ -1,13 +1,15 @@
-"""A strategy for several virtual workers: who this process is, how all of them start, meet, agree and end."""
+"""Virtual workers: who this process is, and how all of them start, meet, share data, agree and end."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import lightning as L
+import torch
+from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch.callbacks import LearningRateFinder
 from lightning.pytorch.utilities.exceptions import SIGTERMException
@@ -18,7 +20,7 @@ from lightning_hetpipe.errors import SettingError, VirtualWorkerLost
 from lightning_hetpipe.launch import node_hosts, servers
 from lightning_hetpipe.launch.launcher import Launcher, ServingLauncher, WasLeftOut, check_processes
 from lightning_hetpipe.launch.node_hosts import ServingNodes
-from lightning_hetpipe.launch.ranks import Rank, Role, WorkerRange, announce, find_rank
+from lightning_hetpipe.launch.ranks import Rank, Role, WorkerRange, announce, count_nodes, find_rank
 from lightning_hetpipe.launch.told_to_end import REASON, TERMINATED, ToldToEnd
 from lightning_hetpipe.launch.wsp_settings import WSPSettings
 from lightning_hetpipe.lightning_private import recount_batches, train_loaders
@@ -26,12 +28,11 @@ from lightning_hetpipe.planning.plan.document import Plan
 from lightning_hetpipe.rules.shares import whole_steps
 from lightning_hetpipe.run.together import check_returning
 from lightning_hetpipe.settings import seconds
-from lightning_hetpipe.strategy import relations
-from lightning_hetpipe.strategy.weights import HostWeights
+from lightning_hetpipe.strategy import host_setting, relations
 from lightning_hetpipe.strategy.wsp_callback import WSPCallback
 from lightning_hetpipe.workers import collectives, program_group
 from lightning_hetpipe.workers.program_group import sessions_so_far
-from lightning_hetpipe.workers.shared_data import InjectedRank, Shares, deal_among, let_be_long
+from lightning_hetpipe.workers.shared_data import Shares, deal_among, let_be_long
 from lightning_hetpipe.workers.shared_metrics import share
 from lightning_hetpipe.workers.synchroniser import NoSynchroniser, Synchroniser
 
@@ -41,98 +42,158 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class VirtualWorkers(HostWeights):
-    """Lightning's *rank* is the virtual worker: one process each, and no process group.
+class VirtualWorkers:
+    """One process each, and no process group.
 
     Args:
         given: Settings of ``HetPipeStrategy``.
-        arguments: ``HostWeights``'s.
+        plan: To be followed.
+        in_flight: Gives Nm of the training that runs.
     """
 
-    in_flight: int | Literal["auto"]
-    weights: str
-    lr_correction: int | Literal["auto"] | None
-    plan: Plan | None
-
-    def __init__(self, given: SimpleNamespace, **arguments: Any) -> None:
-        super().__init__(**arguments)
-        each = given.virtual_workers
-        self.virtual_workers: int | WorkerRange = each if isinstance(each, int) else WorkerRange(*each)
+    def __init__(self, given: SimpleNamespace, plan: Plan | None, in_flight: Callable[[], int]) -> None:
+        each, hosts = given.virtual_workers, given.stage_hosts
+        self.asked: int | WorkerRange = each if isinstance(each, int) else WorkerRange(*each)
         self.wsp: WSPCallback | None = given.wsp
-        self.timeout = seconds(given.timeout)
-        self._num_nodes = 1
-        self._group: Group | None = None
-        self._shared: Synchroniser | NoSynchroniser = NoSynchroniser()
-        self._shares: Shares | None = None
-        self._recorded: tuple[int, ...] | None = None  # of the checkpoint that is loaded
-        self._failure: BaseException | None = None
-        self._found_rank: Rank | None = None
+        self.timeout, self.plan, self._in_flight = seconds(given.timeout), plan, in_flight
+        self.hosts: host_setting.StageHosts = hosts and {str(node): address for node, address in hosts.items()}
+        self.group: Group | None = None  # once they have met
+        self.synchroniser: Synchroniser | NoSynchroniser = NoSynchroniser()
+        self.shares: Shares | None = None
+        self.recorded: tuple[int, ...] | None = None  # shares of the checkpoint that is loaded
+        self.failure: BaseException | None = None
+        self._has_cluster = given.cluster is not None
         self._waiting_call: str | None = None
+        self._launcher: Launcher | ServingLauncher | None = None
+
+    # This process among them.
+
+    def place(self, by: ClusterEnvironment | None, devices: Sequence[torch.device] | None, num_nodes: int) -> None:
+        """Note ``by`` whom this process was started, with which devices and on how many nodes, as Trainers know it."""
+        self.devices, self._num_nodes = devices or [torch.device("cpu")], num_nodes
+        self._environment = by or LightningEnvironment()
+        self._rank: Rank | None = None
 
     @property
-    def _rank(self) -> Rank:
-        if self.cluster_environment is None:  # not given to a Trainer yet
-            return find_rank(self.virtual_workers, self._num_nodes, LightningEnvironment(), self._planned_workers())
-        if self._found_rank is None:
-            planned = self._planned_workers()
-            self._found_rank = find_rank(self.virtual_workers, self._num_nodes, self.cluster_environment, planned)
-        return self._found_rank
+    def rank(self) -> Rank:
+        if self._rank is None:
+            planned = list[int]()
+            if self.plan is not None:
+                nodes = count_nodes(self._num_nodes, self._environment)
+                planned = relations.workers_as_planned(self.asked, self.plan, self._is_emulated, self.hosts, nodes)
+            self._rank = find_rank(self.asked, self._num_nodes, self._environment, planned)
+        return self._rank
 
-    def _planned_workers(self) -> Sequence[int]:
-        """Number of virtual workers on each node, where a plan says it."""
-        return ()
+    @property
+    def is_on_cpu(self) -> bool:
+        return all(device.type == "cpu" for device in self.devices)
+
+    @property
+    def _is_emulated(self) -> bool:
+        """True if all devices of the plan are emulated on this machine, whatever their nodes."""
+        return self._has_cluster and count_nodes(self._num_nodes, self._environment) == 1 and self.is_on_cpu
+
+    @property
+    def _trainer(self) -> L.Trainer | None:
+        return getattr(self._launcher, "trainer", None)
+
+    # Their start.
+
+    def launcher(self) -> Launcher | ServingLauncher | None:
+        """Make the launcher, where this process is one of several, or is to start them."""
+        rank = self.rank
+        check_processes(rank)
+        self._launcher = None
+        if rank.role is Role.HOST:
+            self._launcher = ServingLauncher(self._serve)
+        elif rank.size > 1 or rank.nodes > 1:
+            self._launcher = Launcher(
+                rank,
+                self._told_to_children,
+                on_end=lambda local, code: program_group.note_end(rank.index - rank.local + local, code),
+                closed=program_group.end,
+                end_timeout=lambda: self.settings().end_timeout,
+                resumed_from=self._resumed_from,
+                restarts=lambda: self.settings().restarts,
+            )
+        if self._launcher is not None:
+            announce(rank)
+        return self._launcher
+
+    def _resumed_from(self) -> Path | None:
+        """The checkpoint that a fit resumes from in a process that comes back to a run; None in any other."""
+        if self.rank.index == 0:
+            return None
+        self.meet()
+        returning = None if self.group is None else self.group.seats.returning
+        if returning is None:
+            return servers.resumed_from()
+        check_returning(self._trainer, self.rank.index)
+        return returning.checkpoint
+
+    def _told_to_children(self) -> dict[str, str]:
+        """Starts the server of this launch, unless others were named; gives what children need to find it."""
+        self.check_shares()
+        wsp, nodes = self.settings(), self._serving_nodes()
+        if nodes is not None:
+            node_hosts.start(self.rank, self._environment, wsp, nodes)
+        variables = servers.start(self.rank, self._environment, wsp, everywhere=nodes is not None)
+        return {**variables, **sessions_so_far()}
 
     def _serving_nodes(self) -> ServingNodes | None:
         """The nodes of a plan, where some serve stages of virtual workers that others lead, and are to start hosts."""
-        return None
+        return host_setting.serving_nodes(self.plan, self._is_emulated, self.hosts)
 
-    @property
-    def num_nodes(self) -> int:
-        return self._num_nodes
+    def found_hosts(self) -> node_hosts.FoundHosts | None:
+        """Addresses at which nodes of this launch serve, where some do."""
+        if (nodes := self._serving_nodes()) is None:
+            return None
+        return node_hosts.find(self.rank, self._environment, self.settings(), self.timeout, nodes)
 
-    @num_nodes.setter
-    def num_nodes(self, value: int) -> None:
-        self._num_nodes = value
-        self._found_rank = None
+    def _serve(self) -> int:
+        """Serve the virtual workers that other nodes lead; gives the exit code."""
+        nodes = self._serving_nodes()
+        assert nodes is not None
+        return node_hosts.serve(self.rank, self._environment, self.settings(), self.timeout, nodes)
 
-    @property
-    def is_distributed(self) -> bool:
-        return self.world_size > 1
+    def settings(self) -> WSPSettings:
+        """Those of the WSPCallback that the strategy or the Trainer has, or of the plan."""
+        given = [callback for callback in getattr(self._trainer, "callbacks", []) if isinstance(callback, WSPCallback)]
+        if self.wsp is not None and self.wsp not in given:
+            given.append(self.wsp)
+        wsp = (relations.only_wsp(given) or WSPCallback()).settings
+        return wsp if self.plan is None else relations.wsp_as_planned(wsp, self.plan)
 
-    @property
-    def world_size(self) -> int:
-        """N, the number of virtual workers."""
-        return self._rank.size
+    def check_shares(self) -> None:
+        """Refuse shares of another number of virtual workers."""
+        shares = self.settings().shares
+        if isinstance(shares, tuple) and len(shares) != self.rank.size:
+            raise SettingError(
+                f"shares={list(shares)!r} has {len(shares)} entries, and {self.rank.size} virtual"
+                f" worker{'s' if self.rank.size > 1 else ''} train; give one for each, or leave shares out"
+            )
 
-    @property
-    def global_rank(self) -> int:
-        """i, which virtual worker this is."""
-        return self._rank.index
+    # The life of a run.
 
-    @property
-    def local_rank(self) -> int:
-        return self._rank.local
+    def meet(self) -> None:
+        """Meet the other virtual workers, if there are any; those of an earlier run of the program are still there."""
+        self.failure = None
+        self.check_shares()
+        hosts = self.found_hosts()
+        if self.rank.size == 1:
+            return
+        wsp = self.settings()
+        if self.plan is not None and (said := relations.other_than_planned(wsp, self.plan)):
+            rank_zero_info(said)
+        further = None if hosts is None else hosts.servers
+        self.group = program_group.meet(self.rank, self._environment, wsp, self.timeout, further)
+        self.group.interrupted = self._is_interrupted
+        share(self._share)
 
-    @property
-    def node_rank(self) -> int:
-        return self._rank.node
-
-    @property
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        return {"num_replicas": self.world_size, "rank": InjectedRank(self.global_rank)}
-
-    def process_dataloader(self, dataloader: object) -> object:
-        """Give the share of this virtual worker to a ``dataloader`` whose sampler Lightning has made."""
-        if self._shares is not None:
-            self._shares.deal(dataloader)
-        if self._group is not None and len(self._group.seats.taken) < self._group.size:
-            deal_among(self._group.seats.taken, self.global_rank, dataloader)
-        return super().process_dataloader(dataloader)
-
-    def _divide(self, trainer: L.Trainer) -> None:
+    def divide(self, trainer: L.Trainer) -> None:
         """Divide the data of a run of ``trainer``, before its loaders are made."""
-        given = self._group.settings.shares if self._group is not None else "equal"
-        recorded, self._recorded, self._shares = self._recorded, None, None
+        given = self.group.settings.shares if self.group is not None else "equal"
+        recorded, self.recorded, self.shares = self.recorded, None, None
         if recorded is not None and given not in ("auto", recorded):
             rank_zero_info(
                 f"the checkpoint was saved with shares={list(recorded)}, and this run goes on with"
@@ -150,214 +211,108 @@ class VirtualWorkers(HostWeights):
         if any(isinstance(callback, LearningRateFinder) for callback in callbacks):
             rank_zero_info("shares stay equal: a search for a learning rate waits for all after every step")
             return
-        if self.global_rank:
+        if self.rank.index:
             let_be_long(trainer)
         recorded = None if recorded is None else whole_steps(recorded, trainer.accumulate_grad_batches)
         lengths = given if isinstance(given, tuple) else recorded
-        self._shares = Shares(self.global_rank, self.world_size, lengths, given == "auto")
+        self.shares = Shares(self.rank.index, self.rank.size, lengths, given == "auto")
 
-    def barrier(self, name: str | None = None) -> None:
-        if (group := self._together("strategy.barrier")) is not None:
-            group.gather(None, "strategy.barrier()" if name is None else f"strategy.barrier({name!r})")
+    def deal(self, dataloader: object) -> None:
+        """Give the share of this virtual worker to a ``dataloader`` whose sampler Lightning has made."""
+        if self.shares is not None:
+            self.shares.deal(dataloader)
+        if self.group is not None and len(self.group.seats.taken) < self.group.size:
+            deal_among(self.group.seats.taken, self.rank.index, dataloader)
 
-    def broadcast(self, obj: T, src: int = 0) -> T:
-        if (group := self._together("strategy.broadcast")) is None:
-            return obj
-        given: T = collectives.broadcast(group, obj, src)
-        return given
+    def enter(
+        self, trainer: L.Trainer, in_flight: object, weights: str, lr_correction: object, plan: Plan | None
+    ) -> Synchroniser | NoSynchroniser:
+        """Begin a fit with the others; settings of the strategy have to be theirs, too."""
+        if self.group is None:
+            return NoSynchroniser()
+        synchroniser = Synchroniser(self.group, trainer.lightning_module, self.shares)
+        wsp = self.group.settings
+        if wsp.aggregate == "sum":
+            number = f"up to {self.group.size}" if self.rank.least else str(self.group.size)
+            rank_zero_warn(
+                f"the updates of {number} virtual workers are added, which acts like a learning rate {number} times as"
+                " large; lower it, or set WSPCallback(aggregate='mean')"
+            )
+        agreed = [f"in_flight={in_flight}", f"wave={wsp.wave}", f"update_dtype={wsp.update_dtype}"]
+        agreed += [f"weights={weights}", f"lr_correction={lr_correction}", f"placement={wsp.placement}"]
+        agreed.append(f"checksum of plan={None if plan is None else plan.fingerprint}")
+        agreed.append(f"shares={self.shares or 'equal'}")
+        synchroniser.enter(agreed)
+        if self.group.seats.returning is not None:
+            let_be_long(trainer)
+            for loader in train_loaders(trainer):  # made before it had a seat
+                deal_among(self.group.seats.taken, self.rank.index, loader)
+            if train_loaders(trainer):
+                recount_batches(trainer)
+        self.synchroniser = synchroniser
+        return synchroniser
 
-    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
-        if not isinstance(tensor, Tensor) or (together := self._together("strategy.reduce")) is None:
-            return tensor
-        return collectives.reduce(together, tensor, reduce_op)
+    # Calls that all make.
 
-    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
-        together = self._together("all_gather")
-        return tensor if together is None else collectives.all_gather(together, tensor, sync_grads)
-
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        group = self._together("strategy.reduce_boolean_decision")
-        return decision if group is None else collectives.decide(group, decision, all)
-
-    @property
-    def _in_flight_now(self) -> int:
-        """Nm of the training that runs."""
-        return 1
-
-    def _together(self, what: str) -> Group | None:
+    def together(self, what: str) -> Group | None:
         """The virtual workers, for a call of ``what``, which all of them make."""
-        if self._group is not None:
-            if collectives.runs_ahead(self._in_flight_now):
+        if self.group is not None:
+            if collectives.runs_ahead(self._in_flight()):
                 raise collectives.ahead(what)
-            if isinstance(self._shared, Synchroniser) and not self._shared.meet():
+            if isinstance(self.synchroniser, Synchroniser) and not self.synchroniser.meet():
                 raise collectives.apart(what)
             if not collectives.is_logging():
                 self._waiting_call = what
-        return self._group
+        return self.group
 
-    def _waited_in(self) -> str | None:
+    def call(self, what: str, function: Callable[..., T], own: T, *more: Any) -> T:
+        """The value of ``function`` for everyone's, in a call of ``what``; ``own`` for one alone."""
+        group = self.together(what)
+        return own if group is None else function(group, own, *more)
+
+    def waited_in(self) -> str | None:
         """A call, other than by ``self.log``, in which virtual workers have waited for each other since last asked."""
         call, self._waiting_call = self._waiting_call, None
         return call
 
     def _share(self, tensor: Tensor, what: str) -> list[Tensor]:
         """Everyone's ``tensor``, for a metric."""
-        group = self._together(what)
+        group = self.together(what)
         return [tensor] if group is None else collectives.everyones(group, tensor, what)
 
-    # The life of a run.
-
-    def setup_environment(self) -> None:
-        self._open_group()
-        super().setup_environment()
-
-    def _open_group(self) -> None:
-        """Meets the other virtual workers, if there are any; those of an earlier run of the program are still there."""
-        self._failure = None
-        self._check_shares()
-        hosts = self._found_hosts()
-        if self.world_size == 1:
-            return
-        assert self.cluster_environment is not None
-        wsp = self._wsp_settings()
-        if self.plan is not None and (said := relations.other_than_planned(wsp, self.plan)):
-            rank_zero_info(said)
-        further = None if hosts is None else hosts.servers
-        self._group = program_group.meet(self._rank, self.cluster_environment, wsp, self.timeout, further)
-        self._group.interrupted = self._is_interrupted
-        share(self._share)
-
-    def _configure_launcher(self) -> None:
-        """Make the launcher, where this process is one of several, or is to start them."""
-        rank = self._rank
-        check_processes(rank)
-        self._launcher = None
-        if rank.role is Role.HOST:
-            self._launcher = ServingLauncher(self._serve)
-            announce(rank)
-        elif rank.size > 1 or rank.nodes > 1:
-            self._launcher = Launcher(
-                rank,
-                self._told_to_children,
-                on_end=lambda local, code: program_group.note_end(rank.index - rank.local + local, code),
-                closed=program_group.end,
-                end_timeout=lambda: self._wsp_settings().end_timeout,
-                resumed_from=self._resumed_from,
-                restarts=lambda: self._wsp_settings().restarts,
-            )
-            announce(rank)
-
-    def _resumed_from(self) -> Path | None:
-        """The checkpoint that a fit resumes from in a process that comes back to a run; None in any other."""
-        if self.global_rank == 0:
-            return None
-        self._open_group()
-        returning = None if self._group is None else self._group.seats.returning
-        if returning is None:
-            return servers.resumed_from()
-        check_returning(getattr(self._launcher, "trainer", None), self.global_rank)
-        return returning.checkpoint
-
-    def _told_to_children(self) -> dict[str, str]:
-        """Starts the server of this launch, unless others were named; gives what children need to find it."""
-        assert self.cluster_environment is not None
-        self._check_shares()
-        wsp, nodes = self._wsp_settings(), self._serving_nodes()
-        if nodes is not None:
-            node_hosts.start(self._rank, self.cluster_environment, wsp, nodes)
-        variables = servers.start(self._rank, self.cluster_environment, wsp, everywhere=nodes is not None)
-        return {**variables, **sessions_so_far()}
-
-    def _found_hosts(self) -> node_hosts.FoundHosts | None:
-        """Addresses at which nodes of this launch serve, where some do."""
-        if (nodes := self._serving_nodes()) is None:
-            return None
-        assert self.cluster_environment is not None
-        return node_hosts.find(self._rank, self.cluster_environment, self._wsp_settings(), self.timeout, nodes)
-
-    def _serve(self) -> int:
-        """Serve the virtual workers that other nodes lead; gives the exit code."""
-        nodes = self._serving_nodes()
-        assert nodes is not None
-        assert self.cluster_environment is not None
-        return node_hosts.serve(self._rank, self.cluster_environment, self._wsp_settings(), self.timeout, nodes)
-
-    def _wsp_settings(self) -> WSPSettings:
-        trainer = getattr(self._launcher, "trainer", None)
-        given = [callback for callback in getattr(trainer, "callbacks", []) if isinstance(callback, WSPCallback)]
-        if self.wsp is not None and self.wsp not in given:
-            given.append(self.wsp)
-        wsp = (relations.only_wsp(given) or WSPCallback()).settings
-        return wsp if self.plan is None else relations.wsp_as_planned(wsp, self.plan)
-
-    def _check_shares(self) -> None:
-        """Refuse shares of another number of virtual workers."""
-        shares = self._wsp_settings().shares
-        if isinstance(shares, tuple) and len(shares) != self.world_size:
-            raise SettingError(
-                f"shares={list(shares)!r} has {len(shares)} entries, and {self.world_size} virtual"
-                f" worker{'s' if self.world_size > 1 else ''} train; give one for each, or leave shares out"
-            )
-
-    def teardown(self) -> None:
-        """Leaves a fit. The virtual workers stay together, to the program's end, unless this one has failed."""
-        self._shared, self._recorded = NoSynchroniser(), None
-        try:
-            if self._group is not None and self._failure is not None:
-                group, self._group = self._group, None
-                share(None)
-                if isinstance(self._failure, ToldToEnd):
-                    told = "" if self.global_rank else f"{SIGTERMException.__name__}: it was {REASON}"  # any who waits
-                    group.part(told, why=REASON if self._failure.alone else "")
-                elif isinstance(self._failure, VirtualWorkerLost) and self._failure.how and group.index:
-                    group.part(why=self._failure.how)
-                else:
-                    alone = isinstance(self._failure, VirtualWorkerLost | WasLeftOut)
-                    group.part(f"{type(self._failure).__name__}: {self._failure}", alone)
-            elif self._group is not None:
-                self._group.leave_fit()
-        finally:
-            if self.cluster_environment is not None:
-                super().teardown()
-
-    def _agreed(self, value: T) -> T:
+    def agreed(self, value: T) -> T:
         """Virtual worker 0's ``value``; not by ``broadcast``, as who counts its calls sees Lightning's."""
-        if self._group is None:
+        if self.group is None:
             return value
-        given: T = collectives.broadcast(self._group, value, 0)
+        given: T = collectives.broadcast(self.group, value, 0)
         return given
 
-    def _synchroniser(self, trainer: L.Trainer) -> Synchroniser | NoSynchroniser:
-        if self._group is None:
-            return NoSynchroniser()
-        synchroniser = Synchroniser(self._group, trainer.lightning_module, self._shares)
-        wsp = self._group.settings
-        if wsp.aggregate == "sum":
-            number = f"up to {self._group.size}" if self._rank.least else str(self._group.size)
-            rank_zero_warn(
-                f"the updates of {number} virtual workers are added, which acts like a learning rate {number} times as"
-                " large; lower it, or set WSPCallback(aggregate='mean')"
-            )
-        agreed = [f"in_flight={self.in_flight}", f"wave={wsp.wave}", f"update_dtype={wsp.update_dtype}"]
-        agreed += [f"weights={self.weights}", f"lr_correction={self.lr_correction}", f"placement={wsp.placement}"]
-        agreed.append(f"checksum of plan={None if self.plan is None else self.plan.fingerprint}")
-        agreed.append(f"shares={self._shares or 'equal'}")
-        synchroniser.enter(agreed)
-        if self._group.seats.returning is not None:
-            let_be_long(trainer)
-            for loader in train_loaders(trainer):  # made before it had a seat
-                deal_among(self._group.seats.taken, self.global_rank, loader)
-            if train_loaders(trainer):
-                recount_batches(trainer)
-        self._shared = synchroniser
-        return synchroniser
+    # Their end.
 
     def _is_interrupted(self) -> bool:
-        trainer = getattr(self._launcher, "trainer", None)
-        return trainer is not None and bool(trainer.interrupted)
+        return self._trainer is not None and bool(self._trainer.interrupted)
 
-    def on_exception(self, exception: BaseException) -> None:
-        super().on_exception(exception)
-        self._failure = exception
+    def fail(self, exception: BaseException) -> None:
+        """Note that ``exception`` ends the run."""
+        self.failure = exception
         if isinstance(exception, SIGTERMException) and exception.code is None:  # a script would end as if all were well
             exception.code = TERMINATED
+
+    def leave(self) -> None:
+        """Leave a fit. The virtual workers stay together, to the program's end, unless this one has failed."""
+        self.synchroniser, self.recorded = NoSynchroniser(), None
+        group, failure = self.group, self.failure
+        if group is None:
+            return
+        if failure is None:
+            group.leave_fit()
+            return
+        self.group = None
+        share(None)
+        if isinstance(failure, ToldToEnd):
+            told = "" if self.rank.index else f"{SIGTERMException.__name__}: it was {REASON}"  # any who waits
+            group.part(told, why=REASON if failure.alone else "")
+        elif isinstance(failure, VirtualWorkerLost) and failure.how and group.index:
+            group.part(why=failure.how)
+        else:
+            group.part(f"{type(failure).__name__}: {failure}", isinstance(failure, VirtualWorkerLost | WasLeftOut))

@@ -40,7 +40,7 @@ class Mortal(Model):
         if self.global_rank or batch_idx < 2:
             return
         if self.awaits and self.current_epoch < 3:
-            group, again = self.trainer.strategy._group, threading.Event()
+            group, again = self.trainer.strategy._workers.group, threading.Event()
             while len(group.seats.taken) == 1 and not group.seats.ready():
                 again.wait(0.05)
         if self.current_epoch == self.since + so_far and batch_idx == 2 and so_far < self.deaths:

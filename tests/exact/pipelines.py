@@ -5,11 +5,9 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 from lightning_hetpipe import HetPipeStrategy
-from lightning_hetpipe.run.run_settings import RunSettings
 
 
 class Pinned(HetPipeStrategy):
@@ -25,12 +23,10 @@ class Pinned(HetPipeStrategy):
     def __init__(self, cuts: Sequence[int], in_flight: int, **settings: Any) -> None:
         super().__init__(stages=len(cuts), in_flight=in_flight, **{"weights": "stash", **settings})
         self.cuts = tuple(cuts)
+        self._overrides["planned"] = len(cuts) > 1  # a pipeline also with one minibatch in flight
+        self._devices.choose_split_points = self._cut
 
-    def _fit_settings(self) -> RunSettings:
-        """As a plan's: a pipeline also with one minibatch in flight."""
-        return replace(super()._fit_settings(), planned=len(self.cuts) > 1)
-
-    def _choose_split_points(self, times: Sequence[float], stages: int) -> tuple[int, ...]:
+    def _cut(self, times: Sequence[float], stages: int) -> tuple[int, ...]:
         assert stages == len(self.cuts)
         return tuple(min(cut, len(times) - stages + stage) for stage, cut in enumerate(self.cuts))
 

@@ -82,7 +82,7 @@ TOGETHER = [
           "check_val_every_n_epoch", "None", OTHER_COUNTS, "leave it out", "the same number"),
     check(lambda: fit_with_others((6, 6), ModelCheckpoint(every_n_train_steps=3, save_top_k=0)),
           "ModelCheckpoint(every_n_train_steps=...)", OTHER_COUNTS, "every_n_epochs", "the same number"),
-    check(lambda: cast(Any, HetPipeStrategy(virtual_workers=2, wsp=WSPCallback(shares=[1, 2, 3])))._check_shares(),
+    check(lambda: HetPipeStrategy(virtual_workers=2, wsp=WSPCallback(shares=[1, 2, 3]))._workers.check_shares(),
           "shares", "[1, 2, 3]", "2 virtual workers", "one for each", "leave shares out"),
 ]  # fmt: skip
 
@@ -125,7 +125,7 @@ def within_a_step(place: Place) -> None:
 
 def ahead_of_the_loop(place: Place) -> None:
     place.patch.setattr(collectives, "runs_ahead", lambda _: True)
-    VirtualWorkers._together(cast(Any, SimpleNamespace(_group=GROUP, _in_flight_now=3)), "all_gather")
+    VirtualWorkers.together(cast(Any, SimpleNamespace(group=GROUP, _in_flight=lambda: 3)), "all_gather")
 
 
 def within_a_wave(_: Place) -> None:
@@ -135,7 +135,8 @@ def within_a_wave(_: Place) -> None:
         def meet(self) -> bool:
             return False
 
-    VirtualWorkers._together(cast(Any, SimpleNamespace(_group=GROUP, _in_flight_now=1, _shared=Meets())), "barrier")
+    workers = SimpleNamespace(group=GROUP, _in_flight=lambda: 1, synchroniser=Meets())
+    VirtualWorkers.together(cast(Any, workers), "barrier")
 
 
 def agreed_on_several(_: Place) -> None:

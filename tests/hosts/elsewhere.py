@@ -8,12 +8,10 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from lightning_hetpipe import HetPipeStrategy
-from lightning_hetpipe.run.run_settings import RunSettings
 from tests.exact.pipelines import even
 from tests.support import forks
 
@@ -75,14 +73,9 @@ def away(
         address: Of hetpipe-host.
         accelerators: Number and name of the accelerators that stages are on, as of ``RunSettings``.
     """
-    own = strategy._fit_settings
-
-    def fit_settings() -> RunSettings:
-        found = own()
-        assert isinstance(found.stages, int)
-        return replace(found, hosts=dict.fromkeys(range(found.stages - 1), address), accelerators=accelerators or {})
-
-    vars(strategy)["_fit_settings"] = fit_settings
+    assert isinstance(strategy.stages, int)
+    hosts = dict.fromkeys(range(strategy.stages - 1), address)
+    strategy._overrides |= {"hosts": hosts, "accelerators": accelerators or {}}
     return strategy
 
 

@@ -39,4 +39,4 @@ def test_devices_of_a_cluster_are_emulated_at_hosts(host_threads: list[HostThrea
     quiet_trainer(strategy).fit(task(), vectors(12, 4))
     assert strategy.last_run.emulated
     assert len(host_threads) == 1
-    assert strategy._emulation.stages[0].passes
+    assert strategy._devices.emulation.stages[0].passes

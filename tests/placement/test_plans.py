@@ -183,8 +183,8 @@ def test_a_plan_that_takes_more_memory_than_is_declared() -> None:
 def test_evaluation_without_a_fit_has_the_plans_stages() -> None:
     strategy = stashing(plan=planned(0, 5, in_flight=2))
     trainer = quiet_trainer(strategy)
-    assert strategy._choose_split_points([1.0] * 7, 2) == (0, 5)
-    assert strategy._choose_split_points([1.0] * 4, 2) == (0, 2)  # which calls fewer layers than training
+    assert strategy._devices.choose_split_points([1.0] * 7, 2) == (0, 5)
+    assert strategy._devices.choose_split_points([1.0] * 4, 2) == (0, 2)  # which calls fewer layers than training
     assert trainer.strategy is strategy
 
 
@@ -211,9 +211,8 @@ def test_stages_take_as_long_as_was_measured_on_their_device(measured: Says) -> 
     stages = {device.partition(":")[0]: len(layers) for device, layers in trained(strategy)}
     times = {stage.device.partition(":")[0]: stage.time_s for stage in strategy.last_run.stages}
     assert times == pytest.approx({"T4": 1.5e-3 * stages["T4"], "A100-40": 0.5e-3 * stages["A100-40"]})
-    assert strategy._emulation is not None
-    assert [pad.forward + pad.backward for pad in strategy._emulation._pads] == pytest.approx([*times.values()])
-    assert all(stage.passes for stage in strategy._emulation.stages)
+    assert [pad.forward + pad.backward for pad in strategy._devices.emulation._pads] == pytest.approx([*times.values()])
+    assert all(stage.passes for stage in strategy._devices.emulation.stages)
 
 
 def test_what_comes_after_a_fit_is_evaluated_as_fast_as_it_can(measured: Says) -> None:
@@ -440,8 +439,7 @@ def test_stages_that_share_devices_have_as_many_in_flight_as_have_room(
     measured({"T4": 0.3}, cpu=0.01)
     strategy = stashing(cluster=box(Device("T4", memory), "T4"), stages=3)
     assert [device for device, _ in trained(strategy)] == [f"T4:{n} (emulated)" for n in (0, 0, 1)]
-    assert strategy._emulation is not None
-    first, second, third = strategy._emulation._devices
+    first, second, third = strategy._devices.emulation._devices
     assert first == second != third  # whose stages take turns
     assert strategy.last_run.in_flight == in_flight
 

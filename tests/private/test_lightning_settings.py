@@ -14,7 +14,6 @@ from lightning.pytorch.tuner.tuning import Tuner
 
 from lightning_hetpipe import HetPipeStrategy
 from lightning_hetpipe import lightning_private as of_lightning
-from lightning_hetpipe.strategy.weights import HostWeights
 from tests.private.guarding import guards
 from tests.support.small import Learner, batches
 from tests.support.trainers import quiet_trainer
@@ -24,7 +23,7 @@ from tests.support.trainers import quiet_trainer
 def test_the_writer_of_checkpoints() -> None:
     strategy, io = HetPipeStrategy(), TorchCheckpointIO()
     of_lightning.set_checkpoint_io(strategy, io)
-    assert super(HostWeights, strategy).checkpoint_io is io, "a user's plugin would not write checkpoints"
+    assert super(HetPipeStrategy, strategy).checkpoint_io is io, "a user's plugin would not write checkpoints"
 
 
 @guards("_layer_sync")

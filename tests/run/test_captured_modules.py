@@ -154,7 +154,7 @@ def view_first() -> nn.Sequential:
 @pytest.mark.parametrize("cuts", [(0, 1), (0, 2), (0, 3)])
 def test_in_place_changes_through_a_view(cuts: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     strategy = pipeline(1)
-    monkeypatch.setattr(strategy, "_choose_split_points", lambda times, stages: cuts)
+    monkeypatch.setattr(strategy._devices, "choose_split_points", lambda times, stages: cuts)
 
     def make() -> Learner:
         return Learner(net=view_first())

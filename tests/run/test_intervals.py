@@ -21,6 +21,7 @@ from lightning_hetpipe.rules.shares import common_waves, covered, dealt
 from lightning_hetpipe.run import fit as fit_module
 from lightning_hetpipe.run.extensions.intervals import Epoch, Interval
 from lightning_hetpipe.run.extensions.pace import Pace
+from lightning_hetpipe.strategy.virtual_workers import VirtualWorkers
 from lightning_hetpipe.workers.shared_data import InjectedRank, Shares
 from lightning_hetpipe.workers.synchroniser import Synchroniser
 from tests.exact.pipelines import even
@@ -65,14 +66,18 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> HetPipeStrategy:
     group: Any = OnlyOne(strategy)
     group._meet = lambda where: None
 
-    def synchroniser(self: HetPipeStrategy, trainer: Any) -> Synchroniser:
-        made = self._shared = Synchroniser(group, trainer.lightning_module, self._shares)
+    def enter(self: VirtualWorkers, trainer: Any, *_: Any) -> Synchroniser:
+        made = self.synchroniser = Synchroniser(group, trainer.lightning_module, self.shares)
         made.enter([])
         return made
 
-    monkeypatch.setattr(HetPipeStrategy, "_synchroniser", synchroniser)
-    monkeypatch.setattr(HetPipeStrategy, "_divide", lambda self, _: setattr(self, "_shares", Shares(0, 1, (3,))))
+    monkeypatch.setattr(VirtualWorkers, "enter", enter)
+    monkeypatch.setattr(VirtualWorkers, "divide", lambda self, _: setattr(self, "shares", Shares(0, 1, (3,))))
     return strategy  # type: ignore[no-any-return]
+
+
+def divide(workers: VirtualWorkers, monkeypatch: pytest.MonkeyPatch, adapts: bool) -> None:
+    monkeypatch.setattr(workers, "divide", lambda _: setattr(workers, "shares", Shares(0, 1, (3,), adapts)))
 
 
 def injected(batches: int) -> DataLoader[Any]:
@@ -123,7 +128,7 @@ def test_rates_are_measured_only_where_shares_follow_them(
         return made[-1]
 
     monkeypatch.setattr(fit_module, "Pace", making)
-    monkeypatch.setattr(alone, "_divide", lambda _: setattr(alone, "_shares", Shares(0, 1, (3,), adapts)))
+    divide(alone._workers, monkeypatch, adapts)
     fit(mlp(), injected(8), strategy=alone)
     assert [pace.rate is not None for pace in made] == [True] * adapts
 
@@ -153,11 +158,12 @@ class Does(L.Callback):
 
 def barrier(trainer: L.Trainer) -> None:
     strategy: Any = trainer.strategy
-    strategy._group = strategy._shared.group
+    workers = strategy._workers
+    workers.group = workers.synchroniser.group
     try:
         strategy.barrier()
     finally:
-        strategy._group = None
+        workers.group = None
 
 
 def save(trainer: L.Trainer) -> None:
@@ -211,7 +217,7 @@ def test_shares_that_adapt_hold_whole_steps_of_the_next_epoch(
     alone: Any, rate: float | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Known before the scheduler changes the Trainer's setting; also where nobody has measured a rate."""
-    monkeypatch.setattr(alone, "_divide", lambda _: setattr(alone, "_shares", Shares(0, 1, (3,), adapts=True)))
+    divide(alone._workers, monkeypatch, adapts=True)
     monkeypatch.setattr(Pace, "rate", rate)
     with caplog.at_level("INFO"):
         fit(mlp(), injected(8), [GradientAccumulationScheduler({0: 3, 1: 2})], strategy=alone, max_epochs=2)
@@ -225,7 +231,7 @@ def test_shares_that_adapt_cannot_follow_what_nobody_announces(alone: Any, monke
         def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
             trainer.accumulate_grad_batches = 2
 
-    monkeypatch.setattr(alone, "_divide", lambda _: setattr(alone, "_shares", Shares(0, 1, (3,), adapts=True)))
+    divide(alone._workers, monkeypatch, adapts=True)
     with pytest.raises(SettingError, match=r"accumulate_grad_batches=2 minibatches; have a GradientAccumulationSched"):
         fit(mlp(), injected(8), [Changes()], strategy=alone)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from unittest import mock
 
 import lightning as L
 import pytest
@@ -17,6 +18,7 @@ from torch.utils.data import DataLoader
 
 from lightning_hetpipe import HetPipeStrategy
 from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.strategy.planned_devices import PlannedDevices
 from tests.support.ahead import Memory
 from tests.support.captured_models import UNet, Whole
 from tests.support.equality import assert_same, difference
@@ -251,19 +253,12 @@ def test_a_named_module_that_is_never_called() -> None:
 
 def test_devices_are_discovered_at_the_start() -> None:
     """They were for each batch."""
-
-    class Counts(HetPipeStrategy):
-        discovered = 0
-
-        def _found_devices(self) -> list[torch.device]:
-            self.discovered += 1
-            return super()._found_devices()
-
     found = []
     for count in (2, 5):
-        strategy = Counts(in_flight=1)
-        quiet_trainer(strategy).fit(Learner(), batches(count))
-        found.append(strategy.discovered)
+        strategy = HetPipeStrategy(in_flight=1)
+        with mock.patch.object(PlannedDevices, "found", autospec=True, side_effect=PlannedDevices.found) as discovered:
+            quiet_trainer(strategy).fit(Learner(), batches(count))
+        found.append(discovered.call_count)
     assert found[0] == found[1]
 
 

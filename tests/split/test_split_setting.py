@@ -142,7 +142,7 @@ def test_an_emulated_group_takes_the_time_that_is_planned(monkeypatch: pytest.Mo
     cluster = Cluster([Node("box", [Device("cpu", speed=4.0), Device("cpu", speed=2.0), Device("cpu")])])
     strategy = HetPipeStrategy(plan=plan({}, time_s=0.005), cluster=cluster, weights="stash")
     fit(image_task(), colours(14, 4), strategy=strategy, max_epochs=1)
-    grouped, alone = (strategy._emulation.pad(stage) for stage in (0, 1))
+    grouped, alone = (strategy._devices.emulation.pad(stage) for stage in (0, 1))
     assert grouped is not None
     assert alone is not None
     factor = (grouped.forward + grouped.backward) / 0.005

@@ -11,6 +11,7 @@ from lightning.pytorch.callbacks import LearningRateFinder
 from lightning_hetpipe import HetPipeStrategy, WSPCallback
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.strategy.saved_states import note_shares, take_shares
+from lightning_hetpipe.strategy.virtual_workers import VirtualWorkers
 from lightning_hetpipe.workers.shared_data import Shares
 from tests.support.small import Validated, batches
 from tests.support.trainers import quiet_trainer
@@ -20,14 +21,14 @@ def divided(
     caplog: pytest.LogCaptureFixture, given: Any, recorded: Any = None, limit: int | float = 1.0, **more: Any
 ) -> tuple[Shares | None, list[str]]:
     """The shares of a run with ``shares=given`` that goes on from a checkpoint with others, and what is said."""
-    strategy: Any = HetPipeStrategy(virtual_workers=2)
-    strategy._group = SimpleNamespace(settings=WSPCallback(shares=given).settings)
-    strategy._recorded = recorded
+    workers: Any = HetPipeStrategy(virtual_workers=2)._workers
+    workers.group = SimpleNamespace(settings=WSPCallback(shares=given).settings)
+    workers.recorded = recorded
     with caplog.at_level("INFO"):
         settings = {"limit_train_batches": limit, "val_check_interval": 1.0, "accumulate_grad_batches": 1, **more}
-        strategy._divide(SimpleNamespace(**settings))
-    assert strategy._recorded is None
-    return strategy._shares, [record.getMessage() for record in caplog.records]
+        workers.divide(SimpleNamespace(**settings))
+    assert workers.recorded is None
+    return workers.shares, [record.getMessage() for record in caplog.records]
 
 
 def test_what_is_given_counts_and_auto_goes_on_as_before(caplog: pytest.LogCaptureFixture) -> None:
@@ -72,11 +73,11 @@ def test_an_interval_of_virtual_worker_0_may_be_longer_than_the_share_of_another
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Lightning would refuse it where it is made, before any loader is asked for its length by us."""
-    strategy: Any = HetPipeStrategy(virtual_workers=2)
-    strategy._group = SimpleNamespace(settings=WSPCallback(shares=[8, 2]).settings)
-    monkeypatch.setattr(HetPipeStrategy, "global_rank", 1)
+    workers: Any = HetPipeStrategy(virtual_workers=2)._workers
+    workers.group = SimpleNamespace(settings=WSPCallback(shares=[8, 2]).settings)
+    monkeypatch.setattr(VirtualWorkers, "rank", SimpleNamespace(index=1, size=2))
     trainer = quiet_trainer("auto", max_epochs=1, val_check_interval=5)
-    strategy._divide(trainer)
+    workers.divide(trainer)
     trainer.fit(Validated(), batches(3), batches(1))
     assert (trainer.val_check_interval, repr(trainer.val_check_interval)) == (5, "5")
     with pytest.raises(ValueError, match="must be less than or equal"):
@@ -84,9 +85,9 @@ def test_an_interval_of_virtual_worker_0_may_be_longer_than_the_share_of_another
 
 
 def test_shares_of_another_number_of_virtual_workers_are_refused() -> None:
-    strategy: Any = HetPipeStrategy(virtual_workers=2, wsp=WSPCallback(shares=[1, 2, 3]))
+    strategy = HetPipeStrategy(virtual_workers=2, wsp=WSPCallback(shares=[1, 2, 3]))
     with pytest.raises(SettingError, match=r"shares=\[1, 2, 3\] has 3 entries, and 2 virtual workers train; give one"):
-        strategy._check_shares()
+        strategy._workers.check_shares()
 
 
 @pytest.mark.parametrize(("shares", "size", "taken"), [(Shares(0, 2, (3, 4)), 2, (3, 4)), (Shares(0, 2), 2, None)])

@@ -35,7 +35,7 @@ def planned(waves: Sequence[int], in_flight: int = 3, **more: Any) -> Plan:
 
 def taken(plan: Plan, **given: Any) -> WSPSettings:
     strategy: Any = HetPipeStrategy(plan=plan, wsp=WSPCallback(**given))
-    found: WSPSettings = strategy._wsp_settings()
+    found: WSPSettings = strategy._workers.settings()
     return found
 
 
@@ -65,15 +65,15 @@ def test_what_is_left_out_is_the_plans(plan: Plan, given: dict[str, Any], wanted
 
 def test_a_callback_of_the_trainer_is_asked() -> None:
     strategy: Any = HetPipeStrategy(plan=UNEQUAL)
-    assert strategy._wsp_settings().clock_distance == 2
-    strategy._launcher = SimpleNamespace(trainer=SimpleNamespace(callbacks=[WSPCallback(clock_distance=1)]))
-    found = strategy._wsp_settings()
+    assert strategy._workers.settings().clock_distance == 2
+    strategy._workers._launcher = SimpleNamespace(trainer=SimpleNamespace(callbacks=[WSPCallback(clock_distance=1)]))
+    found = strategy._workers.settings()
     assert (found.clock_distance, found.placement) == (1, "local")
 
 
 def test_without_a_plan_there_are_defaults() -> None:
     strategy: Any = HetPipeStrategy(virtual_workers=2)
-    found = strategy._wsp_settings()
+    found = strategy._workers.settings()
     assert (found.clock_distance, found.wave, found.shares, found.placement) == (0, "auto", "equal", "size")
 
 

@@ -21,7 +21,7 @@ def test_nothing_of_it_is_unpickled_and_what_would_be_is_named(tmp_path: Path) -
     path, waited = tmp_path / "state.ckpt", list[str]()
     returning = SimpleNamespace(checkpoint=path, await_state=lambda: waited.append("state"))
     strategy: Any = HetPipeStrategy()
-    strategy._group = SimpleNamespace(seats=SimpleNamespace(returning=returning))
+    strategy._workers.group = SimpleNamespace(seats=SimpleNamespace(returning=returning))
     torch.save({"state_dict": {}, "hyper_parameters": {"own": Own()}}, path)
     with pytest.raises(SettingError, match=r"it holds tests\.strategy\.test_returned_state\.Own; .*add_safe_globals"):
         strategy.load_checkpoint(path)

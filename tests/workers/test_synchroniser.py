@@ -13,13 +13,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_hetpipe import HetPipeStrategy, WSPCallback
+from lightning_hetpipe import WSPCallback
 from lightning_hetpipe.launch.servers import FoundServers
 from lightning_hetpipe.pipeline.user.lock import Precedence, Ticket
 from lightning_hetpipe.run.trainer_run import TrainerRun
 from lightning_hetpipe.server.process.sessions import Sessions
 from lightning_hetpipe.server.transport.grpc_server import GrpcServer
 from lightning_hetpipe.server.transport.security import Security
+from lightning_hetpipe.strategy.virtual_workers import VirtualWorkers
 from lightning_hetpipe.workers import group as group_module
 from lightning_hetpipe.workers.coming_back import Seats
 from lightning_hetpipe.workers.group import Group
@@ -98,12 +99,12 @@ class OnlyOne:
 def take_part(monkeypatch: pytest.MonkeyPatch, group: Any) -> None:
     """Have fits synchronise with ``group``."""
 
-    def synchroniser(self: HetPipeStrategy, trainer: Any) -> Synchroniser:
+    def enter(self: VirtualWorkers, trainer: Any, *_: Any) -> Synchroniser:
         made = Synchroniser(group, trainer.lightning_module)
         made.enter([])
         return made
 
-    monkeypatch.setattr(HetPipeStrategy, "_synchroniser", synchroniser)
+    monkeypatch.setattr(VirtualWorkers, "enter", enter)
 
 
 def test_user_code_runs_while_a_wave_ends(monkeypatch: pytest.MonkeyPatch) -> None:

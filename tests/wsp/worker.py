@@ -153,7 +153,7 @@ class Waits(L.Callback):
         members = {member.vw for member in group.weights.member.commit_index.members}
         strategy = trainer.strategy
         assert isinstance(strategy, HetPipeStrategy)
-        launched = set(range(strategy._rank.started))
+        launched = set(range(strategy._workers.rank.started))
 
         def there() -> bool:
             here: set[int] = members | group.seats.ready().keys()
@@ -339,7 +339,7 @@ def main(job: dict[str, Any]) -> None:
     recorder, validates, notes = Recorder(), Validates(), Notes()
     callbacks: list[L.Callback] = [validates, recorder, Acts(job.get("acts", ()), job["folder"])]
     if "awaits" in job:
-        callbacks.append(Waits(job["awaits"], lambda: strategy._group, job["folder"]))
+        callbacks.append(Waits(job["awaits"], lambda: strategy._workers.group, job["folder"]))
     estimating = Estimating()
     if "estimates" in job:
         callbacks.append(estimating)
