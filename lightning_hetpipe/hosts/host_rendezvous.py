@@ -187,8 +187,9 @@ class HostRendezvous:
     def _tell(self, connection: Connection, arrival: Arrival) -> None:
         with self._changed:
             self._changed.wait_for(lambda: self._status is not None or not self._missing())
-            status, arrived = self._status, [asdict(self._arrived[node]) for node in sorted(self._arrived)]
-        if status is None:
+            status, missing = self._status, self._missing()
+            arrived = [asdict(self._arrived[node]) for node in sorted(self._arrived)]
+        if not missing:  # also if node 0 has ended since
             tell(connection, {"arrived": arrived})
             if not arrival.stays:
                 return

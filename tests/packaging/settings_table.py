@@ -19,8 +19,8 @@ TABLE = re.compile(rf"^{re.escape(HEAD)}(?:\|.*\n)*", re.MULTILINE)
 def meanings(owner: type) -> dict[str, str]:
     """Return what the docstring of ``owner`` says of each argument, in one line."""
     text = (inspect.getdoc(owner) or "").partition("Args:\n")[2].partition("\n\n")[0]
-    entries = re.findall(r"^    (\w+): (.*(?:\n        .*)*)", text, re.MULTILINE)
-    return {name: " ".join(entry.split()) for name, entry in entries}
+    entries = re.findall(r"^    (\w+(?:, \w+)*): (.*(?:\n        .*)*)", text, re.MULTILINE)
+    return {name: " ".join(entry.split()) for names, entry in entries for name in names.split(", ")}
 
 
 def linked(text: str) -> str:
