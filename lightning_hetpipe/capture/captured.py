@@ -299,7 +299,7 @@ class Captured:
         for path, tensor in tensors.items():
             held = graph_layer(layer).held(path)
             is_replaced = held is not None and not isinstance(tensor, nn.Parameter)  # by `_fill`
-            if held is None and path in changes:
+            if path in changes and all(graph_layer(each).held(path) is None for each in self.layers):
                 raise PipelineRefusal(
                     f"'{self._name}' changes its buffer '{self._name}.{path}' for these inputs, which it did not use in"
                     " the first minibatch; change it in a hook"

@@ -56,7 +56,7 @@ def attributes_of(value: Any) -> dict[str, Any]:
     found = dict(getattr(value, "__dict__", {}))
     for owner in type(value).__mro__:
         slots = (name for name, each in vars(owner).items() if isinstance(each, MemberDescriptorType))
-        found |= {name: getattr(value, name) for name in slots if hasattr(value, name)}
+        found |= {name: getattr(value, name) for name in slots if name != "__dict__" and hasattr(value, name)}
     return found
 
 

@@ -233,7 +233,9 @@ def _places(batch: Any) -> dict[int, tuple[Tensor, int]]:
 
 def _held(leaf: Any) -> Any:
     """A tensor; the attributes of an object of a user's class, as no tree has them; nothing of a function or module."""
-    return leaf if isinstance(leaf, Tensor) else {} if callable(leaf) else attributes_of(leaf)
+    if isinstance(leaf, Tensor):
+        return leaf
+    return {} if callable(leaf) or type(leaf).__module__ in ("builtins", "numpy") else attributes_of(leaf)
 
 
 def _copied(leaf: Any) -> Any:
@@ -243,7 +245,8 @@ def _copied(leaf: Any) -> Any:
         return leaf
     copied = copy.copy(leaf)
     for name, value in held.items():
-        object.__setattr__(copied, name, pytree.tree_map_only(Tensor, Tensor.clone, value))
+        if tensors_of(value):
+            object.__setattr__(copied, name, pytree.tree_map_only(Tensor, Tensor.clone, value))
     return copied
 
 

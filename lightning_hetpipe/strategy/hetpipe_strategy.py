@@ -63,6 +63,19 @@ from lightning_hetpipe.workers.shared_data import InjectedRank
 T = TypeVar("T")
 
 
+class _SettingOf:
+    """Setting that the strategy's ``part`` holds under a ``name``."""
+
+    def __init__(self, part: str, name: str) -> None:
+        self._part, self._name = part, name
+
+    def __get__(self, strategy: HetPipeStrategy | None, owner: type | None = None) -> Any:
+        return self if strategy is None else getattr(getattr(strategy, self._part), self._name)
+
+    def __set__(self, strategy: HetPipeStrategy, value: Any) -> None:
+        setattr(getattr(strategy, self._part), self._name, value)
+
+
 class HetPipeStrategy(ParallelStrategy):
     """Trains one LightningModule as a pipeline over devices that need not match, exactly.
 
@@ -144,6 +157,12 @@ class HetPipeStrategy(ParallelStrategy):
 
     strategy_name = "hetpipe"
 
+    virtual_workers, wsp = _SettingOf("_workers", "asked"), _SettingOf("_workers", "wsp")
+    timeout, stage_hosts = _SettingOf("_workers", "timeout"), _SettingOf("_workers", "hosts")
+    plan, cluster = _SettingOf("_workers", "plan"), _SettingOf("_devices", "cluster")
+    in_flight, split = _SettingOf("_devices", "in_flight"), _SettingOf("_devices", "split")
+    recompute, compile = _SettingOf("_devices", "recompute"), _SettingOf("_devices", "compile")
+
     def __init__(
         self,
         stages: Count | Annotated[Sequence[Count], "a list with one for each virtual worker"] = "auto",
@@ -187,12 +206,8 @@ class HetPipeStrategy(ParallelStrategy):
         )
         self._workers = workers = VirtualWorkers(given, relations.plan(given.plan), self._in_flight_now)
         workers.place(cluster_environment, parallel_devices, 1)
-        self._devices = devices = PlannedDevices(given, workers)
+        self._devices = PlannedDevices(given, workers)
         self._checkpoints = SharedCheckpoints(workers)
-        self.virtual_workers, self.wsp, self.timeout = workers.asked, workers.wsp, workers.timeout
-        self.plan, self.stage_hosts = workers.plan, workers.hosts
-        self.in_flight, self.cluster, self.split = devices.in_flight, devices.cluster, devices.split
-        self.recompute, self.compile = devices.recompute, devices.compile
         self.weights, self.lr_correction = weights, lr_correction
         self.module = [module] if isinstance(module, str) else module and [*module]
         self.capture_timeout, self.grace = seconds(capture_timeout), seconds(grace)

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import lightning as L
@@ -104,7 +105,7 @@ class Pair:
     """A batch of a class that no tree knows."""
 
     def __init__(self, x: torch.Tensor, y: torch.Tensor) -> None:
-        self.tensors = [x, y]
+        self.tensors, self.names = [x, y], SimpleNamespace(of=slice(0, 1))
 
 
 class OfPairs(Task):

@@ -757,6 +757,19 @@ class ReadsAnArray(Task):
         return loss
 
 
+class ReplacesTheArray(ReadsAnArray):
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        self.array = np.full(3, float(batch_idx))
+        return super().training_step(batch, batch_idx)
+
+
+def test_an_array_that_each_step_replaces_is_its_own() -> None:
+    """A later array had the ``id`` of the one before the fit, and was taken for that."""
+    task = ReplacesTheArray("third.bias")
+    quiet_trainer(HetPipeStrategy(stages=2, in_flight=3), max_epochs=4).fit(task, vectors(120, 4))
+    assert task.sums == [3.0 * number for number in range(30)] * 4
+
+
 @pytest.mark.parametrize("name", ["second.1.running_mean", "third.bias"])
 def test_an_array_in_the_memory_of_a_buffer_or_weight(name: str) -> None:
     """It showed what another minibatch had left."""
@@ -770,7 +783,7 @@ def test_an_array_in_the_memory_of_a_buffer_or_weight(name: str) -> None:
     else:
         assert plain.sums == trained(lambda: ReadsAnArray(name), synchronous()).sums
     for strategy in strategies:
-        with pytest.raises(SettingError, match=rf"'array' .* in the memory of 'net.{name}', .*; set in_flight=1$"):
+        with pytest.raises(SettingError, match=rf"'array' .* in the memory of 'net.{name}', .*, or set in_flight=1$"):
             trained(lambda: ReadsAnArray(name), strategy)
 
 

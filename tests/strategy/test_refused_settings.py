@@ -61,3 +61,11 @@ def test_one_wsp_callback_is_enough() -> None:
     given = WSPCallback(clock_distance=1)
     assert relations.only_wsp([given]) is given
     assert relations.only_wsp([]) is None
+
+
+def test_a_setting_that_is_set_later_counts() -> None:
+    strategy = HetPipeStrategy(stages=2, in_flight=3)
+    strategy.in_flight, strategy.recompute = 2, True
+    quiet_trainer(strategy).fit(Learner(), batches())
+    assert strategy.last_run.in_flight == 2
+    assert strategy._asked().recompute

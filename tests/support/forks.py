@@ -50,6 +50,11 @@ LAUNCHES = 3
 MOST = 32
 """Descriptors that a program is given."""
 
+LONGEST_COMMAND = 1000
+"""Characters of a fork's command that other processes can read."""
+
+_COMMAND = "FORK_COMMAND"
+
 _SET_NAME, _SET_SUBREAPER = 15, 36  # of <linux/prctl.h>
 _NETWORK = 0x40000000  # CLONE_NEWNET of <linux/sched.h>
 _GUARD = ["-I", "-S", "-c"]  # with which `signals.guarded` begins, whose program runs another one in its place
@@ -299,7 +304,6 @@ def _become(
         vars(subprocess)["Popen"] = _Forking
     os.environ.clear()
     os.environ.update(variables)
-    _show_environment()
     sys.stdin = os.fdopen(0, closefd=False)
     sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
     import_module("torch").set_num_threads(1)  # as OMP_NUM_THREADS=1 does at a real start
@@ -324,10 +328,22 @@ def _become(
     os._exit(code or 0)
 
 
-def _show_environment() -> None:
-    """Have others read the variables of this process where the kernel shows those with which it was started."""
+def command_of(pid: int) -> str:
+    """Return the command of a process, or an empty string if it has ended; of a fork the program that it runs."""
+    try:
+        folder = Path(f"/proc/{pid}")
+        shown = (folder / "environ").read_bytes().partition(b"\0")[0].decode(errors="replace")
+        name, _, command = shown.partition("=")
+        return command if name == _COMMAND else (folder / "cmdline").read_bytes().decode().replace("\0", " ")
+    except OSError:
+        return ""
+
+
+def _show_program() -> None:
+    """Have others read the program and the variables of this process where the kernel shows the initial variables."""
     begin, end = map(int, Path("/proc/self/stat").read_text().rpartition(")")[2].split()[47:49])
-    text = b"".join(os.fsencode(f"{name}={value}") + b"\0" for name, value in reversed([*os.environ.items()]))
+    shown = [(_COMMAND, " ".join(sys.orig_argv)[:LONGEST_COMMAND]), *reversed([*os.environ.items()])]
+    text = b"".join(os.fsencode(f"{name}={value}") + b"\0" for name, value in shown)  # the first ones have room
     ctypes.memset(begin, 0, end - begin)
     ctypes.memmove(begin, text, min(len(text), end - begin - 1))
 
@@ -358,6 +374,7 @@ def _execute(arguments: Sequence[str]) -> None:
         arguments = _guarded(arguments[3], arguments[4:])
     what, *rest = arguments
     sys.orig_argv = [sys.executable, *arguments]
+    _show_program()
     first = str(Path(what).parent) if what not in ("-c", "-m") else os.getcwd() if what == "-m" else ""
     sys.path[:0] = [first, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     if what == "-c":

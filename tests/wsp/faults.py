@@ -39,6 +39,7 @@ from lightning_hetpipe.server.transport.security import Security
 from lightning_hetpipe.server.transport.shared_memory import Place
 from lightning_hetpipe.workers import join_handshake
 from tests.server.strangers import annoy
+from tests.support.forks import command_of
 from tests.wsp.launch import MARK
 
 PATIENCE = 60.0
@@ -58,7 +59,7 @@ def processes(parent: int | None = None) -> Iterator[tuple[int, str]]:
         try:
             state, ppid = (folder / "stat").read_text().rpartition(")")[2].split()[:2]
             if parent in (None, int(ppid)) and state != "Z":
-                yield int(folder.name), (folder / "cmdline").read_bytes().decode().replace("\0", " ")
+                yield int(folder.name), command_of(int(folder.name))
         except OSError:
             continue
 

@@ -9,6 +9,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tests.support.forks import command_of
+
 SECONDS = 300.0
 """Until a process counts as left behind: many times what it takes on a busy machine."""
 
@@ -40,7 +42,7 @@ class Holdings:
 
     def _add(self, pid: int) -> None:
         own = Path(f"/proc/{pid}")
-        command = (own / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+        command = command_of(pid)
         opened = []
         for each in (own / "fd").iterdir():
             with suppress(FileNotFoundError):  # it has just been closed

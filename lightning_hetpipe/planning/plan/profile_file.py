@@ -33,7 +33,7 @@ Layer = Annotated[int, Bounds(0)]
 class DeviceTimes:
     layers: tuple[Times, ...]
     memory_bytes: Annotated[int, _is_memory, "bytes of a device, 1 MiB or more"] | None = None
-    flop_per_s: Annotated[float, is_positive, "positive"] | None = None
+    flop_per_s: Annotated[float, Bounds(0), is_positive, "positive"] | None = None
 
 
 @dataclass(frozen=True)

@@ -288,14 +288,16 @@ class Attributes(Extension):
             self._assigned.add(name)
 
     def reads(self, name: str) -> None:
-        held = _data_in([self._held.get(name)]) if self._arrays and self._is_inside else ()
-        if (path := next((self._arrays[id(each)] for each in held if id(each) in self._arrays), None)) is not None:
-            raise self._fail(
-                f"'{name}' of {self._kind} holds a numpy array in the memory of '{path}', where the step would read"
-                " what another batch has left",
-                "set in_flight=1",
-            )
-        if self._now is None or name in self._assigned or name in self._touched:
+        is_known = self._now is not None and (name in self._assigned or name in self._touched)
+        if self._arrays and self._is_inside and not is_known:
+            found = (self._arrays.get(id(each)) for each in _data_in([self._held.get(name)]))
+            if (array := next(filter(None, found), None)) is not None:
+                raise self._fail(
+                    f"'{name}' of {self._kind} holds a numpy array in the memory of '{array[1]}', where the step would"
+                    " read what another batch has left",
+                    "keep a copy() of the array, or set in_flight=1",
+                )
+        if self._now is None or is_known:
             return
         is_own = self._reads(name, name, [time for time, _ in self._set.get(name, ())])
         value = self._held.get(name)
@@ -308,14 +310,16 @@ class Attributes(Extension):
             self._use(name, self._held, name, value, is_own)
         self._touched.add(name)
 
-    def _find_arrays(self) -> dict[int, str]:
-        """Names of live tensors of which a minibatch has others, by the ``id`` of each array in their memory."""
+    def _find_arrays(self) -> dict[int, tuple[Any, str]]:
+        """Each array in the memory of a live tensor of which minibatches have others, with its name, by its ``id``."""
         arrays = [each for each in _data_in(self._published.values()) if isinstance(each, np.ndarray)]
+        if not arrays:
+            return {}
         changing = self._changing().items()  # where nothing is ahead of the optimizer's steps, weights are as they were
         tensors = [pair for pair in changing if not (self._is_idle and isinstance(pair[1], nn.Parameter))]
         near = overlapping([*arrays, *(tensor for _, tensor in tensors)])
         pairs = ((array, path, tensor) for array in arrays if id(array) in near for path, tensor in tensors)
-        return {id(array): path for array, path, tensor in pairs if overlapping([array, tensor])}
+        return {id(array): (array, path) for array, path, tensor in pairs if overlapping([array, tensor])}
 
     def _open(self, name: str, held: Any, fills: bool = False) -> _Container:
         """Have ``held`` contain what this section sees; nothing, if the section only ``fills`` it."""

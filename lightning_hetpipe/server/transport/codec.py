@@ -17,6 +17,7 @@ from enum import Enum
 from typing import Any, NoReturn
 
 from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.server.transport.rejections import printable
 from lightning_hetpipe.settings import Style, check
 
 _WIRE = Style(lambda path, value: path, {True: "true", False: "false", None: "null"})
@@ -82,10 +83,7 @@ class Codec:
         try:
             return check(name, fields, kind, _WIRE)
         except SettingError as error:
-            _refuse(str(error)[:_LONGEST])
-
-
-_LONGEST = 100
+            _refuse(printable(str(error)))  # it may have a key of a stranger's
 
 
 def _refuse(why: str) -> NoReturn:
