@@ -21,6 +21,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -304,6 +305,7 @@ def _become(
         vars(subprocess)["Popen"] = _Forking
     os.environ.clear()
     os.environ.update(variables)
+    tempfile.tempdir = None  # which TMPDIR has not named here
     sys.stdin = os.fdopen(0, closefd=False)
     sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
     import_module("torch").set_num_threads(1)  # as OMP_NUM_THREADS=1 does at a real start
