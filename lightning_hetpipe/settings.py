@@ -108,7 +108,7 @@ Duration = Annotated[
 
 @dataclass(frozen=True)
 class Style:
-    """Words of a program, or of a configuration.
+    """Way in which a source writes settings: Python, YAML, JSON or messages.
 
     Attributes:
         show: Writes a setting at a path with its value.
@@ -194,7 +194,7 @@ class Declared:
         return found
 
     def check_whole(self, values: Mapping[str, Any], path: str, owner: str) -> None:
-        """Refuse ``values`` without one that has no default."""
+        """Refuse ``values`` that lack an argument without a default."""
         for name, each in self.parameters.items():
             if each.default is each.empty and name not in values:
                 raise SettingError(f"{inner(path, name)} is missing, {owner} needs it; give {inner(path, name)}=...")

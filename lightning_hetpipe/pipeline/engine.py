@@ -170,7 +170,7 @@ class Engine(RunnerPool[Minibatch]):
         """The ``id`` of each live parameter that has versions."""
         return set(self._weights.known)
 
-    def changing(self) -> Mapping[str, Tensor]:
+    def versioned_tensors(self) -> Mapping[str, Tensor]:
         """The live weights and buffers, by name, of which minibatches in flight have others."""
         return {found.name: found.live for found in self._weights.memory.values()}
 

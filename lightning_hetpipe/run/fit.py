@@ -383,7 +383,7 @@ class Fit(TrainerRun):
             add(outside, TrainerCounters(trainer), RandomStates(self._state), Replay(self._module, context))
             add(SharedValues(self._module, modules, lambda: engine.versions, way_out))
             for part in (self._module, *parts):  # after the stand-ins of Replay, which all see
-                add(Attributes(part, lambda: engine.versions, way_out, engine.changing))
+                add(Attributes(part, lambda: engine.versions, way_out, engine.versioned_tensors))
         calls = PieceCalls(pieces, layout, self._generators)
         for piece in pieces:
             piece.inputs.clear()  # the watched step's activations

@@ -102,7 +102,7 @@ class PlannedDevices:
     # Devices.
 
     def found(self) -> Sequence[torch.device]:
-        """Those of the Trainer's devices that are this virtual worker's; with a plan all, as that says which are."""
+        """Return the devices of this virtual worker. With a plan, return all devices: the plan selects among them."""
         rank, found = self.workers.rank, self.workers.devices
         return found if self.workers.plan is not None else devices_of(found, rank.local, rank.per_node)
 

@@ -33,10 +33,10 @@ from lightning_hetpipe.workers.synchroniser import Synchroniser
 
 
 class SharedCheckpoints:
-    """Saves and loads what a run of virtual workers goes on from.
+    """Checkpoints of all virtual workers.
 
-    Virtual worker 0 writes the Trainer's checkpoints, with everyone's state; another for those that come back; and one
-    in its place is written, where it is lost, by the lowest that is left.
+    Virtual worker 0 writes the Trainer's checkpoints, with the state of all, and one for virtual workers that come
+    back. If virtual worker 0 is lost, the lowest remaining one writes a checkpoint in its place.
 
     Args:
         workers: The virtual workers.
@@ -93,7 +93,7 @@ class SharedCheckpoints:
         return checkpoint
 
     def restore(self) -> Sequence[Tensor | None]:
-        """Have the synchroniser go on from what was loaded; gives the last step's changes."""
+        """Give the synchroniser what was loaded, and return the changes of the last step."""
         self._workers.synchroniser.rounded, self._rounded = self._rounded, []
         changes, self.changes = self.changes, []
         return changes

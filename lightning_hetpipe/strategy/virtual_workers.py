@@ -43,7 +43,9 @@ T = TypeVar("T")
 
 
 class VirtualWorkers:
-    """One process each, and no process group.
+    """Virtual workers of a run as this process sees them: its rank, and how all start, meet, share data and leave.
+
+    Each is one process. There is no process group.
 
     Args:
         given: Settings of ``HetPipeStrategy``.
@@ -266,7 +268,7 @@ class VirtualWorkers:
         return self.group
 
     def call(self, what: str, function: Callable[..., T], own: T, *more: Any) -> T:
-        """The value of ``function`` for everyone's, in a call of ``what``; ``own`` for one alone."""
+        """Return ``function(group, own, *more)``, in a call of ``what`` that all make; alone, return ``own``."""
         group = self.together(what)
         return own if group is None else function(group, own, *more)
 
@@ -281,7 +283,7 @@ class VirtualWorkers:
         return [tensor] if group is None else collectives.everyones(group, tensor, what)
 
     def agreed(self, value: T) -> T:
-        """Virtual worker 0's ``value``; not by ``broadcast``, as who counts its calls sees Lightning's."""
+        """Return virtual worker 0's ``value``. Whoever counts calls of ``broadcast`` sees Lightning's alone."""
         if self.group is None:
             return value
         given: T = collectives.broadcast(self.group, value, 0)

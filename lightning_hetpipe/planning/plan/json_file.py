@@ -45,7 +45,7 @@ def read(path: str | os.PathLike[str], hint: Any, version: int | None = None) ->
 
 
 def plain(value: Any) -> Any:
-    """Return ``value`` as JSON has it, without the fields of records that are as by default."""
+    """Return ``value`` as JSON has it, without fields of records that have their default, unless a factory makes it."""
     if is_record(type(value)):
         own = {key: (getattr(value, each.name), each) for key, each in declared(type(value)).parameters.items()}
         return {key: plain(found) for key, (found, each) in own.items() if found != each.default}

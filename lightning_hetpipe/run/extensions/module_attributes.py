@@ -126,7 +126,7 @@ class _Copied:
 class Attributes(Extension):
     """The attributes of ``module``, the LightningModule or a part of it that runs as user code.
 
-    ``versions`` gives the versions that minibatches use, and ``changing`` the live weights and buffers of which
+    ``versions`` gives the versions that minibatches use, and ``versioned`` the live weights and buffers of which
     minibatches have others, by name.
 
     The module holds what Lightning's loop sees, except within :meth:`seen`; while nothing runs ahead, all see it. Only
@@ -138,13 +138,13 @@ class Attributes(Extension):
         module: nn.Module,
         versions: Callable[[], Versions],
         way_out: str = "set in_flight=1",
-        changing: Callable[[], Mapping[str, Tensor]] = dict,
+        versioned: Callable[[], Mapping[str, Tensor]] = dict,
     ) -> None:
         self._held = vars(module)
         self._kind = type(module).__name__
         self._versions = versions
         self._way_out = way_out
-        self._changing = changing
+        self._versioned = versioned
         self._is_inside = False  # within a section
         self._watched = WatchedAttributes(module, self)
         self._now: Time | None = None
@@ -315,8 +315,10 @@ class Attributes(Extension):
         arrays = [each for each in _data_in(self._published.values()) if isinstance(each, np.ndarray)]
         if not arrays:
             return {}
-        changing = self._changing().items()  # where nothing is ahead of the optimizer's steps, weights are as they were
-        tensors = [pair for pair in changing if not (self._is_idle and isinstance(pair[1], nn.Parameter))]
+        versioned = (
+            self._versioned().items()
+        )  # where nothing is ahead of the optimizer's steps, weights are as they were
+        tensors = [pair for pair in versioned if not (self._is_idle and isinstance(pair[1], nn.Parameter))]
         near = overlapping([*arrays, *(tensor for _, tensor in tensors)])
         pairs = ((array, path, tensor) for array in arrays if id(array) in near for path, tensor in tensors)
         return {id(array): (array, path) for array, path, tensor in pairs if overlapping([array, tensor])}
