@@ -20,7 +20,7 @@ from contextlib import suppress
 from dataclasses import dataclass, fields, is_dataclass, replace
 from datetime import timedelta
 from enum import Enum
-from functools import cache
+from functools import cache, cached_property
 from types import NoneType, SimpleNamespace, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -199,9 +199,13 @@ class Declared:
             if each.default is each.empty and name not in values:
                 raise SettingError(f"{inner(path, name)} is missing, {owner} needs it; give {inner(path, name)}=...")
 
+    @cached_property
+    def _of_ours(self) -> Declared:
+        return replace(self, trusted=True)
+
     def record(self, values: Mapping[str, Any], path: str, style: Style) -> Any:
         """Make the owner of ``values``; where the style builds nothing, return these."""
-        found = replace(self, trusted=True).check(values, path, name := path or self.owner.__name__, style)
+        found = self._of_ours.check(values, path, name := path or self.owner.__name__, style)
         self.check_whole(values, path, name)
         given = {self.parameters[key].name: each for key, each in found.items()}
         return self.owner(**given) if style.builds else values
@@ -295,11 +299,22 @@ _NOUNS = {int: "a whole number", float: "a number", str: "text"}
 _PLAIN = {*_NOUNS, bool, NoneType}
 
 
-def _parts(hint: Any) -> tuple[list[tuple[Any, Any]], tuple[Any, ...]]:
+Parts = tuple[list[tuple[Any, Any]], tuple[Any, ...]]
+_known: dict[int, tuple[Any, Parts]] = {}
+"""Hints, some of which have no hash, and their parts, by their ``id``."""
+
+
+def _parts(hint: Any) -> Parts:
     """Return the members of a union, each with its origin, and what ``Annotated`` says of all of them."""
+    if (known := _known.get(id(hint))) is None:
+        known = _known[id(hint)] = hint, _take_apart(hint)
+    return known[1]
+
+
+def _take_apart(hint: Any) -> Parts:
     if get_origin(hint) is Annotated:
         inner, *marks = get_args(hint)
-        members, others = _parts(inner)
+        members, others = _take_apart(inner)
         return members, (*marks, *others)
     members = [hint]
     while unions := [each for each in members if get_origin(each) in (Union, UnionType)]:
