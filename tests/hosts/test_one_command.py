@@ -108,7 +108,6 @@ class Nodes:
             text=True,
             env={**self._environment, **(environment or {})},
             start_new_session=True,
-            starting=forks.LAUNCHES,
         )
         self.started.append(process)
         return process
