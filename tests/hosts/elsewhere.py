@@ -28,10 +28,10 @@ class Hosts:
     def children(self) -> list[int]:
         """Processes that are hosts and have not ended."""
         path = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
-        return [pid for pid in map(int, path.read_text().split()) if _runs(pid) and not forks.is_server(pid)]
+        return [pid for pid in map(int, path.read_text().split()) if runs(pid) and not forks.is_server(pid)]
 
 
-def _runs(pid: int) -> bool:
+def runs(pid: int) -> bool:
     with suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     return False

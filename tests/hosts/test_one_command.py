@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.hosts.elsewhere import runs
 from tests.server.transports import eventually
 from tests.support import forks
 from tests.support.namespaces import finished
@@ -264,7 +265,7 @@ def test_a_node_that_ends_takes_the_virtual_workers_that_it_serves(number: signa
         (host,) = _hosts(attic)
         attic.send_signal(number)
         assert attic.wait(SECONDS) == {signal.SIGINT: 130}.get(number, -number)
-        eventually(lambda: not Path(f"/proc/{host}").exists(), "a host has outlived its server")
+        eventually(lambda: not runs(host), "a host has outlived its server")
         (code, _, err) = results([desk])[0]
         assert code == 1
         assert re.search(
