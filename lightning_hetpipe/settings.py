@@ -6,9 +6,9 @@
 ``Annotated`` takes predicates (:class:`Bounds`, :class:`Length`, :class:`Choices`, or any function of the value), and a
 text that says what the setting must be, where the types do not say enough. :class:`Reads` makes "24 GiB" bytes.
 
-Records, which are dataclasses and named tuples, are read from mappings: a program's (:func:`take`), a configuration's,
-and those of JSON files (``planning/plan/json_file.py``). Relations between values are not declared: settings have them
-in ``strategy/relations.py``, and plans in ``planning/plan/faults.py``.
+Records are dataclasses and named tuples. They are read from mappings: of a program (:func:`take`), of a configuration,
+and of JSON files (``planning/plan/json_file.py``). Relations between values are not declared: settings have them in
+``strategy/relations.py``, and plans in ``planning/plan/faults.py``.
 """
 
 from __future__ import annotations

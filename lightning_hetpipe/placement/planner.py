@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
@@ -165,14 +165,31 @@ class Planner:
             sum(seconds[slot.device.name][start:after]) / slot.device.speed
             for slot, start, after in zip(slots, first, [*first[1:], len(names)], strict=True)
         ]
-        decision = self._decided(slots, why, layers=names, first=first, in_flight=plan.in_flight, times=times)
+        decision = self._decided(slots, names, first, plan.in_flight, times, why)
         planned = [
             PlannedMemory(stage.memory_bytes, stage.memory_limit_bytes) for stage in plan.virtual_workers[0].stages
         ]
         return replace(decision, planned=planned).in_groups(planned_groups(plan, self.placement))
 
-    def _decided(self, slots: Sequence[DeviceSlot], *why: str, **found: Any) -> Decision:
-        return Decision.of(self.placement, slots, *why, weights=self.weights, **found)
+    def _decided(
+        self,
+        slots: Sequence[DeviceSlot],
+        layers: Sequence[str],
+        first: Sequence[int],
+        in_flight: int,
+        times: list[float],
+        *why: str,
+    ) -> Decision:
+        return Decision.of(
+            self.placement,
+            slots,
+            *why,
+            layers=layers,
+            first=first,
+            in_flight=in_flight,
+            times=times,
+            weights=self.weights,
+        )
 
     def _check_copies(self, plan: Plan) -> None:
         """Refuse to keep more copies of the weights than ``plan`` has room for."""
@@ -205,12 +222,12 @@ class Planner:
             f"because no other split makes the slowest stage faster (stage {slowest}: {1000 * times[slowest]:.3g} ms"
             f" for a minibatch), and {why}"
         )
-        found = {"layers": names, "first": first, "in_flight": in_flight, "times": times}
         if self._shares:
             parts = parts_of(self._shares, stages, self.placement)
             homes = [part[0] for part in parts]
-            return self._decided(homes, why, **found).in_groups(shared_groups(parts, self._shares, self.placement))
-        decision = self._decided(place(stages, slots), why, **found)
+            decision = self._decided(homes, names, first, in_flight, times, why)
+            return decision.in_groups(shared_groups(parts, self._shares, self.placement))
+        decision = self._decided(place(stages, slots), names, first, in_flight, times, why)
         if stages > 1 and self.placement.limits:
             return self._within_memory(decision, seconds, profiling)
         return decision if stages > 1 else replace(decision, explanation=())
@@ -372,7 +389,7 @@ class Planner:
             self.emulation.begin(emulated_speeds.pads(stages), slots)
             reasons.append(emulated_speeds.described(profile, placement.cluster, factor))
         names, times = [layer.name for layer in profile.layers], [stage.times.total for stage in stages]
-        decision = self._decided(slots, *reasons, layers=names, first=first, in_flight=found.in_flight, times=times)
+        decision = self._decided(slots, names, first, found.in_flight, times, *reasons)
         groups = chosen_groups(stages, placement)
         if self._shares:
             groups = shared_groups(parts_of(self._shares, len(stages), placement), self._shares, placement)

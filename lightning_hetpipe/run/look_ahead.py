@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections import deque
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -119,7 +120,7 @@ class LookAhead(DataFetcher):
         self._redirects = [self._states_of]
         self._first = True
         self._first_batch: tuple[Any, dict[int, tuple[Tensor, int]]] | None = None
-        """The epoch's first batch, held while others are compared with the addresses of its tensors."""
+        """The epoch's first batch, kept while later batches are compared with the addresses of its tensors."""
         self._failure: Exception | None = None
 
     def __iter__(self) -> LookAhead:
@@ -159,7 +160,7 @@ class LookAhead(DataFetcher):
                 break
             self._driver.submit(fetched.ready.batch, len(self._waiting), fetched.batch_idx, fetched.dataloader_idx)
             self._waiting.append(fetched)
-        if len(self._waiting) > 1:  # memory that is filled again later than this is that of a batch that is over
+        if len(self._waiting) > 1:  # memory that a loader fills again later belongs to a batch that is over
             self._first_batch = (None, {})
         current = self._waiting.popleft()
         self.fetched, self.done, self._states = current.fetched, current.done, current.states
@@ -210,7 +211,7 @@ class LookAhead(DataFetcher):
             self._driver.copies_batches = not first.keys().isdisjoint(_places(batch))
 
     def _refuse_changed_memory(self, batch: Any) -> None:
-        """Refuse a ``batch`` in the same tensor's memory as the epoch's first one, where that was changed."""
+        """Refuse ``batch`` if it shares memory with a tensor of the epoch's first batch that was changed."""
         first = {} if self._first_batch is None else self._first_batch[1]
         changed = [each for each, counter in first.values() if version_counter(each) != counter]
         found = [each for place, (each, _) in _places(batch).items() if place not in first] if changed else []
@@ -226,25 +227,32 @@ class LookAhead(DataFetcher):
 
 def _places(batch: Any) -> dict[int, tuple[Tensor, int]]:
     """The addresses at which the tensors of ``batch`` begin, with how often each tensor was changed in place."""
-    tensors = (each for leaf in pytree.tree_leaves(batch) for each in tensors_of(_held(leaf)))
+    tensors = (each for leaf in pytree.tree_leaves(batch) for each in _tensors_of_leaf(leaf))
     own = (each for each in tensors if address_of(each) is not None and each.numel())
     return {each.data_ptr(): (each, version_counter(each)) for each in own}
 
 
-def _held(leaf: Any) -> Any:
-    """A tensor; the attributes of an object of a user's class, as no tree has them; nothing of a function or module."""
+def _attributes_of_leaf(leaf: Any) -> dict[str, Any]:
+    """Return the attributes of an object of a user's class; none for functions, modules and built-in values."""
+    if callable(leaf) or type(leaf).__module__ in ("builtins", "numpy"):
+        return {}
+    return attributes_of(leaf)
+
+
+def _tensors_of_leaf(leaf: Any) -> Sequence[Tensor]:
+    """Return a tensor itself, and the tensors among the attributes of another leaf, into which no tree looks."""
     if isinstance(leaf, Tensor):
-        return leaf
-    return {} if callable(leaf) or type(leaf).__module__ in ("builtins", "numpy") else attributes_of(leaf)
+        return (leaf,)
+    return tensors_of(attributes) if (attributes := _attributes_of_leaf(leaf)) else ()
 
 
 def _copied(leaf: Any) -> Any:
     if isinstance(leaf, Tensor):
         return leaf.clone()
-    if not tensors_of(held := _held(leaf)):
+    if not _tensors_of_leaf(leaf):
         return leaf
     copied = copy.copy(leaf)
-    for name, value in held.items():
+    for name, value in _attributes_of_leaf(leaf).items():
         if tensors_of(value):
             object.__setattr__(copied, name, pytree.tree_map_only(Tensor, Tensor.clone, value))
     return copied

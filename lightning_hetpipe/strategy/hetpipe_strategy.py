@@ -159,7 +159,7 @@ class HetPipeStrategy(ParallelStrategy):
 
     virtual_workers, wsp = _SettingOf("_workers", "asked"), _SettingOf("_workers", "wsp")
     timeout, stage_hosts = _SettingOf("_workers", "timeout"), _SettingOf("_workers", "hosts")
-    plan, cluster = _SettingOf("_workers", "plan"), _SettingOf("_devices", "cluster")
+    plan, cluster = _SettingOf("_workers", "plan"), _SettingOf("_workers", "cluster")
     in_flight, split = _SettingOf("_devices", "in_flight"), _SettingOf("_devices", "split")
     recompute, compile = _SettingOf("_devices", "recompute"), _SettingOf("_devices", "compile")
 
@@ -285,14 +285,16 @@ class HetPipeStrategy(ParallelStrategy):
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
-        """Make tensors on the host, with ``empty_init`` those that are not initialised on meta."""
+        """Make tensors on the host; with ``empty_init``, uninitialised tensors on meta."""
         emptily = meta_weights.uninitialised_on_meta() if empty_init else nullcontext()
         with torch.device("cpu"), emptily, self.precision_plugin.tensor_init_context():
             yield
 
     def setup(self, trainer: L.Trainer) -> None:
-        """Do as Lightning's, which would move all states of optimizers to one device; before it, check what is to be
-        trained, divide the data and give weights values; after it, open the run."""
+        """Check what is to be trained, divide the data, give weights values, and open the run.
+
+        Lightning's own ``setup`` would move all states of optimizers to one device.
+        """
         assert self.accelerator is not None
         assert self.model is not None
         fitting = trainer.state.fn == TrainerFn.FITTING
@@ -317,8 +319,8 @@ class HetPipeStrategy(ParallelStrategy):
                 run_settings.check_resumed(wanted.resumed, 1)
             else:
                 self._wanted = wanted = self._devices.with_policy(wanted, trainer, self.weights, self.lr_correction)
-            synchroniser = self._workers.enter(trainer, self.in_flight, self.weights, self.lr_correction, self.plan)
-            synchroniser.save_for_returning = partial(self._checkpoints.save_for, "returning", trainer)
+            save = partial(self._checkpoints.save_for, "returning", trainer)
+            synchroniser = self._workers.enter(trainer, self.in_flight, self.weights, self.lr_correction, save)
             take_report = partial(setattr, self, "last_run")
             self._run = Fit(trainer, self.precision_plugin, wanted, seed, synchroniser, take_report)
         self._run.open()

@@ -56,14 +56,14 @@ class PlannedDevices:
         if self.split and self.split != "auto" and given.stages == "auto" and plan is None:
             given.stages = 1 + max(self.split)
         self._stages = relations.stage_counts(given.stages, count)
-        self.in_flight, self.cluster, self.recompute = given.in_flight, given.cluster, given.recompute
+        self.in_flight, self.recompute = given.in_flight, given.recompute
         self.compile = compile_setting.options(given.compile)
         self.plan_name = f"<for {given.plan.model}>" if isinstance(given.plan, Plan) else str(given.plan)
         if plan is not None:
             self._stages = relations.stages_as_planned(self._stages, plan)
             self.in_flight = relations.as_planned("in_flight", self.in_flight, plan.in_flight)
             self.recompute |= plan.recompute
-        elif self.cluster is not None:
+        elif workers.cluster is not None:
             relations.check_cluster(relations.most_workers(workers.asked))
         relations.check_given(given, plan, self.has_groups)
         self.emulation = Emulation(())
@@ -90,7 +90,7 @@ class PlannedDevices:
         """Refuse settings that do not go with the number of virtual workers, before any of these is started."""
         if self.workers.rank.role is not Role.HOST:
             relations.stages_of(self._stages, self.workers.rank)
-        if self.cluster is not None and self.workers.plan is None:
+        if self.workers.cluster is not None and self.workers.plan is None:
             relations.check_cluster(self.workers.rank.size)
 
     def _split_points(self, times: Sequence[float], stages: int) -> tuple[int, ...]:
@@ -107,14 +107,14 @@ class PlannedDevices:
         return found if self.workers.plan is not None else devices_of(found, rank.local, rank.per_node)
 
     def placement(self) -> DevicePlacement:
-        plan, cluster = self.plan, self.cluster
+        plan, cluster = self.plan, self.workers.cluster
         if plan is not None and cluster is not None and not self.workers.is_on_cpu:
             cluster = cluster.of_nodes(plan.virtual_workers[0].nodes)
         return DevicePlacement.of(cluster, self.found(), plan)
 
     def usable(self) -> Sequence[torch.device]:
         """Devices that stages may lie on, in the plan's order if there is one."""
-        if self.workers.plan is None and self.cluster is None:
+        if self.workers.plan is None and self.workers.cluster is None:
             return self.found()
         placement, plan = self.placement(), self.plan
         return placement.devices if plan is None else placement.planned(plan)
@@ -195,7 +195,7 @@ class PlannedDevices:
     def _planner(self, module: L.LightningModule, precision: str) -> Planner:
         """Planner of a fit of ``module`` that begins, and what it decides to emulate."""
         placement, group, trainer = self.placement(), self.workers.group, module.trainer
-        even = self.workers.plan is None and self.cluster is None and self.split != "auto"
+        even = self.workers.plan is None and self.workers.cluster is None and self.split != "auto"
         self.emulation = Emulation(())
         return Planner(
             placement=placement,

@@ -69,7 +69,7 @@ class SharedCheckpoints:
         note_wave(checkpoint, synchroniser.wave)
 
     def write(self, checkpoint: dict[str, Any], path: str | Path, native: Callable[[], None]) -> None:
-        """Call ``native``, Lightning's writing; for those that come back, write at once, and no plugin does later."""
+        """Call ``native``, which writes as Lightning does. For returning virtual workers, write at once."""
         if self._saves_for != "returning":
             native()
             if self.is_writer and "optimizer_states" in checkpoint:
@@ -101,7 +101,7 @@ class SharedCheckpoints:
     # Checkpoints for each other.
 
     def save_for(self, whom: Literal["first", "returning"], trainer: L.Trainer, path: str | Path) -> None:
-        """Save a checkpoint in the place of virtual worker 0; or, called on all, its state for those that come back."""
+        """Save in the place of virtual worker 0; or, called on all, its state for returning virtual workers."""
         self._saves_for = whom
         try:
             trainer.save_checkpoint(path, weights_only=False)

@@ -24,6 +24,7 @@ from lightning_hetpipe.launch.ranks import Rank, Role, WorkerRange, announce, co
 from lightning_hetpipe.launch.told_to_end import REASON, TERMINATED, ToldToEnd
 from lightning_hetpipe.launch.wsp_settings import WSPSettings
 from lightning_hetpipe.lightning_private import recount_batches, train_loaders
+from lightning_hetpipe.planning.model.cluster import Cluster
 from lightning_hetpipe.planning.plan.document import Plan
 from lightning_hetpipe.rules.shares import whole_steps
 from lightning_hetpipe.run.together import check_returning
@@ -64,7 +65,7 @@ class VirtualWorkers:
         self.shares: Shares | None = None
         self.recorded: tuple[int, ...] | None = None  # shares of the checkpoint that is loaded
         self.failure: BaseException | None = None
-        self._has_cluster = given.cluster is not None
+        self.cluster: Cluster | None = given.cluster
         self._waiting_call: str | None = None
         self._launcher: Launcher | ServingLauncher | None = None
 
@@ -93,7 +94,7 @@ class VirtualWorkers:
     @property
     def _is_emulated(self) -> bool:
         """True if all devices of the plan are emulated on this machine, whatever their nodes."""
-        return self._has_cluster and count_nodes(self._num_nodes, self._environment) == 1 and self.is_on_cpu
+        return self.cluster is not None and count_nodes(self._num_nodes, self._environment) == 1 and self.is_on_cpu
 
     @property
     def _trainer(self) -> L.Trainer | None:
@@ -178,7 +179,7 @@ class VirtualWorkers:
     # The life of a run.
 
     def meet(self) -> None:
-        """Meet the other virtual workers, if there are any; those of an earlier run of the program are still there."""
+        """Meet the other virtual workers, if there are any. In a later run of the program they are together already."""
         self.failure = None
         self.check_shares()
         hosts = self.found_hosts()
@@ -227,9 +228,14 @@ class VirtualWorkers:
             deal_among(self.group.seats.taken, self.rank.index, dataloader)
 
     def enter(
-        self, trainer: L.Trainer, in_flight: object, weights: str, lr_correction: object, plan: Plan | None
+        self,
+        trainer: L.Trainer,
+        in_flight: object,
+        weights: str,
+        lr_correction: object,
+        save_for_returning: Callable[[Path], None],
     ) -> Synchroniser | NoSynchroniser:
-        """Begin a fit with the others; settings of the strategy have to be theirs, too."""
+        """Begin a fit with the other virtual workers. Refuse a fit if their strategies have other settings."""
         if self.group is None:
             return NoSynchroniser()
         synchroniser = Synchroniser(self.group, trainer.lightning_module, self.shares)
@@ -242,7 +248,7 @@ class VirtualWorkers:
             )
         agreed = [f"in_flight={in_flight}", f"wave={wsp.wave}", f"update_dtype={wsp.update_dtype}"]
         agreed += [f"weights={weights}", f"lr_correction={lr_correction}", f"placement={wsp.placement}"]
-        agreed.append(f"checksum of plan={None if plan is None else plan.fingerprint}")
+        agreed.append(f"checksum of plan={None if self.plan is None else self.plan.fingerprint}")
         agreed.append(f"shares={self.shares or 'equal'}")
         synchroniser.enter(agreed)
         if self.group.seats.returning is not None:
@@ -251,6 +257,7 @@ class VirtualWorkers:
                 deal_among(self.group.seats.taken, self.rank.index, loader)
             if train_loaders(trainer):
                 recount_batches(trainer)
+        synchroniser.save_for_returning = save_for_returning
         self.synchroniser = synchroniser
         return synchroniser
 

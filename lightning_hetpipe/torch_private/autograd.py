@@ -53,7 +53,7 @@ def graph_nodes(starts: Iterable[Node | None], barred: Iterable[Node | None]) ->
 
 
 def following_nodes(tensors: Iterable[Tensor]) -> list[Node | None]:
-    """The nodes that those of ``tensors`` lead to at once."""
+    """Return the nodes next to the nodes of ``tensors``, on the way to leaves."""
     return [following for tensor in tensors if tensor.grad_fn for following, _ in tensor.grad_fn.next_functions]
 
 

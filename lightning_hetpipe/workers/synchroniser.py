@@ -37,7 +37,6 @@ class NoSynchroniser:
     wave: int | None = None
     """W; there are none."""
     shares: Shares | None = None
-    save_for_returning: Callable[[Path], None]
 
     def hold(self, holder: Callable[[Channel, Tensor], WeightHolder], machine: Callable[[Tensor], str]) -> None:
         """Nothing is sent."""

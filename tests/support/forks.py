@@ -99,7 +99,7 @@ class Popen(subprocess.Popen[Any]):
     Args:
         loaded: "lightning", or "libraries", which does without Lightning, torchmetrics and lightning_utilities.
         starting: How many generations of programs that it starts, by ``subprocess.Popen``, are forks as well.
-        network: The name of the network namespace that it runs in; otherwise that of whoever starts it.
+        network: The name of the network namespace that it runs in; by default the starter's namespace.
     """
 
     def __init__(

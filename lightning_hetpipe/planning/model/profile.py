@@ -17,6 +17,8 @@ from lightning_hetpipe.settings import Bounds, Key, Size
 
 Seconds = Annotated[float, Bounds(0)]
 Bytes = Annotated[int, Bounds(0)]
+Layer = Annotated[int, Bounds(0)]
+"""Index of a layer among all layers of a model."""
 
 
 class Times(NamedTuple):

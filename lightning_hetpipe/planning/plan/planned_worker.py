@@ -11,7 +11,7 @@ from typing import Annotated
 from lightning_hetpipe.planning.model.cluster import Cluster, DeviceSlot
 from lightning_hetpipe.planning.model.divided_stage import DividedStage
 from lightning_hetpipe.planning.model.estimate import Estimate
-from lightning_hetpipe.planning.model.profile import Bytes, Seconds
+from lightning_hetpipe.planning.model.profile import Bytes, Layer, Seconds
 from lightning_hetpipe.rules.channel_layouts import is_share
 from lightning_hetpipe.settings import Bounds, CheckedRecord, Length, Size
 
@@ -25,7 +25,6 @@ def _is_label(value: str) -> bool:
 
 
 Label = Annotated[str, _is_label, "a name and a number, such as 'RTX-3090:0'"]
-Layer = Annotated[int, Bounds(0)]
 
 
 class DeviceLabel(CheckedRecord):

@@ -15,7 +15,7 @@ from typing import Annotated, Any, cast
 
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.planning.model import cluster
-from lightning_hetpipe.planning.model.profile import LayerBytes, LayerWidths, Profile, Times, UserBytes, Width
+from lightning_hetpipe.planning.model.profile import Layer, LayerBytes, LayerWidths, Profile, Times, UserBytes, Width
 from lightning_hetpipe.planning.plan.json_file import plain, read, write
 from lightning_hetpipe.settings import Bounds, Length, Reads, Size, is_positive
 
@@ -24,9 +24,6 @@ VERSION = 1
 
 def _is_memory(value: int) -> bool:
     return value >= cluster.LEAST_MEMORY
-
-
-Layer = Annotated[int, Bounds(0)]
 
 
 @dataclass(frozen=True)

@@ -315,9 +315,8 @@ class Attributes(Extension):
         arrays = [each for each in _data_in(self._published.values()) if isinstance(each, np.ndarray)]
         if not arrays:
             return {}
-        versioned = (
-            self._versioned().items()
-        )  # where nothing is ahead of the optimizer's steps, weights are as they were
+        versioned = self._versioned().items()
+        # While nothing runs ahead of the optimizer's steps, weights are as they were.
         tensors = [pair for pair in versioned if not (self._is_idle and isinstance(pair[1], nn.Parameter))]
         near = overlapping([*arrays, *(tensor for _, tensor in tensors)])
         pairs = ((array, path, tensor) for array in arrays if id(array) in near for path, tensor in tensors)
