@@ -105,17 +105,22 @@ class Pair:
     """A batch of a class that no tree knows."""
 
     def __init__(self, x: torch.Tensor, y: torch.Tensor) -> None:
-        self.tensors, self.names = [x, y], SimpleNamespace(of=slice(0, 1))
+        self.tensors = [x, y]
+
+
+def namespace(x: torch.Tensor, y: torch.Tensor) -> SimpleNamespace:
+    return SimpleNamespace(tensors=[x, y], of=slice(0, 1))
 
 
 class OfPairs(Task):
     def training_step(self, batch: Any, batch_idx: int) -> Outputs:
-        return self.compute(tuple(batch.tensors) if isinstance(batch, Pair) else batch)
+        return self.compute(tuple(batch.tensors) if isinstance(batch, Pair | SimpleNamespace) else batch)
 
 
-def test_a_loader_that_refills_the_tensors_of_an_object() -> None:
+@pytest.mark.parametrize("make", [Pair, namespace])
+def test_a_loader_that_refills_the_tensors_of_an_object(make: Callable[..., Any]) -> None:
     task, batches = OfPairs(mlp().net), list(vectors(22, 4))[:5]
-    loader = DataLoader(Refilled(batches, 1), batch_size=None, collate_fn=lambda batch: Pair(*batch))
+    loader = DataLoader(Refilled(batches, 1), batch_size=None, collate_fn=lambda batch: make(*batch))
     assert_equal(expect(task, [batches] * 2, 3), fit(task, loader, strategy=even(7, 3, 3)))
 
 

@@ -55,6 +55,16 @@ def _asks(address: str, own: Arrival) -> list[Arrival]:
         return meeting.everyone(LONG)
 
 
+def test_a_node_that_hears_late_hears_that_all_had_come() -> None:
+    with rendezvous() as node0, Meeting(node0.address, TOKEN, ATTIC, LONG) as attic:
+        eventually(lambda: node0._missing().keys() == {CELLAR.node}, "attic has not come")
+        with node0._changed:
+            node0._arrived[CELLAR.node] = CELLAR  # without a word, so that attic's thread hears of it at the end
+        node0.end(143)
+        assert attic.everyone(LONG) == [ATTIC, CELLAR]
+        assert attic.status() == 143
+
+
 def test_node_0_serves_as_well() -> None:
     own = Arrival(0, "plan", "10.0.0.1:7")
     with rendezvous(own=own) as node0, ThreadPoolExecutor(2) as pool:
