@@ -17,8 +17,6 @@ from lightning_hetpipe.capture.pieces import Piece
 from lightning_hetpipe.capture.profiling import ProfilingInput
 from lightning_hetpipe.pipeline.memory import PlannedMemory
 from lightning_hetpipe.pipeline.split.member_pool import DeviceGroup
-from lightning_hetpipe.placement.device_placement import DevicePlacement
-from lightning_hetpipe.planning.model.cluster import DeviceSlot
 from lightning_hetpipe.rules.versions import STASH, WeightPolicy
 
 HAND_OVER = 300e-6
@@ -58,43 +56,6 @@ class Decision:
     weights: WeightPolicy = STASH
     groups: Mapping[int, DeviceGroup] = field(default_factory=dict)
     at: Callable[[int, WeightPolicy], Decision] | None = field(default=None, repr=False, compare=False)
-
-    @classmethod
-    def of(
-        cls,
-        placement: DevicePlacement,
-        slots: Sequence[DeviceSlot],
-        *why: str,
-        layers: Sequence[str],
-        first: Sequence[int],
-        in_flight: int,
-        times: list[float],
-        weights: WeightPolicy,
-    ) -> Decision:
-        """Decide on stages that lie on ``slots`` of a placement.
-
-        Args:
-            placement: Devices that stages may lie on.
-            slots: Of each stage.
-            why: For the user, a line each.
-            layers: Names of all layers.
-            first: The first layer of each stage.
-            in_flight, times, weights: As above.
-        """
-        where = [placement.name(slot) for slot in slots]
-        stages = ", ".join(f"{device} from {layers[start]}" for device, start in zip(where, first, strict=True))
-        if placement.emulated:
-            where = [f"{each} (emulated)" for each in where]
-        return cls(
-            tuple(first),
-            [placement.device(slot) for slot in slots],
-            in_flight,
-            times,
-            explanation=[f"HetPipe: stages on {stages}; {weights.told(in_flight)}", *why],
-            names=where if placement.declared else None,
-            emulated=placement.emulated,
-            weights=weights,
-        )
 
     def in_groups(self, groups: Mapping[int, DeviceGroup]) -> Decision:
         """This decision with ``groups`` of devices for some of its stages."""

@@ -180,15 +180,21 @@ class Planner:
         times: list[float],
         *why: str,
     ) -> Decision:
-        return Decision.of(
-            self.placement,
-            slots,
-            *why,
-            layers=layers,
-            first=first,
-            in_flight=in_flight,
-            times=times,
-            weights=self.weights,
+        """Decide on stages on ``slots``, which begin at the layers ``first``; ``why`` is for the user, a line each."""
+        placement, weights = self.placement, self.weights
+        where = [placement.name(slot) for slot in slots]
+        stages = ", ".join(f"{device} from {layers[start]}" for device, start in zip(where, first, strict=True))
+        if placement.emulated:
+            where = [f"{each} (emulated)" for each in where]
+        return Decision(
+            tuple(first),
+            [placement.device(slot) for slot in slots],
+            in_flight,
+            times,
+            explanation=[f"HetPipe: stages on {stages}; {weights.told(in_flight)}", *why],
+            names=where if placement.declared else None,
+            emulated=placement.emulated,
+            weights=weights,
         )
 
     def _check_copies(self, plan: Plan) -> None:
