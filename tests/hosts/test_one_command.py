@@ -84,7 +84,8 @@ class Nodes:
 
     def __init__(self, folder: Path, workers: list[list[str]], nodes: int, **told: Any) -> None:
         self.saved = folder / "saved.pt"
-        self._folder = folder
+        self._program = folder / "program.py"
+        self._program.write_text(PROGRAM)  # once: a program that has started reads it
         self._told = {"workers": workers, "num_nodes": nodes, "saved": str(self.saved), **told}
         own = {name: value for name, value in os.environ.items() if not name.startswith("HETPIPE")}
         self._environment = {**own, "PYTHONPATH": str(ROOT), "HETPIPE_TOKEN": "one", "MASTER_ADDR": "127.0.0.1"}
@@ -98,9 +99,7 @@ class Nodes:
     def run(
         self, interpreter: list[str], environment: Mapping[str, str] | None = None, **told: Any
     ) -> subprocess.Popen[str]:
-        program = self._folder / "program.py"
-        program.write_text(PROGRAM)
-        command = [*interpreter, str(program), json.dumps({**self._told, **told})]
+        command = [*interpreter, str(self._program), json.dumps({**self._told, **told})]
         process = forks.Popen(
             [_filled(word, self._environment) for word in command],
             stdin=subprocess.PIPE,

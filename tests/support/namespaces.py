@@ -191,13 +191,19 @@ def finished(processes: Sequence[subprocess.Popen[str]], seconds: float) -> list
     """Waits for all of them to end: each one's exit code, standard output and error.
 
     Raises:
-        subprocess.TimeoutExpired: if one has not ended after ``seconds``.
+        AssertionError: if one has not ended after ``seconds``; with what all have said, once they are killed.
     """
-    deadline = time.monotonic() + seconds
+    deadline, late = time.monotonic() + seconds, False
     said = []
     for process in processes:
-        out, err = process.communicate(timeout=max(1.0, deadline - time.monotonic()))
+        try:
+            out, err = process.communicate(timeout=0 if late else max(1.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            late = True
+            process.kill()
+            out, err = process.communicate()
         said.append((process.returncode, out, err))
+    assert not late, f"not ended after {seconds:g} s: {said}"
     return said
 
 
