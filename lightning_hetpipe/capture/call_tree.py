@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from lightning_hetpipe.capture.contents import SetsState
 from lightning_hetpipe.capture.frozen import FrozenValues
 from lightning_hetpipe.capture.pieces import Piece
-from lightning_hetpipe.capture.plain_attributes import SetsState
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.pipeline.autocast import Autocast
 from lightning_hetpipe.pipeline.values import Value, blocks, tensors_of
@@ -21,19 +21,22 @@ from lightning_hetpipe.torch_private.autograd import graph_nodes
 from lightning_hetpipe.torch_private.subclasses import address_of
 from lightning_hetpipe.torch_private.tensors import version_counter
 
+T = TypeVar("T")
+
 
 class Checked:
     """Something that may be refused, with the first reason."""
 
     refusal: Exception | None
 
-    def check(self, check: Callable[[], object]) -> None:
+    def check(self, check: Callable[[], T]) -> T | None:
         """Call ``check``, unless this is refused already, and keep the error that it raises."""
-        try:
-            if self.refusal is None:
-                check()
-        except SettingError as error:
-            self.refusal = error
+        if self.refusal is None:
+            try:
+                return check()
+            except SettingError as error:
+                self.refusal = error
+        return None
 
 
 @dataclass

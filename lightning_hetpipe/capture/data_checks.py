@@ -7,7 +7,6 @@ off: it is run on the inputs of each call, and a call for which it gives other a
 
 from __future__ import annotations
 
-import linecache
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -21,6 +20,7 @@ from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_hetpipe.capture.grouping import base_of, compute_nodes, written_by
+from lightning_hetpipe.capture.noticed_calls import line_for_people
 from lightning_hetpipe.torch_private.graphs import READ_VALUE, split_outputs
 from lightning_hetpipe.torch_private.modes import ThreadDispatchMode
 
@@ -100,10 +100,6 @@ class Decisions(TorchFunctionMode):
         self._times: dict[_Place, int] = {}
         self._unseen = 0
 
-    def anew(self) -> Decisions:
-        """The same answers, of which nothing was asked yet."""
-        return Decisions(self._known, self._seen)
-
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _AS_TENSOR and isinstance(args[0], torch.SymInt | torch.SymFloat):
             func = torch.tensor  # the same for a number, and known to torch.export
@@ -116,7 +112,7 @@ class Decisions(TorchFunctionMode):
         answer = self._known[number] if number < len(self._known) else self._seen.at(place, ordinal)
         self.asked.append(args[0].detach().clone())
         self.answers.append(answer)
-        self.lines.append(f"{Path(place[0]).name}:{place[1]}, `{linecache.getline(*place).strip()}`")
+        self.lines.append(line_for_people(*place))
         self._unseen += number >= len(self._known) and ordinal >= self._seen.count(place)
         if self._unseen > UNSEEN:
             raise Undecidable(self.lines[-1])

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from lightning_hetpipe.capture.data_checks import DataChecks
-from lightning_hetpipe.capture.frozen import Values
+from lightning_hetpipe.capture.reached_values import Moment
 from lightning_hetpipe.pipeline.values import Value, tensors_of
 from lightning_hetpipe.torch_private.autograd import graph_nodes
 from lightning_hetpipe.torch_private.graphs import GRAPH_GUARDS
@@ -70,10 +70,10 @@ class Variant:
         numbers: frozenset[int],
     ) -> None:
         self.mode = mode
-        self.held: Values | None = None
+        self.held: Moment | None = None
         self.autograd: AutogradNodes | None = None
         self._keywords = [*kwargs]
-        leaves, self._spec = self._flat(args, kwargs)
+        leaves, self._spec = pytree.tree_flatten((args, kwargs))
         self._kinds = [_kind(leaf) for leaf in leaves]
         self._places = _places(leaves)
         self._checks = checks
@@ -88,10 +88,8 @@ class Variant:
 
     def fitting(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any] | None:
         """The tensors and other parts of a call, in the order of the graph's inputs; None if it is for others."""
-        if set(kwargs) != set(self._keywords):
-            return None
-        leaves, spec = self._flat(args, kwargs)
-        if spec != self._spec or _places(leaves) != self._places:
+        leaves = self._leaves(args, kwargs)
+        if leaves is None or _places(leaves) != self._places:
             return None
         if not self._others([_kind(leaf) for leaf in leaves]) <= self._numbers:
             return None
@@ -108,10 +106,9 @@ class Variant:
 
     def changing_numbers(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> frozenset[int]:
         """The places of numbers that are others in a call that is else of this kind; empty if it is of another kind."""
-        if set(kwargs) != set(self._keywords):
+        if (leaves := self._leaves(args, kwargs)) is None:
             return frozenset()
-        leaves, spec = self._flat(args, kwargs)
-        others = self._others([_kind(leaf) for leaf in leaves]) if spec == self._spec else frozenset()
+        others = self._others([_kind(leaf) for leaf in leaves])
         return others | self._numbers if all(number >= 0 for number in others) else frozenset()
 
     def _others(self, kinds: Sequence[Any]) -> frozenset[int]:
@@ -119,8 +116,12 @@ class Variant:
         pairs = enumerate(zip(kinds, self._kinds, strict=True))
         return frozenset(n if one[0] is other[0] in (float, int) else -1 for n, (one, other) in pairs if one != other)
 
-    def _flat(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Any]:
-        return pytree.tree_flatten((args, {name: kwargs[name] for name in self._keywords}))
+    def _leaves(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any] | None:
+        """The parts of a call in the order of the graph's inputs; None if it has another structure."""
+        if set(kwargs) != set(self._keywords):
+            return None
+        leaves, spec = pytree.tree_flatten((args, {name: kwargs[name] for name in self._keywords}))
+        return leaves if spec == self._spec else None
 
 
 def _places(leaves: Sequence[Any]) -> list[int]:

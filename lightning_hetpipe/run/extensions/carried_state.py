@@ -14,8 +14,7 @@ import numpy as np
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from lightning_hetpipe.capture.contents import CONTAINERS, attributes_of, bytes_of, same
-from lightning_hetpipe.capture.plain_attributes import plain_attributes
+from lightning_hetpipe.capture.contents import CONTAINERS, attributes_of, bytes_of, plain_attributes, same
 from lightning_hetpipe.pipeline.values import equal
 from lightning_hetpipe.run.extensions.watched_attributes import WatchedAttributes, fills, users_attributes
 from lightning_hetpipe.torch_private.tensors import version_counter

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from lightning_hetpipe.pipeline.user.batch_in_flight import BatchInFlight
@@ -14,6 +15,7 @@ FEWEST = 2
 """Minibatches on which a pace can be based."""
 
 
+@dataclass(eq=False)
 class Pace(Extension):
     """Measures an epoch. Its first minibatch does not count, which fills the pipeline, or is watched.
 
@@ -21,16 +23,15 @@ class Pace(Extension):
     counts as lost in which nothing moved, and with it the time that the pipeline takes to fill again: from the end of
     the last minibatch in flight to the end of the first one that comes after, which is not counted either.
 
-    Args:
+    Attributes:
         in_flight: Gives the minibatches in flight.
         now: Gives the time in seconds, as minibatches have it.
     """
 
-    def __init__(
-        self, in_flight: Callable[[], Iterable[BatchInFlight]], now: Callable[[], float] = time.perf_counter
-    ) -> None:
-        self._in_flight = in_flight
-        self._now = now
+    in_flight: Callable[[], Iterable[BatchInFlight]]
+    now: Callable[[], float] = time.perf_counter
+
+    def __post_init__(self) -> None:
         self.epoch_begins(1)
 
     def epoch_begins(self, first: int) -> None:
@@ -44,7 +45,7 @@ class Pace(Extension):
 
     def stepped(self, version: int) -> None:
         """Count a minibatch, whose step is over."""
-        now = self._now()
+        now = self.now()
         if self._first is None:
             self._first = now
         else:
@@ -64,7 +65,7 @@ class Pace(Extension):
         if self._paused:
             yield
             return
-        start, self._paused = self._now(), True
+        start, self._paused = self.now(), True
         try:
             yield
         finally:
@@ -74,9 +75,9 @@ class Pace(Extension):
     def _count_pause(self, start: float) -> None:
         if self._first is None or self._awaited:
             return
-        flying = list(self._in_flight())
+        flying = list(self.in_flight())
         if all(minibatch.ended for minibatch in flying):
-            self._resumed_at = self._now()
+            self._resumed_at = self.now()
             self._lost += self._resumed_at - max([start, *(minibatch.ended_at for minibatch in flying)])
             self._awaited = max((minibatch.number for minibatch in flying), default=-1) + 1
 

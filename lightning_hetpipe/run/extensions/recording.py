@@ -6,6 +6,7 @@ import itertools
 import json
 import warnings
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import lightning as L
 from lightning.fabric.utilities.cloud_io import get_filesystem
@@ -16,9 +17,8 @@ from lightning_hetpipe.lightning_private import begun_minibatches
 from lightning_hetpipe.pipeline.recorder import Recorder, Window
 from lightning_hetpipe.pipeline.user.user_section import UserSection
 from lightning_hetpipe.reporting.timeline import Timeline
-from lightning_hetpipe.rules.spans import FORWARD
+from lightning_hetpipe.rules.schedule import FORWARD
 from lightning_hetpipe.run.extensions.thread_sections import WAIT, ThreadSections
-from lightning_hetpipe.run.lifecycle import Around
 
 
 class Recording(ThreadSections):
@@ -39,8 +39,15 @@ class Recording(ThreadSections):
         self.passes = self._recorder.around
         """Adds the recording of passes to what stages call before they compute."""
 
-    def open(self, name: str, minibatch: int) -> Around:
-        return _Recorded(self._recorder, name, minibatch)
+    @contextmanager
+    def open(self, name: str, minibatch: int) -> Iterator[None]:
+        self._recorder.enter(name, minibatch)
+        begins_step = False  # as after a wait for a minibatch
+        try:
+            yield
+            begins_step = name == WAIT
+        finally:
+            self._recorder.leave(begins_step)
 
     def section(self, minibatch: int) -> UserSection:
         return self._recorder.section(minibatch)
@@ -58,10 +65,17 @@ class Recording(ThreadSections):
 
     def timeline(self, devices: Sequence[str], in_flight: int) -> Timeline:
         """The timeline so far, of stages on ``devices``."""
-        recorder, worker = self._recorder, self._virtual_worker
+        recorder = self._recorder
         recorder.pause()
-        versions, zero = recorder.versions(), recorder.zero_date
-        return Timeline(recorder.spans(), len(devices), in_flight, worker, versions, zero, tuple(devices))
+        return Timeline(
+            recorder.spans(),
+            len(devices),
+            in_flight,
+            self._virtual_worker,
+            versions=recorder.versions(),
+            zero=recorder.zero_date,
+            devices=tuple(devices),
+        )
 
     def show(self, timeline: Timeline) -> None:
         """Writes ``timeline`` where users look for it, unless that was done.
@@ -118,21 +132,6 @@ class Recording(ThreadSections):
         with files.open(path, "w") as file:
             json.dump(timeline.to_chrome_trace(), file)
         return path
-
-
-class _Recorded:
-    """Section ``name`` of Lightning's thread; after a wait for a minibatch comes Lightning's own step."""
-
-    def __init__(self, recorder: Recorder, name: str, minibatch: int) -> None:
-        self._recorder = recorder
-        self._name = name
-        self._minibatch = minibatch
-
-    def __enter__(self) -> None:
-        self._recorder.enter(self._name, self._minibatch)
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._recorder.leave(self._name == WAIT and kind is None)
 
 
 def _paths(name: str) -> Iterator[str]:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import inspect
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import lightning as L
@@ -27,11 +27,12 @@ from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.pipeline.threads import PerThread
 from lightning_hetpipe.pipeline.user.batch_in_flight import BatchInFlight
 from lightning_hetpipe.redirect import Redirect
-from lightning_hetpipe.run.extensions.recorded_calls import (
+from lightning_hetpipe.run.extensions.metric_calls import (
     CHANGES,
     LogCall,
     MetricCall,
     Record,
+    ShadowMetric,
     caller,
     child_ids,
     find_metrics,
@@ -39,7 +40,6 @@ from lightning_hetpipe.run.extensions.recorded_calls import (
     is_metric,
     methods_of,
 )
-from lightning_hetpipe.run.extensions.shadow_metric import ShadowMetric
 from lightning_hetpipe.run.lifecycle import Around, Extension
 from lightning_hetpipe.torch_private.tensors import pytree
 
@@ -50,16 +50,18 @@ class _ThreadRecord(threading.local):
     replaying = False
 
 
-class CallRecorder:
-    """Records the calls of ``log``, ``log_dict`` and metrics that sections of user code make; makes them when told to.
+class Replay(Extension):
+    """Records what the user's step on ``module`` logs and counts; makes these calls at its own step, in ``context``.
 
-    Until :meth:`close`, stand-ins for these methods are in ``module``. User code must not be concurrent: a ``replay``
+    Until this is closed, stand-ins for these methods are in ``module``. User code must not be concurrent: a ``replay``
     and the sections of user code inside ``recording`` exclude each other, and records are begun in the order of their
     minibatches.
     """
 
-    def __init__(self, module: L.LightningModule) -> None:
+    def __init__(self, module: L.LightningModule, context: Callable[[], Around] = nullcontext) -> None:
         self._module = module
+        self._context = context
+        self._records: dict[int, Record] = {}  # of minibatches in flight
         self._here = _ThreadRecord()
         self._record: PerThread[Record] = PerThread()
         self._open: list[Record] = []  # begun and not fully replayed, in order of minibatches
@@ -69,7 +71,20 @@ class CallRecorder:
         self._shadows: dict[int, ShadowMetric] = {}  # by id of the metric
         self._find_metrics()
 
-    def close(self) -> None:
+    @contextmanager
+    def user_step(self, minibatch: int) -> Iterator[None]:
+        with self.recording() as self._records[minibatch]:
+            yield
+
+    def finished(self, minibatch: BatchInFlight, args: Sequence[Any]) -> None:
+        with self._context():
+            self.replay(self._records.pop(minibatch.number))
+
+    def discarded(self) -> None:
+        while self._records:
+            self.discard(self._records.popitem()[1])
+
+    def closed(self) -> None:
         """Removes every stand-in, and what is recorded and was not replayed. The module is as it was before."""
         self._remove_metrics()
         for redirect in self._log.values():
@@ -111,7 +126,7 @@ class CallRecorder:
                     if isinstance(call, LogCall):
                         self._log[call.method].original(*call.args, **call.kwargs)
                     else:
-                        call.replay(self._shadows[id(call.metric)].with_draws)
+                        call.replay(self._shadows[id(call.metric)].drawing)
                 except Exception as error:
                     error.add_note(call.where)
                     raise
@@ -166,29 +181,3 @@ class CallRecorder:
         value = shadow.call(call, live, (earlier for open_ in self._open for earlier in open_.metric_calls))
         record.calls.append(call)
         return value
-
-
-class Replay(Extension):
-    """Records what the user's step on ``module`` logs and counts; makes these calls at its own step, in ``context``."""
-
-    def __init__(self, module: L.LightningModule, context: Callable[[], Around]) -> None:
-        self._calls = CallRecorder(module)
-        self._context = context
-        self._records: dict[int, Record] = {}  # of minibatches in flight
-
-    @contextmanager
-    def user_step(self, minibatch: int) -> Iterator[None]:
-        with self._calls.recording() as record:
-            self._records[minibatch] = record
-            yield
-
-    def finished(self, minibatch: BatchInFlight, args: Sequence[Any]) -> None:
-        with self._context():
-            self._calls.replay(self._records.pop(minibatch.number))
-
-    def discarded(self) -> None:
-        while self._records:
-            self._calls.discard(self._records.popitem()[1])
-
-    def closed(self) -> None:
-        self._calls.close()

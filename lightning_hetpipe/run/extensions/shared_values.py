@@ -16,10 +16,9 @@ from typing import Any
 from torch import nn
 from torchmetrics import Metric
 
-from lightning_hetpipe.capture.effects import copy_of, same_contents
+from lightning_hetpipe.capture.contents import plain_attributes
 from lightning_hetpipe.capture.noticed_calls import PACKAGES, is_users, line_that_names
-from lightning_hetpipe.capture.plain_attributes import plain_attributes
-from lightning_hetpipe.capture.reached_values import ReachedValues, is_value, names_in, told
+from lightning_hetpipe.capture.reached_values import Moment, ReachedValues, is_value, names_in, told
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.pipeline.user.user_section import SectionBetween, UserSection
 from lightning_hetpipe.rules.versions import Versions
@@ -61,7 +60,7 @@ class SharedValues(Extension):
         ]
         self._kinds = {type(part) for part in (module, *(part for _, part in self._parts))}
         self._functions: list[FunctionType] = []
-        self._before: tuple[list[tuple[Any, ...]], list[tuple[str, Any, Any]]] | None = None
+        self._before: Moment | None = None
         self._roots: dict[str, Any]
         self.emptied(0)
 
@@ -85,17 +84,12 @@ class SharedValues(Extension):
             self._replaced |= replaced  # by each minibatch, which has its own then
             self._find()
         self._sections += 1
-        plain = self._reached.plain.items() if self._sections <= _COMPARED else ()
-        copies = [(path, each, copy_of(each)) for path, each in plain]
-        self._before = self._reached.now(), copies
+        self._before = self._reached.now(copied=self._sections <= _COMPARED)
 
     def leave(self, minibatch: int) -> None:
         if self._before is None:  # `enter` has failed
             return
-        (values, copies), self._before = self._before, None
-        changed = told(self._reached.differences(values)) or next(
-            (path for path, each, copy in copies if not same_contents(each, copy)), None
-        )
+        changed, self._before = told(self._before.differences()), None
         if changed is not None and self._failure is None:
             line = line_that_names([each.__code__ for each in self._functions], changed.partition(" ")[0])
             self._failure = SettingError(

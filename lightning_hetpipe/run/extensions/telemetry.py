@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import lightning as L
@@ -17,30 +18,25 @@ from lightning_hetpipe.reporting.report import Meter, RunReport
 from lightning_hetpipe.run.lifecycle import Extension
 
 
+@dataclass(eq=False)
 class Telemetry(Extension):
     """Counts the minibatches of ``engine``, and the time of its training.
 
-    Args:
+    Attributes:
         trainer: Whose loggers are told.
         engine: The pipeline.
         layout: The stages that it runs.
         synchronisation: Gives the metrics of the virtual workers' synchronisation.
     """
 
-    def __init__(
-        self,
-        trainer: L.Trainer,
-        engine: Engine,
-        layout: Layout,
-        synchronisation: Callable[[], Mapping[str, float]] = dict,
-    ) -> None:
-        self._trainer = trainer
-        self._engine = engine
-        self._layout = layout
-        self._synchronisation = synchronisation
-        self._meter = Meter(len(engine.stages))
-        self._staleness = 0
-        self._logged = 0
+    trainer: L.Trainer
+    engine: Engine
+    layout: Layout
+    synchronisation: Callable[[], Mapping[str, float]] = dict
+    _staleness = _logged = 0
+
+    def __post_init__(self) -> None:
+        self._meter = Meter(len(self.engine.stages))
 
     def start(self) -> None:
         """Training goes on from here in the pipeline: what comes before is no time of training."""
@@ -52,7 +48,7 @@ class Telemetry(Extension):
     def finished(self, minibatch: BatchInFlight, args: Sequence[Any]) -> None:
         assert isinstance(minibatch, Minibatch)
         self._meter.count(args[0] if args else None, minibatch.seconds)
-        self._staleness = self._engine.versions.steps(minibatch.number)
+        self._staleness = self.engine.versions.steps(minibatch.number)
 
     def published(self, version: int) -> None:
         self._log(version)
@@ -67,22 +63,22 @@ class Telemetry(Extension):
 
     def epoch_ends(self) -> None:
         self._meter.stop()
-        self._log(begun_minibatches(self._trainer)[0])
+        self._log(begun_minibatches(self.trainer)[0])
 
     def _log(self, number: int) -> None:
         """Logs the metrics after minibatch ``number``, at the Trainer's interval; not before the first counted one."""
-        every = log_interval(self._trainer)
+        every = log_interval(self.trainer)
         if not every or number % every or number == self._logged or not self._meter.minibatches:
             return
         self._logged = number
-        metrics = self._meter.interval([stage.stream.busy_seconds() for stage in self._engine.stages])
-        for index, stage in enumerate(self._engine.stages):
+        metrics = self._meter.interval([stage.stream.busy_seconds() for stage in self.engine.stages])
+        for index, stage in enumerate(self.engine.stages):
             metrics[f"hetpipe/stage_{index}/memory_bytes"] = float(stage.memory.most_lately())
         metrics["hetpipe/staleness"] = float(self._staleness)
-        metrics.update(self._synchronisation())
-        for logger in self._trainer.loggers:
-            logger.log_metrics(metrics, step=max(0, self._trainer.global_step - 1))  # as Lightning counts them
+        metrics.update(self.synchronisation())
+        for logger in self.trainer.loggers:
+            logger.log_metrics(metrics, step=max(0, self.trainer.global_step - 1))  # as Lightning counts them
 
     def report(self) -> RunReport:
         """The numbers so far."""
-        return self._layout.report(self._engine, self._meter)
+        return self.layout.report(self.engine, self._meter)

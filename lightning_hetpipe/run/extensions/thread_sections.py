@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import lightning as L
@@ -48,6 +49,7 @@ class ThreadSections(Extension):
         return self.open(EVALUATION, minibatch)
 
 
+@dataclass(eq=False)
 class ProfiledSections(ThreadSections):
     """Tells ``profiler`` of sections.
 
@@ -56,8 +58,7 @@ class ProfiledSections(ThreadSections):
     What stages compute is shown to PyTorchProfiler, whose ranges belong to threads.
     """
 
-    def __init__(self, profiler: Profiler) -> None:
-        self._profiler = profiler
+    profiler: Profiler
 
     def open(self, name: str, minibatch: int) -> Around:
         """Open around it; of what has a name of Lightning's own, profilers hear already."""
@@ -65,11 +66,11 @@ class ProfiledSections(ThreadSections):
 
     @contextmanager
     def _told(self, name: str) -> Iterator[None]:
-        self._profiler.start(name)
+        self.profiler.start(name)
         try:
             yield
         finally:
-            self._profiler.stop(name)
+            self.profiler.stop(name)
 
 
 def profiled_sections(trainer: L.Trainer) -> list[Extension]:
