@@ -116,7 +116,7 @@ class Captured:
             value: An input of the first layer.
             autograd: The autograd nodes by which the module computed it; None if that was not looked at.
         """
-        self._variants[value[0]].held = self.frozen.now()
+        self._variants[value[0]].held = self.frozen.reached.now()
         self._variants[value[0]].autograd = autograd
 
     def autograd(self, value: tuple[Any, ...]) -> AutogradNodes | None:
@@ -182,7 +182,9 @@ class Captured:
             self._own(layer, taken, marked, part.changes, live)
             for layer, taken, part in zip(self.layers, tensors, found, strict=True)
         ]
-        names = {address_of(each): repr(path) for path, each in self.frozen.plain.items() if isinstance(each, Tensor)}
+        names = {
+            address_of(each): repr(path) for path, each in self.frozen.reached.plain.items() if isinstance(each, Tensor)
+        }
         for layer, part, own, taken in zip(self.layers, found, owns, tensors, strict=True):
             lifted = [(own_name(path), address_of(each)) for path, each in taken.items() if path not in live]
             code = graph_layer(layer).code

@@ -79,7 +79,7 @@ class StateBefore:
         self.attributes = AttributesBefore(module)
         self.buffers = {path: buffer.clone() for path, buffer in module.named_buffers()} if runs else {}
         self._frozen = frozen
-        self._before = frozen.now(copied=True)
+        self._before = frozen.reached.now(copied=True)
         self._memory = [(buffer, buffer.data) for buffer in module.buffers()]
         self._names = _with_items(vars(part)["_buffers"] for part in parts)
         owned = (value for part in parts for value in plain_attributes(part).values() if isinstance(value, CONTAINERS))
@@ -122,7 +122,8 @@ def untouched(module: nn.Module, frozen: FrozenValues, *, runs: bool = False) ->
     """Context manager: put back what is done to ``module`` and to what it reaches, weights excepted."""
     before_run = StateBefore(module, frozen, runs)
     with ExitStack() as stack:
-        for each in (*frozen.plain.values(), *frozen.parameters, *(module.buffers() if runs else ())):
+        reached = frozen.reached
+        for each in (*reached.plain.values(), *reached.parameters, *(module.buffers() if runs else ())):
             if isinstance(each, Tensor) and not each.is_inference():
                 stack.enter_context(unseen_change(each))  # a backward that is still to come may have saved it
         stack.callback(before_run.undo)

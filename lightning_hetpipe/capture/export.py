@@ -255,7 +255,7 @@ def _left_alone(name: str, module: nn.Module, frozen: FrozenValues) -> Iterator[
                 frozen.line_of(paths[0]),
                 paths,
                 is_shared=is_shared,
-                is_lost=any(map(frozen.is_lost, paths)),
+                is_lost=any(map(frozen.reached.is_lost, paths)),
             )
 
     with untouched(module, frozen) as before_run, without_hooks(module):

@@ -12,7 +12,7 @@ from __future__ import annotations
 import gc
 import sys
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import CodeType, FrameType, FunctionType
 from typing import Any
@@ -20,7 +20,7 @@ from typing import Any
 from torch import nn
 from torch.utils import checkpoint
 
-from lightning_hetpipe.capture.contents import PLAIN, Data, plain_attributes
+from lightning_hetpipe.capture.contents import PLAIN, plain_attributes
 from lightning_hetpipe.capture.data_checks import SeenAnswers
 from lightning_hetpipe.capture.noticed_calls import NoticedCalls, is_users, line_that_names
 from lightning_hetpipe.capture.reached_values import Moment, ReachedValues, is_followed, names_in, told
@@ -83,23 +83,16 @@ class FrozenValues:
             self._called |= new
 
     @property
-    def plain(self) -> Mapping[str, Data]:
-        """Tensors and arrays among these values, by their paths: no parameters, and no buffers of the module."""
-        return self._reached.plain
-
-    @property
-    def parameters(self) -> Sequence[nn.Parameter]:
-        """Parameters of other modules among these values."""
-        return self._reached.parameters
-
-    def now(self, *, copied: bool = False) -> Moment:
-        """The values as they are; ``copied``: with the numbers of tensors and arrays."""
-        return self._watched().now(copied=copied)
+    def reached(self) -> ReachedValues:
+        """The values that functions may read which the module was seen to call."""
+        if self._stale:
+            self._find()
+        return self._reached
 
     def changed(self, before: Moment) -> str | None:
         """Name some values that are not as they were ``before``, or that nobody watched then; None if there are
         none."""
-        if before.values is not self._watched():
+        if before.values is not self.reached:
             return "what it reads"
         found = [*before.differences()]
         self._replaced |= not all(isinstance(value, PLAIN) for each in found for value in (each.before, each.now))
@@ -115,18 +108,9 @@ class FrozenValues:
         """Tell whether ``path`` is an attribute of the module or of its parts, or lies in one."""
         return any(path == own or path.startswith((f"{own}.", f"{own}[")) for own in self._own)
 
-    def is_lost(self, path: str) -> bool:
-        """Tell whether a change of ``path`` would be in one thread alone, or cannot be put back, as an iterator's."""
-        return self._reached.is_lost(path)
-
     def line_of(self, path: str) -> str | None:
         """The first line of the functions that were called which names the last part of ``path``, for people."""
         return line_that_names([code for code, _ in self._called], path)
-
-    def _watched(self) -> ReachedValues:
-        if self._stale:
-            self._find()
-        return self._reached
 
     def _find(self) -> None:
         parts = dict(self._module.named_modules())

@@ -60,17 +60,6 @@ def cut_after(clock: int, distance: int) -> int:
     return clock + 1 + distance
 
 
-def global_staleness(in_flight: int, distance: int, wave: int | None = None) -> int:
-    """s_global = (D + 1) W + s_local - 1 minibatches (HetPipe, section 5.2, where W = Nm = s_local + 1).
-
-    Args:
-        in_flight: Nm.
-        distance: D.
-        wave: W; by default Nm.
-    """
-    return (distance + 1) * (in_flight if wave is None else wave) + (in_flight - 1) - 1
-
-
 ENOUGH = 0.97
 """Fraction of the sum of rates with which integers are good enough."""
 

@@ -13,12 +13,12 @@ from lightning_hetpipe.rules.versions import STASH, Versions
 from lightning_hetpipe.rules.waves import (
     dealt,
     dealt_samples,
-    global_staleness,
     next_lengths,
     staleness_bound,
     throughput,
     wave_lengths,
 )
+from tests.oracle_policies import global_staleness
 
 SEVERAL = st.lists(st.integers(1, 5), min_size=1, max_size=4)
 

@@ -15,7 +15,6 @@ Attributes of a metric (its states, ``update_count``) read in ``training_step`` 
 from __future__ import annotations
 
 import inspect
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -44,12 +43,6 @@ from lightning_hetpipe.run.lifecycle import Around, Extension
 from lightning_hetpipe.torch_private.tensors import pytree
 
 
-class _ThreadRecord(threading.local):
-    """State of the current thread."""
-
-    replaying = False
-
-
 class Replay(Extension):
     """Records what the user's step on ``module`` logs and counts; makes these calls at its own step, in ``context``.
 
@@ -62,7 +55,7 @@ class Replay(Extension):
         self._module = module
         self._context = context
         self._records: dict[int, Record] = {}  # of minibatches in flight
-        self._here = _ThreadRecord()
+        self._replaying: PerThread[bool] = PerThread()
         self._record: PerThread[Record] = PerThread()
         self._open: list[Record] = []  # begun and not fully replayed, in order of minibatches
         self._log = {name: Redirect(module, name, self._on_log) for name in ("log", "log_dict")}
@@ -117,21 +110,19 @@ class Replay(Extension):
 
         Raises whatever they raise, with a note that names the line of ``training_step`` that made the call.
         """
-        here = self._here
-        here.replaying = True
         try:
             while record.calls:
                 call = record.calls.popleft()
                 try:
-                    if isinstance(call, LogCall):
-                        self._log[call.method].original(*call.args, **call.kwargs)
-                    else:
-                        call.replay(self._shadows[id(call.metric)].drawing)
+                    with self._replaying.holding(True):
+                        if isinstance(call, LogCall):
+                            self._log[call.method].original(*call.args, **call.kwargs)
+                        else:
+                            call.replay(self._shadows[id(call.metric)].drawing)
                 except Exception as error:
                     error.add_note(call.where)
                     raise
         finally:
-            here.replaying = False
             if record in self._open:
                 self._open.remove(record)
 
@@ -171,7 +162,7 @@ class Replay(Extension):
     def _on_metric(self, redirect: Redirect, *args: Any, **kwargs: Any) -> Any:
         record, shadow = self._record.get(), self._shadows[id(redirect.owner)]
         if record is None:
-            if redirect.name in CHANGES and not self._here.replaying:
+            if redirect.name in CHANGES and not self._replaying.get():
                 shadow.drop()
             return redirect.original(*args, **kwargs)
         # One clone serves both: with its graph for the value returned now, without it for the replay.
