@@ -11,14 +11,13 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, fx, nn
 
 from lightning_hetpipe.capture.contents import SetsState
-from lightning_hetpipe.capture.data_checks import Answers, DataChecks
 from lightning_hetpipe.capture.effects import SideEffect, put_back, untouched
 from lightning_hetpipe.capture.export import decides, graph_of
 from lightning_hetpipe.capture.frozen import FrozenValues
 from lightning_hetpipe.capture.grouping import at, called_alike, joined_by_buffer, marked_paths
 from lightning_hetpipe.capture.layer_functions import device_of, parts
 from lightning_hetpipe.capture.prepared_modules import is_checkpointed
-from lightning_hetpipe.capture.variant import AutogradNodes, Mode, Variant
+from lightning_hetpipe.capture.variant import Answers, AutogradNodes, DataChecks, Mode, Variant
 from lightning_hetpipe.errors import PipelineRefusal, SettingError
 from lightning_hetpipe.pipeline.autocast import Autocast
 from lightning_hetpipe.pipeline.graph_layer import GraphLayer, own_name

@@ -21,9 +21,9 @@ from torch import nn
 from torch.utils import checkpoint
 
 from lightning_hetpipe.capture.contents import PLAIN, plain_attributes
-from lightning_hetpipe.capture.data_checks import SeenAnswers
 from lightning_hetpipe.capture.noticed_calls import NoticedCalls, is_users, line_that_names
 from lightning_hetpipe.capture.reached_values import Moment, ReachedValues, is_followed, names_in, told
+from lightning_hetpipe.capture.variant import SeenAnswers
 
 
 class FrozenValues:

@@ -24,12 +24,12 @@ import torch
 from torch import Tensor
 
 from lightning_hetpipe.accelerator import accelerates
-from lightning_hetpipe.capture.call_tree import WatchedCall
 from lightning_hetpipe.capture.captured import Captured, graph_layer
 from lightning_hetpipe.capture.contents import PLAIN, sets_attribute, without_opaque
 from lightning_hetpipe.capture.effects import refuse_noticed, untouched
 from lightning_hetpipe.capture.export import decides
 from lightning_hetpipe.capture.noticed_calls import IN_NO_GRAPH, NOWHERE
+from lightning_hetpipe.capture.observation import WatchedCall
 from lightning_hetpipe.capture.pieces import Piece
 from lightning_hetpipe.capture.prepared_modules import without_checkpoints
 from lightning_hetpipe.capture.variant import AutogradNodes

@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from lightning_hetpipe.capture.call_tree import CallNode, WatchedCall
 from lightning_hetpipe.capture.effects import SideEffect
 from lightning_hetpipe.capture.export import chain_of
 from lightning_hetpipe.capture.grouping import is_torchs_own, layers_of
+from lightning_hetpipe.capture.observation import CallNode, WatchedCall
 from lightning_hetpipe.capture.parity_check import capture
 from lightning_hetpipe.capture.pieces import Piece
 from lightning_hetpipe.errors import SettingError, reason_of

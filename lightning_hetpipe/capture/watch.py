@@ -21,13 +21,20 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hetpipe.accelerator import is_initialized
-from lightning_hetpipe.capture.call_tree import CallNode, WatchedCall, user_bytes
 from lightning_hetpipe.capture.contents import AttributesBefore, SetsState, without_opaque
 from lightning_hetpipe.capture.effects import refuse_noticed, refuse_seeded
 from lightning_hetpipe.capture.frozen import FrozenValues
 from lightning_hetpipe.capture.interceptor import NOT_TAKEN, Interceptor, ModuleCall
 from lightning_hetpipe.capture.noticed_calls import IN_NO_GRAPH, NOWHERE
-from lightning_hetpipe.capture.observation import Observation, changes_input, refuse_leaves, refuse_opaque
+from lightning_hetpipe.capture.observation import (
+    CallNode,
+    Observation,
+    WatchedCall,
+    changes_input,
+    refuse_leaves,
+    refuse_opaque,
+    user_bytes,
+)
 from lightning_hetpipe.capture.piece_search import CAPTURE_TIMEOUT, PieceSearch, TakenApart
 from lightning_hetpipe.capture.pieces import HasHooks, Piece, never_called
 from lightning_hetpipe.capture.prepared_modules import (

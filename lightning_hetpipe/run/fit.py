@@ -51,7 +51,6 @@ from lightning_hetpipe.run import first_minibatch, spread_run
 from lightning_hetpipe.run.around_step import AroundStep, RateCorrection
 from lightning_hetpipe.run.driver import Driver
 from lightning_hetpipe.run.evaluation import Evaluation
-from lightning_hetpipe.run.extensions.carried_state import SHARED
 from lightning_hetpipe.run.extensions.minibatch_state import (
     InlineRandomStates,
     LossScale,
@@ -62,12 +61,10 @@ from lightning_hetpipe.run.extensions.minibatch_state import (
 )
 from lightning_hetpipe.run.extensions.module_attributes import Attributes
 from lightning_hetpipe.run.extensions.outside_parameters import OutsideParameters
-from lightning_hetpipe.run.extensions.pace import Pace
-from lightning_hetpipe.run.extensions.recording import Recording
+from lightning_hetpipe.run.extensions.recording import Recording, profiled_sections, shown_to_profiler
 from lightning_hetpipe.run.extensions.replay import Replay
-from lightning_hetpipe.run.extensions.shared_values import SharedValues
-from lightning_hetpipe.run.extensions.telemetry import Telemetry
-from lightning_hetpipe.run.extensions.thread_sections import profiled_sections, shown_to_profiler
+from lightning_hetpipe.run.extensions.shared_values import SHARED, SharedValues
+from lightning_hetpipe.run.extensions.telemetry import Pace, Telemetry
 from lightning_hetpipe.run.extensions.waves_and_cuts import WavesAndCuts
 from lightning_hetpipe.run.first_minibatch import FirstMinibatch
 from lightning_hetpipe.run.gradients import clip_by_norm

@@ -96,6 +96,7 @@ class _Copied:
         return bool(value.tobytes() != self.original.tobytes())
 
 
+@dataclass(eq=False)
 class Attributes(Extension):
     """The attributes of ``module``, the LightningModule or a part of it that runs as user code.
 
@@ -106,23 +107,19 @@ class Attributes(Extension):
     one thread at a time may use this, the one that holds the lock over user code.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        versions: Callable[[], Versions],
-        way_out: str = "set in_flight=1",
-        versioned: Callable[[], Mapping[str, Tensor]] = dict,
-    ) -> None:
-        self._held = vars(module)
-        self._kind = type(module).__name__
-        self._versions = versions
-        self._way_out = way_out
-        self._versioned = versioned
+    module: nn.Module
+    versions: Callable[[], Versions]
+    way_out: str = "set in_flight=1"
+    versioned: Callable[[], Mapping[str, Tensor]] = dict
+
+    def __post_init__(self) -> None:
+        self._held = vars(self.module)
+        self._kind = type(self.module).__name__
         self._is_inside = False  # within a section
-        self._watched = WatchedAttributes(module, self)
+        self._watched = WatchedAttributes(self.module, self)
         self._now: Time | None = None
         self._constant: dict[str, bool] = {}  # names of tensors: whether the first section left them as they were
-        self.emptied(versions().empty_at)
+        self.emptied(self.versions().empty_at)
 
     def transferring(self, minibatch: int) -> Around:
         return self.seen(minibatch, 0)
@@ -133,7 +130,7 @@ class Attributes(Extension):
 
     def emptied(self, version: int) -> None:
         """The pipeline starts empty at ``version``: all see what the module holds."""
-        self._is_idle = not self._versions().runs_ahead
+        self._is_idle = not self.versions().runs_ahead
         held = users_attributes(self._held)
         self._own = TimedAttributes(self._held, "", held, held)
         self._containers: dict[int, TimedContents] = {}
@@ -152,9 +149,9 @@ class Attributes(Extension):
         """Step ``version`` is over: what callbacks have set belongs to it."""
         if self._is_idle:
             return
-        time = self._versions().first_reader(version), _CALLBACKS
+        time = self.versions().first_reader(version), _CALLBACKS
         for container in (self._own, *self._containers.values()):
-            container.settle(time, self._versions().version(version + 1))
+            container.settle(time, self.versions().version(version + 1))
             container.users = {user: reads for user, reads in container.users.items() if user > version}
         self._containers = {key: each for key, each in self._containers.items() if each.edits or each.users}
         self._lent = {user: copies for user, copies in self._lent.items() if user > version}
@@ -262,7 +259,7 @@ class Attributes(Extension):
         arrays = [each for each in _data_in(self._own.published.values()) if isinstance(each, np.ndarray)]
         if not arrays:
             return {}
-        versioned = self._versioned().items()
+        versioned = self.versioned().items()
         # While nothing runs ahead of the optimizer's steps, weights are as they were.
         tensors = [pair for pair in versioned if not (self._is_idle and isinstance(pair[1], nn.Parameter))]
         near = overlapping([*arrays, *(tensor for _, tensor in tensors)])
@@ -353,7 +350,7 @@ class Attributes(Extension):
 
     def _sees(self, time: Time, reader: Time) -> bool:
         (owner, section), (minibatch, number) = time, reader
-        return owner <= self._versions().version(minibatch) or (owner <= minibatch and section <= number)
+        return owner <= self.versions().version(minibatch) or (owner <= minibatch and section <= number)
 
     def _is_late(self, time: Time, reader: Time) -> bool:
         """Tell whether a plain run shows what was set at ``time`` to ``reader``, which does not see it here."""
@@ -384,7 +381,7 @@ class Attributes(Extension):
 
     def _fail(self, why: str, way_out: str | None = None) -> SettingError:
         """Make this section fail, and all later ones, even if user code swallows the error."""
-        self._failure = self._failure or SettingError(f"{why}; {way_out or self._way_out}")
+        self._failure = self._failure or SettingError(f"{why}; {way_out or self.way_out}")
         return self._failure
 
 

@@ -27,7 +27,7 @@ from lightning_hetpipe.lightning_private import (
 )
 from lightning_hetpipe.redirect import Redirect
 from lightning_hetpipe.run.extensions.intervals import Intervals
-from lightning_hetpipe.run.extensions.pace import Pace
+from lightning_hetpipe.run.extensions.telemetry import Pace
 from lightning_hetpipe.run.lifecycle import Extension
 from lightning_hetpipe.run.missed_data import EpochShare, MissedData
 from lightning_hetpipe.run.preemption import LEAVES, NOTHING, Preemption
