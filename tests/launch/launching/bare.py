@@ -49,7 +49,7 @@ from lightning_hetpipe.launch.lost_workers import lost_workers  # noqa: E402
 from lightning_hetpipe.launch.ranks import Rank, Role  # noqa: E402
 from lightning_hetpipe.lightning_private import TunerExit  # noqa: E402
 
-parent_watch.this_child()  # as the package's own import does
+parent_watch.this_child()  # as the constructor of the strategy does
 
 __all__ = [
     "Launcher",
