@@ -13,13 +13,19 @@ They travel in one order. So a version is at the host before the first minibatch
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from lightning_hetpipe.emulation import Pad, Padded
+from lightning_hetpipe.pipeline.memory import PlannedMemory
+from lightning_hetpipe.pipeline.random.generators import RandomGenerators
+from lightning_hetpipe.pipeline.split.member_pool import DeviceGroup
+from lightning_hetpipe.pipeline.stage import StageSettings
 from lightning_hetpipe.pipeline.stage_messages import Flags, StageState, Version
+from lightning_hetpipe.rules.channel_layouts import ChannelCounts
+from lightning_hetpipe.rules.schedule import Segment
 from lightning_hetpipe.rules.versions import Reading
 
 
@@ -45,42 +51,32 @@ class UseDevice(NamedTuple):
     members: Sequence[Sequence[Any]]
 
 
-@dataclass(frozen=True)
-class SetUp:
+class SetUp(NamedTuple):
     """The stage that the host is to be.
 
     Attributes:
         index: Its number.
-        segments: The fields of each of its segments.
+        segments: Its segments.
         layers: As data.
-        in_flight, torch_threads, default_dtype, recompute, buffers: As of ``StageSettings``.
-        run_seed, virtual_worker, deterministic: Of the random generators.
-        memory: The fields of its planned memory; None where there is no limit.
+        settings: Those that all stages share, without what belongs to the other process.
+        planned: Its planned memory; None where there is no limit.
         visits: How often each minibatch comes to it.
         timeout: Seconds after which a wait in which nothing moves ends.
-        pad: The fields of its pad; None where no device is emulated.
+        pad: Its pad; None where no device is emulated.
         modes: Settings of torch that belong to a process.
-        group: The fields of its group, where several devices divide its layers: the number of these, their shares, the
-            counts of each layer, and the number of the one with the unsplit weights.
+        group: Its group, where several devices divide its layers; ``UseDevice`` names these, or a CPU stands for each.
     """
 
     index: int
-    segments: Sequence[Sequence[int]]
+    segments: Sequence[Segment]
     layers: Sequence[Any]
-    in_flight: int
-    torch_threads: int
-    default_dtype: torch.dtype | None
-    recompute: bool
-    buffers: int | None
-    run_seed: int
-    virtual_worker: int
-    deterministic: bool
-    memory: Sequence[int | None] | None
+    settings: StageSettings
+    planned: PlannedMemory | None
     visits: int
     timeout: float
-    pad: Sequence[float] | None
+    pad: Pad | None
     modes: Sequence[Any]
-    group: Sequence[Any] | None
+    group: DeviceGroup | None
 
 
 class PublishedWeights(NamedTuple):
@@ -142,17 +138,17 @@ class CallServer(NamedTuple):
     Attributes:
         call: The number of the call.
         address: The server's.
-        method, header, timeout: As of ``Channel.call``; the header as bytes in a tensor.
+        method, timeout, header: As of ``Channel.call``; the header as text, which it is.
         body, into: Blocks, for the body of the call and of its answer.
     """
 
     call: int
     address: str
     method: str
-    header: Tensor
-    body: Held | None
-    into: Held | None
     timeout: float
+    header: str = ""
+    body: Held | None = None
+    into: Held | None = None
 
 
 class ServerAnswered(NamedTuple):
@@ -165,9 +161,9 @@ class ServerAnswered(NamedTuple):
     """
 
     call: int
-    header: Tensor
-    refused: str | None
-    silent: str | None
+    header: str = ""
+    refused: str | None = None
+    silent: str | None = None
 
 
 class Listen(NamedTuple):
@@ -303,13 +299,13 @@ class Taken(NamedTuple):
         gradients: Of weights, by number.
         memory: What is counted of the stage's memory: of each quantity what it is now, and at the most.
         busy: Seconds that the stage has computed.
-        padded: The fields of the record of a stage that is emulated, or None.
+        padded: The record of a stage that is emulated, or None.
     """
 
     gradients: Mapping[int, KeptTensor | SparseTensor]
     memory: Sequence[Sequence[int]]
     busy: float
-    padded: Sequence[float] | None
+    padded: Padded | None
 
 
 class Looked(NamedTuple):
@@ -330,34 +326,8 @@ class Broken(NamedTuple):
     error: str
 
 
-RECORDS: Sequence[type[Any]] = (
-    UseDevice,
-    KeptTensor,
-    SparseTensor,
-    Held,
-    Put,
-    SharedBlock,
-    CallServer,
-    ServerAnswered,
-    Run,
-    Runs,
-    Bring,
-    Brought,
-    Listen,
-    HandOver,
-    HandedOver,
-    Handed,
-    Forgotten,
-    SetUp,
-    PublishedWeights,
-    Begin,
-    Publish,
-    NewLayers,
-    NewVariants,
-    Take,
-    Look,
-    Delivered,
-    Taken,
-    Looked,
-    Broken,
-)
+RECORDS: Sequence[type[Any]] = [
+    *(each for each in [*globals().values()] if isinstance(each, type) and each.__module__ == __name__),
+    *(ChannelCounts, DeviceGroup, Pad, Padded, PlannedMemory, RandomGenerators, Segment, StageSettings),
+]
+"""Classes of messages, and of what is in them."""

@@ -12,13 +12,14 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from itertools import count
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lightning_hetpipe.emulation import Emulation, Padded
+from lightning_hetpipe.emulation import Emulation
 from lightning_hetpipe.errors import PipelineStalled, SettingError, VirtualWorkerLost
 from lightning_hetpipe.hosts import orders
 from lightning_hetpipe.hosts.host_memory import HostMemory
@@ -31,7 +32,6 @@ from lightning_hetpipe.pipeline.graph_code import layers_as_data, new_variants
 from lightning_hetpipe.pipeline.graph_layer import GraphLayer
 from lightning_hetpipe.pipeline.message_code import STAYING
 from lightning_hetpipe.pipeline.plain_code import NotPlain
-from lightning_hetpipe.pipeline.split.member_pool import DeviceGroup
 from lightning_hetpipe.pipeline.stage import FoundGradients, Stage
 from lightning_hetpipe.pipeline.stage_messages import Backward, Cancel, Evaluate, Failure, Forward, StageState, Version
 from lightning_hetpipe.pipeline.stage_thread import Parcel
@@ -46,12 +46,6 @@ class HostLost(VirtualWorkerLost):
 
 LOST: tuple[type[Exception], ...] = (HostLost, *STAYING.values())
 """Errors that say that a host cannot go on."""
-
-
-def _written_group(group: DeviceGroup) -> list[Any]:
-    """``group`` as data, with the number of its devices alone: ``UseDevice`` names them, or a CPU stands for each."""
-    counts = group.counts
-    return [len(group.devices), [*counts.shares], {layer: [*own] for layer, own in counts.splits.items()}, group.home]
 
 
 class _RemoteStream(HostStream):
@@ -116,28 +110,19 @@ class RemoteStage(Stage):
     # The stage's life.
 
     def start(self) -> None:
-        settings, planned = self._settings, self.memory.planned
-        pad = None if self.emulation is None else self.emulation.pad(self.index)
         self._known = self._variants()
         self._send(
             orders.SetUp(
-                self.index,
-                [[part.index, part.piece, part.stage, part.first, part.last] for part in self.segments],
-                self._layers_as_data(),
-                settings.in_flight,
-                settings.torch_threads,
-                settings.default_dtype,
-                settings.recompute,
-                settings.buffers,
-                settings.generators.run_seed,
-                settings.generators.virtual_worker,
-                settings.generators.deterministic,
-                None if planned is None else [planned.total, planned.limit, planned.room],
-                self.memory.visits,
-                self._watchdog.seconds,
-                None if pad is None else [pad.forward, pad.backward],
-                modes(),
-                None if self._members is None else _written_group(self._members.group),
+                index=self.index,
+                segments=self.segments,
+                layers=self._layers_as_data(),
+                settings=replace(self._settings, before_pass=None, compile=None),
+                planned=self.memory.planned,
+                visits=self.memory.visits,
+                timeout=self._watchdog.seconds,
+                pad=None if self.emulation is None else self.emulation.pad(self.index),
+                modes=modes(),
+                group=None if self._members is None else self._members.group,
             )
         )
         self._is_set_up = True
@@ -269,8 +254,7 @@ class RemoteStage(Stage):
         self.memory.mirror(taken.memory)
         self._busy.show(taken.busy)
         if self.emulation is not None and taken.padded is not None:
-            passes, overruns, *seconds = taken.padded
-            self.emulation.mirror(self.index, Padded(int(passes), int(overruns), *seconds))
+            self.emulation.mirror(self.index, taken.padded)
         found = FoundGradients()
         for number, each in taken.gradients.items():
             if isinstance(each, orders.SparseTensor):

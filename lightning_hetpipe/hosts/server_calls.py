@@ -64,7 +64,8 @@ class HostHolder:
         self, channel: Channel, method: str, header: bytes, body: Tensor | None, into: Tensor | None, timeout: float
     ) -> bytes:
         assert isinstance(channel, SessionChannel)
-        return self._called(channel.address, channel.method(method), header, _held(body), _held(into), timeout)
+        order = orders.CallServer(next(self._numbers), channel.address, channel.method(method), timeout)
+        return self._called(order._replace(header=header.decode(), body=_held(body), into=_held(into)))
 
     def cannot_reach(self, channel: Channel) -> str | None:
         """Why the host cannot call the server that ``channel`` leads to; None if it can."""
@@ -72,7 +73,7 @@ class HostHolder:
         address = channel.address
         if address not in self._reached:
             try:
-                self._called(address, STATUS, b"", None, None, REACHING)
+                self._called(orders.CallServer(next(self._numbers), address, STATUS, REACHING))
                 self._reached[address] = None
             except (CallRefused, Unreachable) as reason:
                 self._reached[address] = str(reason)
@@ -93,35 +94,26 @@ class HostHolder:
         for call in calls:
             call.set_exception(error)
 
-    def _called(
-        self,
-        address: str,
-        method: str,
-        header: bytes,
-        body: orders.Held | None,
-        into: orders.Held | None,
-        timeout: float,
-    ) -> bytes:
+    def _called(self, order: orders.CallServer) -> bytes:
         with self._lock:
             if self._lost is not None:
                 raise self._lost
-            number = next(self._numbers)
-            call = self._calls[number] = Future()
-        text = torch.tensor([*header], dtype=torch.uint8)
-        self._send(orders.CallServer(number, address, method, text, body, into, timeout))
+            call = self._calls[order.call] = Future()
+        self._send(order)
+        longest = order.timeout + GRACE
         try:
-            answer = call.result(timeout + GRACE)
+            answer = call.result(longest)
         except TimeoutError:
             with self._lock:
-                self._calls.pop(number, None)
-            if body is None and into is None:
-                raise Unreachable(f"the host that calls {address} has not answered for {timeout + GRACE:g} s") from None
-            raise self._end(timeout + GRACE) from None  # else it could still use the blocks, in midst of the next call
+                self._calls.pop(order.call, None)
+            if order.body is None and order.into is None:
+                raise Unreachable(f"the host that calls {order.address} has not answered for {longest:g} s") from None
+            raise self._end(longest) from None  # else it could still use the blocks, in midst of the next call
         if answer.refused is not None:
             raise CallRefused(answer.refused)
         if answer.silent is not None:
             raise Unreachable(answer.silent)
-        return bytes(answer.header.tolist())
+        return answer.header.encode()
 
 
 class ServerCalls:
@@ -153,18 +145,18 @@ class ServerCalls:
         self._pool.shutdown(cancel_futures=True)
 
     def _make(self, order: orders.CallServer, body: Tensor | None, into: Tensor | None) -> None:
-        header, refused, silent = b"", None, None
+        answer = orders.ServerAnswered(order.call)
         try:
-            header = self._channel(order.address).call(
-                order.method, bytes(order.header.tolist()), _bytes(body), _bytes(into), order.timeout
-            )
+            bodies = _bytes(body), _bytes(into)
+            header = self._channel(order.address).call(order.method, order.header.encode(), *bodies, order.timeout)
+            answer = answer._replace(header=header.decode())
         except Unreachable as reason:
-            silent = str(reason)
+            answer = answer._replace(silent=str(reason))
         except (CallRefused, SettingError) as reason:
-            refused = str(reason)
+            answer = answer._replace(refused=str(reason))
         except Exception as error:
-            refused = f"{type(error).__name__}: {error}"
-        self._answer(orders.ServerAnswered(order.call, torch.tensor([*header], dtype=torch.uint8), refused, silent))
+            answer = answer._replace(refused=f"{type(error).__name__}: {error}")
+        self._answer(answer)
 
     def _channel(self, address: str) -> GrpcChannel:
         from lightning_hetpipe.server.transport.grpc_channel import GrpcChannel  # few hosts call servers

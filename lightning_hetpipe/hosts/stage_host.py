@@ -9,15 +9,15 @@ from __future__ import annotations
 import functools
 import queue
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lightning_hetpipe.emulation import Emulation, Pad
+from lightning_hetpipe.emulation import Emulation
 from lightning_hetpipe.hosts import orders
 from lightning_hetpipe.hosts.host_device import Computed, HostDevice
 from lightning_hetpipe.hosts.host_memory import CPU, HeldTensors
@@ -27,18 +27,13 @@ from lightning_hetpipe.hosts.server_calls import ServerCalls
 from lightning_hetpipe.hosts.wire import Wire
 from lightning_hetpipe.pipeline.freed_memory import keep_freed_memory
 from lightning_hetpipe.pipeline.graph_code import add_variants, layers_of_data
-from lightning_hetpipe.pipeline.memory import PlannedMemory
 from lightning_hetpipe.pipeline.plain_code import NotPlain
-from lightning_hetpipe.pipeline.random.generators import RandomGenerators
-from lightning_hetpipe.pipeline.split.member_pool import DeviceGroup
-from lightning_hetpipe.pipeline.stage import Layer, Stage, StageSettings
+from lightning_hetpipe.pipeline.stage import Layer, Stage
 from lightning_hetpipe.pipeline.stage_messages import Failure, Result
 from lightning_hetpipe.pipeline.stage_thread import Parcel
 from lightning_hetpipe.pipeline.streams import StreamEvent, Streams, move
 from lightning_hetpipe.pipeline.threads import ReadersWriterLock, Watchdog
 from lightning_hetpipe.pipeline.weight_stash import VersionedLayers
-from lightning_hetpipe.rules.channel_layouts import ChannelCounts
-from lightning_hetpipe.rules.schedule import Segment
 from lightning_hetpipe.server.protocol.shard import block_of
 from lightning_hetpipe.server.transport.security import Security
 from lightning_hetpipe.torch_private.subclasses import address_of
@@ -122,13 +117,13 @@ class HostedStage(Stage):
         held: Tensors that the host has.
         forget: Has hosts of other stages forget what they were given of a minibatch, behind all that was done so far.
         called: Its device, for people.
-        args: Those of ``Stage``.
+        arguments: Those of ``Stage``.
     """
 
-    def __init__(self, held: HeldTensors, forget: Callable[[int], None], called: str, *args: Any) -> None:
+    def __init__(self, held: HeldTensors, forget: Callable[[int], None], called: str, **arguments: Any) -> None:
         self.held, self._have_forgotten = held, forget
         self._called = called
-        super().__init__(*args)
+        super().__init__(**arguments)
 
     @property
     def place(self) -> str:
@@ -192,7 +187,7 @@ class Host:
                 while True:
                     message = self._wire.receive()
                     if isinstance(message, orders.SetUp):
-                        torch.set_num_threads(message.torch_threads)
+                        torch.set_num_threads(message.settings.torch_threads)
                         stage = self._stage(message)
                         stage.start()
                         undo.callback(stage.close)
@@ -242,50 +237,33 @@ class Host:
 
     def _stage(self, setup: orders.SetUp) -> HostedStage:
         set_modes(setup.modes)
-        self._timeout = setup.timeout
-        segments = [Segment(*fields) for fields in setup.segments]
-        own = layers_of_data(setup.layers, self._found, self._device.device)
-        numbers = [number for segment in segments for number in segment.layers]
+        self._timeout, device = setup.timeout, self._device.device
+        own = layers_of_data(setup.layers, self._found, device)
+        numbers = [number for segment in setup.segments for number in segment.layers]
         layers = dict(zip(numbers, own, strict=True))
         if setup.pad is not None:
-            self._emulation = Emulation([Pad(*setup.pad)] * (setup.index + 1))
-        generators = RandomGenerators(setup.run_seed, setup.virtual_worker, deterministic=setup.deterministic)
-        self._device.seed(generators, setup.index)
-        settings = StageSettings(
-            generators,
-            setup.in_flight,
-            setup.torch_threads,
-            setup.default_dtype,
-            self._emulation,
-            recompute=setup.recompute,
-            buffers=setup.buffers,
-        )
+            self._emulation = Emulation([setup.pad] * (setup.index + 1))
+        self._device.seed(setup.settings.generators, setup.index)
         watchdog = Watchdog(setup.timeout, lambda: True, lambda: f"stage {setup.index} at its host")
+        group = setup.group
         return HostedStage(
             self._held,
             lambda minibatch: self._answers.put(orders.Forgotten(minibatch)),
             self._device.place,
-            setup.index,
-            self._device.device,
-            segments,
-            [layers.get(number, own[0]) for number in range(max(numbers) + 1)],
-            settings,
-            watchdog,
-            ReadersWriterLock(watchdog),
-            _alone,
-            self._done,
-            self._streams,
-            None if setup.memory is None else PlannedMemory(*setup.memory),  # type: ignore[arg-type]
-            setup.visits,
-            None if setup.group is None else self._group(*setup.group),
+            index=setup.index,
+            device=device,
+            segments=setup.segments,
+            layers=[layers.get(number, own[0]) for number in range(max(numbers) + 1)],
+            settings=replace(setup.settings, before_pass=self._emulation),
+            watchdog=watchdog,
+            compute_lock=ReadersWriterLock(watchdog),
+            exclusively=_alone,
+            done=self._done,
+            streams=self._streams,
+            planned=setup.planned,
+            visits=setup.visits,
+            group=group and replace(group, devices=self._device.members or [device] * len(group.devices)),
         )
-
-    def _group(
-        self, members: int, shares: Sequence[float], counts: Mapping[str, Sequence[int]], home: int
-    ) -> DeviceGroup:
-        splits = {layer: tuple(own) for layer, own in counts.items()}
-        devices = self._device.members or [self._device.device] * members
-        return DeviceGroup(devices, ChannelCounts(shares, splits), home)
 
     def _serve(self, stage: HostedStage, message: Any) -> None:
         if isinstance(message, orders.Begin):
@@ -318,7 +296,7 @@ class Host:
             self._streams.user.join(event, found.values())
         gradients = self._keep(found, numbers)
         levels = [[level.now, level.most] for level in stage.memory.levels()]
-        padded = None if self._emulation is None else [*asdict(self._emulation.stages[stage.index]).values()]
+        padded = None if self._emulation is None else self._emulation.stages[stage.index]
         return orders.Taken(gradients, levels, stage.stream.busy_seconds(), padded)
 
     def _keep(

@@ -7,7 +7,6 @@ import socket
 from typing import Any, cast
 
 import pytest
-import torch
 from torch import nn
 
 from lightning_hetpipe.hosts import orders, server_calls
@@ -40,16 +39,16 @@ def test_a_host_that_answers_no_call_is_ended_where_it_could_still_write(
 
     holder = HostHolder(cast(HostMemory, None), sent.append, end)
     with pytest.raises(Unreachable if block is None else HostLost):
-        holder._called("10.0.0.1:7070", "shard", b"", None, block, 0.01)
+        holder._called(orders.CallServer(0, "10.0.0.1:7070", "shard", 0.01, into=block))
     assert ended == ([] if block is None else [0.01])
-    holder.answered(orders.ServerAnswered(sent[0].call, torch.empty(0, dtype=torch.uint8), None, None))  # for nobody
+    holder.answered(orders.ServerAnswered(sent[0].call))  # for nobody
 
 
 def test_a_call_that_begins_as_its_host_ends_reaches_nobody() -> None:
     answers = list[orders.ServerAnswered]()
     calls = ServerCalls(Security(), answers.append)
     calls.close()
-    order = orders.CallServer(5, "127.0.0.1:1", "status", torch.empty(0, dtype=torch.uint8), None, None, 1.0)
+    order = orders.CallServer(5, "127.0.0.1:1", "status", 1.0)
     calls._make(order, None, None)
     assert (answers[0].call, answers[0].silent) == (5, "this host ends")
     assert not calls._channels
