@@ -8,7 +8,7 @@ import socket
 import ssl
 import struct
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from importlib import metadata
 from typing import Any, Protocol
@@ -178,8 +178,13 @@ def listen(host: str, port: int) -> socket.socket:
     return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
 
 
-def arriving(listener: socket.socket) -> Iterator[tuple[socket.socket, str]]:
-    """Connections to ``listener``, and from where, until :func:`stop_listening`."""
+def arriving(
+    listener: socket.socket, make_room: Callable[[], bool] = lambda: False
+) -> Iterator[tuple[socket.socket, str]]:
+    """Connections to ``listener``, and from where, until :func:`stop_listening`.
+
+    If one cannot be taken, ``make_room`` may end another one, and tell so.
+    """
     pause = threading.Event()
     while True:
         try:
@@ -187,7 +192,8 @@ def arriving(listener: socket.socket) -> Iterator[tuple[socket.socket, str]]:
         except OSError as error:
             if error.errno not in _PASSING:
                 return
-            pause.wait(_AGAIN)
+            if not make_room():
+                pause.wait(_AGAIN)
         else:
             yield connection, peer[0]
 

@@ -163,7 +163,7 @@ def _host(rank: Rank, coordinator: str, security: Security, nodes: ServingNodes,
     check_names(security, host)
     address = joined(host, int(given) + HOST_PORT if given else 0)
     try:
-        return undo.enter_context(host_server.serving(address, security))
+        return undo.enter_context(host_server.HostServer(address, security)).address
     except SettingError as error:
         if given is None:
             raise
