@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from lightning_hetpipe.server.process.service import Service
 from lightning_hetpipe.server.protocol.messages import decode
-from lightning_hetpipe.server.transport.interface import CallRefused, Unreachable
+from lightning_hetpipe.server.transport.interface import CallRefused, Room, Unreachable
 from tests.server.world import Fault
 
 
@@ -67,7 +67,7 @@ class DirectChannel:
         method: str,
         header: bytes,
         body: Sequence[memoryview] = (),
-        into: Sequence[memoryview] = (),
+        into: Room = (),
         timeout: float = 60.0,
     ) -> bytes:
         address = self._faults.next(self._vw, self._server, type(decode(header)).__name__)
@@ -105,12 +105,12 @@ class DirectChannel:
         if service is not self._host.service:
             raise Unreachable("the server was started anew meanwhile")
         answer, start = b"".join(reply.body), 0
-        if len(answer) != sum(map(len, into)):
+        room = into(len(answer)) if callable(into) else into
+        if len(answer) != sum(map(len, room)):
             raise CallRefused(f"the reply has a body of {len(answer)} bytes, and the caller other room")
-        if into:
-            for each in into:
-                each[:] = answer[start : start + len(each)]
-                start += len(each)
+        for each in room:
+            each[:] = answer[start : start + len(each)]
+            start += len(each)
         return reply.header
 
     def close(self) -> None: ...

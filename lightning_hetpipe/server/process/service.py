@@ -117,7 +117,7 @@ class Service:
         try:
             if isinstance(message, messages.ShardRequest):
                 return self._run_shard(message, body)
-            return self._run_coordinator(message, bytes(body))
+            return self._run_coordinator(message, body)
         except RemoteFault as fault:
             # A VW that its own launch has ended meanwhile, as by Ctrl-C, is no stranger at the door.
             silent = (Refusal.STALE, Refusal.FAILED, Refusal.LEFT_OUT, Refusal.RUNS)
@@ -138,7 +138,7 @@ class Service:
         # the VW's lease, what it reads may be torn, and the coordinator tells it so before it uses them.
         return Reply(messages.encode(answer), weights)
 
-    def _run_coordinator(self, message: messages.Request, body: bytes) -> Reply:
+    def _run_coordinator(self, message: messages.Request, body: memoryview) -> Reply:
         with self._changed:
             try:
                 began = now = time.monotonic()

@@ -20,7 +20,7 @@ from typing import Any
 from lightning_hetpipe.server.protocol import messages
 from lightning_hetpipe.server.protocol.commit_log import CommitLog
 from lightning_hetpipe.server.protocol.decisions import GenerationBegan, Note, ignore
-from lightning_hetpipe.server.protocol.gathers import LIMIT, Gathers, KeptBytes
+from lightning_hetpipe.server.protocol.gathers import LIMIT, Bytes, Gathers, KeptBytes
 from lightning_hetpipe.server.protocol.identifiers import MOST_VIRTUAL_WORKERS, Refusal, RemoteFault
 from lightning_hetpipe.server.protocol.messages import Answer, Request
 from lightning_hetpipe.server.protocol.recovery import Recovery, decide, newest_pull
@@ -64,7 +64,7 @@ class Coordinator:
         self._roster = Roster(self._leases, gone or {}, self._replace)
         self._note = note
         self._gathers = Gathers(gather_limit)
-        self._kept = KeptBytes(gather_limit)
+        self._kept = KeptBytes()
         self._joins: dict[int, messages.Join] = {}
         """Reports for the next generation."""
         self._newcomers: dict[int, messages.Join] = {}
@@ -126,8 +126,6 @@ class Coordinator:
         """Refuse a body before memory is taken for it."""
         if isinstance(message, messages.Gather):
             self._gathers.check(size)
-        elif isinstance(message, messages.KeepBytes):
-            self._kept.check(size)
         elif isinstance(message, messages.Join):
             claimed, gathered = message.signature.virtual_workers, message.report.gathered
             if not 1 <= claimed <= MOST_VIRTUAL_WORKERS:
@@ -136,12 +134,12 @@ class Coordinator:
             if size != (gathered.size if gathered else 0):
                 raise RemoteFault(Refusal.MALFORMED, f"{size} bytes do not come with such a Join")
             self._gathers.check(size // claimed)
-        elif size:
+        elif size and not isinstance(message, messages.KeepBytes):
             raise RemoteFault(Refusal.MALFORMED, f"{size} bytes do not come with a {type(message).__name__}")
 
     def handle(
-        self, message: Request, now: float, body: bytes = b"", *, again: bool = False
-    ) -> tuple[Answer, Sequence[bytes]]:
+        self, message: Request, now: float, body: Bytes = b"", *, again: bool = False
+    ) -> tuple[Answer, Sequence[Bytes]]:
         """Return the answer and its body.
 
         Args:
@@ -249,7 +247,7 @@ class Coordinator:
 
     # Beginning of a generation.
 
-    def _join(self, message: messages.Join, body: bytes, now: float) -> Answer:
+    def _join(self, message: messages.Join, body: Bytes, now: float) -> Answer:
         vw = message.vw
         if message.attempt < self._reports.get(vw, 0):
             raise RemoteFault(Refusal.STALE, f"VW {vw} has joined again since")
@@ -379,7 +377,7 @@ class Coordinator:
 
     # Requests of members.
 
-    def _serve(self, message: messages.MemberRequest, body: bytes) -> tuple[Answer, Sequence[bytes]]:
+    def _serve(self, message: messages.MemberRequest, body: Bytes) -> tuple[Answer, Sequence[Bytes]]:
         if message.generation != self.generation or self.phase is Phase.JOINING:
             raise RemoteFault(Refusal.GENERATION, "a server was lost; the VW has to join again")
         if message.vw not in self._attempts:
@@ -405,7 +403,7 @@ class Coordinator:
             return messages.Granted(*at, clock, clock if log.slowest is None else log.slowest, log.cut_at), ()
         elif isinstance(message, messages.Arrive):
             return self._arrive(log, message), ()
-        elif isinstance(message, messages.Gather | messages.Fetch):
+        elif isinstance(message, messages.Gather):
             return self._gather(log, message, body)
         self._admit()
         return self._roster.done(), ()
@@ -420,13 +418,9 @@ class Coordinator:
         late = [vw for vw in sorted(log.clock) if vw not in log.waits]
         return messages.NotYet(f"VW {', '.join(map(str, late))} to come to cut {message.cut}")
 
-    def _gather(
-        self, log: CommitLog, message: messages.Gather | messages.Fetch, body: bytes
-    ) -> tuple[Answer, Sequence[bytes]]:
+    def _gather(self, log: CommitLog, message: messages.Gather, body: Bytes) -> tuple[Answer, Sequence[Bytes]]:
         name = (message.cut, message.ordinal)
-        if isinstance(message, messages.Fetch):
-            return self._gathers.result(name)
         self._gathers.give(message.vw, name, body, log.clock.keys(), log.waits)
         if missing := self._gathers.missing(name, log.clock.keys(), log.waits):
             return messages.NotYet(f"VW {', '.join(map(str, missing))} in gather {name}"), ()
-        return self._gathers.result(name)[0], ()
+        return self._gathers.result(name)

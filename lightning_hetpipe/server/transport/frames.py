@@ -24,7 +24,9 @@ with 4 MiB the same body takes a third more of CPU time."""
 OVERHEAD = 4096
 """Bytes that a frame may have beside its header."""
 
-_MAGIC = b"HPT\x05"  # the last byte is the version of all that is sent, the protocol's messages included
+ANY_SIZE = -1
+
+_MAGIC = b"HPT\x06"  # the last byte is the version of all that is sent, the protocol's messages included
 _PREFIX = struct.Struct(">4sI")
 
 
@@ -46,7 +48,7 @@ class Opening:
 
     Attributes:
         size: bytes of the request's body.
-        room: bytes that the caller has reserved for the reply's body.
+        room: bytes that the caller has reserved for the reply's body; `ANY_SIZE` if it makes room for whatever comes.
         place: where the request's body lies, if it does not follow.
         accepts_place: whether the reply may give the place of its body instead of the body.
     """
@@ -67,7 +69,7 @@ class Opening:
     def unpack(message: bytes) -> tuple[Opening, bytes]:
         """Decode an opening and its header from untrusted bytes. Raises Malformed."""
         opening, header = _unpack(Opening, message)
-        if min(opening.size, opening.room) < 0 or len(opening.method) > 255:
+        if opening.size < 0 or opening.room < ANY_SIZE or len(opening.method) > 255:
             raise Malformed("an opening's fields are out of range")
         return opening, header
 

@@ -11,7 +11,7 @@ from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.server.transport.body_buffers import Filling, copy, flat, portions, total
 from lightning_hetpipe.server.transport.call_threads import CallThreads
 from lightning_hetpipe.server.transport.codec import Malformed
-from lightning_hetpipe.server.transport.frames import CHUNK, OVERHEAD, Answer, Opening, Outcome
+from lightning_hetpipe.server.transport.frames import ANY_SIZE, CHUNK, OVERHEAD, Answer, Opening, Outcome
 from lightning_hetpipe.server.transport.grpc_import import grpc
 from lightning_hetpipe.server.transport.interface import HEADER_LIMIT, RELEASE, CallRefused, Handler, Reply
 from lightning_hetpipe.server.transport.rejections import Rejections, printable
@@ -241,7 +241,7 @@ def _receive(messages: Iterator[bytes], into: list[memoryview], size: int) -> No
 def _reply(reply: Reply, opening: Opening, messages: Iterator[bytes] | None) -> Iterator[bytes]:
     body = flat(reply.body)
     size = total(body)
-    if size != opening.room:
+    if opening.room not in (size, ANY_SIZE):
         raise CallRefused(f"the reply has a body of {size} bytes, and the caller room for {opening.room}")
     place = place_of(body) if opening.accepts_place else None
     if messages is None and size and place is None:

@@ -6,7 +6,7 @@ gRPC carries them (``grpc_server``, ``grpc_channel``); bodies in memory that bot
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import metadata
 from typing import NamedTuple, Protocol
 
@@ -52,6 +52,21 @@ class Reply(NamedTuple):
     when it changes."""
 
 
+Room = Sequence[memoryview] | Callable[[int], Sequence[memoryview]]
+"""Memory for a reply's body: as large as that must be, or a function that makes it for the size that the reply has."""
+
+
+class Received:
+    """Room for a reply's body of any size, which is its ``content`` then."""
+
+    def __init__(self) -> None:
+        self.content = bytearray()
+
+    def __call__(self, size: int) -> list[memoryview]:
+        self.content = bytearray(size)
+        return [memoryview(self.content)]
+
+
 class Handler(Protocol):
     """Server side, called from several threads of the transport at once; may block until its client gives up.
 
@@ -86,7 +101,7 @@ class Channel(Protocol):
         method: str,
         header: bytes,
         body: Sequence[memoryview] = (),
-        into: Sequence[memoryview] = (),
+        into: Room = (),
         timeout: float = TIMEOUT,
     ) -> bytes:
         """Call the server's handler and return its reply's header.
@@ -97,7 +112,7 @@ class Channel(Protocol):
             method: a name that the handler knows.
             header: at most `HEADER_LIMIT` bytes.
             body: contiguous; read while the call lasts, or for longer where the handler keeps what it is offered.
-            into: where to write the reply's body, which must be exactly as large; undefined if this raises.
+            into: where to write the reply's body; undefined if this raises.
             timeout: seconds for the whole call.
 
         Raises:
