@@ -72,7 +72,7 @@ class HostMemory:
         handle = self.new()
         with self._lock:
             self.flush()
-            self._send(orders.Put(handle.number, value))
+            self._send(orders.Do("put", [handle.number, value]))
         return handle
 
     def block(self, size: int) -> Handle:
@@ -80,7 +80,7 @@ class HostMemory:
         handle = self.new()
         with self._lock:
             self.flush()
-            self._send(orders.SharedBlock(handle.number, size))
+            self._send(orders.Do("put_block", [handle.number, size]))
         return handle
 
     def run(
@@ -127,8 +127,8 @@ class HostMemory:
         with self._asking:
             with self._lock:
                 self.flush()
-                self._send(orders.Bring(numbers))
-            values: Sequence[Tensor] = self._answer().values
+                self._send(orders.Do("bring", [numbers]))
+            values: Sequence[Tensor] = self._answer()
         return values
 
     def close(self, useless: Container[int] = ()) -> None:
@@ -152,11 +152,11 @@ class HostMemory:
             with self._lock:
                 self._waiting.append(order)
                 self._send(self._taken())
-            return self._answer().values
+            return self._answer()
 
-    def _taken(self) -> orders.Runs:
+    def _taken(self) -> orders.Do:
         free = [self._free.popleft() for _ in range(len(self._free))]
-        taken, self._waiting = orders.Runs(self._waiting, free), []
+        taken, self._waiting = orders.Do("run", [self._waiting, free]), []
         return taken
 
 
@@ -217,17 +217,21 @@ class HeldTensors:
     def bring(self, numbers: Sequence[int]) -> list[Tensor]:
         return [self._held[number] for number in numbers]
 
-    def run(self, runs: orders.Runs) -> Any:
+    def run(self, operators: Sequence[orders.Run], free: Sequence[int]) -> Any:
         """Run operators; gives what is to be answered to the last one, or None.
+
+        Args:
+            operators: The operators, in order.
+            free: Numbers of tensors that nobody needs any more, after these.
 
         Raises:
             NotPlain: for what is no operator of torch's own.
         """
         answer = None
         with torch.no_grad():
-            for each in runs.each:
+            for each in operators:
                 answer = self._run(each)
-        for number in runs.free:
+        for number in free:
             self._held.pop(number, None)
         return answer
 

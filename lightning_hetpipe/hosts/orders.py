@@ -1,10 +1,7 @@
 """Messages between a stage's host and the process of Lightning's loop, beside those of the stage itself.
 
-    to the host      UseDevice, first, where it is to compute on an accelerator; Put, SharedBlock, Runs, Bring,
-                     CallServer, Listen, HandOver, at any time; SetUp, and then Begin, Publish, NewLayers, NewVariants,
-                     Take, Look, Delivered, and tasks of the stage
-    from the host    results of tasks; ServerAnswered; Brought, Taken and Looked, in the order in which these were asked
-                     for; Broken, last
+    to the host      Do, CallServer, and once the stage is set up its tasks
+    from the host    results of tasks; ServerAnswered; Brought, in the order in which it was asked for; Broken, last
     host to host     Handed, Forgotten
 
 They travel in one order. So a version is at the host before the first minibatch that uses it.
@@ -23,7 +20,7 @@ from lightning_hetpipe.pipeline.memory import PlannedMemory
 from lightning_hetpipe.pipeline.random.generators import RandomGenerators
 from lightning_hetpipe.pipeline.split.member_pool import DeviceGroup
 from lightning_hetpipe.pipeline.stage import StageSettings
-from lightning_hetpipe.pipeline.stage_messages import Flags, StageState, Version
+from lightning_hetpipe.pipeline.stage_messages import Flags
 from lightning_hetpipe.rules.channel_layouts import ChannelCounts
 from lightning_hetpipe.rules.schedule import Segment
 from lightning_hetpipe.rules.versions import Reading
@@ -35,27 +32,18 @@ class Held(NamedTuple):
     number: int
 
 
-class UseDevice(NamedTuple):
-    """Have tensors, and compute the stage, on an accelerator of the host's machine; messages have them on the CPU.
+class Do(NamedTuple):
+    """Call a method that the host offers (``stage_host.Host``). Its result, unless it is None, is :class:`Brought`."""
 
-    Attributes:
-        number: The accelerator's, on that machine.
-        name: Its name as a plan has it.
-        host: The host's name, for errors.
-        members: Number and name of the accelerator of each member of the stage's group; none where it has none.
-    """
-
-    number: int
-    name: str
-    host: str
-    members: Sequence[Sequence[Any]]
+    method: str
+    arguments: Sequence[Any]
 
 
 class SetUp(NamedTuple):
     """The stage that the host is to be.
 
     Attributes:
-        index: Its number.
+        stage: Its number.
         segments: Its segments.
         layers: As data.
         settings: Those that all stages share, without what belongs to the other process.
@@ -64,10 +52,10 @@ class SetUp(NamedTuple):
         timeout: Seconds after which a wait in which nothing moves ends.
         pad: Its pad; None where no device is emulated.
         modes: Settings of torch that belong to a process.
-        group: Its group, where several devices divide its layers; ``UseDevice`` names these, or a CPU stands for each.
+        group: Its group, where several devices divide its layers, as this process has it.
     """
 
-    index: int
+    stage: int
     segments: Sequence[Segment]
     layers: Sequence[Any]
     settings: StageSettings
@@ -89,47 +77,6 @@ class PublishedWeights(NamedTuple):
 
     held: Sequence[tuple[Reading, int, Flags]]
     buffers: Mapping[int, Sequence[int]]
-
-
-class Begin(NamedTuple):
-    """The pipeline starts empty at ``version``, whose parameters are in ``weights``."""
-
-    version: Version
-    forwards: int
-    weights: PublishedWeights
-
-
-class Publish(NamedTuple):
-    """Takes ``version``, the next one, whose parameters are in ``weights``."""
-
-    version: Version
-    weights: PublishedWeights
-
-
-class NewLayers(NamedTuple):
-    """The layers have changed in other ways than their weights; a :class:`Begin` follows."""
-
-    layers: Sequence[Any]
-
-
-class NewVariants(NamedTuple):
-    """Graphs of the layers for other kinds of inputs, as data; a :class:`Forward` with such inputs follows."""
-
-    graphs: Sequence[Any]
-
-
-class Put(NamedTuple):
-    """Have ``value`` as number ``number``."""
-
-    number: int
-    value: Tensor
-
-
-class SharedBlock(NamedTuple):
-    """Have ``size`` zeroed bytes as number ``number``, which servers on the host's machine see."""
-
-    number: int
-    size: int
 
 
 class CallServer(NamedTuple):
@@ -164,29 +111,6 @@ class ServerAnswered(NamedTuple):
     header: str = ""
     refused: str | None = None
     silent: str | None = None
-
-
-class Listen(NamedTuple):
-    """Let in hosts of other stages that show ``secret``; :class:`Brought` has the port."""
-
-    secret: str
-
-
-class HandOver(NamedTuple):
-    """Hand what segments give over to the hosts of those that follow; :class:`Brought` says of each why it cannot be
-    reached, or None.
-
-    Attributes:
-        stage: The number of this stage.
-        hosts: Addresses and secrets of other stages' hosts.
-        forwards: For each segment whose outputs are handed over, the place of a host.
-        backwards: Likewise of gradients of inputs.
-    """
-
-    stage: int
-    hosts: Sequence[Sequence[str]]
-    forwards: Mapping[int, int]
-    backwards: Mapping[int, int]
 
 
 class HandedOver(NamedTuple):
@@ -227,52 +151,10 @@ class Run(NamedTuple):
     answers: Sequence[int]
 
 
-class Runs(NamedTuple):
-    """Run operators, one after the other; of the last one the answer is wanted, if it has one.
-
-    Attributes:
-        each: The operators.
-        free: Numbers of tensors that nobody needs any more, after these.
-    """
-
-    each: Sequence[Run]
-    free: Sequence[int]
-
-
-class Bring(NamedTuple):
-    """Send the values of tensors that the host has."""
-
-    numbers: Sequence[int]
-
-
 class Brought(NamedTuple):
-    """Answer to :class:`Bring`, :class:`Listen`, :class:`HandOver`, or to :class:`Runs` that have one."""
+    """Answer to :class:`Do`."""
 
     values: Any
-
-
-class Take(NamedTuple):
-    """Hand over the gradients of ``minibatch``.
-
-    Attributes:
-        minibatch: Its number.
-        numbers: For each weight the number under which the host keeps its gradient.
-    """
-
-    minibatch: int
-    numbers: Sequence[int]
-
-
-class Look(NamedTuple):
-    """Show the state that the forwards of ``minibatch`` have left."""
-
-    minibatch: int
-
-
-class Delivered(NamedTuple):
-    """Weights have the gradients of ``minibatch``."""
-
-    minibatch: int
 
 
 class KeptTensor(NamedTuple):
@@ -293,7 +175,7 @@ class SparseTensor(NamedTuple):
 
 
 class Taken(NamedTuple):
-    """Answer to :class:`Take`.
+    """Gradients that a host has handed over.
 
     Attributes:
         gradients: Of weights, by number.
@@ -306,12 +188,6 @@ class Taken(NamedTuple):
     memory: Sequence[Sequence[int]]
     busy: float
     padded: Padded | None
-
-
-class Looked(NamedTuple):
-    """Answer to :class:`Look`."""
-
-    state: StageState
 
 
 class Broken(NamedTuple):

@@ -12,7 +12,7 @@ import queue
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from itertools import count
 from typing import Any
@@ -76,20 +76,29 @@ class PeerHosts:
         port: int = self._listener.getsockname()[1]
         return port
 
-    def connect(self, order: orders.HandOver) -> list[str | None]:
-        """Connect to the hosts that ``order`` names, and hand over to them from now on; gives why some cannot be."""
-        self._stage = order.stage
+    def connect(
+        self, stage: int, hosts: Sequence[tuple[str, str]], forwards: Mapping[int, int], backwards: Mapping[int, int]
+    ) -> list[str | None]:
+        """Hand what segments of ``stage`` give over to the hosts of those that follow; gives why some cannot be.
+
+        Args:
+            stage: The number of this stage.
+            hosts: Addresses and secrets of other stages' hosts.
+            forwards: For each segment whose outputs are handed over, the place of a host.
+            backwards: Likewise of gradients of inputs.
+        """
+        self._stage = stage
         reasons: list[str | None] = []
-        for place, (address, secret) in enumerate(order.hosts):
+        for place, (address, secret) in enumerate(hosts):
             try:
-                link = _Link(address, self._security, {"secret": secret, "stage": order.stage})
+                link = _Link(address, self._security, {"secret": secret, "stage": stage})
             except (Refused, OSError, SettingError) as error:
                 reasons.append(getattr(error, "strerror", None) or str(error))
                 continue
             reasons.append(None)
             self._links.append(link)
-            self._forwards.update({segment: link for segment, to in order.forwards.items() if to == place})
-            self._backwards.update({segment: link for segment, to in order.backwards.items() if to == place})
+            self._forwards.update({segment: link for segment, to in forwards.items() if to == place})
+            self._backwards.update({segment: link for segment, to in backwards.items() if to == place})
         return reasons
 
     def hand_over(self, result: Result) -> Result:

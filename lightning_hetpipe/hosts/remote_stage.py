@@ -111,9 +111,10 @@ class RemoteStage(Stage):
 
     def start(self) -> None:
         self._known = self._variants()
-        self._send(
+        self._tell(
+            "set_up",
             orders.SetUp(
-                index=self.index,
+                stage=self.index,
                 segments=self.segments,
                 layers=self._layers_as_data(),
                 settings=replace(self._settings, before_pass=None, compile=None),
@@ -123,13 +124,13 @@ class RemoteStage(Stage):
                 pad=None if self.emulation is None else self.emulation.pad(self.index),
                 modes=modes(),
                 group=None if self._members is None else self._members.group,
-            )
+            ),
         )
         self._is_set_up = True
 
     def await_host(self) -> None:
         """Wait until the host has done all that it was told so far."""
-        self._ask(orders.Bring(()))
+        self._ask("bring", ())
 
     def await_weights(self) -> None:
         """Wait until the host has the weights, if they are to be on an accelerator.
@@ -194,7 +195,7 @@ class RemoteStage(Stage):
         if self._is_set_up:
             self._known = self._variants()
             try:
-                self._send(orders.NewLayers(self._layers_as_data()))
+                self._tell("take_layers", self._layers_as_data())
             except NotPlain as reason:
                 raise SettingError(
                     f"the layers of stage {self.index} have changed, and now {reason}; leave stage_hosts out, or change"
@@ -205,7 +206,7 @@ class RemoteStage(Stage):
         take_in_foreach(RemoteTensor)
         if self._accelerators:
             own, *members = self._accelerators
-            self._send_at_once(orders.UseDevice(*own, self._host.name, [[*each] for each in members]))
+            self._send_at_once(orders.Do("use_device", [self._host.name, own, members]))
             self._memory.bring(())  # before any weight leaves this process for a host that has no such device
 
     def _move_out(self) -> None:
@@ -234,14 +235,14 @@ class RemoteStage(Stage):
 
     def begin(self, version: Version, forwards: int) -> None:
         super().begin(version, forwards)
-        self._send(orders.Begin(_without_weights(version), forwards, self._published()))
+        self._tell("begin", _without_weights(version), forwards, self._published())
 
     def publish(self, version: Version) -> None:
         super().publish(version)
-        self._send(orders.Publish(_without_weights(version), self._published()))
+        self._tell("publish", _without_weights(version), self._published())
 
     def state(self, minibatch: int) -> StageState:
-        found: StageState = self._ask(orders.Look(minibatch)).state
+        found: StageState = self._ask("look", minibatch)
         for runner, left in zip(self._runners.values(), found.buffers, strict=True):
             runner.buffers.mirror(minibatch, left)  # so that publishing finds what callbacks have changed
         return found
@@ -249,8 +250,7 @@ class RemoteStage(Stage):
     def take(self, minibatch: int) -> FoundGradients:
         assert isinstance(self.stash, RemoteStash)
         handles = [self._memory.new() for _ in self.stash.parameters]
-        taken = self._ask(orders.Take(minibatch, [handle.number for handle in handles]))
-        assert isinstance(taken, orders.Taken)
+        taken: orders.Taken = self._ask("take", minibatch, [handle.number for handle in handles])
         self.memory.mirror(taken.memory)
         self._busy.show(taken.busy)
         if self.emulation is not None and taken.padded is not None:
@@ -267,7 +267,7 @@ class RemoteStage(Stage):
         return found
 
     def delivered(self, minibatch: int) -> None:
-        self._send(orders.Delivered(minibatch))
+        self._tell("delivered", minibatch)
 
     def _published(self) -> orders.PublishedWeights:
         assert isinstance(self.stash, RemoteStash)
@@ -277,12 +277,12 @@ class RemoteStage(Stage):
 
     def listen(self, secret: str) -> int:
         """Have the host let in those of other stages that show ``secret``; gives its port."""
-        port: int = self._ask(orders.Listen(secret)).values
+        port: int = self._ask("listen", secret)
         return port
 
-    def hand_over(self, order: orders.HandOver) -> list[str | None]:
-        """Have the host hand over to others what ``order`` says; gives for each why it cannot be reached, or None."""
-        reasons: list[str | None] = self._ask(order).values
+    def hand_over(self, *hosts_and_segments: Any) -> list[str | None]:
+        """Have the host call ``PeerHosts.connect``; gives for each other host why it cannot be reached, or None."""
+        reasons: list[str | None] = self._ask("hand_over", self.index, *hosts_and_segments)
         return reasons
 
     # Messages.
@@ -316,7 +316,7 @@ class RemoteStage(Stage):
             return
         with self._lock:
             new = new_variants(self.layers, self._known)  # while others are added, which the next forward sends
-            self._send(orders.NewVariants(new))
+            self._tell("add_variants", new)
             self._known = [known + len(each["graphs"]) for known, each in zip(self._known, new, strict=True)]
 
     def _send(self, message: Any) -> None:
@@ -332,10 +332,14 @@ class RemoteStage(Stage):
         except OSError:
             raise self._host_lost() from None
 
-    def _ask(self, message: Any) -> Any:
-        """Send ``message`` and wait for the answer; any thread may."""
+    def _tell(self, method: str, *arguments: Any) -> None:
+        """Have the host call ``method``, which has no result."""
+        self._send(orders.Do(method, arguments))
+
+    def _ask(self, method: str, *arguments: Any) -> Any:
+        """Have the host call ``method``, and wait for the result; any thread may."""
         with self._asking:
-            self._send(message)
+            self._tell(method, *arguments)
             return self._await_answer()
 
     def _await_answer(self) -> Any:
@@ -350,7 +354,7 @@ class RemoteStage(Stage):
         def ready(seconds: float) -> bool:
             try:
                 number, answer = self._answers.get(timeout=seconds)
-                found.extend([answer] if number == question else [])
+                found.extend([answer.values] if number == question else [])
             except queue.Empty:
                 if self._lost is not None:
                     raise self._host_lost() from None
@@ -398,7 +402,7 @@ class RemoteStage(Stage):
             if isinstance(message, orders.ServerAnswered):
                 self.holder.answered(message)
                 continue
-            if isinstance(message, orders.Taken | orders.Looked | orders.Brought):
+            if isinstance(message, orders.Brought):
                 self._answers.put((next(numbers), message))
                 continue
             with self._lock:

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ from lightning_hetpipe.pipeline.freed_memory import keep_freed_memory
 from lightning_hetpipe.pipeline.graph_code import add_variants, layers_of_data
 from lightning_hetpipe.pipeline.plain_code import NotPlain
 from lightning_hetpipe.pipeline.stage import Layer, Stage
-from lightning_hetpipe.pipeline.stage_messages import Failure, Result
+from lightning_hetpipe.pipeline.stage_messages import Failure, Result, Version
 from lightning_hetpipe.pipeline.stage_thread import Parcel
 from lightning_hetpipe.pipeline.streams import StreamEvent, Streams, move
 from lightning_hetpipe.pipeline.threads import ReadersWriterLock, Watchdog
@@ -166,6 +167,20 @@ class Host:
         self._device = HostDevice()
         self._streams = Streams()
         self._emulation: Emulation | None = None
+        self._stage: HostedStage | None = None
+        self._undo = ExitStack()
+        held, taken = self._held, self._device.taken
+        self._methods: dict[str, Callable[..., Any]] = {
+            "put": held.put,
+            "put_block": lambda number, size: held.put_block(number, block_of(size)),
+            "run": lambda *operators: taken(held.run(*operators)),
+            "bring": lambda numbers: taken(held.bring(numbers)),
+            "listen": self._peers.listen,
+            "hand_over": self._peers.connect,
+            "use_device": self._use_device,
+            "set_up": self._set_up,
+        }
+        """What the other process may have called; once the stage is set up, its methods are among them."""
 
     def run(self) -> bool:
         """Do what messages ask for, until none comes any more; False if that could not be done.
@@ -177,24 +192,14 @@ class Host:
         keep_freed_memory()
         sender = threading.Thread(target=self._send, name="hetpipe-host-sender", daemon=True)
         sender.start()
-        with suppress(EOFError), ExitStack() as undo:
+        with suppress(EOFError), self._undo as undo:
             undo.callback(sender.join, SENDING)  # else the process could end before its last message is sent
             undo.callback(self._answers.put, None)
             undo.callback(self._calls.close)
             undo.callback(self._peers.close)
-            stage: HostedStage | None = None
             try:
                 while True:
-                    message = self._wire.receive()
-                    if isinstance(message, orders.SetUp):
-                        torch.set_num_threads(message.settings.torch_threads)
-                        stage = self._stage(message)
-                        stage.start()
-                        undo.callback(stage.close)
-                    elif not self._remembers(message):
-                        if stage is None:
-                            raise NotPlain("a message for a stage that is not set up")
-                        self._serve(stage, message)
+                    self._obey(self._wire.receive())
             except EOFError:
                 raise
             except Exception as error:
@@ -209,48 +214,56 @@ class Host:
         while True:
             self._wire.receive()
 
-    def _remembers(self, message: Any) -> bool:
-        """Do what ``message`` asks for with tensors that are held; False if it asks for something else."""
-        if isinstance(message, orders.Runs):
-            answer = self._held.run(message)
-            if answer is not None:
-                self._answers.put(orders.Brought(self._device.taken(answer)))
-        elif isinstance(message, orders.Put):
-            self._held.put(message.number, message.value)
-        elif isinstance(message, orders.SharedBlock):
-            self._held.put_block(message.number, block_of(message.size))
-        elif isinstance(message, orders.CallServer):
+    def _obey(self, message: Any) -> None:
+        if isinstance(message, orders.CallServer):
             blocks = [None if held is None else self._held.get(held.number) for held in (message.body, message.into)]
             self._calls.make(message, *blocks)
-        elif isinstance(message, orders.Bring):
-            self._answers.put(orders.Brought(self._device.taken(self._held.bring(message.numbers))))
-        elif isinstance(message, orders.Listen):
-            self._answers.put(orders.Brought(self._peers.listen(message.secret)))
-        elif isinstance(message, orders.HandOver):
-            self._answers.put(orders.Brought(self._peers.connect(message)))
-        elif isinstance(message, orders.UseDevice):
-            self._device.use(message)
-            self._held.device = self._device.device
+        elif isinstance(message, orders.Do) and (method := self._methods.get(message.method)) is not None:
+            if (answer := method(*message.arguments)) is not None:
+                self._answers.put(orders.Brought(answer))
+        elif self._stage is None:
+            raise NotPlain("a message for a stage that is not set up")
         else:
-            return False
-        return True
+            try:
+                self._stage.put(Parcel(self._device.given(self._peers.receive(message, self._timeout))))
+            except RuntimeError as error:
+                self._answers.put(Failure(message.minibatch, error))
 
-    def _stage(self, setup: orders.SetUp) -> HostedStage:
+    def _use_device(self, *devices: Any) -> None:
+        self._device.use(*devices)
+        self._held.device = self._device.device
+
+    def _set_up(self, setup: orders.SetUp) -> None:
+        torch.set_num_threads(setup.settings.torch_threads)
+        stage = self._stage = self._made(setup)
+        self._methods |= {
+            "begin": partial(self._begin, stage),
+            "publish": partial(self._publish, stage),
+            "take_layers": lambda layers: stage.take_layers(layers_of_data(layers, self._found, self._device.device)),
+            "add_variants": lambda graphs: add_variants(stage.layers, graphs),
+            "take": partial(self._take, stage),
+            "look": lambda minibatch: self._device.state(stage.state(minibatch)),
+            "delivered": stage.delivered,
+        }
+        stage.start()
+        self._undo.callback(stage.close)
+
+    def _made(self, setup: orders.SetUp) -> HostedStage:
         set_modes(setup.modes)
         self._timeout, device = setup.timeout, self._device.device
         own = layers_of_data(setup.layers, self._found, device)
         numbers = [number for segment in setup.segments for number in segment.layers]
         layers = dict(zip(numbers, own, strict=True))
         if setup.pad is not None:
-            self._emulation = Emulation([setup.pad] * (setup.index + 1))
-        self._device.seed(setup.settings.generators, setup.index)
-        watchdog = Watchdog(setup.timeout, lambda: True, lambda: f"stage {setup.index} at its host")
+            self._emulation = Emulation([setup.pad] * (setup.stage + 1))
+        self._device.seed(setup.settings.generators, setup.stage)
+        watchdog = Watchdog(setup.timeout, lambda: True, lambda: f"stage {setup.stage} at its host")
         group = setup.group
         return HostedStage(
             self._held,
             lambda minibatch: self._answers.put(orders.Forgotten(minibatch)),
             self._device.place,
-            index=setup.index,
+            index=setup.stage,
             device=device,
             segments=setup.segments,
             layers=[layers.get(number, own[0]) for number in range(max(numbers) + 1)],
@@ -265,31 +278,19 @@ class Host:
             group=group and replace(group, devices=self._device.members or [device] * len(group.devices)),
         )
 
-    def _serve(self, stage: HostedStage, message: Any) -> None:
-        if isinstance(message, orders.Begin):
-            stage.stream.synchronize()  # what was dropped may still be computed, on the weights that come next
-            stage.see(message.weights)
-            stage.begin(message.version, message.forwards)
-        elif isinstance(message, orders.Publish):
-            stage.see(message.weights)
-            stage.publish(message.version)
-        elif isinstance(message, orders.NewLayers):
-            stage.take_layers(layers_of_data(message.layers, self._found, self._device.device))
-        elif isinstance(message, orders.NewVariants):
-            add_variants(stage.layers, message.graphs)
-        elif isinstance(message, orders.Take):
-            self._answers.put(self._taken(stage, message.minibatch, message.numbers))
-        elif isinstance(message, orders.Look):
-            self._answers.put(orders.Looked(self._device.state(stage.state(message.minibatch))))
-        elif isinstance(message, orders.Delivered):
-            stage.delivered(message.minibatch)
-        else:
-            try:
-                stage.put(Parcel(self._device.given(self._peers.receive(message, self._timeout))))
-            except RuntimeError as error:
-                self._answers.put(Failure(message.minibatch, error))
+    def _begin(self, stage: HostedStage, version: Version, forwards: int, weights: orders.PublishedWeights) -> None:
+        """Have the pipeline start empty at ``version``, whose parameters are in ``weights``."""
+        stage.stream.synchronize()  # what was dropped may still be computed, on the weights that come next
+        stage.see(weights)
+        stage.begin(version, forwards)
 
-    def _taken(self, stage: Stage, minibatch: int, numbers: Sequence[int]) -> orders.Taken:
+    def _publish(self, stage: HostedStage, version: Version, weights: orders.PublishedWeights) -> None:
+        """Take ``version``, the next one, whose parameters are in ``weights``."""
+        stage.see(weights)
+        stage.publish(version)
+
+    def _take(self, stage: Stage, minibatch: int, numbers: Sequence[int]) -> orders.Taken:
+        """Hand over the gradients of ``minibatch``; keep each under the one of ``numbers`` that is its weight's."""
         taken = stage.take(minibatch)
         found = taken.gradients
         for event in taken.events:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hetpipe.errors import PipelineStalled
-from lightning_hetpipe.hosts.orders import Put
+from lightning_hetpipe.hosts.orders import Do
 from lightning_hetpipe.hosts.remote_stage import RemoteStage
 from lightning_hetpipe.hosts.remote_tensor import local
 from lightning_hetpipe.hosts.wire import SMALL, Wire
@@ -89,9 +89,9 @@ def test_nothing_follows_a_message_that_was_sent_in_part() -> None:
     its.settimeout(20.0)
     here, there = Wire(Interrupts(ours)), Wire(its)
     with pytest.raises(KeyboardInterrupt):
-        here.send(Put(0, torch.zeros(SMALL)))
+        here.send(Do("put", [0, torch.zeros(SMALL)]))
     with pytest.raises(OSError, match=r".*"):
-        here.send(Put(1, torch.zeros(())))
+        here.send(Do("put", [1, torch.zeros(())]))
     with pytest.raises(EOFError):
         there.receive()
     here.close()

@@ -35,13 +35,10 @@ class Table:
     def _send(self, order: Any) -> None:
         order = _copied(order)
         self.sent.append(order)
-        if isinstance(order, orders.Put):
-            self.held.put(order.number, order.value)
-            return
         with own_state(ProcessState.seeded(9, 0, "another process")):
-            answer = self.held.bring(order.numbers) if isinstance(order, orders.Bring) else self.held.run(order)
+            answer = getattr(self.held, order.method)(*order.arguments)
         if answer is not None:
-            self._answers.append(_copied(orders.Brought(answer)))
+            self._answers.append(_copied(answer))
 
 
 class _Nothing:
@@ -294,7 +291,7 @@ def test_values_stay_when_the_host_ends(table: Table) -> None:
 def test_only_operators_of_torch_run_at_a_host(table: Table) -> None:
     for name in ("os::system", "prims::no_such", "aten::no_such", "nothing", "aten::__class__", "aten::from_file"):
         with pytest.raises(NotPlain, match="is no operator of torch's own"):
-            table.held.run(orders.Runs([orders.Run(name, [], {}, [], ())], []))
+            table.held.run([orders.Run(name, [], {}, [], ())], [])
 
 
 @pytest.fixture(autouse=True)

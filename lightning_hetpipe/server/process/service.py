@@ -6,6 +6,7 @@ is told to ask again. So a wait costs no traffic, and a lost answer no more than
 
 from __future__ import annotations
 
+import functools
 import secrets
 import threading
 import time
@@ -158,6 +159,7 @@ class Service:
         return Reply(messages.encode(answer), [memoryview(part) for part in parts])
 
 
+@functools.lru_cache(maxsize=64)  # it is asked for when a call is opened, and when it runs
 def _read(method: str, header: bytes) -> messages.Request | messages.ShardRequest:
     message = messages.decode(header)
     kinds = {COORDINATOR_METHOD: get_args(messages.Request), SHARD_METHOD: get_args(messages.ShardRequest)}.get(
