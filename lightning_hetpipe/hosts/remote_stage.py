@@ -10,7 +10,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import count
@@ -23,8 +23,7 @@ from lightning_hetpipe.emulation import Emulation
 from lightning_hetpipe.errors import PipelineStalled, SettingError, VirtualWorkerLost
 from lightning_hetpipe.hosts import orders
 from lightning_hetpipe.hosts.host_memory import HostMemory
-from lightning_hetpipe.hosts.remote_stash import RemoteStash
-from lightning_hetpipe.hosts.remote_tensor import RemoteTensor, come_home, move_out, remote
+from lightning_hetpipe.hosts.remote_tensor import RemoteTensor, come_home, local, move_out, remote
 from lightning_hetpipe.hosts.server_calls import HostHolder
 from lightning_hetpipe.hosts.stage_host import modes
 from lightning_hetpipe.hosts.wire import HostConnection
@@ -36,7 +35,7 @@ from lightning_hetpipe.pipeline.stage import FoundGradients, Stage
 from lightning_hetpipe.pipeline.stage_messages import Backward, Cancel, Evaluate, Failure, Forward, StageState, Version
 from lightning_hetpipe.pipeline.stage_thread import Parcel
 from lightning_hetpipe.pipeline.streams import HostStream
-from lightning_hetpipe.pipeline.weight_stash import VersionedLayers
+from lightning_hetpipe.pipeline.weight_stash import VersionedLayers, WeightStash, copy_of
 from lightning_hetpipe.torch_private.subclasses import take_in_foreach
 
 
@@ -46,6 +45,47 @@ class HostLost(VirtualWorkerLost):
 
 LOST: tuple[type[Exception], ...] = (HostLost, *STAYING.values())
 """Errors that say that a host cannot go on."""
+
+
+class RemoteStash(WeightStash):
+    """Versions of a stage in the ``memory`` of its host. Further arguments go to ``WeightStash``."""
+
+    def __init__(self, memory: HostMemory, *args: Any) -> None:
+        self.memory = memory
+        self._told: dict[int, list[int]] = {}
+        super().__init__(*args)
+
+    def let_go(self) -> None:
+        """Nothing of it is here."""
+
+    def numbers(self) -> set[int]:
+        """Numbers of the tensors of versions, and of the layers that they are bound to."""
+        every = [*self.parameters, *self._frozen.values()]
+        every += [each for buffer in self.buffers for each in buffer.tensors]
+        return {each.handle.number for each in every if isinstance(each, RemoteTensor)}
+
+    def published(self) -> orders.PublishedWeights:
+        """Message to the host, about what it was not told before."""
+        numbers = {id(buffer): number for number, buffer in enumerate(self.buffers)}
+        new: dict[int, list[int]] = {}
+        for buffer in set(self._held.values()):
+            number = numbers[id(buffer)]
+            tensors = [each.handle.number for each in buffer.tensors if isinstance(each, RemoteTensor)]
+            if tensors != self._told.get(number):
+                new[number] = self._told[number] = tensors
+        held = [(reading, numbers[id(buffer)], buffer.flags) for reading, buffer in self._held.items()]
+        return orders.PublishedWeights(held, new)
+
+    def _copy(self, frozen: Mapping[int, Tensor] | None = None) -> nn.ModuleList:
+        return copy_of(self._live, self._device, frozen, stays=True)
+
+    def _placed(self, tensors: dict[int, Tensor]) -> dict[int, Tensor]:
+        return {number: self._there(tensor) for number, tensor in tensors.items()}
+
+    def _there(self, tensor: Tensor) -> RemoteTensor:
+        if isinstance(tensor, RemoteTensor) and tensor.handle.owner is self.memory:
+            return tensor
+        return remote(local(tensor), self.memory)
 
 
 class _RemoteStream(HostStream):

@@ -23,7 +23,6 @@ from lightning_hetpipe.hosts import orders
 from lightning_hetpipe.hosts.host_device import Computed, HostDevice
 from lightning_hetpipe.hosts.host_memory import CPU, HeldTensors
 from lightning_hetpipe.hosts.peer_hosts import PeerHosts
-from lightning_hetpipe.hosts.remote_stash import HostedStash
 from lightning_hetpipe.hosts.server_calls import ServerCalls
 from lightning_hetpipe.hosts.wire import Wire
 from lightning_hetpipe.pipeline.freed_memory import keep_freed_memory
@@ -34,7 +33,7 @@ from lightning_hetpipe.pipeline.stage_messages import Failure, Result, Version
 from lightning_hetpipe.pipeline.stage_thread import Parcel
 from lightning_hetpipe.pipeline.streams import StreamEvent, Streams, move
 from lightning_hetpipe.pipeline.threads import ReadersWriterLock, Watchdog
-from lightning_hetpipe.pipeline.weight_stash import VersionedLayers
+from lightning_hetpipe.pipeline.weight_stash import VersionBuffer, VersionedLayers
 from lightning_hetpipe.server.protocol.shard import block_of
 from lightning_hetpipe.server.transport.security import Security
 from lightning_hetpipe.torch_private.subclasses import address_of
@@ -109,6 +108,40 @@ def _matmul_precision() -> str | None:
 def _flushes_denormals() -> bool:
     """Return True if this thread takes numbers that are not normal for zero, which torch only lets one set."""
     return not torch.tensor([torch.finfo(torch.float32).tiny]).mul(0.5).item()
+
+
+class HostedStash(VersionedLayers):
+    """The versions, for the ``layers`` of the host; ``held`` gives a tensor that the host holds."""
+
+    def __init__(self, layers: nn.ModuleList, held: Callable[[int], Tensor]) -> None:
+        super().__init__(layers)
+        self._held_by_number = held
+        self._numbered: dict[int, VersionBuffer] = {}
+        self._new: list[Tensor] = []
+
+    def take(self, weights: orders.PublishedWeights) -> None:
+        """Have what was published now."""
+        self._new = []
+        for number, tensors in weights.buffers.items():
+            buffer = self._numbered.setdefault(number, VersionBuffer())
+            buffer.tensors = [*map(self._held_by_number, tensors)]
+            self._new += buffer.tensors
+        self.buffers = [*self._numbered.values()]
+        before, self._held = self._held, {}
+        for reading, number, flags in weights.held:
+            if before.get(reading) is not self._numbered[number]:
+                self._numbered[number].fills += 1
+            self._held[reading] = self._numbered[number]
+            if self._numbered[number].flags != flags:
+                self._numbered[number].flags = flags
+
+    def begin(self, version: Version) -> list[Tensor]:
+        for buffer in self.buffers:
+            buffer.fills += 1  # with weights that may have changed under the same number
+        return self.publish(version)
+
+    def publish(self, version: Version) -> list[Tensor]:
+        return self._new
 
 
 class HostedStage(Stage):

@@ -22,9 +22,8 @@ from lightning_hetpipe.hosts import host_server
 from lightning_hetpipe.hosts.host_rendezvous import Arrival, HostRendezvous, Meeting
 from lightning_hetpipe.hosts.secured_socket import check_names
 from lightning_hetpipe.launch import servers
-from lightning_hetpipe.launch.lost_workers import lost_workers
+from lightning_hetpipe.launch.ends import INTERRUPTED, TERMINATED, lost_workers
 from lightning_hetpipe.launch.ranks import Rank
-from lightning_hetpipe.launch.told_to_end import INTERRUPTED, TERMINATED
 from lightning_hetpipe.launch.wsp_settings import WSPSettings
 from lightning_hetpipe.server.transport.security import Security, joined, split
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import io
 import json
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -34,7 +35,6 @@ from lightning_hetpipe.server.process.sessions import SessionChannel
 from lightning_hetpipe.server.protocol.identifiers import CommitIndex
 from lightning_hetpipe.server.protocol.messages import Departed, Leave, encode
 from lightning_hetpipe.server.transport.interface import STATUS, CallRefused, Channel, Unreachable
-from lightning_hetpipe.workers.nameless_file import NamelessFile
 
 RECORD, STATE, SEATS = "record", "state", "seats"
 READY = "ready-"
@@ -46,6 +46,22 @@ _ANNOUNCED = 5.0
 
 _AGAIN = 0.1
 """Seconds between looks at the coordinator's status."""
+
+
+class NamelessFile:
+    """An empty file without a name, for code that wants a path; it goes with this process, however that ends."""
+
+    def __init__(self) -> None:
+        self._file = tempfile.TemporaryFile(prefix="hetpipe-")  # noqa: SIM115
+
+    @property
+    def path(self) -> Path:
+        """The path by which this process opens it."""
+        return Path("/dev/fd", str(self._file.fileno()))
+
+    def close(self) -> None:
+        """Delete it."""
+        self._file.close()
 
 
 class CameTooLate(VirtualWorkerLost):

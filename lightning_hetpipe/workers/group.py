@@ -20,7 +20,7 @@ from torch import Tensor
 
 from lightning_hetpipe.errors import NOTICE_AFTER, say
 from lightning_hetpipe.launch import parent_watch
-from lightning_hetpipe.launch.lost_workers import Uncaught
+from lightning_hetpipe.launch.ends import Uncaught
 from lightning_hetpipe.launch.servers import FoundServers
 from lightning_hetpipe.launch.wsp_settings import WSPSettings
 from lightning_hetpipe.server.process.client import Client

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hetpipe.hosts import orders
-from lightning_hetpipe.hosts.remote_stash import HostedStash
 from lightning_hetpipe.hosts.remote_tensor import RemoteTensor, local, remote
+from lightning_hetpipe.hosts.stage_host import HostedStash
 from lightning_hetpipe.pipeline.stage_messages import Flags, Version
 from lightning_hetpipe.rules.versions import Reading
 from lightning_hetpipe.torch_private.subclasses import exchange

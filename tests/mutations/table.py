@@ -689,7 +689,7 @@ MUTATIONS = (
     Mutation(
         "L1",
         "a host computes on the newest of the versions that it has",
-        "hosts/remote_stash.py",
+        "hosts/stage_host.py",
         "self._held[reading] = self._numbered[number]",
         "self._held[reading] = self._numbered[weights.held[-1][1]]",
         ("tests/hosts/test_exact_hosts.py", "-k", "test_models and views-3-3"),

@@ -18,9 +18,9 @@ import torch
 from lightning_hetpipe import WSPCallback
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.launch.servers import FoundServers
+from lightning_hetpipe.server.process.server_process import ServerLost
 from lightning_hetpipe.server.process.service import Service
 from lightning_hetpipe.server.process.sessions import Sessions
-from lightning_hetpipe.server.process.supervisor import ServerLost
 from lightning_hetpipe.server.process.waits import ServersSilent
 from lightning_hetpipe.server.protocol.identifiers import PeerFailed
 from lightning_hetpipe.server.protocol.messages import Gather, Gathered, Leave, Lost, Message, decode

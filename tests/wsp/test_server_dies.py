@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lightning_hetpipe.server.process.supervisor import STARTS
+from lightning_hetpipe.server.process.server_process import STARTS
 from tests.wsp.launch import Job, finished, left_behind, start
 from tests.wsp.test_exact import check, expected
 

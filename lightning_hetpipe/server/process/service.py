@@ -16,7 +16,6 @@ from typing import Any, get_args
 from lightning_hetpipe.server.protocol import messages
 from lightning_hetpipe.server.protocol.coordinator import Coordinator
 from lightning_hetpipe.server.protocol.decisions import Note, ignore
-from lightning_hetpipe.server.protocol.gathers import LIMIT
 from lightning_hetpipe.server.protocol.identifiers import Refusal, RemoteFault
 from lightning_hetpipe.server.protocol.shard import Shard
 from lightning_hetpipe.server.transport.interface import CallRefused, Reply
@@ -30,7 +29,6 @@ class Service:
 
     Args:
         lease: seconds of silence after which a VW is left out.
-        gather_limit: bytes of one VW's part of a gather.
         longest_wait: seconds for which a request waits.
         gone: of the service whose place this one takes, its `gone`.
         note: receives every decision of the coordinator about weights; must not wait.
@@ -40,14 +38,13 @@ class Service:
         self,
         lease: float,
         *,
-        gather_limit: int = LIMIT,
         longest_wait: float = 2.0,
         gone: Mapping[int, int] | None = None,
         note: Note = ignore,
     ) -> None:
         epoch = secrets.token_hex(8)
         self._longest_wait = min(longest_wait, lease / 3)  # a VW that waits is not heard
-        self._coordinator = Coordinator(epoch, lease, gather_limit, gone, note)
+        self._coordinator = Coordinator(epoch, lease, gone, note)
         self._closed = False
         self._changed = threading.Condition()
         self._shard = Shard(epoch)

@@ -20,7 +20,7 @@ from typing import Any
 from lightning_hetpipe.server.protocol import messages
 from lightning_hetpipe.server.protocol.commit_log import CommitLog
 from lightning_hetpipe.server.protocol.decisions import GenerationBegan, Note, ignore
-from lightning_hetpipe.server.protocol.gathers import LIMIT, Bytes, Gathers, KeptBytes
+from lightning_hetpipe.server.protocol.gathers import Bytes, Gathers, KeptBytes
 from lightning_hetpipe.server.protocol.identifiers import MOST_VIRTUAL_WORKERS, Refusal, RemoteFault
 from lightning_hetpipe.server.protocol.messages import Answer, Request
 from lightning_hetpipe.server.protocol.recovery import Recovery, decide, newest_pull
@@ -42,7 +42,6 @@ class Coordinator:
     Args:
         epoch: random id of the server's start.
         lease: seconds of silence after which a VW is left out.
-        gather_limit: bytes of one VW's part of a gather.
         gone: of VWs that have left or were left out before this coordinator took over, the last incarnation.
         note: receives every decision about weights.
     """
@@ -51,7 +50,6 @@ class Coordinator:
         self,
         epoch: str,
         lease: float,
-        gather_limit: int = LIMIT,
         gone: Mapping[int, int] | None = None,
         note: Note = ignore,
     ) -> None:
@@ -63,7 +61,7 @@ class Coordinator:
         self._leases = Leases(lease)
         self._roster = Roster(self._leases, gone or {}, self._replace)
         self._note = note
-        self._gathers = Gathers(gather_limit)
+        self._gathers = Gathers()
         self._kept = KeptBytes()
         self._joins: dict[int, messages.Join] = {}
         """Reports for the next generation."""
@@ -298,7 +296,7 @@ class Coordinator:
         if isinstance(found, list):
             return found
         if all(join.report.gathered is None for join in self._joins.values()):
-            self._gathers = Gathers(self._gathers.limit)  # an older result is another launch's, or is given anew
+            self._gathers = Gathers()  # an older result is another launch's, or is given anew
         assert self._roster.signature is not None
         for each in found.missing if self._roster.signature.parameters else ():  # other sessions may be left silently
             if not self._roster.has_gone(each.vw, each.incarnation):

@@ -4,7 +4,7 @@ A gather is named by (cut, ordinal). Its members are those who are live when it 
 it is complete when each of them has given its part, has left, or has come to a later cut meanwhile. The last result is
 kept until the next one is complete: then everyone who needs it has it, since it had to go on from there.
 
-Bound: a part has at most ``limit`` bytes, and there are at most two gathers, one complete and one open: 2 N ``limit``.
+Bound: a part has at most `LIMIT` bytes, and there are at most two gathers, one complete and one open: 2 N `LIMIT`.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ Name = tuple[int, int]
 Bytes = bytes | memoryview
 
 LIMIT = 64 << 20
-"""Default limit of a part, in bytes; more is gathered in several gathers."""
+"""Largest part, in bytes; more is gathered in several gathers."""
 
 
 class Gathers:
-    """Gathers of one generation after the other; ``limit`` is the largest part, in bytes."""
+    """Gathers of one generation after the other."""
 
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
+    limit = LIMIT
+
+    def __init__(self) -> None:
         self._open: dict[Name, dict[int, Bytes]] = {}
         self._members: dict[Name, frozenset[int]] = {}
         self._given: dict[int, Name] = {}
