@@ -213,7 +213,7 @@ class Host:
             "use_device": self._use_device,
             "set_up": self._set_up,
         }
-        """What the other process may have called; once the stage is set up, its methods are among them."""
+        """Methods that the other process may call; once the stage is set up, its methods are among them."""
 
     def run(self) -> bool:
         """Do what messages ask for, until none comes any more; False if that could not be done.

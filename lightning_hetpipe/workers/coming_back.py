@@ -462,5 +462,5 @@ def _written(values: Any) -> bytes:
 
 
 def _loaded(content: bytearray | None) -> dict[str, Any]:
-    """What :func:`_written` has written; nothing if there is none."""
+    """Values that :func:`_written` has written; none for no content."""
     return {} if content is None else dict(torch.load(io.BytesIO(content), weights_only=True))

@@ -36,11 +36,11 @@ from lightning_hetpipe.server.protocol.messages import (
 from lightning_hetpipe.server.protocol.shard import place
 from lightning_hetpipe.server.transport.grpc_channel import GrpcChannel
 from lightning_hetpipe.server.transport.grpc_server import GrpcServer
-from lightning_hetpipe.server.transport.interface import CallRefused
+from lightning_hetpipe.server.transport.interface import CallRefused, IncomingCall
 from lightning_hetpipe.server.transport.shared_memory import LEAST
 from tests import oracle
 from tests.oracle import Run
-from tests.server.channels import Address, DirectChannel, Faults, Host
+from tests.server.channels import Address, DirectChannel, Faults, Host, filler
 from tests.server.world import Fault
 from tests.support.equality import assert_same
 from tests.support.models import SGD, Learner, mlp, vectors
@@ -347,9 +347,7 @@ def test_a_refused_request_for_bytes_has_no_reply_that_could_not_fit() -> None:
 
     def send(message: Request | ShardRequest, body: bytes = b"") -> Any:
         method, header = SHARD_METHOD if isinstance(message, ShardRequest) else COORDINATOR_METHOD, encode(message)
-        memory = service.open(method, header, len(body))
-        memory[:] = body
-        return decode(service.run(method, header, memory).header)
+        return decode(service.serve(IncomingCall(method, header, len(body), filler(body))).header)
 
     with pytest.raises(CallRefused, match=r"^generation: ") as caught:
         send(Read(0, 0, "of another server", 0, ()))

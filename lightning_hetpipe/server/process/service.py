@@ -6,7 +6,6 @@ is told to ask again. So a wait costs no traffic, and a lost answer no more than
 
 from __future__ import annotations
 
-import functools
 import secrets
 import threading
 import time
@@ -18,7 +17,7 @@ from lightning_hetpipe.server.protocol.coordinator import Coordinator
 from lightning_hetpipe.server.protocol.decisions import Note, ignore
 from lightning_hetpipe.server.protocol.identifiers import Refusal, RemoteFault
 from lightning_hetpipe.server.protocol.shard import Shard
-from lightning_hetpipe.server.transport.interface import CallRefused, Reply
+from lightning_hetpipe.server.transport.interface import CallRefused, IncomingCall, Reply
 
 COORDINATOR_METHOD = "coordinator"
 SHARD_METHOD = "shard"
@@ -92,29 +91,16 @@ class Service:
             self._closed = True
             self._changed.notify_all()
 
-    def open(self, method: str, header: bytes, size: int, offered: memoryview | None = None) -> memoryview:
+    def serve(self, call: IncomingCall) -> Reply:
+        message: object = None
         try:
-            message = _read(method, header)
+            message = _read(call.method, call.header)
             if isinstance(message, messages.ShardRequest):
-                with self._shard_lock:
-                    return self._shard.open(message, size, offered)
+                return self._serve_shard(message, call)
             with self._changed:
-                self._coordinator.check(message, size)
-        except RemoteFault as fault:
-            raise CallRefused(fault.text) from fault
-        return memoryview(bytearray(size))
-
-    def abandoned(self, method: str, header: bytes, body: memoryview) -> None:
-        message = _read(method, header)
-        if isinstance(message, messages.ShardRequest):
-            with self._shard_lock:
-                self._shard.abandoned(message)
-
-    def run(self, method: str, header: bytes, body: memoryview) -> Reply:
-        message = _read(method, header)
-        try:
-            if isinstance(message, messages.ShardRequest):
-                return self._run_shard(message, body)
+                self._coordinator.check(message, call.size)
+            body = memoryview(bytearray(call.size))
+            call.receive(body)
             return self._run_coordinator(message, body)
         except RemoteFault as fault:
             # A VW that its own launch has ended meanwhile, as by Ctrl-C, is no stranger at the door.
@@ -122,14 +108,17 @@ class Service:
             cannot_join = isinstance(message, messages.Join) and fault.refusal not in silent
             raise CallRefused(fault.text, turned_away=str(fault) if cannot_join else "") from fault
 
-    def _run_shard(self, message: messages.ShardRequest, body: memoryview) -> Reply:
-        if isinstance(message, messages.StageUpdate):
-            try:
+    def _serve_shard(self, message: messages.ShardRequest, call: IncomingCall) -> Reply:
+        with self._shard_lock:
+            body = self._shard.open(message, call.size, call.offered)
+        try:
+            call.receive(body)
+            if isinstance(message, messages.StageUpdate):
                 self._shard.examine(message, body)  # without the lock: others' updates are read at the same time
-            except RemoteFault:
-                with self._shard_lock:
-                    self._shard.abandoned(message)
-                raise
+        except BaseException:
+            with self._shard_lock:
+                self._shard.abandoned(message)
+            raise
         with self._shard_lock:
             answer, weights = self._shard.run(message, body)
         # The weights are sent without the lock. Nothing changes them during this VW's read lease; if that ended with
@@ -156,7 +145,6 @@ class Service:
         return Reply(messages.encode(answer), [memoryview(part) for part in parts])
 
 
-@functools.lru_cache(maxsize=64)  # it is asked for when a call is opened, and when it runs
 def _read(method: str, header: bytes) -> messages.Request | messages.ShardRequest:
     message = messages.decode(header)
     kinds = {COORDINATOR_METHOD: get_args(messages.Request), SHARD_METHOD: get_args(messages.ShardRequest)}.get(

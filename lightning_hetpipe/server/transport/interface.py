@@ -7,6 +7,7 @@ gRPC carries them (``grpc_server``, ``grpc_channel``); bodies in memory that bot
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from importlib import metadata
 from typing import NamedTuple, Protocol
 
@@ -48,8 +49,8 @@ class Reply(NamedTuple):
 
     header: bytes
     body: Sequence[memoryview] = ()
-    """Contiguous. Read where it lies, also after ``run`` has returned: the handler must have agreed with its clients on
-    when it changes."""
+    """Contiguous. Read where it lies, also after ``serve`` has returned: the handler must have agreed with its clients
+    on when it changes."""
 
 
 Room = Sequence[memoryview] | Callable[[int], Sequence[memoryview]]
@@ -67,29 +68,40 @@ class Received:
         return [memoryview(self.content)]
 
 
-class Handler(Protocol):
-    """Server side, called from several threads of the transport at once; may block until its client gives up.
+class SenderGone(Exception):
+    """The body of a call did not arrive, or not whole; nobody waits for an answer."""
 
-    Each call is one ``open`` and, if that returns, either one ``run`` or one ``abandoned``. A `CallRefused` raised in
-    ``open`` or ``run`` reaches the client as one; any other exception is logged, and refuses the call too.
+
+@dataclass(frozen=True)
+class IncomingCall:
+    """A call, as the server side has it.
+
+    Attributes:
+        method, header: As of `Channel.call`.
+        size: bytes of the body.
+        receive: fills as many contiguous, writable bytes with the body. Raises `SenderGone`, or what the transport
+            raises for a malformed body; the handler lets these exceptions pass.
+        offered: the whole body in the client's memory, where that can be seen. ``receive`` copies nothing into just
+            this memory. The handler may keep it, also when the client dies; but it must have agreed with the client
+            on how long the client leaves it unchanged, and must not write to it.
     """
 
-    def open(self, method: str, header: bytes, size: int, offered: memoryview | None = None) -> memoryview:
-        """Return ``size`` contiguous, writable bytes for the request's body, or refuse before any of it is kept.
+    method: str
+    header: bytes
+    size: int
+    receive: Callable[[memoryview], None]
+    offered: memoryview | None = None
 
-        Args:
-            offered: the whole body in the client's memory, where that can be seen. If just this is returned nothing is
-                copied, and the handler may keep it, also when the client dies; but it must have agreed with the client
-                on how long the client leaves it unchanged, and must not write to it.
+
+class Handler(Protocol):
+    """Server side, called from several threads of the transport at once; may block until its client gives up."""
+
+    def serve(self, call: IncomingCall) -> Reply:
+        """Serve ``call``: refuse it before memory is taken for its body, or receive the body.
+
+        Raises:
+            CallRefused: reaches the client as one. Any other exception is logged, and refuses the call as well.
         """
-        ...
-
-    def run(self, method: str, header: bytes, body: memoryview) -> Reply:
-        """Serve the request; ``body`` is what ``open`` returned, now filled, and belongs to the handler."""
-        ...
-
-    def abandoned(self, method: str, header: bytes, body: memoryview) -> None:
-        """Take ``body``, partly filled, back: its sender is gone."""
         ...
 
 
