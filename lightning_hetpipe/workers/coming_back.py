@@ -461,6 +461,6 @@ def _written(values: Any) -> bytes:
     return buffer.getvalue()
 
 
-def _loaded(content: bytearray | None) -> dict[str, Any]:
+def _loaded(content: bytes | bytearray | None) -> dict[str, Any]:
     """Values that :func:`_written` has written; none for no content."""
     return {} if content is None else dict(torch.load(io.BytesIO(content), weights_only=True))

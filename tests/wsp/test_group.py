@@ -19,9 +19,9 @@ from lightning_hetpipe import WSPCallback
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.launch.servers import FoundServers
 from lightning_hetpipe.server.process.server_process import ServerLost
-from lightning_hetpipe.server.process.service import Service
 from lightning_hetpipe.server.process.sessions import Sessions
 from lightning_hetpipe.server.process.waits import ServersSilent
+from lightning_hetpipe.server.protocol.gathers import Gathers
 from lightning_hetpipe.server.protocol.identifiers import PeerFailed
 from lightning_hetpipe.server.protocol.messages import Gather, Gathered, Leave, Lost, Message, decode
 from lightning_hetpipe.server.transport.grpc_channel import GrpcChannel
@@ -307,7 +307,7 @@ def test_a_gather_may_be_larger_than_what_a_server_takes(monkeypatch: pytest.Mon
     """Validation outputs of more than 64 MiB were refused, without a way out."""
     limit = 64 << 10
     monkeypatch.setattr(group, "gather_in_chunks", partial(gather_in_chunks, chunk=limit // 4))
-    monkeypatch.setattr(Sessions, "_new", lambda *_: Service(LEASE, gather_limit=limit))
+    monkeypatch.setattr(Gathers, "limit", limit)
     value = torch.arange(limit, dtype=torch.float64)
     rooms = Sessions(LEASE)
     with ThreadPoolExecutor(2) as pool, GrpcServer(rooms) as server:

@@ -102,7 +102,7 @@ class KeptContent:
                 self._client.ask(messages.KeepBytes(*self._me, name), _bytes_of(content))
                 sent = content
 
-    def recall(self, name: str, seconds: float | None = None) -> bytearray | None:
+    def recall(self, name: str, seconds: float | None = None) -> bytes | bytearray | None:
         """Return what is kept under ``name``; waits until something is, for so many ``seconds``: then None.
 
         Raises:
