@@ -20,7 +20,7 @@ from typing import Self
 
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.hosts.host_child import CHILD, LONGEST_REASON
-from lightning_hetpipe.hosts.secured_socket import INTRODUCING, arriving, listen, stop_listening, unlike
+from lightning_hetpipe.hosts.secured_socket import INTRODUCING, Door, listen, unlike
 from lightning_hetpipe.server.process.server_process import how
 from lightning_hetpipe.server.process.signals import Signals, guarded
 from lightning_hetpipe.server.transport.rejections import Rejections
@@ -58,8 +58,6 @@ class HostServer:
         self._told = json.dumps({"path": [os.path.abspath(each) for each in sys.path], "security": asdict(security)})
         self._rejections = Rejections(partial(print, file=sys.stderr, flush=True), program="hetpipe-host")
         self._lock = threading.Lock()
-        self._threads: set[threading.Thread] = set()
-        self._silent: dict[socket.socket, None] = {}  # in the order in which they have connected
         self._asking = threading.Semaphore(MOST_ASKING)
         self._running: set[subprocess.Popen[bytes]] = set()
         self._ended = False
@@ -74,7 +72,9 @@ class HostServer:
                 " another port, or 0 for any that is free."
             ) from None
         self.address = joined(host, self._listener.getsockname()[1])
-        self._start(self._accept)
+        most = min(MOST_WAITING, os.sysconf("SC_OPEN_MAX") // 4)
+        self._door = Door(self._listener, self._serve, most, "hetpipe-host-server")
+        self._door.open()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -82,69 +82,24 @@ class HostServer:
             self._ended = True
             for process in self._running:
                 process.kill()  # they leave SIGTERM to their leaders
-            threads = [*self._threads]
-        stop_listening(self._listener)
-        while self._drop():
-            pass
-        for thread in threads:
-            thread.join()
+        self._door.close()
 
-    def _start(self, work: Callable[..., None], *arguments: object) -> None:
-        def run() -> None:
-            try:
-                work(*arguments)
-            finally:
-                with self._lock:
-                    self._threads.discard(thread)
-
-        thread = threading.Thread(target=run, name="hetpipe-host-server", daemon=True)
-        with self._lock:
-            if not self._ended:
-                thread.start()
-                self._threads.add(thread)
-
-    def _accept(self) -> None:
-        most = min(MOST_WAITING, os.sysconf("SC_OPEN_MAX") // 4)
-        for connection, host in arriving(self._listener, self._drop):
-            with self._lock:
-                is_full = len(self._threads) - len(self._running) > most
-            if is_full and not self._drop():
-                connection.close()
-                continue
-            with self._lock:
-                self._silent[connection] = None
-            try:
-                self._start(self._serve, connection, f"tcp:{joined(host, 0)}")
-            except RuntimeError:  # this process may have no more threads
-                self._silent.pop(connection)
-                connection.close()
-
-    def _drop(self) -> bool:
-        """End the connection that was silent for longest, if there is one: its thread finds it at its end."""
-        with self._lock:
-            if (connection := next(iter(self._silent), None)) is None:
-                return False
-            del self._silent[connection]
-        with suppress(OSError):
-            connection.shutdown(socket.SHUT_RDWR)
-        return True
-
-    def _serve(self, connection: socket.socket, peer: str) -> None:
+    def _serve(self, connection: socket.socket, host: str) -> None:
         """Start the host of ``connection``, if the caller may be let in, and wait until the host ends."""
         process: subprocess.Popen[bytes] | None = None
-        with connection:
-            if (why := self._why_not(connection)) is None:
-                with self._asking, suppress(OSError):
-                    reasons, its = os.pipe()
-                    with open(reasons, "rb") as pipe:
-                        try:
-                            process = self._host_of(connection, its)
-                        finally:
-                            os.close(its)
-                            connection.close()  # whose end the caller finds when the host has ended
-                        why = pipe.read(LONGEST_REASON).decode(errors="replace")
+        if (why := self._why_not(connection)) is None:
+            with self._asking, suppress(OSError):
+                reasons, its = os.pipe()
+                with open(reasons, "rb") as pipe:
+                    try:
+                        process = self._host_of(connection, its)
+                    finally:
+                        os.close(its)
+                        self._door.settle(connection)
+                        connection.close()  # whose end the caller finds when the host has ended
+                    why = pipe.read(LONGEST_REASON).decode(errors="replace")
         if why:
-            self._rejections.note(peer, why)
+            self._rejections.note(f"tcp:{joined(host, 0)}", why)
         if process is None:
             return
         code = process.wait()
@@ -162,10 +117,7 @@ class HostServer:
             return _SILENT
         except OSError:
             first = b""
-        finally:
-            with self._lock:
-                was_dropped = self._silent.pop(connection, connection) is not None
-        if was_dropped:
+        if not self._door.heard(connection):
             return _SILENT
         connection.settimeout(None)
         return unlike(first, self._security) if first else ""

@@ -23,13 +23,12 @@ from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.hosts import orders
 from lightning_hetpipe.hosts.secured_socket import (
     RELEASE,
+    Door,
     Refused,
     admit,
-    arriving,
     connect,
     hear,
     listen,
-    stop_listening,
     tell,
 )
 from lightning_hetpipe.hosts.wire import Wire
@@ -59,9 +58,8 @@ class PeerHosts:
         self._forwards: dict[int, _Link] = {}
         self._backwards: dict[int, _Link] = {}
         self._numbers = count()
-        self._listener: socket.socket | None = None
+        self._door: Door | None = None
         self._wires: list[Wire] = []
-        self._taking = 0
         self._changed = threading.Condition()
         self._arrived: dict[tuple[int, int], tuple[int, Tensor]] = {}
         self._awaited: tuple[int, int] | None = None
@@ -70,10 +68,10 @@ class PeerHosts:
 
     def listen(self, secret: str) -> int:
         """Let in peers that show ``secret``; gives the port."""
-        self._listener = listen(self._host, 0)
-        thread = threading.Thread(target=self._accept, args=(secret,), name="hetpipe-peer-hosts", daemon=True)
-        thread.start()
-        port: int = self._listener.getsockname()[1]
+        listener = listen(self._host, 0)
+        port: int = listener.getsockname()[1]
+        self._door = Door(listener, lambda raw, _: self._take(raw, secret), MOST, "hetpipe-peer-hosts")
+        self._door.open()
         return port
 
     def connect(
@@ -135,8 +133,8 @@ class PeerHosts:
 
     def close(self) -> None:
         """End all connections."""
-        if self._listener is not None:
-            stop_listening(self._listener)
+        if self._door is not None:
+            self._door.close(0.0)
         for link in self._links:
             link.close()
         for wire in self._wires:
@@ -167,27 +165,12 @@ class PeerHosts:
             self._awaited = None
             return self._arrived.pop(key)[1]
 
-    def _accept(self, secret: str) -> None:
-        assert self._listener is not None
-        for raw, _ in arriving(self._listener):
-            if self._taking >= MOST:
-                raw.close()
-                continue
-            with self._changed:
-                self._taking += 1
-            threading.Thread(target=self._take, args=(raw, secret), name="hetpipe-peer-host", daemon=True).start()
-
     def _take(self, raw: socket.socket, secret: str) -> None:
         """Take what a peer hands over, until it ends."""
-        try:
-            self._admit(raw, secret)
-        finally:
-            with self._changed:
-                self._taking -= 1
-
-    def _admit(self, raw: socket.socket, secret: str) -> None:
-        with raw, suppress(Refused, OSError):
+        assert self._door is not None
+        with suppress(Refused, OSError):
             connection = admit(raw, self._security, RELEASE, REACHING)
+            self._door.heard(raw)
             raw.settimeout(REACHING)
             shown = hear(connection)
             raw.settimeout(None)

@@ -171,10 +171,12 @@ def test_connections_are_limited_also_before_they_show_anything(monkeypatch: pyt
     monkeypatch.setattr(peer_hosts, "MOST", 1)
     taker = PeerHosts("127.0.0.1", Security())
     address = "127.0.0.1", taker.listen(SECRET)
-    with socket.create_connection(address), socket.create_connection(address) as second:
-        second.settimeout(30.0)
-        assert not second.recv(1)
-    eventually(lambda: taker._taking == 0, "there is no room again")
+    with socket.create_connection(address) as first, socket.create_connection(address):
+        first.settimeout(30.0)
+        assert not first.recv(1)
+    door = taker._door
+    assert door is not None
+    eventually(lambda: not door._there, "there is no room again")
     taker.close()
 
 
