@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Container, Mapping, Sequence
-from contextlib import AbstractContextManager
+from concurrent.futures import Future
 from itertools import count
 from typing import Any
 from weakref import WeakValueDictionary
@@ -32,22 +32,22 @@ class HostMemory:
 
     Args:
         send: Sends an order; the host obeys one after the other.
-        asking: Is held by whoever asks, until the answer is there.
-        answer: Waits for the answer to what was sent.
+        begin: Likewise, and gives the result to come.
+        wait: Waits for such a result.
         accelerates: Whether the host computes on an accelerator.
     """
 
     def __init__(
         self,
-        send: Callable[[Any], None],
-        asking: AbstractContextManager[Any],
-        answer: Callable[[], Any],
+        send: Callable[[orders.Do], None],
+        begin: Callable[[orders.Do], Future[Any]],
+        wait: Callable[[Future[Any]], Any],
         *,
         accelerates: bool = False,
     ) -> None:
         self._send = send
-        self._asking = asking
-        self._answer = answer
+        self._begin = begin
+        self._wait = wait
         self.accelerates = accelerates
         self._numbers = count()
         self._handles: WeakValueDictionary[int, Handle] = WeakValueDictionary()
@@ -124,11 +124,10 @@ class HostMemory:
 
     def bring(self, numbers: Sequence[int]) -> Sequence[Tensor]:
         """Copies of tensors that are at the host."""
-        with self._asking:
-            with self._lock:
-                self.flush()
-                self._send(orders.Do("bring", [numbers]))
-            values: Sequence[Tensor] = self._answer()
+        with self._lock:
+            self.flush()
+            result = self._begin(orders.Do("bring", [numbers]))
+        values: Sequence[Tensor] = self._wait(result)
         return values
 
     def close(self, useless: Container[int] = ()) -> None:
@@ -148,11 +147,10 @@ class HostMemory:
                 self._send(self._taken())
 
     def _asked(self, order: orders.Run) -> Any:
-        with self._asking:
-            with self._lock:
-                self._waiting.append(order)
-                self._send(self._taken())
-            return self._answer()
+        with self._lock:
+            self._waiting.append(order)
+            result = self._begin(self._taken())
+        return self._wait(result)
 
     def _taken(self) -> orders.Do:
         free = [self._free.popleft() for _ in range(len(self._free))]

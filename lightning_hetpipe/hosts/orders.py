@@ -1,7 +1,7 @@
 """Messages between a stage's host and the process of Lightning's loop, beside those of the stage itself.
 
-    to the host      Do, CallServer, and once the stage is set up its tasks
-    from the host    results of tasks; ServerAnswered; Brought, in the order in which it was asked for; Broken, last
+    to the host      Do, and once the stage is set up its tasks
+    from the host    results of tasks; Brought; Broken, last
     host to host     Handed, Forgotten
 
 They travel in one order. So a version is at the host before the first minibatch that uses it.
@@ -33,10 +33,16 @@ class Held(NamedTuple):
 
 
 class Do(NamedTuple):
-    """Call a method that the host offers (``stage_host.Host``). Its result, unless it is None, is :class:`Brought`."""
+    """Call a method that the host offers (``stage_host.Host``).
+
+    Attributes:
+        method, arguments: Its name, and what it is given.
+        number: Number of the :class:`Brought` that has its result; None if nobody waits for that.
+    """
 
     method: str
     arguments: Sequence[Any]
+    number: int | None = None
 
 
 class SetUp(NamedTuple):
@@ -83,13 +89,11 @@ class CallServer(NamedTuple):
     """Call a parameter server.
 
     Attributes:
-        call: The number of the call.
         address: The server's.
         method, timeout, header: As of ``Channel.call``; the header as text, which it is.
         body, into: Blocks, for the body of the call and of its answer.
     """
 
-    call: int
     address: str
     method: str
     timeout: float
@@ -102,12 +106,10 @@ class ServerAnswered(NamedTuple):
     """Answer to :class:`CallServer`.
 
     Attributes:
-        call: The number of the call.
         header: Of the server's answer.
         refused, silent: Why the server has refused the call, or not answered; else None.
     """
 
-    call: int
     header: str = ""
     refused: str | None = None
     silent: str | None = None
@@ -152,9 +154,10 @@ class Run(NamedTuple):
 
 
 class Brought(NamedTuple):
-    """Answer to :class:`Do`."""
+    """Result of the :class:`Do` of that ``number``."""
 
-    values: Any
+    number: int
+    result: Any
 
 
 class KeptTensor(NamedTuple):

@@ -7,10 +7,10 @@ When the stage ends, values come home, and parameters are what they were.
 
 from __future__ import annotations
 
-import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
 from itertools import count
@@ -117,19 +117,19 @@ class RemoteStage(Stage):
     ) -> None:
         self._accelerators = accelerators
         self._moved: list[nn.Parameter] = []
-        self._answers: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()  # numbered as they come
-        self._questions = count()
+        self._numbers = count()
+        self._results: dict[int, Future[Any]] = {}  # to come
         self._asked: dict[tuple[int, str], float] = {}
         self._lock = threading.Lock()
-        self._asking = threading.Lock()  # answers come in the order of questions
         self._lost: str | None = None
         self._broken: str | None = None  # the class's name of the error with which the host cannot go on
         self._known: list[int] = []
         self._is_set_up = False
+        self._is_over = False  # nothing comes any more
         self._memory = HostMemory(
-            self._send_at_once, self._asking, self._await_answer, accelerates=bool(self._accelerators)
+            self._send_at_once, self._begin_at_once, self._await, accelerates=bool(self._accelerators)
         )
-        self.holder = HostHolder(self._memory, self._send, self._end_silent)
+        self.holder = HostHolder(self._memory, self._begin, self._end_silent)
         """The host, for the weights that it has."""
         self._receiver = threading.Thread(target=self._receive, name=f"hetpipe-stage-{index}-results", daemon=True)
         self._host = connect()
@@ -378,32 +378,40 @@ class RemoteStage(Stage):
 
     def _ask(self, method: str, *arguments: Any) -> Any:
         """Have the host call ``method``, and wait for the result; any thread may."""
-        with self._asking:
-            self._tell(method, *arguments)
-            return self._await_answer()
+        return self._await(self._begin(method, *arguments))
 
-    def _await_answer(self) -> Any:
-        """Wait for the answer to what was sent, which a host gives at once, whatever its stage computes.
+    def _begin(self, method: str, *arguments: Any) -> Future[Any]:
+        """Have the host call ``method``; gives the result to come."""
+        self._memory.flush()
+        return self._begin_at_once(orders.Do(method, arguments))
 
-        Lightning's thread has the lock over user code meanwhile, so that the watchdog does not count this time. Where a
-        wait was interrupted, as by Ctrl-C, its answer comes before the one to this question.
+    def _begin_at_once(self, order: orders.Do) -> Future[Any]:
+        number, result = next(self._numbers), Future[Any]()
+        with self._lock:
+            if self._is_over:
+                raise self._host_lost()
+            self._results[number] = result
+        self._send_at_once(order._replace(number=number))
+        return result
+
+    def _await(self, result: Future[Any]) -> Any:
+        """Wait for a result, which a host gives at once, whatever its stage computes.
+
+        Lightning's thread has the lock over user code meanwhile, so that the watchdog does not count this time.
         """
-        found: list[Any] = []
-        since, question = time.monotonic(), next(self._questions)
+        since = time.monotonic()
 
         def ready(seconds: float) -> bool:
             try:
-                number, answer = self._answers.get(timeout=seconds)
-                found.extend([answer.values] if number == question else [])
-            except queue.Empty:
-                if self._lost is not None:
-                    raise self._host_lost() from None
+                result.exception(seconds)
+            except TimeoutError:
                 if time.monotonic() - since > self._watchdog.seconds:
                     raise self._end_silent(self._watchdog.seconds) from None
-            return bool(found)
+                return False
+            return True
 
         self._watchdog.wait(ready, f"{threading.current_thread().name} for stage {self.index}")
-        return found[0]
+        return result.result()
 
     def _end_silent(self, seconds: float) -> Exception:
         """End the host, which has not answered for so many ``seconds``; gives the error that says so."""
@@ -425,7 +433,6 @@ class RemoteStage(Stage):
 
     def _receive(self) -> None:
         torch.set_num_threads(self._torch_threads)
-        numbers = count()
         while True:
             try:
                 message = self._host.wire.receive()
@@ -439,11 +446,11 @@ class RemoteStage(Stage):
                 kind = "" if message.kind in STAYING else f"{message.kind}: "
                 self._lost, self._broken = f"cannot go on: {kind}{message.error}", message.kind
                 break
-            if isinstance(message, orders.ServerAnswered):
-                self.holder.answered(message)
-                continue
             if isinstance(message, orders.Brought):
-                self._answers.put((next(numbers), message))
+                with self._lock:
+                    result = self._results.pop(message.number, None)
+                if result is not None:
+                    result.set_result(message.result)
                 continue
             with self._lock:
                 for key in [key for key in self._asked if key[0] == message.minibatch]:
@@ -451,10 +458,12 @@ class RemoteStage(Stage):
             self._watchdog.moved()
             self._done(message, None)
         error = self._host_lost()
-        self.holder.lose(error)
         with self._lock:
+            self._is_over, results = True, [*self._results.values()]
             waiting = {number for number, _ in self._asked}
             self._asked.clear()
+        for result in results:
+            result.set_exception(error)
         for number in waiting:
             self._done(Failure(number, error), None)
 

@@ -10,6 +10,7 @@ import functools
 import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -194,7 +195,7 @@ class Host:
         self._wire = wire
         self._peers = PeerHosts(host, security)
         self._timeout = 0.0
-        self._calls = ServerCalls(security, self._answer_call)
+        self._calls = ServerCalls(security)
         self._answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._held = HeldTensors()
         self._device = HostDevice()
@@ -211,6 +212,7 @@ class Host:
             "listen": self._peers.listen,
             "hand_over": self._peers.connect,
             "use_device": self._use_device,
+            "call_server": self._call_server,
             "set_up": self._set_up,
         }
         """Methods that the other process may call; once the stage is set up, its methods are among them."""
@@ -248,12 +250,12 @@ class Host:
             self._wire.receive()
 
     def _obey(self, message: Any) -> None:
-        if isinstance(message, orders.CallServer):
-            blocks = [None if held is None else self._held.get(held.number) for held in (message.body, message.into)]
-            self._calls.make(message, *blocks)
-        elif isinstance(message, orders.Do) and (method := self._methods.get(message.method)) is not None:
-            if (answer := method(*message.arguments)) is not None:
-                self._answers.put(orders.Brought(answer))
+        if isinstance(message, orders.Do) and (method := self._methods.get(message.method)) is not None:
+            number, result = message.number, method(*message.arguments)
+            if isinstance(result, Future):
+                result.add_done_callback(lambda done: done.cancelled() or self._answer(number, done.result()))
+            else:
+                self._answer(number, result)
         elif self._stage is None:
             raise NotPlain("a message for a stage that is not set up")
         else:
@@ -261,6 +263,14 @@ class Host:
                 self._stage.put(Parcel(self._device.given(self._peers.receive(message, self._timeout))))
             except RuntimeError as error:
                 self._answers.put(Failure(message.minibatch, error))
+
+    def _answer(self, number: int | None, result: Any) -> None:
+        if number is not None:
+            self._answers.put(orders.Brought(number, result))
+
+    def _call_server(self, order: orders.CallServer) -> Future[orders.ServerAnswered]:
+        blocks = [None if held is None else self._held.get(held.number) for held in (order.body, order.into)]
+        return self._calls.make(order, *blocks)
 
     def _use_device(self, *devices: Any) -> None:
         self._device.use(*devices)
@@ -357,9 +367,6 @@ class Host:
 
     def _done(self, result: Result, event: StreamEvent | None) -> None:
         self._answers.put(result if event is None else Computed(result, event))
-
-    def _answer_call(self, answer: orders.ServerAnswered) -> None:
-        self._answers.put(answer)
 
     def _send(self) -> None:
         torch.set_num_threads(1)

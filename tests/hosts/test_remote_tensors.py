@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
@@ -29,21 +30,18 @@ class Table:
         self.held = HeldTensors()
         self.held.device = torch.device(device)
         self.sent: list[Any] = []
-        self._answers: list[Any] = []
-        self.memory = HostMemory(self._send, _Nothing(), lambda: self._answers.pop(), accelerates=device != "cpu")
+        self.memory = HostMemory(self._send, self._begin, lambda result: result.result(), accelerates=device != "cpu")
 
-    def _send(self, order: Any) -> None:
+    def _begin(self, order: Any) -> Any:
+        result = Future[Any]()
+        result.set_result(_copied(self._send(order)))
+        return result
+
+    def _send(self, order: Any) -> Any:
         order = _copied(order)
         self.sent.append(order)
         with own_state(ProcessState.seeded(9, 0, "another process")):
-            answer = getattr(self.held, order.method)(*order.arguments)
-        if answer is not None:
-            self._answers.append(_copied(answer))
-
-
-class _Nothing:
-    def __enter__(self) -> None: ...
-    def __exit__(self, *_: object) -> None: ...
+            return getattr(self.held, order.method)(*order.arguments)
 
 
 def _copied(message: Any) -> Any:
