@@ -253,7 +253,7 @@ class Host:
         if isinstance(message, orders.Do) and (method := self._methods.get(message.method)) is not None:
             number, result = message.number, method(*message.arguments)
             if isinstance(result, Future):
-                result.add_done_callback(lambda done: done.cancelled() or self._answer(number, done.result()))
+                result.add_done_callback(partial(self._answer_later, number))
             else:
                 self._answer(number, result)
         elif self._stage is None:
@@ -267,6 +267,10 @@ class Host:
     def _answer(self, number: int | None, result: Any) -> None:
         if number is not None:
             self._answers.put(orders.Brought(number, result))
+
+    def _answer_later(self, number: int | None, done: Future[Any]) -> None:
+        if not done.cancelled():
+            self._answer(number, done.result())
 
     def _call_server(self, order: orders.CallServer) -> Future[orders.ServerAnswered]:
         blocks = [None if held is None else self._held.get(held.number) for held in (order.body, order.into)]
