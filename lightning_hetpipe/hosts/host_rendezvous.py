@@ -115,8 +115,10 @@ class HostRendezvous:
             while missing := self._missing():
                 waited = time.monotonic() - began
                 if waited > seconds:
+                    refused = "; ".join(f"{peer} was refused: {why}" for peer, why in self._refusals.items())
+                    refused = f" ({refused})" if refused else ""
                     raise SettingError(
-                        f"{_nodes(missing)} of the plan did not come within {seconds:g} s{self._refused_so_far()};"
+                        f"{_nodes(missing)} of the plan did not come within {seconds:g} s{refused};"
                         " start the program on each node of the plan, with the NODE_RANK of that node, or set"
                         " WSPCallback(join_timeout=...)"
                     )
@@ -134,10 +136,6 @@ class HostRendezvous:
             self._status = status
             self._changed.notify_all()
         self._door.close(SAYING)
-
-    def _refused_so_far(self) -> str:
-        said = [f"{peer} was refused: {why}" for peer, why in self._refusals.items()]
-        return f" ({'; '.join(said)})" if said else ""
 
     def _missing(self) -> dict[int, str]:
         return {node: name for node, name in self._expected.items() if node not in self._arrived}

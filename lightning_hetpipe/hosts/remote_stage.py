@@ -32,7 +32,7 @@ from lightning_hetpipe.pipeline.graph_layer import GraphLayer
 from lightning_hetpipe.pipeline.message_code import STAYING
 from lightning_hetpipe.pipeline.plain_code import NotPlain
 from lightning_hetpipe.pipeline.stage import FoundGradients, Stage
-from lightning_hetpipe.pipeline.stage_messages import Backward, Cancel, Evaluate, Failure, Forward, StageState, Version
+from lightning_hetpipe.pipeline.stage_messages import Cancel, Failure, Forward, StageState, Version
 from lightning_hetpipe.pipeline.stage_thread import Parcel
 from lightning_hetpipe.pipeline.streams import HostStream
 from lightning_hetpipe.pipeline.weight_stash import VersionedLayers, WeightStash, copy_of
@@ -335,7 +335,7 @@ class RemoteStage(Stage):
             event.synchronize()
         if not isinstance(message, Cancel):
             with self._lock:
-                self._asked[message.minibatch, _work(message)] = time.monotonic()
+                self._asked[message.minibatch, type(message).__name__.lower()] = time.monotonic()
         try:
             if isinstance(message, Forward):
                 self._send_variants()
@@ -476,7 +476,3 @@ def _is_leaf(tensor: Tensor) -> bool:
 
 def _without_weights(version: Version) -> Version:
     return version._replace(parameters=(), moves=())
-
-
-def _work(message: Forward | Backward | Evaluate) -> str:
-    return type(message).__name__.lower()

@@ -239,15 +239,11 @@ class Host:
                 raise
             except Exception as error:
                 self._answers.put(orders.Broken(type(error).__name__, _text_of(error)))
-                if not isinstance(error, NotPlain):
-                    self._ignore()
+                # What still comes is taken, so that the other process finds the error and not a broken connection.
+                while not isinstance(error, NotPlain):
+                    self._wire.receive()
                 return False
         return True
-
-    def _ignore(self) -> None:
-        """Take what still comes, so that the other process finds the error and not a connection that is broken."""
-        while True:
-            self._wire.receive()
 
     def _obey(self, message: Any) -> None:
         if isinstance(message, orders.Do) and (method := self._methods.get(message.method)) is not None:
@@ -361,7 +357,9 @@ class Host:
                 self._held.put(numbers[number], each)
                 looks[number] = orders.KeptTensor(each.dtype, list(each.shape), list(each.stride()))
             else:
-                looks[number] = _sparse(move(each, CPU))
+                sparse = move(each, CPU)
+                parts = strided_parts(sparse)  # also of one that is not coalesced
+                looks[number] = orders.SparseTensor(*parts, list(sparse.shape), sparse.is_coalesced())
         return looks
 
     def _found(self, held: Any) -> Tensor:
@@ -396,8 +394,3 @@ def _alone(number: int, who: str) -> Iterator[None]:
 
 def _text_of(error: Exception) -> str:
     return "\n".join([str(error), *getattr(error, "__notes__", ())])
-
-
-def _sparse(gradient: Tensor) -> orders.SparseTensor:
-    indices, values = strided_parts(gradient)  # also of one that is not coalesced
-    return orders.SparseTensor(indices, values, list(gradient.shape), gradient.is_coalesced())
