@@ -358,8 +358,8 @@ class Host:
                 looks[number] = orders.KeptTensor(each.dtype, list(each.shape), list(each.stride()))
             else:
                 sparse = move(each, CPU)
-                parts = strided_parts(sparse)  # also of one that is not coalesced
-                looks[number] = orders.SparseTensor(*parts, list(sparse.shape), sparse.is_coalesced())
+                indices, values = strided_parts(sparse)  # also of one that is not coalesced
+                looks[number] = orders.SparseTensor(indices, values, list(sparse.shape), sparse.is_coalesced())
         return looks
 
     def _found(self, held: Any) -> Tensor:

@@ -109,7 +109,7 @@ def _reader(hint: Any) -> Callable[[Any], Any]:
     if origin is tuple:
         item = _reader(parts[0])
         return lambda value: tuple([item(each) for each in _of_type(list, value)])
-    if dataclasses.is_dataclass(hint):
+    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
         hints = get_type_hints(hint, include_extras=True)
         readers = [(field.name, _reader(hints[field.name])) for field in dataclasses.fields(hint)]
 
