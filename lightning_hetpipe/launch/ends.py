@@ -1,8 +1,8 @@
-"""Ends of a run: without virtual workers that it has lost, each of which is named, or as it was told to end.
+"""Ends of a run: without virtual workers that it has lost, or as it was told to end.
 
-That is so however the processes were started: our launcher sees a child's process end, and where torchrun, SLURM or the
-like started them the coordinator of the servers says that a lease has run out. Of each node, one process speaks and
-exits so: the first that is left.
+A run that has gone on without virtual workers names each of them, and the program exits with 1. Our launcher sees the
+process of a child end. If torchrun, SLURM or the like started the processes, the coordinator of the servers says that a
+lease has run out. On each node, the first process that is left speaks, and exits with 1.
 """
 
 from __future__ import annotations
