@@ -113,8 +113,12 @@ def test_pure_packages_import_neither_lightning_nor_threads_nor_sockets() -> Non
 
 
 LOADED = """
-import os, signal, sys, threading
+import os, signal, socket, sys, threading
 from importlib import import_module
+
+# As a child of the launcher that a supervisor watches.
+ends = socket.socketpair()
+os.environ |= {"HETPIPE_VIRTUAL_WORKER": f"1/2@{ends[1].fileno()}", "HETPIPE_SUPERVISED": str(os.pipe()[1])}
 
 def state():
     threads = [thread.name for thread in threading.enumerate()]

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from lightning_hetpipe.emulation import Emulation
 from lightning_hetpipe.errors import SettingError
-from lightning_hetpipe.hosts import orders
 from lightning_hetpipe.hosts.remote_stage import RemoteStage
 from lightning_hetpipe.hosts.wire import CODE, HostConnection
 from lightning_hetpipe.pipeline.engine import Engine
@@ -160,8 +159,7 @@ class StagesApart:
             forwards, backwards = (
                 {segment: others.index(to) for segment, to in each.items() if to in others} for each in (after, before)
             )
-            order = orders.HandOver(stage.index, [listening[other] for other in others], forwards, backwards)
-            reasons = zip(others, stage.hand_over(order), strict=True)
+            reasons = zip(others, stage.hand_over([*map(listening.get, others)], forwards, backwards), strict=True)
             self._apart_from.update({(stage.index, other): why for other, why in reasons if why is not None})
 
     def tell_unreached(self) -> None:
