@@ -339,8 +339,9 @@ class Engine(RunnerPool[Minibatch]):
         call = minibatch.calling
         which, turn = call.which, self._turn
         last = which is turn.call and segment is turn.segment
+        weights, autocast = minibatch.weights, call.autocast
         message = Forward(
-            minibatch.number, segment.index, value, minibatch.weights, call.autocast, which.ordinal, which.again, last
+            minibatch.number, segment.index, value, weights, autocast, call=which.ordinal, again=which.again, last=last
         )
         self.stages[segment.stage].put(Parcel(message, event))
 
@@ -357,7 +358,7 @@ class Engine(RunnerPool[Minibatch]):
             events = tuple([sum.event for sum in found.values() if sum.event is not None])
             wanted = tuple({*wanted, *(own[weight] for weight in minibatch.continued if weight in own)})
         ordinal, apart = call.which.ordinal, call.has_later_uses()
-        message = Backward(minibatch.number, segment.index, ordinal, gradients, sums, wanted, apart)
+        message = Backward(minibatch.number, segment.index, ordinal, gradients, sums=sums, wanted=wanted, apart=apart)
         self.stages[segment.stage].put(Parcel(message, event, events))
 
     def _done(self, result: Result, event: StreamEvent | None) -> None:
