@@ -25,7 +25,7 @@ from lightning_hetpipe.planning.model.profile import LayerBytes, Profile, Times
 from lightning_hetpipe.planning.model.simulate import PlacedWeights, WorkerPipeline
 from lightning_hetpipe.planning.search.choice import Choice, best_plan
 from lightning_hetpipe.planning.search.problem import PlanningProblem
-from lightning_hetpipe.rules.shares import wave_lengths
+from lightning_hetpipe.rules.waves import wave_lengths
 
 SECONDS = 0.25
 """Time of a minibatch on a device of speed 1: many times what it really computes."""

@@ -27,7 +27,7 @@ from lightning_hetpipe.launch.wsp_settings import WSPSettings
 from lightning_hetpipe.lightning_private import recount_batches, train_loaders
 from lightning_hetpipe.planning.model.cluster import Cluster
 from lightning_hetpipe.planning.plan.document import Plan
-from lightning_hetpipe.rules.shares import whole_steps
+from lightning_hetpipe.rules.waves import whole_steps
 from lightning_hetpipe.run.together import check_returning
 from lightning_hetpipe.settings import seconds
 from lightning_hetpipe.strategy import host_setting, relations

@@ -22,7 +22,7 @@ from lightning_hetpipe.planning.model.simulate import Crossing, PlacedWeights, W
 from lightning_hetpipe.planning.search.choice import Choice
 from lightning_hetpipe.planning.search.problem import PlanningProblem
 from lightning_hetpipe.rules.parameter_placement import place
-from lightning_hetpipe.rules.shares import staleness_bound, throughput, wave_lengths
+from lightning_hetpipe.rules.waves import staleness_bound, throughput, wave_lengths
 
 WAVES = 9
 """Simulated waves, of which the first third, and those of a clock distance, are the start."""
@@ -151,7 +151,7 @@ def overfull(choices: Sequence[Choice]) -> dict[DeviceSlot, int]:
 
 
 def most_stale(lengths: Sequence[int], in_flight: int, clock_distance: int) -> int:
-    """s_global of waves of ``lengths``: the largest :func:`~lightning_hetpipe.rules.shares.staleness_bound` of two
+    """s_global of waves of ``lengths``: the largest :func:`~lightning_hetpipe.rules.waves.staleness_bound` of two
     virtual workers; of one alone, s_local."""
     workers = range(len(lengths))
     pairs = ((vw, of) for vw in workers for of in workers if vw != of)
