@@ -284,7 +284,7 @@ class Fit(TrainerRun):
             self._precision,
             settings,
             generators=self._generators,
-            user_step=self._user_step,
+            step=self._user_step,
             synchroniser=self._synchroniser,
             begin=self._begin,
             stay=self._stay,
