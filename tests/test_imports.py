@@ -197,7 +197,7 @@ def names_in_strings(node: ast.Call) -> list[str]:
 
 
 def is_of_others(node: ast.Attribute) -> bool:
-    if ast.unparse(node) in DOCUMENTED or node.attr == "_replace":  # of a NamedTuple
+    if ast.unparse(node) in DOCUMENTED or node.attr in ("_replace", "_make"):  # of a NamedTuple
         return False
     own = ast.unparse(node.value) in ("self", "super()")
     return node.attr not in OURS or (node.attr in THEIRS and not own)

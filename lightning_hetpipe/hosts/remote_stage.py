@@ -103,7 +103,7 @@ class RemoteStage(Stage):
         connect: Connects to the host.
         accelerators: Number and name, on the host's machine, of the accelerator that the stage is on, then of that of
             each member of its group; none for a CPU.
-        args: Those of :class:`~lightning_hetpipe.pipeline.stage.Stage`. The device is a CPU, as which this process sees
+        arguments: Of :class:`~lightning_hetpipe.pipeline.stage.Stage`. The device is a CPU: as such this process sees
             the host's.
     """
 
@@ -113,7 +113,7 @@ class RemoteStage(Stage):
     """Name of its virtual worker, where there are several, as the end of its own."""
 
     def __init__(
-        self, connect: Callable[[], HostConnection], accelerators: Sequence[tuple[int, str]], index: int, *args: Any
+        self, connect: Callable[[], HostConnection], accelerators: Sequence[tuple[int, str]], **arguments: Any
     ) -> None:
         self._accelerators = accelerators
         self._moved: list[nn.Parameter] = []
@@ -131,10 +131,11 @@ class RemoteStage(Stage):
         )
         self.holder = HostHolder(self._memory, self._begin, self._end_silent)
         """The host, for the weights that it has."""
-        self._receiver = threading.Thread(target=self._receive, name=f"hetpipe-stage-{index}-results", daemon=True)
+        name = f"hetpipe-stage-{arguments['index']}-results"
+        self._receiver = threading.Thread(target=self._receive, name=name, daemon=True)
         self._host = connect()
         try:
-            super().__init__(index, *args)
+            super().__init__(**arguments)
         except BaseException:
             self.close()  # nobody else knows of it yet
             raise

@@ -94,9 +94,7 @@ class StagesApart:
             for stage in reversed(self._stages):
                 ends.callback(stage.close)
 
-    def make(
-        self, index: int, device: torch.device, segments: Sequence[Segment], layers: Sequence[Layer], *args: Any
-    ) -> Stage:
+    def make(self, *, index: int, segments: Sequence[Segment], layers: Sequence[Layer], **more: Any) -> Stage:
         """Make stage ``index``, with the arguments of :class:`~lightning_hetpipe.pipeline.stage.Stage`.
 
         Raises:
@@ -104,7 +102,7 @@ class StagesApart:
         """
         address = self._addresses.get(index)
         if address is None:
-            return Stage(index, device, segments, layers, *args)
+            return Stage(index=index, segments=segments, layers=layers, **more)
         try:
             CODE.write(layers_as_data([layers[number] for segment in segments for number in segment.layers]))
         except NotPlain as reason:
@@ -113,7 +111,8 @@ class StagesApart:
                 " layers for the node of the last stage"
             ) from None
         connect = partial(HostConnection, address, self._security, self._nodes.get(index, ""))
-        stage = RemoteStage(connect, self._accelerators.get(index, ()), index, device, segments, layers, *args)
+        own = self._accelerators.get(index, ())
+        stage = RemoteStage(connect, own, index=index, segments=segments, layers=layers, **more)
         stage.emulation, stage.whose = self._emulation, self._whose
         self._stages.append(stage)
         return stage

@@ -100,19 +100,19 @@ class Engine(RunnerPool[Minibatch]):
         self._turn = next(step for step in self._route if step.work is Work.TURN)
         self.stages = [
             (Stage if index == self._turn.segment.stage else make_stage)(
-                index,
-                device,
-                [segment for segment in self._segments if segment.stage == index],
-                layers,
-                settings,
-                self.watchdog,
-                self.compute_lock,
-                self.exclusively,
-                self._done,
-                self.streams,
-                planned[index] if planned else None,
-                sum(step.segment.stage == index for step in self._route if step.work is not Work.BACKWARD),
-                *([groups[index]] if groups and index in groups else []),
+                index=index,
+                device=device,
+                segments=[segment for segment in self._segments if segment.stage == index],
+                layers=layers,
+                settings=settings,
+                watchdog=self.watchdog,
+                compute_lock=self.compute_lock,
+                exclusively=self.exclusively,
+                done=self._done,
+                streams=self.streams,
+                planned=planned[index] if planned else None,
+                visits=sum(step.segment.stage == index for step in self._route if step.work is not Work.BACKWARD),
+                group=(groups or {}).get(index),
             )
             for index, device in enumerate(devices)
         ]
