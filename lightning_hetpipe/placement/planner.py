@@ -41,7 +41,7 @@ from lightning_hetpipe.planning.model.stage_memory import optimizer_state
 from lightning_hetpipe.planning.model.units import in_bytes
 from lightning_hetpipe.planning.plan.document import Plan
 from lightning_hetpipe.planning.plan.profile_file import ProfileCache
-from lightning_hetpipe.planning.search.choice import Choice, best_plan
+from lightning_hetpipe.planning.search.choice import best_plan
 from lightning_hetpipe.planning.search.grouped_plans import plan_with_groups, plan_with_shares
 from lightning_hetpipe.planning.search.problem import PlanningProblem
 from lightning_hetpipe.planning.search.split_points import partition, split_points_in_order, stage_times
@@ -315,7 +315,7 @@ class Planner:
 
     def _best_plan(
         self, profile: Profile, profiling: ProfilingInput, in_flight: int | None, stages: int | None = None
-    ) -> Choice:
+    ) -> Estimate:
         with self.bar("searching for a plan", None) as tick:
             problem = replace(self._problem(profile, profiling), stages=stages, progress=tick)
             if self._shares and stages is not None:
@@ -374,10 +374,10 @@ class Planner:
         return Plan.of(found, self.model, names, self.placement.cluster, [*profile.estimated])
 
     def _reasons(self, found: Estimate, profiling: ProfilingInput) -> str:
-        reasons = list(found.reasons) if isinstance(found, Choice) else []
+        reasons = list(found.reasons)
         if self.stages != "auto":
             reasons.append(f"stages={self.stages} was asked for")
-        elif isinstance(found, Choice) and found.idle:
+        elif found.idle:
             *most, last = [self.placement.name(slot) for slot in found.idle]
             names = f"{', '.join(most)} and {last} are" if most else f"{last} is"
             reasons.append(f"{names} not used, as no plan was found that is better with {'them' if most else 'it'}")

@@ -19,7 +19,6 @@ from lightning_hetpipe.planning.model.cluster_simulation import ClusterSimulatio
 from lightning_hetpipe.planning.model.estimate import INSTANT, Estimate, stage_times_on, step_on, visits_on
 from lightning_hetpipe.planning.model.profile import Profile
 from lightning_hetpipe.planning.model.simulate import Crossing, PlacedWeights, WorkerPipeline
-from lightning_hetpipe.planning.search.choice import Choice
 from lightning_hetpipe.planning.search.problem import PlanningProblem
 from lightning_hetpipe.rules.parameter_placement import place
 from lightning_hetpipe.rules.shares import staleness_bound, throughput, wave_lengths
@@ -62,7 +61,7 @@ class Allocation:
 
     name: str
     grouping: Grouping
-    choices: tuple[Choice, ...]
+    choices: tuple[Estimate, ...]
     lengths: tuple[int, ...]
     placement: str
     servers: tuple[int, ...]
@@ -140,7 +139,7 @@ class Allocation:
         return sum(overfull(self.choices).values())
 
 
-def overfull(choices: Sequence[Choice]) -> dict[DeviceSlot, int]:
+def overfull(choices: Sequence[Estimate]) -> dict[DeviceSlot, int]:
     """Devices that have too little memory for the stages of all virtual workers there, and the bytes that they lack."""
     taken: Counter[DeviceSlot] = Counter()
     for choice in choices:
@@ -251,7 +250,7 @@ class Allocator:
         return tuple(unit * length for length in lengths)
 
     def _simulated(
-        self, name: str, grouping: Grouping, choices: Sequence[Choice], shares: bool, placement: str
+        self, name: str, grouping: Grouping, choices: Sequence[Estimate], shares: bool, placement: str
     ) -> Allocation:
         in_flight = choices[0].in_flight
         lengths = self.waves([choice.rate for choice in choices], in_flight, shares)

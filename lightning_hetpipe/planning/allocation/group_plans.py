@@ -8,7 +8,8 @@ from typing import TypeAlias
 
 from lightning_hetpipe.planning.allocation.groupings import Group
 from lightning_hetpipe.planning.model.cluster import Device, DeviceSlot, Link
-from lightning_hetpipe.planning.search.choice import Choice, best_plan
+from lightning_hetpipe.planning.model.estimate import Estimate
+from lightning_hetpipe.planning.search.choice import best_plan
 from lightning_hetpipe.planning.search.problem import PlanningProblem
 
 Kinds: TypeAlias = tuple[tuple[Link, tuple[Device, ...]], ...]
@@ -25,7 +26,7 @@ class GroupPlans:
     def __init__(self, problem: PlanningProblem) -> None:
         self._problem = problem
         self._rates: dict[Kinds, float] = {}
-        self._known: dict[tuple[Kinds, int | None, bool], tuple[Choice, Group]] = {}
+        self._known: dict[tuple[Kinds, int | None, bool], tuple[Estimate, Group]] = {}
 
     def __len__(self) -> int:
         return len(self._known)
@@ -42,7 +43,7 @@ class GroupPlans:
             self._rates[kinds] = choice.rate if choice.fits else 0.0
         return self._rates[kinds]
 
-    def plan(self, group: Sequence[DeviceSlot], in_flight: int | None = None, *, fewer: bool = False) -> Choice:
+    def plan(self, group: Sequence[DeviceSlot], in_flight: int | None = None, *, fewer: bool = False) -> Estimate:
         """The plan of ``group``, at Nm = ``in_flight`` where that is given, or at ``fewer`` where none fits there.
 
         Raises:
@@ -62,7 +63,7 @@ class GroupPlans:
             idle=tuple(mine[slot] for slot in choice.idle),
         )
 
-    def _found(self, slots: Group, in_flight: int | None, fewer: bool) -> Choice:
+    def _found(self, slots: Group, in_flight: int | None, fewer: bool) -> Estimate:
         return best_plan(replace(self._problem, slots=slots), in_flight, fewer=fewer)
 
     def _sorted(self, group: Sequence[DeviceSlot]) -> tuple[Kinds, Group]:

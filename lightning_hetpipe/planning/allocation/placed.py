@@ -26,9 +26,9 @@ from lightning_hetpipe.planning.allocation.allocator import HIDING, NEAR, Alloca
 from lightning_hetpipe.planning.allocation.group_plans import GroupPlans, Kinds
 from lightning_hetpipe.planning.allocation.groupings import PLACED, Group, Grouping
 from lightning_hetpipe.planning.model.cluster import Cluster, DeviceSlot
-from lightning_hetpipe.planning.model.estimate import INSTANT
+from lightning_hetpipe.planning.model.estimate import INSTANT, Estimate
 from lightning_hetpipe.planning.model.profile import Profile, UserBytes
-from lightning_hetpipe.planning.search.choice import Choice, slowest_stage
+from lightning_hetpipe.planning.search.choice import slowest_stage
 
 SIMULATED = 24
 """Largest number of choices that are simulated."""
@@ -67,7 +67,7 @@ class PlacedPlans(GroupPlans):
         self.before = GroupPlans(replace(problem, profile=_before(problem.profile, first)))
         """Plans of several devices before the last one."""
 
-    def _found(self, slots: Group, in_flight: int | None, fewer: bool) -> Choice:
+    def _found(self, slots: Group, in_flight: int | None, fewer: bool) -> Estimate:
         if in_flight is None:
             return self._best(slots)
         found = self._at(slots, in_flight)
@@ -75,7 +75,7 @@ class PlacedPlans(GroupPlans):
             found = self._at(slots, found.in_flight - 1)
         return found
 
-    def _best(self, slots: Group) -> Choice:
+    def _best(self, slots: Group) -> Estimate:
         """The plan at the smallest Nm within 1% of the best throughput."""
         first = self.before.plan(slots[:-1]).in_flight if len(slots) > 2 else 1
         best = self._at(slots, first)
@@ -95,13 +95,13 @@ class PlacedPlans(GroupPlans):
             chosen = plan
         return chosen
 
-    def _at(self, slots: Group, in_flight: int) -> Choice:
+    def _at(self, slots: Group, in_flight: int) -> Estimate:
         *own, head = slots
         before = self.before.plan(own, in_flight) if len(own) > 1 else None
         stages = [(stage.slot, stage.first) for stage in before.stages] if before else [(slot, 0) for slot in own]
         stages.append((head, self._first if own else 0))
         found = self._problem.estimate([slot for slot, _ in stages], [first for _, first in stages], in_flight)
-        return Choice.of(found, before.idle if before else (), (), (slowest_stage(found),))
+        return replace(found, idle=before.idle if before else (), reasons=(slowest_stage(found),))
 
     def _sorted(self, group: Sequence[DeviceSlot]) -> tuple[Kinds, Group]:
         *own, head = group

@@ -14,7 +14,6 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_hetpipe.planning.model.cluster import Device
 from lightning_hetpipe.planning.model.costs import Costs
 
 MOST_ROWS = 3000
@@ -126,36 +125,6 @@ class DeviceOrder:
 def _padded(lists: Sequence[Sequence[int]]) -> Rows:
     width = max(1, *map(len, lists))
     return np.array([[*each, *[0] * (width - len(each))] for each in lists], dtype=np.intp)
-
-
-class Twins:
-    """Nodes with the same devices and the same link, which may change places, unless devices are ``ordered``."""
-
-    def __init__(self, costs: Costs, ordered: bool = False) -> None:
-        nodes: dict[int, dict[Device, int]] = {node: {} for node in costs.within}
-        for index, kind in enumerate(costs.kinds):
-            nodes[kind.node][kind.device] = index
-        likes: dict[object, list[int]] = {}
-        for node, own in nodes.items():
-            devices = frozenset((device, len(costs.kinds[kind].slots)) for device, kind in own.items())
-            likes.setdefault((devices, id(costs.within[node])), []).append(node)
-        self._nodes = [kind.node for kind in costs.kinds]
-        self._likes = {node: those for those in likes.values() for node in those}
-        self._kinds = [{node: nodes[node][kind.device] for node in self._likes[kind.node]} for kind in costs.kinds]
-        self._any = len(likes) < len(nodes) and not ordered
-
-    def first(self, kinds: tuple[int, ...]) -> tuple[int, ...]:
-        """Let nodes change places so that of those that are alike the first ones are used first."""
-        if not self._any:
-            return kinds
-        place: dict[int, int] = {}
-        used: dict[int, int] = {}
-        for kind in kinds:
-            if (node := self._nodes[kind]) not in place:
-                those = self._likes[node]
-                place[node] = those[used.get(those[0], 0)]
-                used[those[0]] = used.get(those[0], 0) + 1
-        return tuple(self._kinds[kind][place[self._nodes[kind]]] for kind in kinds)
 
 
 def orders_of_blocks(costs: Costs, ordered: bool) -> tuple[list[list[Block]], bool]:

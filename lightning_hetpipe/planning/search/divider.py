@@ -12,10 +12,8 @@ forwards or backwards. Any order is looked through within a block, and any devic
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from functools import lru_cache
 from typing import TypeAlias
 
@@ -23,8 +21,8 @@ import numpy as np
 
 from lightning_hetpipe.planning.model.costs import Costs, Division, Room
 from lightning_hetpipe.planning.model.estimate import INSTANT
-from lightning_hetpipe.planning.search.device_orders import Block, DeviceOrder, Rows, Twins, orders_of_blocks
-from lightning_hetpipe.planning.search.dynamic_programme import SLIGHT, StageTakes, Ways
+from lightning_hetpipe.planning.search.device_orders import Block, DeviceOrder, Rows, orders_of_blocks
+from lightning_hetpipe.planning.search.dynamic_programme import StageTakes, Ways
 
 MOST_BOUNDARIES = 128
 """Number of boundaries between layers above which only some are looked at, and then all near those that were chosen."""
@@ -55,7 +53,6 @@ class Divider:
     Attributes:
         exact: Whether every order of every subset is looked through.
         whole: Whether all boundaries are looked at.
-        twins: Nodes that may change places.
     """
 
     def __init__(
@@ -65,14 +62,11 @@ class Divider:
         orders, self.exact = orders_of_blocks(costs, ordered)
         self._orders = [DeviceOrder(costs, blocks, stages or 1) for blocks in orders]
         self._shift = int(stages is not None)
-        self.twins = Twins(costs, ordered)
         self._gap = max(1, -(-costs.layers // boundaries))
         self.whole = self._gap == 1
         self._boundaries = np.unique([*range(0, costs.layers, self._gap), costs.layers])
 
-    def least(
-        self, in_flight: int, room: Room, synchronise: float = 0.0, low: float = 0.0, most: float = math.inf
-    ) -> list[Division]:
+    def least(self, in_flight: int, room: Room, synchronise: float = 0.0, low: float = 0.0) -> list[Division]:
         """Divisions with small periods, the least one first: no other one has a period smaller by 0.1%, in the orders
         and between the boundaries that are looked through.
 
@@ -81,19 +75,18 @@ class Divider:
             room: Where stages have room.
             synchronise: Seconds that a wave's end waits.
             low: A period that none is below, if that is known.
-            most: Period above which none is looked for.
         """
         found: dict[Division, float] = {}
         takes = self._capped(room, self._boundaries)
         for order in self._orders:
-            self._bisect(found, order, takes, in_flight, synchronise, low, most)
+            self._bisect(found, order, takes, in_flight, synchronise, low)
         high = math.inf
         while found and len(self._boundaries) <= self.costs.layers and min(found.values()) * CLOSE < high:
             best = min(found, key=found.__getitem__)
             high = found[best]
             order = DeviceOrder(self.costs, self._around(best.kinds), self._orders[0].stages)
             takes = self._capped(room, self._near(best.splits))
-            self._bisect(found, order, takes, in_flight, synchronise, low, most)
+            self._bisect(found, order, takes, in_flight, synchronise, low)
         latest = [*found][::-1]
         return sorted(latest, key=found.__getitem__)
 
@@ -105,17 +98,15 @@ class Divider:
         in_flight: int,
         synchronise: float,
         low: float,
-        most: float,
     ) -> None:
         """Add divisions in ``order`` with smaller periods than those that were ``found``; none is below ``low``."""
-        high = min(found.values(), default=most * CLOSE)
+        high = min(found.values(), default=math.inf)
         farther = FARTHER
         # Most orders are no better than the best of those before, which the first cap says then.
         cap = high / CLOSE if high < math.inf else low * farther or math.inf
         while True:
             division = self._ways(order, takes(cap)).best()
             if division is not None:
-                division = replace(division, kinds=self.twins.first(division.kinds))
                 period = found[division] = division.period(in_flight, synchronise)
                 high = min(high, period)
                 total = (sum(division.takes) + synchronise) / in_flight
@@ -133,21 +124,14 @@ class Divider:
             else:
                 cap = math.sqrt(low * high) if low > high / FAR else high / 8
 
-    def fastest(self, cap: float, room: Room) -> list[Division]:
-        """The division of each order with the least sum of times whose stages take ``cap`` seconds at the most."""
-        takes = self._capped(room, self._boundaries)(cap)
-        found = (self._ways(order, takes).best() for order in self._orders)
-        return [division for division in found if division is not None]
-
     def within(self, period: float, in_flight: int, room: Room, synchronise: float = 0.0) -> Iterator[Division]:
-        """Yield the divisions whose period is ``period`` at the most, those with a small sum of times first."""
+        """Yield the divisions whose period is ``period`` at the most."""
         takes = self._capped(room, self._boundaries)(period)
-        most = (period * in_flight - synchronise) * (1 + 2 * SLIGHT)
-        twins = self.twins if self.exact else None
-        ways = (self._ways(order, takes).within(most, twins) for order in self._orders)
-        for division in heapq.merge(*ways, key=lambda division: sum(division.takes)):
-            if division.period(in_flight, synchronise) <= period * (1 + 1e-9):
-                yield replace(division, kinds=self.twins.first(division.kinds))
+        most = (period * in_flight - synchronise) * (1 + 1e-9)
+        for order in self._orders:
+            for division in self._ways(order, takes).within(most):
+                if division.period(in_flight, synchronise) <= period * (1 + 1e-9):
+                    yield division
 
     def _capped(self, room: Room, boundaries: Rows) -> Capped:
         """Seconds of stages on each kind that take no longer than a cap; of kinds that only differ in their node, one

@@ -6,20 +6,17 @@ stage starts.
 
 from __future__ import annotations
 
-import heapq
 import math
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import count
-from operator import itemgetter
-from typing import NamedTuple
+from typing import TypeAlias
 
 import numpy as np
 
 from lightning_hetpipe.planning.model.costs import Costs, Division, Floats, Room
-from lightning_hetpipe.planning.search.device_orders import DeviceOrder, Rows, Transition, Twins
+from lightning_hetpipe.planning.search.device_orders import DeviceOrder, Rows, Transition
 
 CELLS = 1 << 20
 """Numbers that are worked on at once."""
@@ -33,14 +30,13 @@ LONGEST = sys.float_info.max
 LINKS = range(2)
 """Within a node, and across nodes."""
 
-SLIGHT = 1e-5
-"""Part of the time of all layers that the square of their bytes counts as, so that of divisions as fast one with few
-bytes on each device is the best."""
+Place: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
+"""The kind of each stage's device, and the place of its first boundary among those that are looked at."""
 
 
 @dataclass(frozen=True)
 class StageTakes:
-    """Seconds of stages on one kind of device, and slightly more for their bytes; infinite where they may not be.
+    """Seconds of stages on one kind of device; infinite where they have no room.
 
     Attributes:
         stage: By the link to the stage behind and by that to the one before, by how many boundaries lie between the
@@ -61,22 +57,18 @@ class StageTakes:
     def of(cls, costs: Costs, kind: int, room: Room, boundaries: Rows) -> StageTakes:
         """Seconds where there is ``room``."""
         hops = np.stack([costs.within[costs.kinds[kind].node], costs.across])[:, boundaries]
-        fits, fits_last = room.fits(kind)
-        slight = SLIGHT * min(float(own[0, -1]) for own in costs.own)
-        before, behind = (each / max(1.0, float(room.before[0, -1])) for each in (room.before, room.last))
+        fits, fits_last = room(kind)
         most = len(boundaries) - 1
         ends = np.arange(most + 1) + 1 + np.arange(most)[:, None]
         inside, ends = ends <= most, np.minimum(ends, most)
         chosen = boundaries, boundaries[ends]
-        own = np.where(inside & fits[chosen], costs.own[kind][chosen] + slight * before[chosen] ** 2, np.inf)
+        own = np.where(inside & fits[chosen], costs.own[kind][chosen], np.inf)
         stage = own + hops[:, ends][:, None] + hops[None, :, None, :]
-        own_last = costs.own_last[kind][boundaries, -1] + slight * behind[boundaries, -1] ** 2
-        last = np.where(fits_last[boundaries, -1], own_last + hops, np.inf)
+        last = np.where(fits_last[boundaries, -1], costs.own_last[kind][boundaries, -1] + hops, np.inf)
         return cls(stage, last, stage.min(axis=(0, 1, 3)), ends, boundaries)
 
     def within(self, cap: float) -> StageTakes:
         """Those that take ``cap`` seconds at the most."""
-        cap *= 1 + 2 * SLIGHT
         short = np.flatnonzero(self.shortest <= cap)
         width = slice(int(short[-1]) + 1 if len(short) else 1)
         stage = self.stage[:, :, width]
@@ -148,92 +140,35 @@ class Ways:
 
     def best(self) -> Division | None:
         """The division with the least sum of times; None if there is none."""
-        at = next(self._starts(math.inf), None)
-        while at is not None and at.row:
-            at = next(self._behind(at, at.sum * (1 + 1e-9)))
-        return None if at is None else self._division(at)
+        least = float(self._least[0, -1, :, 0].min())
+        return next(self.within(least * (1 + 1e-9)), None) if least < math.inf else None
 
-    def within(self, total: float, twins: Twins | None) -> Iterator[Division]:
-        """Yield divisions whose times sum up to ``total`` at the most, the least sums first.
-
-        Of those that differ in ``twins`` alone, if these are given, it yields one.
-        """
-        ticket = count(step=-1)  # of equal sums the latest first, as that is nearer to its end
-        heap: list[tuple[float, int, _Partial, Iterator[_Partial]]] = []
-
-        if not 0 < total < math.inf:
-            return
-
-        def push(those: Iterator[_Partial]) -> None:
-            for at in those:
-                if twins is None or twins.first(at.kinds) == at.kinds:
-                    heapq.heappush(heap, (round(at.sum / total, 9), next(ticket), at, those))
-                    break
-
-        push(self._starts(total * (1 + 1e-9)))
-        while heap:
-            *_, at, others = heapq.heappop(heap)
-            push(others)
-            if at.row:
-                push(self._behind(at, total * (1 + 1e-9)))
-            else:
-                yield self._division(at)
-
-    def _division(self, at: _Partial) -> Division:
-        return Division.of(self._costs, at.kinds, self._boundaries[[*at.splits]].tolist())
-
-    def _starts(self, total: float) -> Iterator[_Partial]:
-        """Yield foremost stages, those first with which the least sum is smallest; it is ``total`` at the most."""
-        depth = self._order.stages - 1
-        starts = self._least[0, depth, :, 0]
+    def within(self, total: float) -> Iterator[Division]:
+        """Yield the divisions whose times sum up to ``total`` at the most, depth first."""
+        starts = self._least[0, -1, :, 0]
         rows = np.flatnonzero((starts <= total) & np.isfinite(starts))
         for row in rows[starts[rows].argsort()].tolist():
-            yield _Partial(float(starts[row]), 0.0, row, 0, depth, (self._order.kind_of[row],), (0,))
+            for kinds, places in self._from(row, 0, 0, self._order.stages - 1, min(total, LONGEST)):
+                yield Division.of(self._costs, kinds, self._boundaries[[*places]].tolist())
 
-    def _behind(self, at: _Partial, total: float) -> Iterator[_Partial]:
-        """Yield what may stand behind the last stage of ``at``, as :meth:`_starts` does."""
-        takes, first, transition = self._takes[at.kinds[-1]], at.splits[-1], self._order.transition_to[at.row]
+    def _from(self, row: int, link: int, first: int, depth: int, left: float) -> Iterator[Place]:
+        """Yield the kinds and first boundaries of stages in ``left`` seconds, the smallest sums first.
+
+        The foremost stage is that of ``row``, begins at the boundary ``first``, and receives over ``link``. If k is
+        given, ``depth`` stages follow.
+        """
+        kind, transition = self._order.kind_of[row], self._order.transition_to[row]
         assert transition is not None
-        depth, most = at.depth - self._shift, min(total, LONGEST)
+        takes = self._takes[kind]
+        if transition.first and not (self._shift and depth) and takes.last[link, first] <= left:
+            yield (kind,), (first,)
         found: list[tuple[float, float, int, int, int]] = []
-        if transition.first and not (self._shift and at.depth):  # none behind
-            end = at.so_far + float(takes.last[at.link, first])
-            found += [(end, math.inf, 0, 0, 0)] * (end <= most)
-        for link, sources in enumerate(self._order.sources(at.row) if depth >= 0 else ()):
-            so_far = at.so_far + takes.stage[link, at.link, : len(self._boundaries) - 1 - first, first]
-            sums = so_far + self._least[link, depth, sources, first + 1 : first + 1 + len(so_far)]
-            rows, ends = (sums <= most).nonzero()
-            lists = (
-                sums[rows, ends].tolist(),
-                so_far[ends].tolist(),
-                sources[rows].tolist(),
-                (ends + first + 1).tolist(),
-            )
-            found += ((a, b, row, link, split) for a, b, row, split in zip(*lists, strict=True))
-        found.sort(key=itemgetter(0))
-        for least, before, row, link, split in found:
-            kinds, splits = at.kinds, at.splits
-            if row:
-                kinds, splits = (*kinds, self._order.kind_of[row]), (*splits, split)
-            yield _Partial(least, before, row, link, depth, kinds, splits)
-
-
-class _Partial(NamedTuple):
-    """The first stages of a division.
-
-    Attributes:
-        sum: The least sum of times of all stages.
-        so_far: Seconds of all but the last of these stages.
-        row: The state whose foremost stage that is; 0 once all stages are there.
-        link: The link to the stage before it.
-        depth: Stages that are still to come, where k is given.
-        kinds, splits: Of these stages.
-    """
-
-    sum: float
-    so_far: float
-    row: int
-    link: int
-    depth: int
-    kinds: tuple[int, ...]
-    splits: tuple[int, ...]
+        for behind, sources in enumerate(self._order.sources(row) if depth >= self._shift else ()):
+            own = takes.stage[behind, link, : len(self._boundaries) - 1 - first, first]
+            sums = own + self._least[behind, depth - self._shift, sources, first + 1 : first + 1 + len(own)]
+            rows, ends = (sums <= left).nonzero()
+            parts = sums[rows, ends], own[ends], sources[rows], ends + first + 1
+            found += ((*each, behind) for each in zip(*(part.tolist() for part in parts), strict=True))
+        for _, own, source, end, behind in sorted(found):
+            for kinds, places in self._from(source, behind, end, depth - self._shift, left - own):
+                yield (kind, *kinds), (first, *places)
