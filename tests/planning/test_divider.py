@@ -15,7 +15,7 @@ from lightning_hetpipe.planning.model.costs import Division
 from lightning_hetpipe.planning.model.profile import LayerBytes, Profile, Times
 from lightning_hetpipe.planning.model.simulate import StageLoad
 from lightning_hetpipe.planning.model.stage_memory import Sizes, stage_memory
-from lightning_hetpipe.planning.search import device_orders
+from lightning_hetpipe.planning.search import divider
 from lightning_hetpipe.planning.search.divider import CLOSE
 from lightning_hetpipe.planning.search.problem import Loads, PlanningProblem
 from tests.planning.instances import NAMES, Stages, clusters, divisions, profiles, takes
@@ -42,7 +42,7 @@ def has_room(problem: PlanningProblem, stages: Stages, in_flight: int, loads: Lo
 
 
 def loads_of(loads: Loads, index: int, stages: int) -> list[StageLoad]:
-    """What stage ``index`` holds."""
+    """Loads that stage ``index`` has."""
     is_last = index + 1 == stages
     return [*loads.every, *(() if is_last else loads.before), *(() if is_last or index else loads.first)]
 
@@ -105,7 +105,7 @@ def test_where_there_are_too_many_orders_it_is_one_of_all(
     """It may be slower than the best, and says so."""
     problem, exact = (PlanningProblem(profile, cluster, optimizer=2.0, ordered=ordered) for _ in range(2))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(device_orders, "MOST_ROWS", most)
+        patch.setattr(divider, "MOST_ROWS", most)
         assert problem.divider.exact <= (ordered or most >= 2)
         found = least(problem)
     best = least(exact)

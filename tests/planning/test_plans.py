@@ -12,8 +12,9 @@ from benchmarks.planning_problems import neo, rack, transformer
 from lightning_hetpipe.planning.model.cluster import Cluster, Device, Link, Node
 from lightning_hetpipe.planning.model.estimate import Estimate
 from lightning_hetpipe.planning.model.profile import LayerBytes, Profile, Times
-from lightning_hetpipe.planning.search import choice, plans
+from lightning_hetpipe.planning.search import plans
 from lightning_hetpipe.planning.search.choice import best_plan
+from lightning_hetpipe.planning.search.plans import PlansAt
 from lightning_hetpipe.planning.search.problem import PlanningProblem
 from tests.planning.instances import divisions, takes
 from tests.support.marks import explores
@@ -150,7 +151,7 @@ def test_on_many_nodes_leaving_one_device_out_never_helps(nodes: int) -> None:
 
 def test_with_too_many_orders_and_little_effort_plans_are_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plans, "GLIMPSE", 0)
-    monkeypatch.setattr(choice, "MUCH", 0)
+    monkeypatch.setattr(PlansAt.best, "__defaults__", (0.0, 0))
     profile, cluster = transformer(6), rack(2, 2)
     found = best_plan(PlanningProblem(profile, cluster, optimizer=STATE), 3)
     assert found.fits

@@ -39,8 +39,8 @@ class GroupPlans:
         """Minibatches per second of ``group``, as a brief search finds it; 0 where nothing fits."""
         kinds, slots = self._sorted(group)
         if kinds not in self._rates:
-            choice = best_plan(replace(self._problem, slots=slots, brief=True))
-            self._rates[kinds] = choice.rate if choice.fits else 0.0
+            found = best_plan(replace(self._problem, slots=slots, brief=True))
+            self._rates[kinds] = found.rate if found.fits else 0.0
         return self._rates[kinds]
 
     def plan(self, group: Sequence[DeviceSlot], in_flight: int | None = None, *, fewer: bool = False) -> Estimate:
@@ -68,19 +68,11 @@ class GroupPlans:
 
     def _sorted(self, group: Sequence[DeviceSlot]) -> tuple[Kinds, Group]:
         nodes: dict[int, list[DeviceSlot]] = {}
-        for slot in group:
+        for slot in sorted(group, key=lambda slot: (repr(slot.device), slot.number)):
             nodes.setdefault(slot.node, []).append(slot)
-        found = []
-        for node, slots in nodes.items():
-            slots.sort(key=lambda slot: (_order(slot.device), slot.number))
-            found.append(((self._problem.cluster.nodes[node].own_link, tuple(slot.device for slot in slots)), slots))
-        found.sort(key=lambda each: (_order_of_link(each[0][0]), [*map(_order, each[0][1])], each[1][0].node))
-        return tuple(kinds for kinds, _ in found), tuple(slot for _, slots in found for slot in slots)
-
-
-def _order(device: Device) -> tuple[str, int, float]:
-    return device.name, -1 if device.memory is None else device.memory, device.speed
-
-
-def _order_of_link(link: Link) -> tuple[float, float]:
-    return link.bandwidth, link.latency
+        kinds = {
+            node: (self._problem.cluster.nodes[node].own_link, tuple(slot.device for slot in slots))
+            for node, slots in nodes.items()
+        }
+        order = sorted(nodes, key=lambda node: (repr(kinds[node]), node))
+        return tuple(kinds[node] for node in order), tuple(slot for node in order for slot in nodes[node])

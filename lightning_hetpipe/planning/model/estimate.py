@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -152,6 +153,15 @@ class Estimate:
             else stage.memory.moving + (stage.limit - sum(each.memory.total for each in those)) // len(those)
             for stage, those in zip(self.stages, own, strict=True)
         ]
+
+
+def lacking(stages: Iterable[StageEstimate]) -> dict[DeviceSlot, int]:
+    """Bytes that devices lack for ``stages``, of which several may share one; none for devices that have room."""
+    taken = Counter[DeviceSlot]()
+    for stage in stages:
+        taken.update(stage.taken)
+    limits = ((slot, slot.device.memory) for slot in taken)
+    return {slot: taken[slot] - limit for slot, limit in limits if limit is not None and taken[slot] > limit}
 
 
 def stage_times_on(

@@ -89,9 +89,8 @@ class _Search:
             self._downwards(first)  # memory may have room for faster plans with fewer in flight
         if not (plans := self._plans):
             return self._unfit(1, asked=False)
-        if not problem.brief:
-            fastest = max(plans, key=lambda plan: plan.rate).in_flight
-            self._found[fastest] = self._at(fastest).best(work=MUCH)
+        fastest = max(plans, key=lambda plan: plan.rate).in_flight
+        self._found[fastest] = self._at(fastest).best(work=MUCH)
         good = ENOUGH * self._best
         chosen = next(plan for plan in self._plans if plan.rate >= good)
         while chosen.in_flight > 1 and chosen.in_flight - 1 not in self._found:
@@ -127,7 +126,7 @@ class _Search:
 
     def at(self, in_flight: int) -> Estimate:
         """Plan for a given Nm."""
-        found = self._found[in_flight] = self._at(in_flight).best(work=MUCH)
+        found = self._found[in_flight] = self._at(in_flight).best()
         if found is None:
             return self._unfit(in_flight, asked=True)
         return self._choice(found, [slowest_stage(found)])
@@ -146,7 +145,7 @@ class _Search:
     def plan(self, in_flight: int, floor: float = 0.0) -> Estimate | None:
         """The fastest plan that was found to fit; None where none was. See :meth:`PlansAt.best` for ``floor``."""
         if in_flight not in self._found:
-            self._found[in_flight] = self._at(in_flight).best(floor, 0 if self._problem.brief else GLIMPSE)
+            self._found[in_flight] = self._at(in_flight).best(floor, GLIMPSE)
         return self._found[in_flight]
 
     def most(self, in_flight: int, fits: int = 0) -> int | None:
@@ -176,8 +175,8 @@ class _Search:
                 break
             if found.rate > before * (1 + NEGLIGIBLE):
                 better = in_flight
-            # Nothing is faster than 1 / T_max; what has not helped for as many as there are stages will not.
-            if self._best * self._fastest >= ENOUGH or in_flight > better + len(found.stages):
+            # Nothing is faster than 1 / T_max; what has not helped twice will not.
+            if self._best * self._fastest >= ENOUGH or in_flight > better + 1:
                 break
             in_flight += max(1, in_flight // 8)  # what is near is about as fast
 
@@ -233,7 +232,7 @@ class _Search:
 
     def _unfit(self, in_flight: int, asked: bool) -> Estimate:
         """The plan whose devices lack the least, and what would help."""
-        found = self._at(in_flight).least_lacking(0 if self._problem.brief else MUCH)
+        found = self._at(in_flight).least_lacking()
 
         def advise() -> Help:
             again = None
