@@ -174,7 +174,9 @@ class _GroupingSearch:
     def _starts(self) -> Iterator[Blocks]:
         """Divisions of single nodes, pairs, pairs of pairs and so on, each with every number of parts."""
         strength = [sum(map(self._allocator.speed, own)) for own in self._devices]
-        blocks = [(node,) for node in sorted(range(len(strength)), key=lambda node: -strength[node])]
+        blocks: list[tuple[int, ...]] = [
+            (node,) for node in sorted(range(len(strength)), key=lambda node: -strength[node])
+        ]
         while True:
             for parts in range(1, max(map(len, self._devices)) + 1):
                 nearest = [min(self._parts(nodes), key=lambda each: (abs(each - parts), each)) for nodes in blocks]

@@ -268,8 +268,7 @@ class Plan(CheckedRecord):
             SettingError: if the cluster has not got one of them, or for whatever else :meth:`check` refuses.
         """
         self.check(cluster)
-        found = cluster.slots_by_place
-        return [found[stage.at] for stage in self.virtual_workers[virtual_worker].stages]
+        return [cluster.slots_by_place[stage.at] for stage in self.virtual_workers[virtual_worker].stages]
 
     def groups(self, virtual_worker: int, cluster: Cluster) -> list[list[DeviceSlot]]:
         """The devices of ``cluster`` among which each stage divides its layers, in order; none for a stage on one.
@@ -278,9 +277,8 @@ class Plan(CheckedRecord):
             SettingError: as :meth:`slots` does.
         """
         self.check(cluster)
-        found = cluster.slots_by_place
         stages = self.virtual_workers[virtual_worker].stages
-        return [[found[each.at] for each in stage.group] for stage in stages]
+        return [[cluster.slots_by_place[each.at] for each in stage.group] for stage in stages]
 
 
 def _plain(value: Any) -> Any:
