@@ -51,6 +51,7 @@ def enter(application: Callable[[], Any], program: ConsoleScript) -> None:
     It ends the process unless all goes well, with exit code 1 for a failure, with its traceback, and for a sweep with
     jobs that have failed; 2 for a wrong setting; 130 for Ctrl-C; 143 for SIGTERM.
     """
+    this_child()  # from here on a child of our launcher ends with it
     sys.path.insert(0, os.getcwd())  # so that `_target_: my_model.MyModel` finds ./my_model.py
     sys.argv[1:] = settled(sys.argv[1:])
     # Lightning 2.6 on torch 2.13 warns so at every start, and nobody at this terminal could do anything about it.

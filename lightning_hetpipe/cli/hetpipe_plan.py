@@ -35,12 +35,13 @@ from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.placement.progress import on_terminal
 from lightning_hetpipe.planning.model.catalogue import known
 from lightning_hetpipe.planning.model.cluster import Cluster
+from lightning_hetpipe.planning.model.estimate import Estimate
 from lightning_hetpipe.planning.model.profile import Profile
 from lightning_hetpipe.planning.model.units import digits, in_bytes
 from lightning_hetpipe.planning.plan import profile_file
 from lightning_hetpipe.planning.plan.document import Plan
 from lightning_hetpipe.planning.plan.table import aligned
-from lightning_hetpipe.planning.search.choice import Choice, best_plan
+from lightning_hetpipe.planning.search.choice import best_plan
 from lightning_hetpipe.planning.search.grouped_plans import plan_with_groups
 from lightning_hetpipe.planning.search.problem import PlanningProblem
 from lightning_hetpipe.reporting.plots import draw
@@ -52,7 +53,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-_unfit: list[Choice] = []
+_unfit: list[Estimate] = []
 """Choices of jobs for which no plan fits."""
 
 
@@ -121,7 +122,7 @@ def run(config: DictConfig) -> float | None:
                 " strategy.virtual_workers=1, or leave split out"
             )
         found = cluster_plans(settings, replace(problem, spread=False), in_flight, policies)
-        plan = Plan.of_allocation(found.chosen, profile.model, names, cluster, guessed, nominal)
+        plan = Plan.of_allocation(found.chosen, profile.model, names, cluster, guessed, nominal=nominal)
         folder = _show(config, plan, [*remarks(found, cluster), *_estimates(profile)], measured)
         if not found.chosen.fits:
             _advise(found.chosen.choices[found.chosen.unfit[0]])
@@ -133,7 +134,7 @@ def run(config: DictConfig) -> float | None:
     search = plan_with_groups if joins(config) else best_plan
 
     @cache
-    def plan_for(policy: WeightPolicy) -> Choice:
+    def plan_for(policy: WeightPolicy) -> Estimate:
         with on_terminal(f"searching for a plan, weights='{policy.name}'", None) as tick:
             return search(replace(problem, weights=policy, progress=tick), in_flight)
 
@@ -143,7 +144,7 @@ def run(config: DictConfig) -> float | None:
             break
     stages_given = problem.stages is not None
     distance = of_strategy(config, "wsp.clock_distance") or 0
-    plan = Plan.of(choice, profile.model, names, cluster, guessed, distance, nominal)
+    plan = Plan.of(choice, profile.model, names, cluster, guessed, clock_distance=distance, nominal=nominal)
     lines = _remarks(choice, cluster, cluster.assumed([stage.slot for stage in choice.stages]), stages_given)
 
     def others() -> list[str]:
@@ -184,7 +185,7 @@ def _show(
     return folder
 
 
-def _advise(choice: Choice) -> None:
+def _advise(choice: Estimate) -> None:
     """Say what would make it fit."""
     ways = [f"- {way}" for way in choice.ways_out(cli=True)]
     print(
@@ -196,7 +197,7 @@ def _advise(choice: Choice) -> None:
     _unfit.append(choice)
 
 
-def _remarks(choice: Choice, cluster: Cluster, links: Sequence[str], stages_given: bool) -> list[str]:
+def _remarks(choice: Estimate, cluster: Cluster, links: Sequence[str], stages_given: bool) -> list[str]:
     """Remarks below the table: reasons, assumed links, unused devices."""
     lines = [f"- {reason}" for reason in (*choice.reasons, *links)]
     why = "no layer is left for it" if choice.spread else "no plan with it is faster"
@@ -229,7 +230,7 @@ def _picture(figure: Callable[[], Figure], folder: Path) -> str:
     return f"picture  {folder / 'plan.png'}"
 
 
-def _timeline(choice: Choice) -> Timeline:
+def _timeline(choice: Estimate) -> Timeline:
     times = [stage.times for stage in choice.stages]
     return Timeline.simulated(choice.simulation, times, choice.in_flight, [str(stage.slot) for stage in choice.stages])
 
@@ -243,7 +244,7 @@ def compared_policies(chosen: Sequence[WeightPolicy]) -> list[WeightPolicy]:
 
 
 def side_by_side(
-    policies: Sequence[WeightPolicy], plan: Callable[[WeightPolicy], Choice], in_flight: int | None, every: int
+    policies: Sequence[WeightPolicy], plan: Callable[[WeightPolicy], Estimate], in_flight: int | None, every: int
 ) -> list[str]:
     """Lay out a row for each of ``policies``, as its ``plan`` has it.
 
@@ -263,7 +264,7 @@ def side_by_side(
     return aligned([_HEADER, *rows], left=(0, len(_HEADER) - 1))
 
 
-def _policy_row(policy: WeightPolicy, choice: Choice) -> list[str]:
+def _policy_row(policy: WeightPolicy, choice: Estimate) -> list[str]:
     steps = choice.versions.most_steps
     return [
         policy.name,

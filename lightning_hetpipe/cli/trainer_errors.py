@@ -14,7 +14,7 @@ from lightning_hetpipe.cli.attribution import frames
 from lightning_hetpipe.cli.start_up import FAILED, TERMINATED, WRONG_SETTING
 from lightning_hetpipe.cli.targets import is_interpolation, sections, written
 from lightning_hetpipe.launch import launcher
-from lightning_hetpipe.server.process.supervisor import ServerLost
+from lightning_hetpipe.server.process.server_process import ServerLost
 from lightning_hetpipe.server.process.waits import ServersSilent
 from lightning_hetpipe.server.protocol.identifiers import PeerFailed
 from lightning_hetpipe.server.transport.interface import CallRefused, Unreachable

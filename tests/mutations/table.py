@@ -689,7 +689,7 @@ MUTATIONS = (
     Mutation(
         "L1",
         "a host computes on the newest of the versions that it has",
-        "hosts/remote_stash.py",
+        "hosts/stage_host.py",
         "self._held[reading] = self._numbered[number]",
         "self._held[reading] = self._numbered[weights.held[-1][1]]",
         ("tests/hosts/test_exact_hosts.py", "-k", "test_models and views-3-3"),
@@ -698,8 +698,8 @@ MUTATIONS = (
         "L9",
         "buffers that a host has left are those of the minibatch after",
         "hosts/remote_stage.py",
-        "self._ask(orders.Look(minibatch))",
-        "self._ask(orders.Look(minibatch + 1))",
+        'self._ask("look", minibatch)',
+        'self._ask("look", minibatch + 1)',
         ("tests/hosts/test_exact_hosts.py", "-k", "test_models and resnet-2-2"),
     ),
     Mutation(
