@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 import hydra
 from omegaconf import DictConfig
 
-from lightning_hetpipe.cli import measured_links
 from lightning_hetpipe.cli.cluster_plans import cluster_plans, remarks, unused
 from lightning_hetpipe.cli.entry import enter, job
 from lightning_hetpipe.cli.plan_inputs import (
@@ -36,6 +35,7 @@ from lightning_hetpipe.placement.progress import on_terminal
 from lightning_hetpipe.planning.model.catalogue import known
 from lightning_hetpipe.planning.model.cluster import Cluster
 from lightning_hetpipe.planning.model.profile import Profile
+from lightning_hetpipe.planning.model.stage_memory import planned_policies
 from lightning_hetpipe.planning.model.units import digits, in_bytes
 from lightning_hetpipe.planning.plan import profile_file
 from lightning_hetpipe.planning.plan.document import Plan
@@ -46,7 +46,6 @@ from lightning_hetpipe.planning.search.problem import PlanningProblem
 from lightning_hetpipe.reporting.plots import draw
 from lightning_hetpipe.reporting.timeline import Timeline
 from lightning_hetpipe.rules.versions import POLICIES, Versions, WeightPolicy
-from lightning_hetpipe.run.automatic import planned_policies
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -90,6 +89,8 @@ def measure(config: DictConfig) -> None:
                 f"measure=links measures this machine and makes no plan, so that {given} has no effect; leave one of"
                 " both out."
             )
+    from lightning_hetpipe.cli import measured_links  # with torch
+
     measured_links.run(config)
 
 

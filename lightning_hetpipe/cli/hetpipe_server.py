@@ -14,11 +14,11 @@ from omegaconf import DictConfig
 from lightning_hetpipe.cli import config_checks
 from lightning_hetpipe.cli.entry import enter, job
 from lightning_hetpipe.cli.serving import SIGNALS, address, announcing, check_token, refuse_sweeps, security_of
-from lightning_hetpipe.cli.start_up import FAILED, ConsoleScript
+from lightning_hetpipe.cli.start_up import ConsoleScript
 from lightning_hetpipe.cli.targets import built
 from lightning_hetpipe.planning.model.units import in_bytes
 from lightning_hetpipe.planning.plan.table import aligned
-from lightning_hetpipe.server.transport.interface import STATUS, CallRefused, Unreachable
+from lightning_hetpipe.server.transport.interface import STATUS, CallRefused
 from lightning_hetpipe.server.transport.security import Security
 from lightning_hetpipe.settings import Bounds
 
@@ -26,7 +26,6 @@ PROGRAM = ConsoleScript(
     "hetpipe-server",
     ("security", "service"),
     {"command": Literal["serve", "status"], "address": address(5000), "timeout": Annotated[float, Bounds(0.001)]},
-    exit_code=lambda error: FAILED if isinstance(error, CallRefused | Unreachable) else None,
 )
 
 _COMMANDS = ("serve", STATUS)

@@ -4,35 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import deepcopy
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import lightning as L
 from hydra.core.hydra_config import HydraConfig
-from lightning.pytorch.callbacks import BaseFinetuning
 from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 
-from lightning_hetpipe import HetPipeStrategy
-from lightning_hetpipe.cli import trainer_checks, trainer_errors
+from lightning_hetpipe.cli import config_checks
 from lightning_hetpipe.cli.cluster_plans import COMPARE, ClusterSettings
 from lightning_hetpipe.cli.start_up import ConsoleScript
 from lightning_hetpipe.cli.targets import built, locate, written
 from lightning_hetpipe.errors import SettingError, of_file
-from lightning_hetpipe.placement.device_placement import discovered_cluster
+from lightning_hetpipe.launch.wsp_settings import WSPSettings
 from lightning_hetpipe.placement.progress import on_terminal
 from lightning_hetpipe.planning.model.catalogue import PRECISIONS, gpus, known, nearest_gpu
 from lightning_hetpipe.planning.model.cluster import PCIE, Cluster, Devices, DeviceSlot, Latency, LinkGiven, Node
 from lightning_hetpipe.planning.model.profile import Profile
+from lightning_hetpipe.planning.model.stage_memory import planned_policies
 from lightning_hetpipe.planning.model.units import seconds_of
 from lightning_hetpipe.planning.plan import profile_file
 from lightning_hetpipe.planning.plan.profile_file import ProfileCache
 from lightning_hetpipe.rules.versions import POLICIES, WeightPolicy
-from lightning_hetpipe.run.automatic import planned_policies
 from lightning_hetpipe.settings import Length, declared
 from lightning_hetpipe.settings import check as check_value
-from lightning_hetpipe.strategy.profiling_strategy import Profiled, ProfilingStrategy
-from lightning_hetpipe.strategy.profiling_strategy import profile as profile_model
-from lightning_hetpipe.strategy.wsp_callback import WSPCallback
-from lightning_hetpipe.workers.weight_copies import copies_kept
+from lightning_hetpipe.strategy.arguments import HetPipeArguments, WSPArguments
+
+if TYPE_CHECKING:
+    import lightning as L
+
+    from lightning_hetpipe.strategy.profiling_strategy import Profiled
 
 
 def _is_precision(value: Any) -> bool:
@@ -41,9 +40,9 @@ def _is_precision(value: Any) -> bool:
 
 PROGRAM = ConsoleScript(
     "hetpipe-plan",
-    trainer_checks.GROUPS,
+    config_checks.GROUPS,
     {
-        **trainer_checks.SETTINGS,
+        **config_checks.SETTINGS,
         "measure": Literal["links"] | None,
         "profile": str | None,
         "devices": Annotated[Any, Length(1), "null, or at least one device, such as devices=[RTX-3090]"],
@@ -54,9 +53,10 @@ PROGRAM = ConsoleScript(
         "synchronise": Latency,
         "precision": Annotated[Any, _is_precision, f"one of {', '.join(PRECISIONS)}"],
     },
-    trainer_errors.sentence,
-    trainer_errors.exit_code,
 )
+
+_OF_OTHERS = ("model", "data", "trainer", "callbacks", "logger", "experiment")
+"""Groups whose sections are of other packages, most of them of Lightning's."""
 
 _SILENT = {
     "logger": False,
@@ -70,9 +70,12 @@ _SILENT = {
 """Settings of the Trainer that switch off what measuring layers does not need."""
 
 
-def check_types(config: DictConfig) -> None:
-    """Refuse settings that are unknown or of the wrong type, whether or not a plan needs them."""
-    trainer_checks.check(config, PROGRAM, ())
+def check_types(config: DictConfig, needs: Sequence[str] = ()) -> None:
+    """Refuse settings that are unknown or of the wrong type, whether or not a plan needs them.
+
+    Sections of other packages are checked if they are needed, or if the command line changes one.
+    """
+    config_checks.check(config, PROGRAM, needs, of_others=bool(needs) or any(map(_is_given, _OF_OTHERS)))
 
 
 def check(config: DictConfig) -> None:
@@ -86,7 +89,7 @@ def check(config: DictConfig) -> None:
             "profile=null and no model is configured; give profile=FILE, or choose an experiment, such as"
             " experiment=digits."
         )
-    trainer_checks.check(config, PROGRAM, () if config.get("profile") is not None else trainer_checks.BUILT)
+    check_types(config, () if config.get("profile") is not None else config_checks.BUILT)
     if config.devices is not None and config.cluster is not None:
         raise SettingError(f"devices={config.devices} is given together with a cluster; leave one of them out.")
     if (workers := of_strategy(config, "virtual_workers")) != 1:
@@ -94,9 +97,7 @@ def check(config: DictConfig) -> None:
             f"strategy.virtual_workers={workers}: how many there are follows from the allocation; give"
             " strategy.allocation=np, ed, hd, placed or auto, or strategy.virtual_workers=1 for one over all devices."
         )
-    if OmegaConf.select(config, "strategy._target_") == "lightning_hetpipe.HetPipeStrategy":
-        # which refuses what makes no sense
-        built(config, "strategy", HetPipeStrategy, cluster=None, plan=None, allocation="auto")
+    synchronisation(config)
     joins(config)
     if _is_given("strategy.plan") and config.strategy.plan is not None:
         raise SettingError(
@@ -129,6 +130,10 @@ def profile_of(config: DictConfig) -> tuple[Profile, str | float, Sequence[Weigh
 
 def _measured(config: DictConfig) -> Profiled:
     """Run the model's first minibatch as hetpipe-train would, and measure the layers."""
+    import lightning as L
+
+    from lightning_hetpipe.strategy import profiling_strategy
+
     config = deepcopy(config)
     if config.get("seed") is not None:
         L.seed_everything(config.seed, workers=True, verbose=False)
@@ -138,15 +143,17 @@ def _measured(config: DictConfig) -> Profiled:
         config.trainer.pop("callbacks", None)
         config.trainer.update(_SILENT)
         config.trainer.pop("strategy", None)
-    strategy = ProfilingStrategy(ProfileCache(), on_terminal, widths=joins(config), **kept)
+    strategy = profiling_strategy.ProfilingStrategy(ProfileCache(), on_terminal, widths=joins(config), **kept)
     model = built(config, "model", L.LightningModule)
     data = built(config, "data", L.LightningDataModule)
     trainer = built(config, "trainer", L.Trainer, strategy=strategy, callbacks=callbacks)
-    return profile_model(trainer, model, datamodule=data)
+    return profiling_strategy.profile(trainer, model, datamodule=data)
 
 
 def _finetuning(config: DictConfig) -> list[L.Callback]:
     """Build those of the Trainer's callbacks that have weights trained later than in the first minibatch."""
+    from lightning.pytorch.callbacks import BaseFinetuning
+
     found = OmegaConf.select(config, "trainer.callbacks")
     keys = [*found] if isinstance(found, DictConfig) else range(len(found)) if isinstance(found, ListConfig) else []
     paths = [f"trainer.callbacks.{key}" for key in keys if isinstance(found[key], DictConfig)]
@@ -171,7 +178,9 @@ def cluster_of(config: DictConfig, profile: Profile) -> tuple[Cluster, set[Devic
         if (name := _strange(cluster, profile)) is not None:
             raise SettingError(f"devices=[{name}] is {_unknown(name, profile)}")
     elif config.cluster is None:
-        cluster = discovered_cluster()
+        from lightning_hetpipe.placement import device_placement  # with torch
+
+        cluster = device_placement.discovered_cluster()
         if (name := _strange(cluster, profile)) is not None:
             raise SettingError(
                 f"profile={config.profile} has no times of this machine's '{name}', but of"
@@ -211,6 +220,8 @@ def cluster_settings(config: DictConfig, cluster: Cluster) -> ClusterSettings | 
         )
     else:
         allocation = config.strategy.allocation
+    from lightning_hetpipe.workers.weight_copies import copies_kept  # with torch
+
     wave, shares = of_strategy(config, "wsp.wave"), of_strategy(config, "wsp.shares")
     if shares not in (None, "equal", "auto"):
         raise SettingError(
@@ -247,8 +258,14 @@ def _plain(value: Any) -> Any:
 
 def of_strategy(config: DictConfig, key: str) -> Any:
     """Return a setting of the strategy, or its default if another strategy is configured."""
-    own = declared(WSPCallback if key.startswith("wsp.") else HetPipeStrategy).parameters[key.removeprefix("wsp.")]
+    own = declared(WSPArguments if key.startswith("wsp.") else HetPipeArguments).parameters[key.removeprefix("wsp.")]
     return OmegaConf.select(config, f"strategy.{key}", default=own.default)
+
+
+def synchronisation(config: DictConfig) -> WSPSettings:
+    """Return the checked settings of ``strategy.wsp``; their defaults if another strategy is configured."""
+    section: Any = OmegaConf.to_container(OmegaConf.select(config, "strategy.wsp") or DictConfig({}), resolve=True)
+    return WSPArguments(**{key: value for key, value in section.items() if key != "_target_"}).settings
 
 
 def joins(config: DictConfig) -> bool:

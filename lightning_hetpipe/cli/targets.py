@@ -6,6 +6,7 @@ The sections of a configuration are its mappings with a `_target_`.
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import import_module
@@ -21,6 +22,12 @@ from lightning_hetpipe.settings import Declared, Style, declared
 
 _HYDRA = {"_target_", "_partial_", "_recursive_", "_convert_", "_args_"}
 _PLAIN: dict[Any, str] = {None: "null", True: "true", False: "false"}
+EARLY = {
+    "lightning_hetpipe.HetPipeStrategy": "lightning_hetpipe.strategy.arguments.HetPipeArguments",
+    "lightning_hetpipe.WSPCallback": "lightning_hetpipe.strategy.arguments.WSPArguments",
+    **{name: name for name in (f"lightning_hetpipe.{each}" for each in ("Cluster", "Device", "Link", "Node"))},
+}
+"""What declares the arguments of our public classes, and is imported without Lightning."""
 
 
 def locate(target: str, path: str = "") -> Callable[..., Any]:
@@ -54,14 +61,17 @@ def locate(target: str, path: str = "") -> Callable[..., Any]:
     return found  # type: ignore[no-any-return]
 
 
+def known_early(target: str | None) -> Declared | None:
+    """Return what ``target`` declares, if that is known without Lightning."""
+    return declared(locate(EARLY[target])) if target in EARLY else None
+
+
 def _not_found(target: str, path: str, reason: str, parent: object, part: str) -> SettingError:
     near = closest(part, [name for name in dir(parent) if not name.startswith("_")]) if parent is not None else None
-    advice = "it is looked for in the working directory and among the installed packages."
+    advice = "it is looked for in the working directory and among the installed packages"
     if near is not None:
-        advice = (
-            f"did you mean {target.removesuffix(part)}{near}?" if target.endswith(part) else f"did you mean {near}?"
-        )
-    return SettingError(f"{path}._target_={target} cannot be found, {reason}; {advice}")
+        advice = f"did you mean {target.removesuffix(part) if target.endswith(part) else ''}{near}?"
+    return SettingError(f"{path}._target_={target} cannot be found, {reason}", advice)
 
 
 T = TypeVar("T")
@@ -111,6 +121,11 @@ class ConfigSection:
     @property
     def declared(self) -> Declared:
         return declared(locate(str(self.target), self.path))
+
+    @property
+    def loaded(self) -> Declared | None:
+        """Its declaration, as far as it is known without loading Lightning."""
+        return self.declared if "lightning.pytorch" in sys.modules else known_early(self.target)
 
 
 def sections(config: DictConfig) -> list[ConfigSection]:
