@@ -12,12 +12,11 @@ import re
 import sys
 from collections.abc import Iterator
 from types import TracebackType
-from typing import Any
 
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
-from lightning_hetpipe.cli.targets import as_given, is_interpolation, items, sections, written
+from lightning_hetpipe.cli.targets import as_given, is_interpolation, nodes, sections, written
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.settings import unknown
 
@@ -28,6 +27,8 @@ _WAY_OUT = re.compile(r"\b(leave|set) (\w+)(?= (?:out|to)\b)")
 _INTERPOLATION = re.compile(r"\$\{([\w.]+)\}")
 _CHECKPOINTS = "lightning.pytorch.trainer.connectors.checkpoint_connector"
 _ACCELERATORS = ("lightning.pytorch.accelerators", "lightning.fabric.accelerators")
+_CHECK = (f"{__package__}.config_checks", "check")
+"""Its errors, and those that commands raise themselves, are in the settings' words."""
 _FIT = ("lightning.pytorch.trainer.trainer", "fit")
 _LONGEST = 200  # characters that are quoted of an error whose text may go on for pages
 _LIBRARIES = {"torch", "lightning", "lightning_hetpipe", "lightning_utilities", "torchmetrics", "fsspec", "numpy"}
@@ -40,7 +41,7 @@ def attributed(error: Exception, config: DictConfig) -> SettingError | None:
     said: str | None
     if isinstance(error, SettingError):
         said = one_line(error)
-        if not any(module.startswith(__package__) for module, _ in calls[-1:]):
+        if _CHECK not in calls and not any(module.startswith(__package__) for module, _ in calls[-1:]):
             said = in_settings(said, config)
     elif isinstance(error, OmegaConfBaseException):
         said = _interpolation(error)
@@ -111,21 +112,15 @@ def _path(error: Exception, config: DictConfig) -> str | None:
     """The sentence for a file or folder that cannot be used, where a setting is its path, or one on the way to it."""
     if not isinstance(error, OSError) or not isinstance(error.filename, str):
         return None
-    wanted = os.path.abspath(error.filename)
-    for setting, value in _texts(as_given(config), ""):
+    wanted, given = os.path.abspath(error.filename), as_given(config)
+    for setting, key, value, _ in nodes(given, given):
+        if not isinstance(value, str) or not value or key == "_target_" or is_interpolation(value):
+            continue
         path = os.path.abspath(value)
         denied = isinstance(error, PermissionError) or not os.path.isdir(path)
         if wanted == path or (wanted.startswith(path + os.sep) and denied):
             return f"{setting}={value} cannot be used ({error.strerror}: {error.filename}); give another path."
     return None
-
-
-def _texts(node: Any, path: str) -> Iterator[tuple[str, str]]:
-    """Every text in a plain configuration that is written there, not taken from elsewhere by an interpolation."""
-    for inner, key, value in items(node, path):
-        if isinstance(value, str) and value and key != "_target_" and not is_interpolation(value):
-            yield inner, value
-        yield from _texts(value, inner)
 
 
 def _interpolation(error: OmegaConfBaseException) -> str:
@@ -160,7 +155,15 @@ def _with_setting(error: Exception, config: DictConfig) -> str:
     text = one_line(error)
     named: list[tuple[int, str]] = []
     valued: list[str] = []
-    for setting, name, value in _of_lightning(config):
+    of_lightning = ("trainer", "callbacks", "logger")
+    plain = [
+        (f"{section.path}.{name}", name, value)
+        for section in sections(config)
+        if section.path.startswith(of_lightning) and str(section.target).startswith("lightning.")
+        for name, value in section.given.items()
+        if not isinstance(value, dict) and not is_interpolation(value)
+    ]
+    for setting, name, value in plain:
         place = re.search(rf"`{name}`|\b{name}=|(?<!\w){name}(?!\w)", text)
         has_value = value != "" and re.search(rf"(?<![\w.-]){re.escape(str(value))}(?![\w.])", text) is not None
         if place is not None and (has_value or place[0] != name):
@@ -168,15 +171,6 @@ def _with_setting(error: Exception, config: DictConfig) -> str:
         elif has_value and isinstance(value, str):
             valued.append(f"{setting}={value}: {text}")
     return min(named)[1] if named else valued[0] if len(valued) == 1 else text
-
-
-def _of_lightning(config: DictConfig) -> Iterator[tuple[str, str, object]]:
-    """The settings of Lightning's own classes that hold a plain value: path, name and value."""
-    for section in sections(config):
-        if section.path.startswith(("trainer", "callbacks", "logger")) and str(section.target).startswith("lightning."):
-            for name, value in section.given.items():
-                if not isinstance(value, dict) and not is_interpolation(value):
-                    yield f"{section.path}.{name}", name, value
 
 
 def _checkpoint(error: Exception, config: DictConfig, read_by_torch: bool) -> str:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.launch.wsp_settings import WSPSettings
 from lightning_hetpipe.planning.allocation.allocator import Allocation, Allocator
 from lightning_hetpipe.planning.allocation.grouping_search import best_allocation
 from lightning_hetpipe.planning.allocation.groupings import GROUPINGS, PLACED
@@ -112,27 +113,6 @@ def comparison(those: Sequence[Compared]) -> str:
 
 
 @dataclass(frozen=True)
-class ClusterSettings:
-    """Settings of a cluster's plan.
-
-    Attributes:
-        allocation: One of :data:`ALLOCATIONS`, or :data:`COMPARE`.
-        shares: Whether faster virtual workers get longer waves; None where nobody said.
-        placement: Of parameters; None where nobody said.
-        clock_distance: D.
-        wave: W; None where it follows from Nm.
-        copies: Copies of the weights that devices keep of their last synchronisation.
-    """
-
-    allocation: str
-    shares: bool | None
-    placement: str | None
-    clock_distance: int
-    wave: int | None
-    copies: float
-
-
-@dataclass(frozen=True)
 class ClusterPlans:
     """Result: the allocation that is planned, and those beside it."""
 
@@ -154,43 +134,56 @@ class ClusterPlans:
 
 
 def cluster_plans(
-    settings: ClusterSettings, problem: PlanningProblem, in_flight: int | None, policies: Sequence[WeightPolicy]
+    allocation: str,
+    wsp: WSPSettings,
+    problem: PlanningProblem,
+    in_flight: int | None,
+    policies: Sequence[WeightPolicy],
 ) -> ClusterPlans:
     """Plan all virtual workers under the first of the weight ``policies`` under which they fit.
+
+    Args:
+        allocation: One of :data:`ALLOCATIONS`, or :data:`COMPARE`.
+        wsp: Synchronisation that is asked for.
+        problem: Of one virtual worker.
+        in_flight: Nm, unless the plan chooses it.
+        policies: In the order of preference.
 
     Raises:
         SettingError: for an allocation that the cluster does not have.
     """
+    from lightning_hetpipe.workers.weight_copies import copies_kept  # with torch
+
     for weights in policies:
         allocator = Allocator(
-            replace(problem, optimizer=problem.state + settings.copies, weights=weights),
+            replace(problem, optimizer=problem.state + copies_kept(wsp.update_dtype), weights=weights),
             in_flight=in_flight,
-            clock_distance=settings.clock_distance,
-            wave=settings.wave,
+            clock_distance=wsp.clock_distance,
+            wave=None if wsp.wave == "auto" else wsp.wave,
         )
-        found = _planned(settings, allocator)
+        found = _planned(allocation, wsp, allocator)
         if found.chosen.fits:
             break
     return found
 
 
-def _planned(settings: ClusterSettings, allocator: Allocator) -> ClusterPlans:
-    shares = settings.shares is not False
-    if settings.allocation == COMPARE:
-        others = tuple(compared(allocator, (False, True) if settings.shares is None else (shares,), _told))
+def _planned(allocation: str, wsp: WSPSettings, allocator: Allocator) -> ClusterPlans:
+    shares = "shares" in wsp.left_out or wsp.shares != "equal"
+    asked = None if "placement" in wsp.left_out else wsp.placement
+    if allocation == COMPARE:
+        others = tuple(compared(allocator, (False, True) if "shares" in wsp.left_out else (shares,), _told))
         chosen = others[-1].found
         assert chosen is not None, "the search refuses nothing"
         return ClusterPlans(chosen, others)
-    if settings.allocation == "auto":
-        placements = CANDIDATES if settings.placement is None else (settings.placement,)
+    if allocation == "auto":
+        placements = CANDIDATES if asked is None else (asked,)
         return ClusterPlans(best_allocation(allocator, shares=shares, placements=placements, told=_told), ())
-    if settings.allocation == PLACED:
-        found = placed(allocator, shares=shares, placement=settings.placement or "local")
+    if allocation == PLACED:
+        found = placed(allocator, shares=shares, placement=asked or "local")
         assert found is not None, "there is no floor"
         return ClusterPlans(found, ())
-    grouping = GROUPINGS[settings.allocation](allocator.cluster, allocator.speed)
-    placement = settings.placement or "size"
-    return ClusterPlans(allocator.allocate(settings.allocation, grouping, shares=shares, placement=placement), ())
+    grouping = GROUPINGS[allocation](allocator.cluster, allocator.speed)
+    return ClusterPlans(allocator.allocate(allocation, grouping, shares=shares, placement=asked or "size"), ())
 
 
 def _told(line: str) -> None:

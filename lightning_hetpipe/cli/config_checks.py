@@ -22,9 +22,9 @@ from lightning_hetpipe.cli.targets import (
     as_given,
     is_interpolation,
     is_section,
-    items,
     known_early,
     locate,
+    nodes,
     sections,
 )
 from lightning_hetpipe.errors import SettingError
@@ -46,6 +46,7 @@ BUILT = ("model", "data", "trainer")
 BY_NAME = ("logger", "callbacks")
 """Arguments of the Trainer that are lists there and have names in a configuration, so that each can be overridden."""
 
+_REFERENCE = re.compile(r"\$\{oc\.select:([\w.]+),.*\}")
 _STRATEGY = "lightning_hetpipe.HetPipeStrategy"
 _BOUNDS = {
     # Beyond these Lightning divides by them, or trains on in ways that nobody can have meant, without a word.
@@ -74,7 +75,7 @@ def check(config: DictConfig, program: ConsoleScript, needs: Sequence[str] = (),
     """
     found = sections(config)
     values: Any = OmegaConf.to_container(config, resolve=True)
-    _check_top(as_given(config), values, program)
+    _check_top(as_given(config), program)
     for missing in sorted(OmegaConf.missing_keys(config)):
         raise SettingError(f"{missing} has no value", f"give {missing}=...")
     for key in [*needs, *(["cluster"] if values.get("cluster") is not None else [])]:
@@ -88,6 +89,10 @@ def check(config: DictConfig, program: ConsoleScript, needs: Sequence[str] = (),
         declared(locate(EARLY[_STRATEGY])).check(strategy, "strategy", "HetPipeStrategy", YAML)
     for section in _values_first(found):
         _check_section(*section, known_early(section[0].target))
+    for key, hint in program.settings.items():
+        if key in values:
+            elsewhere = _REFERENCE.fullmatch(str(as_given(config)[key]))
+            settings.check(elsewhere[1] if elsewhere else key, values[key], hint, YAML)
     for name in BY_NAME:
         _check_named(name, trainer.get(name), by_group=is_interpolation(as_given(config).get("trainer", {}).get(name)))
     for section in _values_first(found) if of_others else ():
@@ -100,8 +105,8 @@ def first_key(value: Any) -> str:
     return f".{next(iter(value))!s}" if isinstance(value, dict) and value else ""
 
 
-def _check_top(given: Mapping[str, Any], values: Mapping[str, Any], program: ConsoleScript) -> None:
-    """Refuse what stands at the top and is neither read nor used by an interpolation, or is of the wrong type."""
+def _check_top(given: Mapping[str, Any], program: ConsoleScript) -> None:
+    """Refuse what stands at the top and is neither read nor used by an interpolation."""
     for key, node in given.items():
         misplaced = key == "experiment" or (isinstance(node, dict) and any(name in node for name in program.read))
         if key in program.settings or (key in program.groups and key != "experiment") or _is_used(str(key), given):
@@ -112,9 +117,6 @@ def _check_top(given: Mapping[str, Any], values: Mapping[str, Any], program: Con
                 "if a file of yours sets it, begin that file with the line '# @package _global_'",
             )
         raise unknown(str(key), "", program.read, rest=first_key(node))
-    for key, hint in program.settings.items():
-        if key in values:
-            settings.check(key, values[key], hint, YAML)
 
 
 def _check_needed(key: str, value: Any, program: ConsoleScript) -> None:
@@ -185,7 +187,6 @@ def _check_named(group: str, given: Any, *, by_group: bool) -> None:
         raise unknown(name, group, known, rest=first_key(given[name]))
 
 
-def _is_used(key: str, node: Any) -> bool:
-    if is_interpolation(node):
-        return re.search(rf"\b{re.escape(key)}\b", node) is not None
-    return any(_is_used(key, value) for _, _, value in items(node, ""))
+def _is_used(key: str, given: Any) -> bool:
+    word = re.compile(rf"\b{re.escape(key)}\b")
+    return any(is_interpolation(text) and word.search(text) is not None for _, _, text, _ in nodes(given, given))

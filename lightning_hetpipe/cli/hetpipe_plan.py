@@ -19,17 +19,17 @@ from lightning_hetpipe.cli.cluster_plans import cluster_plans, remarks, unused
 from lightning_hetpipe.cli.entry import enter, job
 from lightning_hetpipe.cli.plan_inputs import (
     PROGRAM,
+    allocation_of,
     check,
     check_types,
     cluster_of,
-    cluster_settings,
     joins,
     of_strategy,
     profile_of,
+    synchronisation,
     wanted,
 )
 from lightning_hetpipe.cli.start_up import FAILED
-from lightning_hetpipe.cli.targets import written
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.placement.progress import on_terminal
 from lightning_hetpipe.planning.model.catalogue import known
@@ -115,13 +115,9 @@ def run(config: DictConfig) -> float | None:
 
     names = [layer.name for layer in profile.layers]
     guessed = {device.name for device in devices if profile.name_of(device) in profile.estimated}
-    if (settings := cluster_settings(config, cluster)) is not None:
-        if joins(config):
-            raise SettingError(
-                f"split={written(config.split)} joins devices of one virtual worker, and this plan is for several; set"
-                " strategy.virtual_workers=1, or leave split out"
-            )
-        found = cluster_plans(settings, replace(problem, spread=False), in_flight, policies)
+    wsp = synchronisation(config)
+    if (allocation := allocation_of(config, cluster)) is not None:
+        found = cluster_plans(allocation, wsp, replace(problem, spread=False), in_flight, policies)
         plan = Plan.of_allocation(found.chosen, profile.model, names, cluster, guessed, nominal)
         folder = _show(config, plan, [*remarks(found, cluster), *_estimates(profile)], measured)
         if not found.chosen.fits:
@@ -143,8 +139,7 @@ def run(config: DictConfig) -> float | None:
         if choice.fits:
             break
     stages_given = problem.stages is not None
-    distance = of_strategy(config, "wsp.clock_distance") or 0
-    plan = Plan.of(choice, profile.model, names, cluster, guessed, distance, nominal)
+    plan = Plan.of(choice, profile.model, names, cluster, guessed, wsp.clock_distance, nominal)
     lines = _remarks(choice, cluster, cluster.assumed([stage.slot for stage in choice.stages]), stages_given)
 
     def others() -> list[str]:

@@ -13,7 +13,7 @@ from omegaconf import DictConfig
 
 from lightning_hetpipe.cli import config_checks
 from lightning_hetpipe.cli.entry import enter, job
-from lightning_hetpipe.cli.serving import SIGNALS, address, announcing, check_token, refuse_sweeps, security_of
+from lightning_hetpipe.cli.serving import SIGNALS, address, announcing, refuse_sweeps, security_of
 from lightning_hetpipe.cli.start_up import ConsoleScript
 from lightning_hetpipe.cli.targets import built
 from lightning_hetpipe.planning.model.units import in_bytes
@@ -55,11 +55,10 @@ def run(config: DictConfig) -> None:
         CallRefused, Unreachable: by the server that is asked.
     """
     config_checks.check(config, PROGRAM, needs=("service",))
-    security = security_of(config)
     if config.command == STATUS:
-        print(laid_out(ask(config.address, security, config.timeout)))
+        print(laid_out(ask(config.address, security_of(config), config.timeout)))
     else:
-        _serve(config, security)
+        _serve(config, security_of(config, "servers"))
 
 
 def ask(server: str, security: Security, timeout: float) -> dict[str, Any]:
@@ -84,7 +83,6 @@ def ask(server: str, security: Security, timeout: float) -> dict[str, Any]:
 
 
 def _serve(config: DictConfig, security: Security) -> NoReturn:
-    check_token(config, security, "servers")
     from lightning_hetpipe.server.process.running import end, serve
 
     handler: Any = built(config, "service", object)

@@ -10,7 +10,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 
 from lightning_hetpipe.cli import config_checks
-from lightning_hetpipe.cli.cluster_plans import COMPARE, ClusterSettings
+from lightning_hetpipe.cli.cluster_plans import COMPARE
 from lightning_hetpipe.cli.start_up import ConsoleScript
 from lightning_hetpipe.cli.targets import built, locate, written
 from lightning_hetpipe.errors import SettingError, of_file
@@ -48,7 +48,10 @@ PROGRAM = ConsoleScript(
         "devices": Annotated[Any, Length(1), "null, or at least one device, such as devices=[RTX-3090]"],
         "link": LinkGiven,
         "optimizer": str | float,
-        "split": Any,
+        "split": Annotated[
+            bool | Literal["auto"],
+            "true, auto or false: hetpipe-plan chooses the devices and shares of each stage itself",
+        ],
         "ordered": bool,
         "synchronise": Latency,
         "precision": Annotated[Any, _is_precision, f"one of {', '.join(PRECISIONS)}"],
@@ -98,7 +101,12 @@ def check(config: DictConfig) -> None:
             " strategy.allocation=np, ed, hd, placed or auto, or strategy.virtual_workers=1 for one over all devices."
         )
     synchronisation(config)
-    joins(config)
+    if joins(config) and config.ordered:
+        name = "strategy.split" if OmegaConf.is_interpolation(config, "split") else "split"
+        raise SettingError(
+            f"ordered=true gives each stage one device, and {name}={written(config.split)} joins devices; leave one of"
+            " them out."
+        )
     if _is_given("strategy.plan") and config.strategy.plan is not None:
         raise SettingError(
             f"strategy.plan={config.strategy.plan} is for hetpipe-train; leave it out, as hetpipe-plan makes a plan of"
@@ -168,11 +176,10 @@ def _finetuning(config: DictConfig) -> list[L.Callback]:
 def cluster_of(config: DictConfig, profile: Profile) -> tuple[Cluster, set[DeviceSlot]]:
     """The devices, and those whose memory a data sheet says."""
     if config.devices is not None:
-        given = _plain(config.devices)
-        names = [
-            each if isinstance(each, dict) else str(each) for each in (given if isinstance(given, list) else [given])
-        ]
-        link = check_value("link", _plain(config.link), LinkGiven)
+        values: Any = OmegaConf.to_container(config, resolve=True)
+        given = values["devices"] if isinstance(values["devices"], list) else [values["devices"]]
+        names = [each if isinstance(each, dict) else str(each) for each in given]
+        link = check_value("link", values["link"], LinkGiven)
         link = None if link == PCIE and not _is_given("link") else link
         cluster = Cluster([Node("here", check_value("devices", names, Devices), link)])
         if (name := _strange(cluster, profile)) is not None:
@@ -198,8 +205,8 @@ def cluster_of(config: DictConfig, profile: Profile) -> tuple[Cluster, set[Devic
     return filled, {other for one, other in pairs if one.device.memory != other.device.memory}
 
 
-def cluster_settings(config: DictConfig, cluster: Cluster) -> ClusterSettings | None:
-    """Settings of a plan of all virtual workers; None where it is of one.
+def allocation_of(config: DictConfig, cluster: Cluster) -> str | None:
+    """Return the allocation of a plan of all virtual workers; None for a plan of one.
 
     An allocation asks for it; without one, a cluster of several nodes has its allocations compared, unless
     ``strategy.virtual_workers=1`` or ``ordered=true`` mean one virtual worker.
@@ -220,22 +227,17 @@ def cluster_settings(config: DictConfig, cluster: Cluster) -> ClusterSettings | 
         )
     else:
         allocation = config.strategy.allocation
-    from lightning_hetpipe.workers.weight_copies import copies_kept  # with torch
-
-    wave, shares = of_strategy(config, "wsp.wave"), of_strategy(config, "wsp.shares")
-    if shares not in (None, "equal", "auto"):
+    if isinstance(shares := synchronisation(config).shares, tuple):
         raise SettingError(
-            f"strategy.wsp.shares={written(shares)} is what a plan of several virtual workers decides; give equal, or"
-            " auto, or strategy.virtual_workers=1 for a plan of one."
+            f"strategy.wsp.shares={[*shares]} is what a plan of several virtual workers decides; give equal, or auto,"
+            " or strategy.virtual_workers=1 for a plan of one."
         )
-    return ClusterSettings(
-        allocation,
-        shares != "equal" if _is_given("strategy.wsp.shares") else None,
-        of_strategy(config, "wsp.placement") if _is_given("strategy.wsp.placement") else None,
-        of_strategy(config, "wsp.clock_distance") or 0,
-        None if wave == "auto" else wave,
-        copies_kept(of_strategy(config, "wsp.update_dtype")),
-    )
+    if joins(config):
+        raise SettingError(
+            f"split={written(config.split)} joins devices of one virtual worker, and this plan is for several; set"
+            " strategy.virtual_workers=1, or leave split out"
+        )
+    return allocation
 
 
 def _strange(cluster: Cluster, profile: Profile) -> str | None:
@@ -252,14 +254,9 @@ def _unknown(name: str, profile: Profile, way_out: str = "") -> str:
     return f"neither in the profile, which has {profiled}, nor in the catalogue of GPUs{alike}"
 
 
-def _plain(value: Any) -> Any:
-    return OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
-
-
 def of_strategy(config: DictConfig, key: str) -> Any:
     """Return a setting of the strategy, or its default if another strategy is configured."""
-    own = declared(WSPArguments if key.startswith("wsp.") else HetPipeArguments).parameters[key.removeprefix("wsp.")]
-    return OmegaConf.select(config, f"strategy.{key}", default=own.default)
+    return OmegaConf.select(config, f"strategy.{key}", default=declared(HetPipeArguments).parameters[key].default)
 
 
 def synchronisation(config: DictConfig) -> WSPSettings:
@@ -269,24 +266,8 @@ def synchronisation(config: DictConfig) -> WSPSettings:
 
 
 def joins(config: DictConfig) -> bool:
-    """Tell whether a plan may join devices into groups that divide layers.
-
-    Raises:
-        SettingError: for a value of ``split`` that a plan cannot follow.
-    """
-    name = "strategy.split" if OmegaConf.is_interpolation(config, "split") else "split"
-    value = config.split
-    if value not in (True, False, "auto"):
-        raise SettingError(
-            f"{name}={written(value)} must be true, auto or false: hetpipe-plan chooses the devices and shares of each"
-            " stage itself; set split=auto, or leave it out."
-        )
-    if value and config.ordered:
-        raise SettingError(
-            f"ordered=true gives each stage one device, and {name}={written(value)} joins devices; leave one of them"
-            " out."
-        )
-    return bool(value)
+    """Return whether a plan may join devices into groups that divide layers."""
+    return bool(config.split)
 
 
 def _is_given(setting: str) -> bool:

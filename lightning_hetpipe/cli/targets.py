@@ -134,7 +134,13 @@ def sections(config: DictConfig) -> list[ConfigSection]:
     Raises:
         OmegaConfBaseException: for an interpolation that cannot be resolved; it names the key.
     """
-    return list(_sections(as_given(config), OmegaConf.to_container(config, resolve=True), ""))
+    found = []
+    for path, _, given, value in nodes(as_given(config), OmegaConf.to_container(config, resolve=True)):
+        if is_section(given):
+            written, resolved = ({str(k): v for k, v in each.items() if k not in _HYDRA} for each in (given, value))
+            partial = bool(value.get("_partial_") or value.get("_args_"))
+            found.append(ConfigSection(path, written, resolved, value["_target_"], partial))
+    return found
 
 
 def as_given(config: DictConfig) -> Any:
@@ -162,11 +168,13 @@ def is_interpolation(value: Any) -> bool:
     return isinstance(value, str) and "${" in value
 
 
-def items(node: Any, path: str) -> Iterator[tuple[str, Any, Any]]:
-    """The path, key and value of whatever a mapping or a list holds."""
-    if isinstance(node, dict | list):
-        for key, value in node.items() if isinstance(node, dict) else enumerate(node):
-            yield f"{path}.{key}" if path else str(key), key, value
+def nodes(given: Any, values: Any, path: str = "") -> Iterator[tuple[str, Any, Any, Any]]:
+    """Path, key, text and resolved value of whatever a mapping or list holds, and of what these hold."""
+    keys = [*given] if isinstance(given, dict) else range(len(given)) if isinstance(given, list) else ()
+    for key in keys:
+        inner = f"{path}.{key}" if path else str(key)
+        yield inner, key, given[key], values[key]
+        yield from nodes(given[key], values[key], inner)
 
 
 def written(value: Any) -> str:
@@ -195,12 +203,3 @@ YAML = Style(
     builds=False,
 )
 """Words of a configuration."""
-
-
-def _sections(given: Any, values: Any, path: str) -> Iterator[ConfigSection]:
-    if isinstance(given, dict) and "_target_" in given:
-        written, resolved = ({str(k): v for k, v in node.items() if k not in _HYDRA} for node in (given, values))
-        partial = bool(values.get("_partial_") or values.get("_args_"))
-        yield ConfigSection(path, written, resolved, values["_target_"], partial)
-    for inner, key, value in items(given, path):
-        yield from _sections(value, values[key] if isinstance(value, dict | list) else None, inner)
