@@ -34,8 +34,8 @@ WORTH = 0.8
 COMPARE = "compare"
 """Value that stands for all allocations side by side."""
 
-SIDE_BY_SIDE = (("np", "size"), ("hd", "size"), ("ed", "size"), ("ed", "local"))
-"""The paper's allocations: grouping and placement of parameters."""
+SIDE_BY_SIDE = (("np", "size"), ("hd", "size"), ("ed", "size"), ("ed", "local"), (PLACED, "local"))
+"""The paper's allocations and that of placed layers: grouping and placement of parameters."""
 
 _HEADER = [
     "allocation",
@@ -81,15 +81,9 @@ def compared(
     for each in shares:
         for name, placement in SIDE_BY_SIDE:
             try:
-                grouping = GROUPINGS[name](allocator.cluster, allocator.speed)
+                yield Compared(name, placement, each, _allocated(allocator, name, each, placement))
             except SettingError as error:
                 yield Compared(name, placement, each, None, str(error))
-                continue
-            yield Compared(name, placement, each, allocator.allocate(name, grouping, shares=each, placement=placement))
-        try:
-            yield Compared(PLACED, "local", each, placed(allocator, shares=each))
-        except SettingError as error:
-            yield Compared(PLACED, "local", each, None, str(error))
         best = best_allocation(allocator, shares=each, placements=CANDIDATES, told=told)
         yield Compared("auto", best.placement, each, best)
 
@@ -178,12 +172,21 @@ def _planned(allocation: str, wsp: WSPSettings, allocator: Allocator) -> Cluster
     if allocation == "auto":
         placements = CANDIDATES if asked is None else (asked,)
         return ClusterPlans(best_allocation(allocator, shares=shares, placements=placements, told=_told), ())
-    if allocation == PLACED:
-        found = placed(allocator, shares=shares, placement=asked or "local")
+    return ClusterPlans(_allocated(allocator, allocation, shares, asked), ())
+
+
+def _allocated(allocator: Allocator, name: str, shares: bool, placement: str | None) -> Allocation:
+    """Make the allocation ``name``.
+
+    Raises:
+        SettingError: if the cluster does not have it.
+    """
+    if name == PLACED:
+        found = placed(allocator, shares=shares, placement=placement or "local")
         assert found is not None, "there is no floor"
-        return ClusterPlans(found, ())
-    grouping = GROUPINGS[allocation](allocator.cluster, allocator.speed)
-    return ClusterPlans(allocator.allocate(allocation, grouping, shares=shares, placement=asked or "size"), ())
+        return found
+    grouping = GROUPINGS[name](allocator.cluster, allocator.speed)
+    return allocator.allocate(name, grouping, shares=shares, placement=placement or "size")
 
 
 def _told(line: str) -> None:
