@@ -21,13 +21,15 @@ from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.settings import unknown
 
 _OUTER = ("strategy", "trainer", "model", "data")
+_OF_TRAINER = ("accumulate_grad_batches",)
+"""Settings of the Trainer that a plan follows, which makes none."""
 _LITERALS = {"None": "null", "True": "true", "False": "false"}
 _ARGUMENT = re.compile(r"(?<![\w.(])(\w+)(\[[^\]]*\]|)=(None\b|True\b|False\b|'[^']*'|)")
 _WAY_OUT = re.compile(r"\b(leave|set) (\w+)(?= (?:out|to)\b)")
 _INTERPOLATION = re.compile(r"\$\{([\w.]+)\}")
 _CHECKPOINTS = "lightning.pytorch.trainer.connectors.checkpoint_connector"
 _ACCELERATORS = ("lightning.pytorch.accelerators", "lightning.fabric.accelerators")
-_CHECK = (f"{__package__}.config_checks", "check")
+_CHECKS = {(f"{__package__}.config_checks", name) for name in ("check", "check_targets")}
 """Its errors, and those that commands raise themselves, are in the settings' words."""
 _FIT = ("lightning.pytorch.trainer.trainer", "fit")
 _LONGEST = 200  # characters that are quoted of an error whose text may go on for pages
@@ -41,7 +43,7 @@ def attributed(error: Exception, config: DictConfig) -> SettingError | None:
     said: str | None
     if isinstance(error, SettingError):
         said = one_line(error)
-        if _CHECK not in calls and not any(module.startswith(__package__) for module, _ in calls[-1:]):
+        if not _CHECKS.intersection(calls) and not any(module.startswith(__package__) for module, _ in calls[-1:]):
             said = in_settings(said, config)
     elif isinstance(error, OmegaConfBaseException):
         said = _interpolation(error)
@@ -93,7 +95,8 @@ def _settings(config: DictConfig) -> dict[str, str]:
             for name in (name for name, value in section.given.items() if not is_interpolation(value)):
                 found.setdefault(name, f"{section.path}.{name}")
         for section in group:
-            for name in section.loaded.parameters if section.loaded else ():
+            others = _OF_TRAINER if section.path == "trainer" else ()
+            for name in section.loaded.parameters if section.loaded else others:
                 elsewhere = _INTERPOLATION.fullmatch(str(section.given.get(name)))
                 found.setdefault(name, elsewhere[1] if elsewhere else f"{section.path}.{name}")
     return found
@@ -102,8 +105,8 @@ def _settings(config: DictConfig) -> dict[str, str]:
 def _refused_key(error: Exception, calls: list[tuple[str, str]], config: DictConfig) -> str | None:
     """The sentence for a key that a `_target_` took, as it takes any, and something behind it has refused."""
     for section in sections(config) if isinstance(error, TypeError) and _FIT not in calls else ():
-        own = section.declared
-        for key in section.given.keys() - own.parameters.keys() if own.takes_any else ():
+        own = section.loaded
+        for key in section.given.keys() - own.parameters.keys() if own and own.takes_any else ():
             return str(unknown(key, section.path, list(own.parameters), str(section.target)))
     return None
 

@@ -28,6 +28,7 @@ from lightning_hetpipe.cli.targets import (
     sections,
 )
 from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.launch.wsp_settings import WSPSettings
 from lightning_hetpipe.settings import Bounds, Declared, declared, unknown
 
 GROUPS = ("model", "data", "trainer", "callbacks", "logger", "strategy", "cluster", "experiment")
@@ -60,14 +61,13 @@ _BOUNDS = {
 }
 
 
-def check(config: DictConfig, program: ConsoleScript, needs: Sequence[str] = (), *, of_others: bool = True) -> None:
-    """Refuse settings that nothing reads, that are missing or of the wrong type, or whose `_target_` does not exist.
+def check(config: DictConfig, program: ConsoleScript, needs: Sequence[str] = ()) -> None:
+    """Refuse settings of ours that nothing reads, that are missing or of the wrong type, without Lightning.
 
     Args:
         config: Composed.
         program: Whose configuration it is.
         needs: The sections that must be there.
-        of_others: Check the sections of other packages, too, and import these packages.
 
     Raises:
         SettingError: one sentence that names the setting and, where one is near, the name that was meant.
@@ -95,9 +95,30 @@ def check(config: DictConfig, program: ConsoleScript, needs: Sequence[str] = (),
             settings.check(elsewhere[1] if elsewhere else key, values[key], hint, YAML)
     for name in BY_NAME:
         _check_named(name, trainer.get(name), by_group=is_interpolation(as_given(config).get("trainer", {}).get(name)))
-    for section in _values_first(found) if of_others else ():
+
+
+def check_targets(config: DictConfig) -> None:
+    """Import what every `_target_` names, and refuse arguments that it does not take.
+
+    Raises:
+        SettingError: one sentence that names the setting.
+    """
+    for section in _values_first(sections(config)):
         _check_strategy(section[0])
         _check_section(*section, section[0].declared)
+
+
+def synchronisation(config: DictConfig) -> WSPSettings:
+    """Return the checked settings of ``strategy.wsp``; their defaults if something else is configured.
+
+    Raises:
+        SettingError: for settings that exclude each other.
+    """
+    from lightning_hetpipe.strategy.arguments import WSPArguments  # servers and hosts have none
+
+    section: Any = OmegaConf.to_container(OmegaConf.select(config, "strategy.wsp") or DictConfig({}), resolve=True)
+    is_ours = section.pop("_target_", None) == "lightning_hetpipe.WSPCallback"
+    return WSPArguments(**section if is_ours else {}).settings
 
 
 def first_key(value: Any) -> str:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import hydra
 from omegaconf import DictConfig
 
+from lightning_hetpipe.cli import config_checks
 from lightning_hetpipe.cli.cluster_plans import cluster_plans, remarks, unused
 from lightning_hetpipe.cli.entry import enter, job
 from lightning_hetpipe.cli.plan_inputs import (
@@ -26,7 +27,6 @@ from lightning_hetpipe.cli.plan_inputs import (
     joins,
     of_strategy,
     profile_of,
-    synchronisation,
     wanted,
 )
 from lightning_hetpipe.cli.start_up import FAILED
@@ -111,7 +111,7 @@ def run(config: DictConfig) -> float | None:
     in_flight, given = asked.pop("in_flight"), asked.pop("weights")
     problem = PlanningProblem(profile, cluster, optimizer=optimizer, **asked)
     policies = chosen if given is None else [given]
-    wsp, allocation = synchronisation(config), allocation_of(config, cluster)
+    wsp, allocation = config_checks.synchronisation(config), allocation_of(config, cluster)
 
     names = [layer.name for layer in profile.layers]
     guessed = {device.name for device in devices if profile.name_of(device) in profile.estimated}

@@ -55,6 +55,7 @@ def run(config: DictConfig) -> None:
         CallRefused, Unreachable: by the server that is asked.
     """
     config_checks.check(config, PROGRAM, needs=("service",))
+    config_checks.check_targets(config)
     if config.command == STATUS:
         print(laid_out(ask(config.address, security_of(config), config.timeout)))
     else:

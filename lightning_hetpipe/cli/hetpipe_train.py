@@ -15,6 +15,7 @@ from lightning_hetpipe.cli.entry import enter, job
 from lightning_hetpipe.cli.start_up import ConsoleScript
 from lightning_hetpipe.launch import supervision
 from lightning_hetpipe.launch.command import quoted, this_program
+from lightning_hetpipe.strategy import relations
 
 PROGRAM = ConsoleScript(
     "hetpipe-train", config_checks.GROUPS, {**config_checks.SETTINGS, "test": bool, "ckpt_path": str | None}
@@ -50,6 +51,10 @@ def _job(config: DictConfig) -> float | None:
         _supervise(restarts)
         return None
     config_checks.check(config, PROGRAM, config_checks.BUILT)
+    config_checks.synchronisation(config)
+    if OmegaConf.select(config, "strategy._target_") is not None:
+        relations.plan(config.strategy.get("plan"))
+    config_checks.check_targets(config)
     from lightning_hetpipe.cli import training  # with Lightning
 
     return training.job(config)

@@ -13,7 +13,7 @@ import torch
 from omegaconf import DictConfig
 
 from lightning_hetpipe.accelerator import accelerates, all_devices
-from lightning_hetpipe.cli.plan_inputs import synchronisation
+from lightning_hetpipe.cli.config_checks import synchronisation
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.placement.device_placement import discovered_cluster
 from lightning_hetpipe.planning.model.cluster import Link, Node

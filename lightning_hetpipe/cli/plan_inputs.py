@@ -14,7 +14,6 @@ from lightning_hetpipe.cli.cluster_plans import COMPARE
 from lightning_hetpipe.cli.start_up import ConsoleScript
 from lightning_hetpipe.cli.targets import built, locate, written
 from lightning_hetpipe.errors import SettingError, of_file
-from lightning_hetpipe.launch.wsp_settings import WSPSettings
 from lightning_hetpipe.placement.progress import on_terminal
 from lightning_hetpipe.planning.model.catalogue import PRECISIONS, gpus, known, nearest_gpu
 from lightning_hetpipe.planning.model.cluster import PCIE, Cluster, Devices, DeviceSlot, Latency, LinkGiven, Node
@@ -26,7 +25,7 @@ from lightning_hetpipe.planning.plan.profile_file import ProfileCache
 from lightning_hetpipe.rules.versions import POLICIES, WeightPolicy
 from lightning_hetpipe.settings import Length, declared
 from lightning_hetpipe.settings import check as check_value
-from lightning_hetpipe.strategy.arguments import HetPipeArguments, WSPArguments
+from lightning_hetpipe.strategy.arguments import HetPipeArguments
 
 if TYPE_CHECKING:
     import lightning as L
@@ -78,7 +77,9 @@ def check_types(config: DictConfig, needs: Sequence[str] = ()) -> None:
 
     Sections of other packages are checked if they are needed, or if the command line changes one.
     """
-    config_checks.check(config, PROGRAM, needs, of_others=bool(needs) or any(map(_is_given, _OF_OTHERS)))
+    config_checks.check(config, PROGRAM, needs)
+    if needs or any(map(_is_given, _OF_OTHERS)):
+        config_checks.check_targets(config)
 
 
 def check(config: DictConfig) -> None:
@@ -95,12 +96,16 @@ def check(config: DictConfig) -> None:
     check_types(config, () if config.get("profile") is not None else config_checks.BUILT)
     if config.devices is not None and config.cluster is not None:
         raise SettingError(f"devices={config.devices} is given together with a cluster; leave one of them out.")
+    if not isinstance(stages := of_strategy(config, "stages"), int | str):
+        raise SettingError(
+            f"strategy.stages={stages} is for several virtual workers; give the stages of one, or strategy.stages=auto."
+        )
     if (workers := of_strategy(config, "virtual_workers")) != 1:
         raise SettingError(
             f"strategy.virtual_workers={workers}: how many there are follows from the allocation; give"
             " strategy.allocation=np, ed, hd, placed or auto, or strategy.virtual_workers=1 for one over all devices."
         )
-    synchronisation(config)
+    config_checks.synchronisation(config)
     if joins(config) and config.ordered:
         name = "strategy.split" if OmegaConf.is_interpolation(config, "split") else "split"
         raise SettingError(
@@ -227,7 +232,7 @@ def allocation_of(config: DictConfig, cluster: Cluster) -> str | None:
         )
     else:
         allocation = config.strategy.allocation
-    if isinstance(shares := synchronisation(config).shares, tuple):
+    if isinstance(shares := config_checks.synchronisation(config).shares, tuple):
         raise SettingError(
             f"strategy.wsp.shares={[*shares]} is what a plan of several virtual workers decides; give equal, or auto,"
             " or strategy.virtual_workers=1 for a plan of one."
@@ -257,12 +262,6 @@ def _unknown(name: str, profile: Profile, way_out: str = "") -> str:
 def of_strategy(config: DictConfig, key: str) -> Any:
     """Return a setting of the strategy, or its default if another strategy is configured."""
     return OmegaConf.select(config, f"strategy.{key}", default=declared(HetPipeArguments).parameters[key].default)
-
-
-def synchronisation(config: DictConfig) -> WSPSettings:
-    """Return the checked settings of ``strategy.wsp``; their defaults if another strategy is configured."""
-    section: Any = OmegaConf.to_container(OmegaConf.select(config, "strategy.wsp") or DictConfig({}), resolve=True)
-    return WSPArguments(**{key: value for key, value in section.items() if key != "_target_"}).settings
 
 
 def joins(config: DictConfig) -> bool:

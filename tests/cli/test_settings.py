@@ -30,6 +30,7 @@ def _configuration() -> Iterator[None]:
 
 def check(config: DictConfig) -> None:
     config_checks.check(config, PROGRAM, config_checks.BUILT)
+    config_checks.check_targets(config)
 
 
 def composed(*overrides: str) -> DictConfig:
