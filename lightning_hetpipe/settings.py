@@ -325,10 +325,8 @@ def _take_apart(hint: Any) -> Parts:
         inner, *marks = get_args(hint)
         members, others = _take_apart(inner)
         return members, (*marks, *others)
-    members = [hint]
-    while unions := [each for each in members if get_origin(each) in (Union, UnionType)]:
-        members = [part for each in members for part in (get_args(each) if each in unions else (each,))]
-    return [(member, get_origin(member) or member) for member in members], ()
+    union = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)  # whose members are no unions
+    return [(member, get_origin(member) or member) for member in union], ()
 
 
 def _words(hint: Any, style: Style) -> Iterator[str]:

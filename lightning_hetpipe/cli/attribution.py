@@ -106,8 +106,9 @@ def _refused_key(error: Exception, calls: list[tuple[str, str]], config: DictCon
     """The sentence for a key that a `_target_` took, as it takes any, and something behind it has refused."""
     for section in sections(config) if isinstance(error, TypeError) and _FIT not in calls else ():
         own = section.loaded
-        for key in section.given.keys() - own.parameters.keys() if own and own.takes_any else ():
-            return str(unknown(key, section.path, list(own.parameters), str(section.target)))
+        if own is not None and own.takes_any:
+            for key in section.given.keys() - own.parameters.keys():
+                return str(unknown(key, section.path, list(own.parameters), str(section.target)))
     return None
 
 
