@@ -22,8 +22,8 @@ from torch import Tensor
 
 from benchmarks.capture_costs_models import LARGE, TIMED, Model
 from benchmarks.harness import Measurement, announce
-from lightning_hetpipe.capture.microbenchmark import measure
 from lightning_hetpipe.capture.pieces import Piece
+from lightning_hetpipe.capture.profiling import ProfilingInput
 from lightning_hetpipe.capture.watch import TrainingWatch
 from lightning_hetpipe.pipeline.random.generators import RandomGenerators, attach
 from lightning_hetpipe.redirect import Redirect
@@ -164,7 +164,7 @@ def memory(model: Model) -> dict[str, float]:
     notes["capture"] = _peak() - before
     del loss  # its backward pass is done before layers are timed
     _reset_peak()
-    measure(watch.pieces, RandomGenerators(0), None, torch.device("cpu"))
+    ProfilingInput(watch.pieces, RandomGenerators(0), None).seconds(torch.device("cpu"))
     notes["layer_times"] = _peak() - before
     del watch
 

@@ -29,7 +29,7 @@ from lightning_hetpipe.planning.allocation.allocator import JITTER
 from lightning_hetpipe.planning.model.cluster import Cluster, Device, Link, Node
 from lightning_hetpipe.planning.model.cluster_simulation import ClusterSimulation, simulate_cluster
 from lightning_hetpipe.planning.model.simulate import PlacedWeights, StageTimes, WorkerPipeline
-from lightning_hetpipe.rules.shares import wave_lengths
+from lightning_hetpipe.rules.waves import wave_lengths
 
 NAME = "cluster_simulation"
 WORKER = "benchmarks.cluster_simulation_worker"

@@ -27,7 +27,7 @@ from benchmarks.harness import (
 )
 from benchmarks.machine import describe_machine, provenance, two_cores
 from benchmarks.virtual_workers import number
-from lightning_hetpipe.rules.shares import wave_lengths
+from lightning_hetpipe.rules.waves import wave_lengths
 from tests.wsp.lost_time import LostTime, decisions_of, lost_time, strikes_of, wave_ends
 
 NAME = "faults"

@@ -21,11 +21,12 @@ from lightning_hetpipe.placement.emulated_speeds import pads
 from lightning_hetpipe.planning.model.catalogue import find
 from lightning_hetpipe.planning.model.cluster import Cluster, Device, DeviceSlot, Link, Node
 from lightning_hetpipe.planning.model.cluster_simulation import ClusterSimulation, simulate_cluster
+from lightning_hetpipe.planning.model.estimate import Estimate
 from lightning_hetpipe.planning.model.profile import LayerBytes, Profile, Times
 from lightning_hetpipe.planning.model.simulate import PlacedWeights, WorkerPipeline
-from lightning_hetpipe.planning.search.choice import Choice, best_plan
+from lightning_hetpipe.planning.search.choice import best_plan
 from lightning_hetpipe.planning.search.problem import PlanningProblem
-from lightning_hetpipe.rules.shares import wave_lengths
+from lightning_hetpipe.rules.waves import wave_lengths
 
 SECONDS = 0.25
 """Time of a minibatch on a device of speed 1: many times what it really computes."""
@@ -184,7 +185,7 @@ def weights_bytes() -> int:
 
 
 @cache
-def plans(lab: Lab) -> tuple[Choice, ...]:
+def plans(lab: Lab) -> tuple[Estimate, ...]:
     """The stages of each virtual worker: one for each of its devices, and one minibatch more in flight."""
     count = len(lab.workers[0])
     return tuple(

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from benchmarks.headline_cluster import Lab, Method, batches, ddp_seconds, in_flight, plans, simulated, waves
 from benchmarks.headline_task import BATCH, batch, network
-from lightning_hetpipe.rules.shares import dealt_samples
+from lightning_hetpipe.rules.waves import dealt_samples
 
 
 @dataclass(frozen=True)

@@ -23,11 +23,12 @@ from benchmarks.harness import (
 from benchmarks.machine import describe_machine, provenance, two_cores
 from benchmarks.split_layers_worker import WORKER, Net, Task
 from lightning_hetpipe.planning.model.cluster import Cluster, Device, Link, Node
+from lightning_hetpipe.planning.model.estimate import Estimate
 from lightning_hetpipe.planning.model.profile import Profile
 from lightning_hetpipe.planning.plan import profile_file
 from lightning_hetpipe.planning.plan.document import Plan
 from lightning_hetpipe.planning.plan.planned_worker import PlannedMember
-from lightning_hetpipe.planning.search.choice import Choice, best_plan
+from lightning_hetpipe.planning.search.choice import best_plan
 from lightning_hetpipe.planning.search.grouped_plans import plan_with_groups
 from lightning_hetpipe.planning.search.problem import PlanningProblem
 
@@ -72,7 +73,7 @@ def plans_of(net: Net, profile: Profile) -> Planned:
     names = [layer.name for layer in profile.layers]
     fastest = max(box.slots, key=lambda slot: slot.device.speed)
 
-    def plan(found: Choice) -> Plan:
+    def plan(found: Estimate) -> Plan:
         return Plan.of(found, profile.model, names, box)
 
     alone = plan(best_plan(PlanningProblem(profile, box, [fastest], optimizer="sgd")))

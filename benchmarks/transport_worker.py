@@ -23,7 +23,7 @@ from lightning_hetpipe.server.transport.frames import CHUNK as MESSAGE
 from lightning_hetpipe.server.transport.grpc_channel import GrpcChannel
 from lightning_hetpipe.server.transport.grpc_import import grpc
 from lightning_hetpipe.server.transport.grpc_server import LIMITS, GrpcServer
-from lightning_hetpipe.server.transport.interface import Reply
+from lightning_hetpipe.server.transport.interface import IncomingCall, Reply
 from lightning_hetpipe.server.transport.security import Security
 from lightning_hetpipe.server.transport.shared_memory import memory
 
@@ -81,16 +81,13 @@ class Sums:
         with self._lock:
             self.weights.add_(update)
 
-    def open(self, method: str, header: bytes, size: int, offered: memoryview | None = None) -> memoryview:
-        return view(self.staged[int(header)])[:size] if offered is None else offered
-
-    def run(self, method: str, header: bytes, body: memoryview) -> Reply:
-        if method == "pull":
+    def serve(self, call: IncomingCall) -> Reply:
+        if call.method == "pull":
             return Reply(b"", [view(self.weights)])
+        body = view(self.staged[int(call.header)])[: call.size] if call.offered is None else call.offered
+        call.receive(body)
         self.add(torch.frombuffer(body, dtype=torch.float32))
         return Reply(b"")
-
-    def abandoned(self, method: str, header: bytes, body: memoryview) -> None: ...
 
 
 @contextmanager

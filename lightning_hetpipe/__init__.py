@@ -10,7 +10,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from lightning_hetpipe.errors import of_import
-from lightning_hetpipe.launch import parent_watch
 from lightning_hetpipe.strategy import registration
 
 if TYPE_CHECKING:
@@ -42,5 +41,4 @@ else:
 
 __all__ = ["Cluster", "Device", "HetPipeStrategy", "Link", "Node", "Plan", "WSPCallback"]
 
-parent_watch.this_child()
 registration.register()

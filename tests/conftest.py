@@ -166,7 +166,7 @@ class Clock:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """The clock by which layers are profiled and training time is counted."""
     clock = Clock()
-    monkeypatch.setattr("lightning_hetpipe.capture.microbenchmark.time", clock)
+    monkeypatch.setattr("lightning_hetpipe.capture.profiling.time", clock)
     monkeypatch.setattr("lightning_hetpipe.reporting.report.perf_counter", clock.perf_counter)
     return clock
 

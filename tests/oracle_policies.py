@@ -80,3 +80,14 @@ def corrected(optimizer: Optimizer, t: int, correction: int | tuple[int, int] | 
     yield
     for group, rate in zip(optimizer.param_groups, before, strict=True):
         group["lr"] = rate
+
+
+def global_staleness(in_flight: int, distance: int, wave: int | None = None) -> int:
+    """s_global = (D + 1) W + s_local - 1 minibatches (HetPipe, section 5.2, where W = Nm = s_local + 1).
+
+    Args:
+        in_flight: Nm.
+        distance: D.
+        wave: W; by default Nm.
+    """
+    return (distance + 1) * (in_flight if wave is None else wave) + (in_flight - 1) - 1

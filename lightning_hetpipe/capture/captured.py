@@ -4,22 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, fx, nn
 
-from lightning_hetpipe.capture.data_checks import Answers, DataChecks, Decisions
+from lightning_hetpipe.capture.contents import SetsState
 from lightning_hetpipe.capture.effects import SideEffect, put_back, untouched
 from lightning_hetpipe.capture.export import decides, graph_of
 from lightning_hetpipe.capture.frozen import FrozenValues
-from lightning_hetpipe.capture.gradient_checkpointing import is_checkpointed
-from lightning_hetpipe.capture.grouping import called_alike, joined_by_buffer, marked_paths
-from lightning_hetpipe.capture.layer_functions import at, device_of, parts
-from lightning_hetpipe.capture.plain_attributes import SetsState
-from lightning_hetpipe.capture.variant import AutogradNodes, Mode, Variant
+from lightning_hetpipe.capture.grouping import at, called_alike, joined_by_buffer, marked_paths
+from lightning_hetpipe.capture.layer_functions import device_of, parts
+from lightning_hetpipe.capture.prepared_modules import is_checkpointed
+from lightning_hetpipe.capture.variant import Answers, AutogradNodes, DataChecks, Mode, Variant
 from lightning_hetpipe.errors import PipelineRefusal, SettingError
 from lightning_hetpipe.pipeline.autocast import Autocast
 from lightning_hetpipe.pipeline.graph_layer import GraphLayer, own_name
@@ -117,7 +115,7 @@ class Captured:
             value: An input of the first layer.
             autograd: The autograd nodes by which the module computed it; None if that was not looked at.
         """
-        self._variants[value[0]].held = self.frozen.now()
+        self._variants[value[0]].held = self.frozen.reached.now()
         self._variants[value[0]].autograd = autograd
 
     def autograd(self, value: tuple[Any, ...]) -> AutogradNodes | None:
@@ -154,7 +152,8 @@ class Captured:
         marked = marked_paths(graph.graph)
         if found is None:
             raise self._other_layers(marked)
-        live = self._live()
+        named: tuple[Any, Any] = (self._module.named_parameters, self._module.named_buffers)
+        live: dict[str, Tensor] = {path: each for own in named for path, each in own(remove_duplicate=False)}
         if any(path not in live for part in found for path in part.changes):
             raise SideEffect(self._name, "changes weights that no module in it has registered", is_shared=True)
         self._refuse_shared_memory(live, {path for part in found for path in part.changes})
@@ -182,7 +181,9 @@ class Captured:
             self._own(layer, taken, marked, part.changes, live)
             for layer, taken, part in zip(self.layers, tensors, found, strict=True)
         ]
-        names = {address_of(each): repr(path) for path, each in self.frozen.plain.items() if isinstance(each, Tensor)}
+        names = {
+            address_of(each): repr(path) for path, each in self.frozen.reached.plain.items() if isinstance(each, Tensor)
+        }
         for layer, part, own, taken in zip(self.layers, found, owns, tensors, strict=True):
             lifted = [(own_name(path), address_of(each)) for path, each in taken.items() if path not in live]
             code = graph_layer(layer).code
@@ -211,15 +212,25 @@ class Captured:
         known: Answers = ()
         leaves = pytree.tree_leaves((args, kwargs))
         args, kwargs = inputs_on(self.device, (args, kwargs))
+        gradients = torch.is_grad_enabled()  # without them some modules compute otherwise
+
+        def traced() -> tuple[fx.GraphModule, DataChecks]:
+            inputs = self._name, self._module, args, kwargs, self.frozen, known
+            with (
+                self.exclusive(),
+                torch.inference_mode(False),
+                torch.set_grad_enabled(gradients),
+                on_one_device(self._module, self.device),
+            ):
+                return graph_of(*inputs, images_vary=images_vary, numbers=numbers)
+
         for _ in range(DECISIONS):
-            decisions = Decisions(known, self.frozen.answers)
-            traced = partial(self._traced, args, kwargs, decisions, images_vary, numbers)
             try:
                 graph, checks = traced()
             except SideEffect as effect:
                 if not effect.paths or self._repeats(effect, args, kwargs):
                     raise
-                self.frozen.tolerate(effect.paths)
+                self.frozen.tolerated.update(effect.paths)
                 graph, checks = traced()
             except SetsState:  # as for its first call on such inputs, for which it may extend a cache
                 if not self._variants:
@@ -232,32 +243,6 @@ class Captured:
             first = next(n for n, (one, other) in enumerate(zip(found, checks.answers, strict=True)) if one != other)
             known = found[: first + 1]
         raise decides(self._name, f" at {checks.lines[first]}")
-
-    def _traced(
-        self,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        decisions: Decisions,
-        images_vary: bool,
-        numbers: Collection[int],
-    ) -> tuple[fx.GraphModule, DataChecks]:
-        gradients = torch.is_grad_enabled()
-        with (
-            self.exclusive(),
-            torch.inference_mode(False),
-            torch.set_grad_enabled(gradients),  # without them some modules compute otherwise
-            on_one_device(self._module, self.device),
-        ):
-            return graph_of(
-                self._name,
-                self._module,
-                args,
-                kwargs,
-                decisions.anew(),
-                self.frozen,
-                images_vary=images_vary,
-                numbers=numbers,
-            )
 
     def _repeats(self, effect: SideEffect, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Tell whether the module has ``effect`` in a run on values, too, and not for the sake of traced tensors only.
@@ -332,11 +317,6 @@ class Captured:
                 else "call it in the same way in every minibatch"
             )
         )
-
-    def _live(self) -> dict[str, Tensor]:
-        live: dict[str, Tensor] = dict(self._module.named_parameters(remove_duplicate=False))
-        live.update(self._module.named_buffers(remove_duplicate=False))
-        return live
 
 
 def graph_layer(layer: Layer) -> GraphLayer:

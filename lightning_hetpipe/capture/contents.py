@@ -1,12 +1,32 @@
-"""Contents of containers, objects and namespaces: read, compared, and put back."""
+"""Contents of containers, objects and namespaces, and plain attributes of modules: read, compared, and put back.
+
+Plain attributes are in no ``state_dict``, and copies of a layer in stages do not share them. Among objects that hold
+tensors, dataclasses are registered with pytree, and opaque ones do not cross from stage to stage.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import operator
-from collections import Counter, deque
-from collections.abc import Sequence
+from collections import Counter, OrderedDict, deque
+from collections.abc import Iterable, Mapping, Sequence
 from types import MemberDescriptorType
 from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from lightning_hetpipe.errors import PipelineRefusal
+from lightning_hetpipe.pipeline.computed_weights import computed_names
+from lightning_hetpipe.pipeline.left_out import LeftOut
+from lightning_hetpipe.pipeline.random import generators
+from lightning_hetpipe.pipeline.values import equal
+from lightning_hetpipe.redirect import Redirect
+from lightning_hetpipe.torch_private.tensors import pytree
+
+Data = Tensor | np.ndarray[Any, Any]
 
 ABSENT = object()
 """Value of a name that a namespace lacks."""
@@ -16,15 +36,19 @@ PLAIN = (int, float, complex, str, bytes, bool, type(None))
 CONTAINERS = (dict, list, set, deque)
 """Containers whose items may be exchanged."""
 
+_KINDS = (OrderedDict, *CONTAINERS, tuple, frozenset)
 
-def with_contents(value: Any) -> Any:
-    """``value``, of a container with its items."""
-    return (value, *items_of(value)) if isinstance(value, CONTAINERS) else value
+
+def kind_of(container: Any) -> Any:
+    """The class of Python's own that a container is of: a subclass may load what its methods give."""
+    return next(kind for kind in _KINDS if isinstance(container, kind))
 
 
 def items_of(container: Any) -> tuple[Any, ...]:
-    """The items of one of ``CONTAINERS``; of a dict its keys, then its values."""
-    return (*container, *container.values()) if isinstance(container, dict) else tuple(container)
+    """The items of a container; of a dict its keys, then its values."""
+    kind = kind_of(container)
+    items, values = kind.__iter__, getattr(kind, "values", None)
+    return tuple(items(container)) if values is None else (*items(container), *values(container))
 
 
 def refill(container: Any, items: Sequence[Any]) -> None:
@@ -51,9 +75,18 @@ def assign(holder: Any, name: str, value: Any) -> None:
         holder[name] = value
 
 
+def namespace_of(value: Any) -> dict[str, Any]:
+    """The ``__dict__`` of ``value``, whatever its class makes of attributes; empty if it has none."""
+    try:
+        found = object.__getattribute__(value, "__dict__")
+    except AttributeError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
 def attributes_of(value: Any) -> dict[str, Any]:
     """The attributes that ``value`` itself holds, in its ``__dict__`` and in slots."""
-    found = dict(getattr(value, "__dict__", {}))
+    found = dict(namespace_of(value))
     for owner in type(value).__mro__:
         slots = (name for name, each in vars(owner).items() if isinstance(each, MemberDescriptorType))
         found |= {name: getattr(value, name) for name in slots if name != "__dict__" and hasattr(value, name)}
@@ -63,6 +96,17 @@ def attributes_of(value: Any) -> dict[str, Any]:
 def bytes_of(value: Any) -> bytes:
     """The contents of a ``bytearray``, an ``array``, or an array of numpy."""
     return bytes(value) if isinstance(value, bytearray) else bytes(value.tobytes())
+
+
+def copy_of(data: Data) -> Data:
+    return data.copy() if isinstance(data, np.ndarray) else data.detach().clone()
+
+
+def same_data(one: Data, other: Data) -> bool:
+    """Tell whether both have the same numbers; NaN is the same as NaN."""
+    if isinstance(one, np.ndarray):
+        return isinstance(other, np.ndarray) and np.array_equal(one, other, equal_nan=one.dtype.kind in "fc")
+    return isinstance(other, Tensor) and equal(one, other)
 
 
 def same_objects(ones: Sequence[Any], others: Sequence[Any]) -> bool:
@@ -79,3 +123,160 @@ def same(one: Any, other: Any) -> bool:
     if isinstance(one, tuple):
         return len(one) == len(other) and all(map(same, one, other))
     return type(one) in PLAIN and bool(one == other)
+
+
+# What torch keeps for itself. An RNN rebuilds its lists of weights as it likes; on meta, it draws no random numbers.
+_TORCHS_OWN = {
+    name
+    for owner in (nn.Module(), nn.RNN(1, 1, device="meta"), nn.Module)
+    for name in vars(owner)
+    if name.startswith("_") or name == "training"
+}
+
+
+def plain_attributes(module: nn.Module) -> dict[str, Any]:
+    """The entries of ``vars(module)`` that a user's code may set.
+
+    Left out are parameters, buffers, submodules, hooks and what else ``nn.Module`` keeps for itself, ``training``, and
+    tensors that ``torch.nn.utils`` computes from parameters (``weight`` from ``weight_g`` and ``weight_v``). Where an
+    object of ours stands in for a method, what it has replaced is given.
+    """
+    computed = computed_names(module)
+    found: dict[str, Any] = {}
+    for name, value in vars(module).items():
+        if name in _TORCHS_OWN or name in computed:
+            continue
+        value = _behind_stand_ins(name, value)
+        if value is not ABSENT:
+            found[name] = value
+    return found
+
+
+def attributes_with_contents(module: nn.Module) -> dict[str, Any]:
+    """``plain_attributes``, to be compared: a list, dict, set or deque is given as a tuple of itself and its items."""
+    held = plain_attributes(module).items()
+    return {name: (value, *items_of(value)) if isinstance(value, CONTAINERS) else value for name, value in held}
+
+
+def changed_attribute(before: dict[str, Any], after: dict[str, Any]) -> str | None:
+    """The name of the first attribute that was added, removed or changed; None if there is none.
+
+    Values are the same if they are the same object, or equal numbers, strings or tuples of such. Others, tensors among
+    them, are never compared with ``==``.
+    """
+    for name in (*before, *after):
+        if not same(before.get(name, ABSENT), after.get(name, ABSENT)):
+            return name
+    return None
+
+
+class AttributesBefore:
+    """Plain attributes of ``module`` and of its parts, as they are before a call."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._parts = [(part, attributes_with_contents(part)) for part in module.modules()]
+
+    def changed(self) -> tuple[nn.Module, str] | None:
+        """The first attribute that was set, or whose container has other items, with its module."""
+        for part, before in self._parts:
+            if name := changed_attribute(before, attributes_with_contents(part)):
+                return part, name
+        return None
+
+
+class SetsState(PipelineRefusal):
+    """Refusal of a module that sets an attribute, or puts a tensor in the place of a buffer, in forward."""
+
+
+def sets_attribute(layer: str, module: nn.Module, attribute: str, line: str | None = None) -> SetsState:
+    """The forward of ``layer`` changes an ``attribute`` of ``module`` in it, in this ``line`` of the user's."""
+    where = f" ({line})" if line else ""
+    return SetsState(
+        f"layer '{layer}' sets its attribute '{attribute}' (of {type(module).__name__}) in forward{where}, which only"
+        " its copies in the stages would see; make it a buffer (register_buffer), or return it with the output"
+    )
+
+
+def _behind_stand_ins(name: str, value: Any) -> Any:
+    """Attribute as the user has set it, behind what random generators and redirects have put in its place."""
+    while isinstance(value, Redirect) or (name == "forward" and type(value).__module__ == generators.__name__):
+        replaced = getattr(value, "replaced", None)
+        value = ABSENT if replaced is None else replaced
+    return value
+
+
+_INPUTS = (Tensor, *PLAIN, torch.dtype, torch.device, torch.layout, torch.memory_format, torch.ScriptObject, nn.Module)
+_SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)  # sizes, while a graph is made
+
+
+def opaque_in(value: Any) -> Any | None:
+    """The first object in ``value`` that holds tensors and is no nesting of tuples, lists and dicts; None if none is.
+
+    Such are subclasses of ``dict`` and objects with attributes, unless they are registered with torch's pytree (as
+    Hugging Face's outputs are). Dataclasses are registered here, if their fields are all that there is of them.
+    """
+    return next(filter(_is_opaque, _leaves(value)), None)
+
+
+def unknown_in(value: Any) -> Any | None:
+    """The first object in ``value`` of which torch.export makes no input, whether it holds tensors or not; None if
+    there is none."""
+    return next((leaf for leaf in _leaves(value) if not isinstance(leaf, _INPUTS)), None)
+
+
+def without_opaque(name: str, output: Any) -> Any:
+    """``output`` of the module ``name``, with a placeholder for each object such as :func:`opaque_in` finds."""
+    if not any(map(_is_opaque, _leaves(output))):
+        return output
+    return pytree.tree_map(lambda leaf: LeftOut(type(leaf).__name__, name) if _is_opaque(leaf) else leaf, output)
+
+
+def _leaves(value: Any) -> list[Any]:
+    """The leaves of ``value``; registers the classes of plain dataclasses in it, for the whole process."""
+    while classes := {type(leaf) for leaf in pytree.tree_leaves(value) if _is_plain_dataclass(leaf)}:
+        for each in classes:
+            torch.export.register_dataclass(each)
+    return pytree.tree_leaves(value)
+
+
+def _is_opaque(leaf: Any) -> bool:
+    return not isinstance(leaf, (Tensor, *_SYMBOLS)) and _holds_tensors(leaf, set())
+
+
+def _is_plain_dataclass(item: Any) -> bool:
+    """Tell whether ``item`` can be made again from its fields."""
+    if not dataclasses.is_dataclass(item) or isinstance(item, (type, Mapping)):
+        return False
+    fields = {field.name: getattr(item, field.name, None) for field in dataclasses.fields(item)}
+    return (
+        set(inspect.signature(type(item)).parameters) == set(fields)
+        and set(getattr(item, "__dict__", ())) <= set(fields)
+        and _holds_tensors(item, set())
+        and _keeps(type(item), fields)
+    )
+
+
+def _keeps(kind: type, fields: Mapping[str, Any]) -> bool:
+    """Tell whether a ``kind`` that is made of ``fields`` holds these very objects, and ``__post_init__`` no others."""
+    try:
+        made = kind(**fields)
+    except Exception:  # whatever __post_init__ raises
+        return False
+    return all(getattr(made, name, None) is value for name, value in fields.items())
+
+
+def _holds_tensors(item: Any, seen: set[int]) -> bool:
+    if isinstance(item, Tensor):
+        return True
+    if id(item) in seen or isinstance(item, (str, bytes, type)) or callable(item):
+        return False
+    seen.add(id(item))
+    return any(_holds_tensors(part, seen) for part in _parts(item))
+
+
+def _parts(item: Any) -> Iterable[Any]:
+    if isinstance(item, Mapping):
+        yield from item.values()
+    elif isinstance(item, (tuple, list, set, frozenset)):
+        yield from item
+    yield from attributes_of(item).values()

@@ -13,19 +13,22 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lightning_hetpipe.capture.contents import CONTAINERS, items_of, refill, same_objects
+from lightning_hetpipe.capture.contents import (
+    CONTAINERS,
+    AttributesBefore,
+    items_of,
+    plain_attributes,
+    refill,
+    same_objects,
+)
 from lightning_hetpipe.capture.frozen import FrozenValues
-from lightning_hetpipe.capture.plain_attributes import AttributesBefore, plain_attributes
 from lightning_hetpipe.errors import PipelineRefusal
 from lightning_hetpipe.pipeline.values import equal
 from lightning_hetpipe.torch_private.subclasses import address_of
 from lightning_hetpipe.torch_private.tensors import pytree, unseen_change
-
-Plain = Tensor | np.ndarray[Any, Any]
 
 
 class SideEffect(PipelineRefusal):
@@ -59,46 +62,49 @@ class SideEffect(PipelineRefusal):
 
 
 class StateBefore:
-    """The state of ``module``, and of what its functions reach, before it runs for our sake."""
+    """The state of ``module``, and of what its functions reach, before it runs for our sake.
 
-    def __init__(self, module: nn.Module, frozen: FrozenValues) -> None:
-        self._frozen = frozen
+    Args:
+        module: The live module.
+        frozen: What it reaches, as was noted when it ran.
+        runs: Whether it runs on values, and not only on their shapes, so that buffers may have others.
+
+    Attributes:
+        attributes: The plain attributes of the module and of its parts.
+        buffers: Copies of its buffers, by path, if it ``runs``.
+    """
+
+    def __init__(self, module: nn.Module, frozen: FrozenValues, runs: bool) -> None:
+        parts = [*module.modules()]
         self.attributes = AttributesBefore(module)
-        self._buffers = _with_items(vars(part)["_buffers"] for part in module.modules())
+        self.buffers = {path: buffer.clone() for path, buffer in module.named_buffers()} if runs else {}
+        self._frozen = frozen
+        self._before = frozen.reached.now(copied=True)
         self._memory = [(buffer, buffer.data) for buffer in module.buffers()]
-        owned = (value for part in module.modules() for value in plain_attributes(part).values())
-        attributes = [vars(part) for part in module.modules()]
-        self._containers = _with_items([*attributes, *(value for value in owned if isinstance(value, CONTAINERS))])
-        self._before = frozen.now()
-        self._copies = [(path, each, copy_of(each)) for path, each in frozen.plain.items()]
+        self._names = _with_items(vars(part)["_buffers"] for part in parts)
+        owned = (value for part in parts for value in plain_attributes(part).values() if isinstance(value, CONTAINERS))
+        self._containers = _with_items([*map(vars, parts), *owned])
 
     def changed(self) -> list[str]:
         """The paths of what was changed beside own attributes, and in them below their first level."""
-        paths = self._frozen.changes(self._before)
-        return paths + [
-            path for path, each, copy in self._copies if path not in paths and not same_contents(each, copy)
-        ]
+        return self._frozen.changes(self._before)
 
-    def undo_assigned_buffers(self) -> None:
-        """Give the modules the buffers that they held, in the memory that these had.
+    def undo_buffers(self) -> None:
+        """Give the modules the buffers that they held, in the memory and with the values that these had.
 
         What a forward has put in their place may be a view of its inputs, or of data.
         """
-        _refill(self._buffers)
+        _refill(self._names)
         for buffer, data in self._memory:
             if address_of(buffer) != address_of(data):
                 buffer.data = data
+        put_back(zip((buffer for buffer, _ in self._memory), self.buffers.values(), strict=False))
 
     def undo(self) -> None:
         """Put everything back."""
-        self.undo_assigned_buffers()
+        self.undo_buffers()
         _refill(self._containers)
-        self._frozen.put_back(self._before)
-        with torch.no_grad():
-            for _, each, copy in self._copies:
-                if not same_contents(each, copy):
-                    writable: Any = each
-                    writable[...] = copy
+        self._before.put_back()
 
 
 def _with_items(containers: Iterable[Any]) -> list[tuple[Any, tuple[Any, ...]]]:
@@ -113,26 +119,15 @@ def _refill(containers: Iterable[tuple[Any, tuple[Any, ...]]]) -> None:
 
 @contextmanager
 def untouched(module: nn.Module, frozen: FrozenValues, *, runs: bool = False) -> Iterator[StateBefore]:
-    """Context manager: put back what is done to ``module`` and to what it reaches, weights excepted.
-
-    Args:
-        module: The live module.
-        frozen: What it reaches, as was noted when it ran.
-        runs: Whether it runs on values within, and not only on their shapes, so that buffers may have others.
-    """
-    before_run = StateBefore(module, frozen)
-    buffers = [(buffer, buffer.clone()) for buffer in module.buffers()] if runs else []
+    """Context manager: put back what is done to ``module`` and to what it reaches, weights excepted."""
+    before_run = StateBefore(module, frozen, runs)
     with ExitStack() as stack:
-        for each in (*frozen.plain.values(), *frozen.parameters, *(buffer for buffer, _ in buffers)):
+        reached = frozen.reached
+        for each in (*reached.plain.values(), *reached.parameters, *(module.buffers() if runs else ())):
             if isinstance(each, Tensor) and not each.is_inference():
                 stack.enter_context(unseen_change(each))  # a backward that is still to come may have saved it
-        stack.callback(_undo, before_run, buffers)
+        stack.callback(before_run.undo)
         yield before_run
-
-
-def _undo(before_run: StateBefore, buffers: Sequence[tuple[Tensor, Tensor]]) -> None:
-    before_run.undo()
-    put_back(buffers)
 
 
 def put_back(buffers: Iterable[tuple[Tensor, Tensor]]) -> None:
@@ -207,13 +202,3 @@ def _containers(value: Any, path: str, depth: int = 4) -> Iterator[tuple[str, An
 
 def _items(value: Any) -> tuple[Any, ...]:
     return items_of(value if isinstance(value, CONTAINERS) else vars(value))
-
-
-def copy_of(value: Plain) -> Plain:
-    return value.copy() if isinstance(value, np.ndarray) else value.detach().clone()
-
-
-def same_contents(value: Plain, copy: Plain) -> bool:
-    if isinstance(value, np.ndarray):
-        return isinstance(copy, np.ndarray) and np.array_equal(value, copy, equal_nan=value.dtype.kind in "fc")
-    return isinstance(copy, Tensor) and equal(value, copy)

@@ -6,19 +6,16 @@ If ``forward`` assigns buffers, or writes them by ``.data``, the graph writes th
 from __future__ import annotations
 
 import contextlib
-import inspect
 import io
-import linecache
 import logging
-import os
 import random
 import re
 import sys
 import traceback
 import warnings
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
-from pathlib import Path
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,13 +23,13 @@ from torch import Tensor, fx, nn
 from torch.export import Dim, ShapesCollection, export
 from torch.overrides import TorchFunctionMode
 
-from lightning_hetpipe.capture.data_checks import DataChecks, Decisions, SeenAnswers, Undecidable
+from lightning_hetpipe.capture.contents import SetsState, sets_attribute, unknown_in, without_opaque
 from lightning_hetpipe.capture.effects import Given, SideEffect, untouched
 from lightning_hetpipe.capture.frozen import FrozenValues
-from lightning_hetpipe.capture.gradient_checkpointing import without_checkpoints
 from lightning_hetpipe.capture.grouping import base_of, written_by
-from lightning_hetpipe.capture.opaque_containers import unknown_in, without_opaque
-from lightning_hetpipe.capture.plain_attributes import SetsState, sets_attribute
+from lightning_hetpipe.capture.noticed_calls import is_users, line_for_people
+from lightning_hetpipe.capture.prepared_modules import without_checkpoints
+from lightning_hetpipe.capture.variant import Answers, DataChecks, Decisions, Undecidable
 from lightning_hetpipe.errors import PipelineRefusal, SettingError
 from lightning_hetpipe.torch_private.graphs import traced_as_called
 from lightning_hetpipe.torch_private.modules import without_hooks
@@ -42,9 +39,6 @@ _IS_NUMBER = re.compile(r"`.*(\bint\(|\.item\(\)|\.tolist\(\)|size).*`")
 """A line of code that turns data into a number, such as the size of an output."""
 
 _Shapes: Any = ShapesCollection  # torch has no types here
-_LIBRARIES = tuple(f"{Path(inspect.getfile(module)).parent}{os.sep}" for module in (torch, inspect, pytree))
-_OURS = f"{Path(__file__).parent.parent}{os.sep}"
-
 _DATA: Any = Tensor.data  # torch has no types for the descriptor
 _COPY = torch.ops.aten.copy_.default
 
@@ -54,8 +48,8 @@ def graph_of(
     module: nn.Module,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    decisions: Decisions | None = None,
     frozen: FrozenValues | None = None,
+    known: Answers = (),
     *,
     images_vary: bool = False,
     numbers: Collection[int] = (),
@@ -71,7 +65,8 @@ def graph_of(
         module: The live module, in the mode in which it is to be run.
         args: What it is given; only shapes, dtypes and devices of tensors matter.
         kwargs: The same.
-        decisions: Answers what the module decides by values of its data; by default always False.
+        frozen: What the module reads outside itself, and how it has decided by values of its data.
+        known: Other answers to its first questions about these values.
         images_vary: Whether this also holds for inputs of four dimensions and more, beside the first. It takes minutes
             for models that cut images into windows.
         numbers: The places, among its inputs, of numbers that may be others in other calls.
@@ -87,12 +82,13 @@ def graph_of(
             f"'{name}' is given a {type(unknown).__name__}, of which torch.export makes no input of a graph; leave"
             " it out of the call, or give the tensors and numbers in it"
         )
-    decisions, frozen = decisions or Decisions((), SeenAnswers()), frozen or FrozenValues(module)
+    frozen = frozen or FrozenValues(module)
+    traced = partial(_traced, name, module, (args, kwargs), frozen, known, images_vary=images_vary, numbers=numbers)
     try:
-        return _traced(name, module, args, kwargs, decisions, frozen, images_vary, numbers, as_called=True)
+        return traced(as_called=True)
     except (SettingError, Undecidable) as refusal:
         with contextlib.suppress(SettingError, Undecidable):
-            return _traced(name, module, args, kwargs, decisions.anew(), frozen, images_vary, numbers, as_called=False)
+            return traced(as_called=False)
         _refuse_cumulative_averages(name, module)
         if isinstance(refusal, Undecidable):
             raise decides(name, f" at {refusal}", kwargs) from None
@@ -114,13 +110,12 @@ def _refuse_cumulative_averages(name: str, module: nn.Module) -> None:
 def _traced(
     name: str,
     module: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    decisions: Decisions,
+    call: tuple[tuple[Any, ...], dict[str, Any]],
     frozen: FrozenValues,
+    known: Answers,
+    *,
     images_vary: bool,
     numbers: Collection[int],
-    *,
     as_called: bool,
 ) -> tuple[fx.GraphModule, DataChecks]:
     """Do what :func:`graph_of` says. ``as_called``: the code of ``module`` is not told that it is traced.
@@ -128,7 +123,8 @@ def _traced(
     Some libraries compute by other operators then, whose gradients differ in their last bits; few parts of them can be
     traced in no other way.
     """
-    leaves, spec = pytree.tree_flatten((args, kwargs))
+    decisions = Decisions(known, frozen.answers)
+    leaves, spec = pytree.tree_flatten(call)
     # Of a number that a tensor holds, export knows nothing, and keeps how Python and torch compute with it.
     kinds = {float: torch.float64, int: torch.int64}
     given = [torch.tensor(each, dtype=kinds[type(each)]) if n in numbers else each for n, each in enumerate(leaves)]
@@ -181,16 +177,24 @@ def _is_limited(number: fx.Node) -> bool:
 
 
 def _refusal(name: str, error: Exception, kwargs: Mapping[str, Any]) -> SettingError:
-    line = _users_line(error)
-    where = f" at {line}" if line else ""
+    frames = [(frame.f_code, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    lines = [(code.co_filename, line) for code, line in frames if is_users(code) and code.co_filename[0] != "<"]
+    where = f" at {line_for_people(*lines[-1])}" if lines else ""
     reason = next((text.strip() for text in str(error).splitlines() if text.strip()), type(error).__name__)
-    if "data-dependent" in str(error) or "DataDependent" in type(error).__name__:
+    if any("DataDependent" in type(each).__name__ for each in chain_of(error)):
         return decides(name, where, kwargs)
     return PipelineRefusal(
         f"'{name}' cannot be captured by torch.export{where} ({reason.rstrip('.')}); {_without_labels(kwargs)}write"
         " that part in another way, or let training_step itself run the module, by naming the ones to pipeline"
         " (module=[...])"
     )
+
+
+def chain_of(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield ``error``, and what it was made of."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
 
 
 def _without_labels(kwargs: Mapping[str, Any]) -> str:
@@ -211,16 +215,6 @@ def decides(name: str, where: str = "", kwargs: Mapping[str, Any] | None = None)
         f"'{name}' decides by the values of its data what to compute{where}, and stages run a graph that is the same"
         f" for every minibatch; {_without_labels(kwargs or {})}{way_out}"
     )
-
-
-def _users_line(error: Exception) -> str | None:
-    """The innermost line of the traceback that is neither a library's nor ours."""
-    found = None
-    for frame in traceback.extract_tb(error.__traceback__):
-        if not frame.filename.startswith((*_LIBRARIES, _OURS)) and not frame.filename.startswith("<"):
-            code = linecache.getline(frame.filename, frame.lineno or 0).strip()
-            found = f"{Path(frame.filename).name}:{frame.lineno}, `{code}`"
-    return found
 
 
 @contextmanager
@@ -261,7 +255,7 @@ def _left_alone(name: str, module: nn.Module, frozen: FrozenValues) -> Iterator[
                 frozen.line_of(paths[0]),
                 paths,
                 is_shared=is_shared,
-                is_lost=any(map(frozen.is_lost, paths)),
+                is_lost=any(map(frozen.reached.is_lost, paths)),
             )
 
     with untouched(module, frozen) as before_run, without_hooks(module):
@@ -310,25 +304,20 @@ def _as_one_call(
 @contextmanager
 def _silently() -> Iterator[None]:
     """Withhold torch's own diagnostics, such as the whole graph where it fails: our error says enough."""
-    logs, printed = [logging.getLogger(name) for name in _LOGS], io.StringIO()
-    for log in logs:
-        log.addFilter(_is_said_better)
-    try:
-        with contextlib.redirect_stderr(printed), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".* assigned during export.*")  # which is undone
+    printed = io.StringIO()
+    with ExitStack() as stack:
+        for log in map(logging.getLogger, _LOGS):
+            log.addFilter(_withheld)
+            stack.callback(log.removeFilter, _withheld)
+        stack.enter_context(warnings.catch_warnings())
+        warnings.filterwarnings("ignore", message=".* assigned during export.*")  # which is undone
+        with contextlib.redirect_stderr(printed):
             yield
         sys.stderr.write(printed.getvalue())
-    finally:
-        for log in logs:
-            log.removeFilter(_is_said_better)
 
 
+_withheld = logging.Filter("nobody")  # lets no other logger's records through: our error says what they say
 _LOGS = ("torch._export.non_strict_utils", "torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes")
-
-
-def _is_said_better(record: logging.LogRecord) -> bool:
-    """Withhold ``record``: what fails is raised, too, and our error has one sentence of it."""
-    return False
 
 
 def _numpy_state() -> Any:
@@ -386,19 +375,17 @@ def write_assigned_buffers(
         others = [user for user in buffer.users if user is not write]
         after = value
         if any(buffer in written_by(user) for user in others):
-            order = {node: place for place, node in enumerate(nodes.nodes)}
-            after = max([value, *others], key=order.__getitem__)
+            after = max([value, *others])
         elif others:
-            with nodes.inserting_before(min(others, key=list(nodes.nodes).index)):
+            with nodes.inserting_before(min(others)):
                 read = nodes.call_function(torch.ops.aten.clone.default, (buffer,))
-            read.meta |= {key: others[0].meta[key] for key in ("nn_module_stack",) if key in others[0].meta}
+            if "nn_module_stack" in others[0].meta:
+                read.meta["nn_module_stack"] = others[0].meta["nn_module_stack"]
             read.meta["val"] = buffer.meta.get("val", value.meta["val"])
             for user in others:
                 user.replace_input_with(buffer, read)
-        order = {node: place for place, node in enumerate(nodes.nodes)}
         changes = [n for n in nodes.nodes if n is not write and base_of(value) in map(base_of, written_by(n))]
-        after = max([after, *changes], key=order.__getitem__)
-        after.append(write)
+        max([after, *changes]).append(write)
     nodes.lint()
     graph.recompile()
 

@@ -7,9 +7,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_hetpipe.capture.contents import same_objects
+from lightning_hetpipe.capture.contents import (
+    attributes_with_contents,
+    changed_attribute,
+    plain_attributes,
+    same_objects,
+)
 from lightning_hetpipe.capture.pieces import Piece, refuse_hooks
-from lightning_hetpipe.capture.plain_attributes import attributes_with_contents, changed_attribute, plain_attributes
 from lightning_hetpipe.errors import PipelineRefusal
 from lightning_hetpipe.torch_private.modules import contents, has_hooks
 from lightning_hetpipe.torch_private.tensors import version_counter

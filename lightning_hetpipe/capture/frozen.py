@@ -12,29 +12,18 @@ from __future__ import annotations
 import gc
 import sys
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from types import CodeType, FrameType, FunctionType
 from typing import Any
 
-import numpy as np
-from torch import Tensor, nn
+from torch import nn
 from torch.utils import checkpoint
 
-from lightning_hetpipe.capture.contents import PLAIN
-from lightning_hetpipe.capture.data_checks import SeenAnswers
+from lightning_hetpipe.capture.contents import PLAIN, plain_attributes
 from lightning_hetpipe.capture.noticed_calls import NoticedCalls, is_users, line_that_names
-from lightning_hetpipe.capture.plain_attributes import plain_attributes
-from lightning_hetpipe.capture.reached_values import ReachedValues, is_followed, names_in, told
-
-
-@dataclass(frozen=True)
-class Values:
-    """The contents of all places where ``of`` watches values, at one moment."""
-
-    of: ReachedValues
-    contents: Sequence[tuple[Any, ...]]
+from lightning_hetpipe.capture.reached_values import Moment, ReachedValues, is_followed, names_in, told
+from lightning_hetpipe.capture.variant import SeenAnswers
 
 
 class FrozenValues:
@@ -47,7 +36,8 @@ class FrozenValues:
         """True once it was seen to call ``torch.utils.checkpoint``."""
         self.noticed = NoticedCalls()
         """Calls that a graph would leave out, as far as the module was seen to make any."""
-        self._tolerated: set[str] = set()
+        self.tolerated: set[str] = set()
+        """Paths of values that the module may change while it is traced, as it did not change them in a real run."""
         self._own: list[str] = []
         self._module = module
         self._called: dict[tuple[CodeType, int], dict[str, Any]] = {}
@@ -93,58 +83,34 @@ class FrozenValues:
             self._called |= new
 
     @property
-    def plain(self) -> Mapping[str, Tensor | np.ndarray[Any, Any]]:
-        """Tensors and arrays among these values, by their paths: no parameters, and no buffers of the module."""
-        return self._reached.plain
+    def reached(self) -> ReachedValues:
+        """The values that functions may read which the module was seen to call."""
+        if self._stale:
+            self._find()
+        return self._reached
 
-    @property
-    def parameters(self) -> Sequence[nn.Parameter]:
-        """Parameters of other modules among these values."""
-        return self._reached.parameters
-
-    def now(self) -> Values:
-        """The values as they are; first of all, which ones are watched."""
-        reached = self._watched()
-        return Values(reached, reached.now())
-
-    def changed(self, before: Values) -> str | None:
+    def changed(self, before: Moment) -> str | None:
         """Name some values that are not as they were ``before``, or that nobody watched then; None if there are
         none."""
-        if before.of is not self._watched():
+        if before.values is not self.reached:
             return "what it reads"
-        found = [*before.of.differences(before.contents)]
+        found = [*before.differences()]
         self._replaced |= not all(isinstance(value, PLAIN) for each in found for value in (each.before, each.now))
         return told(found)
 
-    def put_back(self, before: Values) -> None:
-        """Give all places the values that they had ``before``, since when no other places were found."""
-        before.of.put_back(before.contents)
-
-    def tolerate(self, paths: Iterable[str]) -> None:
-        """Let the module change the values at ``paths`` while it is traced, as it did not change them in a real run."""
-        self._tolerated.update(paths)
-
-    def changes(self, before: Values) -> list[str]:
+    def changes(self, before: Moment) -> list[str]:
         """The paths of values that are not as they were ``before``, except of those that are tolerated."""
-        found = dict.fromkeys(each.path for each in before.of.differences(before.contents))
-        return [path for path in found if path not in self._tolerated]
+        return [
+            path for path in dict.fromkeys(each.path for each in before.differences()) if path not in self.tolerated
+        ]
 
     def is_own(self, path: str) -> bool:
         """Tell whether ``path`` is an attribute of the module or of its parts, or lies in one."""
         return any(path == own or path.startswith((f"{own}.", f"{own}[")) for own in self._own)
 
-    def is_lost(self, path: str) -> bool:
-        """Tell whether a change of ``path`` would be in one thread alone, or cannot be put back, as an iterator's."""
-        return self._reached.is_lost(path)
-
     def line_of(self, path: str) -> str | None:
         """The first line of the functions that were called which names the last part of ``path``, for people."""
         return line_that_names([code for code, _ in self._called], path)
-
-    def _watched(self) -> ReachedValues:
-        if self._stale:
-            self._find()
-        return self._reached
 
     def _find(self) -> None:
         parts = dict(self._module.named_modules())

@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Self
 
@@ -19,6 +20,7 @@ NOT_TAKEN = object()
 """Returned by a handler in place of an output: the module's own ``forward`` is to run, as user code."""
 
 
+@dataclass(eq=False)
 class ModuleCall:
     """One call of a module.
 
@@ -26,21 +28,20 @@ class ModuleCall:
         name: The module's path in the LightningModule.
         module: The module.
         args, kwargs: What its ``forward`` is given.
+        redirect: Stands in for that.
+        calls: Those of this thread.
     """
 
-    def __init__(
-        self, name: str, redirect: Redirect, calls: _Calls, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
-        self.name = name
-        self.module: nn.Module = redirect.owner
-        self.args = args
-        self.kwargs = kwargs
-        self._redirect = redirect
-        self._calls = calls
+    name: str
+    module: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    redirect: Redirect
+    calls: _Calls
 
     def own_forward(self) -> AbstractContextManager[None]:
         """Within it, the module has its own ``forward``."""
-        return self._redirect.suspended()
+        return self.redirect.suspended()
 
     def run(self) -> Any:
         """Run the module's own ``forward``; modules that it calls are not intercepted."""
@@ -48,16 +49,16 @@ class ModuleCall:
 
     def run_with(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run it on other arguments."""
-        return self._redirect.original(*args, **kwargs)
+        return self.redirect.original(*args, **kwargs)
 
     @contextmanager
     def intercepting(self) -> Iterator[None]:
         """Within it, calls of modules are intercepted, as they are outside of every call."""
-        self._calls.handling = False
+        self.calls.handling = False
         try:
             yield
         finally:
-            self._calls.handling = True
+            self.calls.handling = True
 
 
 class Interceptor:
@@ -103,7 +104,7 @@ class Interceptor:
         if not self._calls.handling:
             self._calls.handling = True
             try:
-                output = self._handler(ModuleCall(name, redirect, self._calls, args, kwargs))
+                output = self._handler(ModuleCall(name, redirect.owner, args, kwargs, redirect, self._calls))
             finally:
                 self._calls.handling = False
             if output is not NOT_TAKEN:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 from torch.fx.node import map_aggregate
 
-from lightning_hetpipe.capture.grouping import LayerNodes, alike, changed_buffers, groups, path_of
+from lightning_hetpipe.capture.grouping import LayerNodes, alike, at, changed_buffers, groups, path_of
 from lightning_hetpipe.pipeline.graph_code import described
 from lightning_hetpipe.pipeline.graph_layer import LayerGraph, here
 from lightning_hetpipe.pipeline.random.generators import drawn
@@ -81,19 +81,18 @@ def parts(
         kept = [node for node in (*inputs, *layer) if layer.get(node, -1) <= index < until[node]]
         path = ".".join(part for part in (name, group.part) if part)
         names[path] = names.get(path, 0) + 1
-        maker = _Maker(graph, given, group, name, owners, ordinals, device)
+        maker = _Maker(graph, given, group, device, partial(_draw, name, owners, ordinals))
         made_of = (tuple(kept), None) if index < last else (output.args[0], outputs_of(graph))
-        kind = type(modules[group.part]).__name__
         made.append(
             LayerFunction(
-                group.call,
-                path if names[path] == 1 else f"{path}:{names[path]}",
-                group.part,
-                group.block,
-                kind,
-                maker.own,
-                list(changed_buffers(group.nodes)),
-                maker.graph(*made_of),
+                call=group.call,
+                name=path if names[path] == 1 else f"{path}:{names[path]}",
+                part=group.part,
+                block=group.block,
+                kind=type(modules[group.part]).__name__,
+                own=maker.own,
+                changes=list(changed_buffers(group.nodes)),
+                graph=maker.graph(*made_of),
             )
         )
         given = kept
@@ -105,9 +104,17 @@ def device_of(module: nn.Module) -> torch.device:
     return next((tensor.device for tensor in (*module.parameters(), *module.buffers())), torch.device("cpu"))
 
 
-def at(graph: nn.Module, path: str) -> Any:
-    """Module or tensor that ``graph`` holds at ``path``."""
-    return functools.reduce(getattr, path.split("."), graph)
+def _draw(name: str, owners: Mapping[str, str], ordinals: dict[str, int], node: fx.Node) -> tuple[Any, ...]:
+    """Arguments of :func:`drawn` before those of ``node``, a random operation.
+
+    Args:
+        name: The path of the captured module.
+        owners: The first path of the module at each path, because a shared module has several.
+        ordinals: How many operations of each module have drawn so far.
+    """
+    path = ".".join(filter(None, [name, owners.get(path_of(node), path_of(node))]))
+    ordinals[path] = ordinals.get(path, -1) + 1
+    return path, ordinals[path], node.target
 
 
 class _Maker:
@@ -118,20 +125,17 @@ class _Maker:
         graph: fx.GraphModule,
         given: Sequence[fx.Node],
         group: LayerNodes,
-        name: str,
-        owners: Mapping[str, str],
-        ordinals: dict[str, int],
         device: torch.device,
+        draw: Callable[[fx.Node], tuple[Any, ...]],
     ) -> None:
         self.own: list[str] = []
         self._regions: list[fx.GraphModule] = []
-        self._name = name
-        self._owners = owners  # the first path of the module at each, as a shared one has several
-        self._ordinals = ordinals
         self._captured_on = device
+        self._draw = draw
         self._graph = fx.Graph()
         self._new: dict[fx.Node, fx.Node] = {}
-        found = {str(node.target): node for node in _attributes(group)}
+        sources = (source for node in group.nodes for source in node.all_input_nodes)
+        found = {str(node.target): node for node in sources if node.op == "get_attr"}
         held = {path: at(graph, path) for path in found}
         for path, region in held.items():
             if isinstance(region, fx.GraphModule):  # such as what runs under torch.no_grad()
@@ -165,14 +169,6 @@ class _Maker:
         made.meta |= described(node.meta.get("val"))
         return made
 
-    def _draw(self, node: fx.Node) -> tuple[Any, ...]:
-        """Arguments of :func:`drawn` before those of ``node``, a random operation."""
-        owner = self._owners.get(path_of(node), path_of(node))
-        path = ".".join(part for part in (self._name, owner) if part)
-        ordinal = self._ordinals.get(path, 0)
-        self._ordinals[path] = ordinal + 1
-        return path, ordinal, node.target
-
     def _prepare(self, region: fx.GraphModule) -> None:
         """Lets the operations of a region draw, and make new tensors, as the others do."""
         for part in region.modules():
@@ -202,11 +198,6 @@ class _Maker:
             return self._new[value]
         # A tensor that the graph makes or moves to where it was captured belongs where the layer is.
         return self._device if isinstance(value, torch.device) and value == self._captured_on else value
-
-
-def _attributes(group: LayerNodes) -> Iterator[fx.Node]:
-    nodes = {source: None for node in group.nodes for source in node.all_input_nodes if source.op == "get_attr"}
-    return iter(nodes)
 
 
 def _keywords(node: fx.Node) -> dict[str, Any]:

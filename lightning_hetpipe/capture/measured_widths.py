@@ -12,9 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from lightning_hetpipe.capture.microbenchmark import Microbenchmark
 from lightning_hetpipe.capture.pieces import Piece
-from lightning_hetpipe.capture.profiling import ProfilingInput
+from lightning_hetpipe.capture.profiling import Microbenchmark, ProfilingInput
 from lightning_hetpipe.pipeline.graph_layer import GraphLayer, set_here
 from lightning_hetpipe.pipeline.split.joined_graph import JoinedGraph, joined_graph
 from lightning_hetpipe.pipeline.split.parts import part
@@ -64,8 +63,7 @@ def measured_widths(
         widths = found.get(number)
         if widths is not None and widths.units:
             with own_state(ProcessState.seeded(0, 0, "widths")):
-                made = (profiling.generators, profiling.default_dtype, device, profiling.finetuned)
-                calls = [(Microbenchmark(layer, value, piece, *made), times) for value, times in values]
+                calls = [(Microbenchmark(layer, value, piece, profiling, device), times) for value, times in values]
                 own = _widths(layer, calls, widths.units)
             found[number] = replace(widths, measured={name: own} if own else {})
         tick()

@@ -29,6 +29,11 @@ from lightning_hetpipe.accelerator import default_generators
 
 HOOK, JOINT_HOOK, INFERENCE, SEED, STATE = "hook", "joint hook", "inference mode", "seed", "random state"
 OUTPUT = "output"
+NOWHERE = JOINT_HOOK, STATE
+"""Kinds of calls that no pipelined module may make, and no user code in a pipeline: a piece has a backward of its own,
+and a minibatch its own generators."""
+IN_NO_GRAPH = HOOK, INFERENCE, OUTPUT, SEED
+"""Kinds of calls that a graph would leave out, and user code in a pipeline may make."""
 
 _TORCH = f"{Path(torch.__file__).parent}{os.sep}"
 _PACKAGE = Path(__file__).parent.parent
@@ -107,8 +112,9 @@ class NoticedCalls(dict[str, tuple[str, str]]):
             found = _OUTPUT if _asked_by_user(frame) else None
         elif isinstance(owner, autograd_graph.Node):
             found = _OF_NODES.get(name)
-        elif isinstance(owner, torch.Generator) and name in _OF_GENERATORS and _is_default(owner):
-            found = None if _is_torchs_own(frame) else _OF_GENERATORS[name]
+        elif isinstance(owner, torch.Generator) and name in _OF_GENERATORS and not _is_torchs_own(frame):
+            is_default = any(owner is each for each in (torch.default_generator, *default_generators()))
+            found = _OF_GENERATORS[name] if is_default else None
         if found is not None and found[0] not in self:
             self[found[0]] = (found[1], _users_line(frame))
 
@@ -153,21 +159,16 @@ def _asked_by_user(frame: FrameType | None) -> bool:
     return False
 
 
-def _is_default(generator: torch.Generator) -> bool:
-    return any(generator is each for each in (torch.default_generator, *default_generators()))
-
-
 def _is_torchs_own(frame: FrameType | None) -> bool:
     """Tell whether a part of torch that is no function for seeds and states sets them, to put back what it found."""
-    while frame is not None and (_is_of_random(frame.f_code) or frame.f_code.co_name == "_lazy_call"):
-        if frame.f_code is _FORK:
-            return True
+    while frame is not None:
+        code = frame.f_code
+        is_torchs = code.co_filename.startswith(_TORCH)
+        passes_on = (is_torchs and Path(code.co_filename).name == "random.py") or code.co_name == "_lazy_call"
+        if code is _FORK or not passes_on:
+            return is_torchs
         frame = frame.f_back
-    return frame is not None and frame.f_code.co_filename.startswith(_TORCH)
-
-
-def _is_of_random(code: CodeType) -> bool:
-    return code.co_filename.startswith(_TORCH) and Path(code.co_filename).name == "random.py"
+    return False
 
 
 def _users_line(frame: FrameType | None) -> str:

@@ -1,28 +1,85 @@
-"""Observation of one call of a layer: facts that copies in stages must reproduce, and refusals where they cannot."""
+"""Calls of modules in the watched step: the calls that these make, what each shows, and what copies cannot reproduce.
+
+Copies in stages must reproduce the facts that are observed, and a call is refused if they cannot. The leaves that a
+loss reaches are checked, too: leaves that would get no gradient, or one of another version, are refused.
+"""
 
 from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
-from lightning_hetpipe.capture.compiled_modules import refuse_compiled
-from lightning_hetpipe.capture.leaves import refuse_foreign_leaf
-from lightning_hetpipe.capture.opaque_containers import opaque_in
-from lightning_hetpipe.capture.pieces import class_of, refuse_hooks
-from lightning_hetpipe.capture.plain_attributes import AttributesBefore, sets_attribute
+from lightning_hetpipe.capture.contents import AttributesBefore, SetsState, opaque_in, sets_attribute
+from lightning_hetpipe.capture.frozen import FrozenValues
+from lightning_hetpipe.capture.pieces import Piece, class_of, refuse_hooks
+from lightning_hetpipe.capture.prepared_modules import refuse_compiled, refuse_scripted
 from lightning_hetpipe.errors import PipelineRefusal, SettingError
+from lightning_hetpipe.pipeline.autocast import Autocast
 from lightning_hetpipe.pipeline.reentrant_checkpoints import is_reentrant_checkpoint, reentrant_checkpoint
 from lightning_hetpipe.pipeline.stage import Layer
-from lightning_hetpipe.pipeline.values import blocks, tensors_of
+from lightning_hetpipe.pipeline.values import Value, blocks, tensors_of
+from lightning_hetpipe.planning.model.profile import UserBytes
 from lightning_hetpipe.torch_private.autograd import graph_leaves, graph_nodes, graph_start
+from lightning_hetpipe.torch_private.subclasses import address_of
 from lightning_hetpipe.torch_private.tensors import behind_functorch, version_counter
+
+
+def refuse_leaves(root: nn.Module, allowed: Collection[int], loss: Tensor, made_inside: bool = False) -> None:
+    """Refuses a leaf that ``loss`` reaches, in ``root`` or not, whose gradient would be of another version or lost.
+
+    Args:
+        root: The LightningModule, which names parameters.
+        allowed: Leaves, by ``id``.
+        loss: What is differentiated.
+        made_inside: Whether modules that run as user code make leaves, whose gradients nobody wants, themselves.
+
+    Raises:
+        SettingError: which names the parameter.
+    """
+    leaves = (leaf for leaf in graph_leaves([graph_start(loss)]) if id(leaf) not in allowed)
+    reached = next((leaf for leaf in leaves if isinstance(leaf, nn.Parameter) or not made_inside), None)
+    if reached is None:
+        return
+    name = next((name for name, parameter in root.named_parameters() if parameter is reached), None)
+    if name is None:
+        raise PipelineRefusal(
+            f"the loss depends on a tensor of shape {tuple(reached.shape)} that requires a gradient and is no"
+            f" parameter of {type(root).__name__}, and the pipeline would give it none; register a parameter in a"
+            " module that training_step calls, and leave requires_grad_() of a batch out"
+        )
+    for path, module in root.named_modules():
+        if any(parameter is reached for parameter in module.parameters(recurse=False)):
+            refuse_scripted(path, module)
+    raise PipelineRefusal(
+        f"training_step gives the parameter '{name}' to a compiled function, or to one written in C++, where the"
+        f" pipeline cannot put this minibatch's version in its place; give it {name}.clone(), or move what uses it into"
+        " a module that training_step calls"
+    )
+
+
+def refuse_foreign_leaf(layer: str, root: nn.Module, leaf: Tensor) -> None:
+    """Refuses ``leaf``, from which ``layer`` has computed its output, and which is none of its inputs and weights.
+
+    Raises:
+        SettingError: which names the leaf, if it is a parameter of ``root``.
+    """
+    found = next((f"the parameter '{name}'" for name, parameter in root.named_parameters() if parameter is leaf), None)
+    what = found or (
+        f"a tensor of shape {tuple(leaf.shape)} that requires a gradient (as with torch.func.functional_call)"
+    )
+    raise PipelineRefusal(
+        f"layer '{layer}' computes with {what}, which is not its own, so that its stage would neither follow nor train"
+        " it; let a module in the layer hold it as a parameter, too, or give it to the call as an argument"
+    )
 
 
 class Observation:
@@ -145,3 +202,177 @@ def _holds_generator(module: nn.Module) -> bool:
     if (numpy := sys.modules.get("numpy")) is not None:
         kinds += [numpy.random.Generator, numpy.random.RandomState]
     return any(isinstance(value, tuple(kinds)) for value in vars(module).values())
+
+
+T = TypeVar("T")
+
+
+class Checked:
+    """Something that may be refused, with the first reason."""
+
+    refusal: Exception | None
+
+    def check(self, check: Callable[[], T]) -> T | None:
+        """Call ``check``, unless this is refused already, and keep the error that it raises."""
+        if self.refusal is None:
+            try:
+                return check()
+            except SettingError as error:
+                self.refusal = error
+        return None
+
+
+@dataclass
+class CallNode(Checked):
+    """One call of a module.
+
+    Attributes:
+        piece: The module, as the piece that it is if a pipeline can run it.
+        inner: The calls that it made of modules with trainable parameters, in order.
+        seconds: How long it took, with those.
+        refusal: Why no pipeline can run it, as far as the call has shown that.
+        graph: What is needed to make its graph; None if it is to have none.
+        inputs, outputs: Nodes of autograd's graph that what it was given, and what it returned, come from.
+        blocks: Blocks of memory that its output lies in.
+        training: Whether the module was in training mode.
+    """
+
+    piece: Piece
+    inner: list[CallNode] = field(default_factory=list)
+    seconds: float = 0.0
+    refusal: Exception | None = None
+    graph: WatchedCall | None = None
+    inputs: list[Any] = field(default_factory=list)
+    outputs: list[Any] = field(default_factory=list)
+    blocks: Collection[Any] = ()
+    training: bool = True
+
+    def ends(self, given: Any, output: Any) -> None:
+        """Note where the call lies in autograd's graph."""
+        given, made = tensors_of(given), tensors_of(output)
+        self.inputs = [tensor.grad_fn for tensor in given if tensor.grad_fn is not None]
+        self.outputs = [tensor.grad_fn for tensor in made if tensor.grad_fn is not None]
+        self.blocks = blocks(made)
+
+    def all(self) -> Iterator[CallNode]:
+        """This call and all below it, in order."""
+        yield self
+        for each in self.inner:
+            yield from each.all()
+
+
+@dataclass
+class WatchedCall(Checked):
+    """The watched call of a module of which a graph is to be made.
+
+    Attributes:
+        given: What it was given: (args, kwargs).
+        inputs: The tensors in that, where they are in autograd's graph.
+        buffers: Copies of its buffers from before, by path.
+        memory: The addresses of its buffers before, by path.
+        gave: What it gave; None until it is over.
+        outputs: The tensors in that, where they are in autograd's graph.
+        frozen: What it may have read of Python outside itself.
+        autocast: What autocast did at the call.
+        counters: How often each tensor of ``given`` and ``gave`` had been changed in place when it was over.
+        lent: The path of a buffer that shared memory with one of these tensors when it was over.
+        refusal: Why an ``nn.Sequential`` gets no graph, although it can run without one; None if that is not known.
+    """
+
+    given: Value
+    inputs: Sequence[Tensor]
+    buffers: dict[str, Tensor]
+    memory: Mapping[str, int | None]
+    frozen: FrozenValues
+    autocast: Autocast = field(default_factory=Autocast.current)
+    gave: Value | None = None
+    outputs: Sequence[Tensor] = ()
+    counters: list[int] = field(default_factory=list)
+    lent: str | None = None
+    refusal: Exception | None = None
+
+    def end(self, module: nn.Module, gave: Any) -> None:
+        """Note that the call of ``module`` is over, and ``gave`` this."""
+        self.gave, self.outputs = Value.of(gave), tensors_of(gave)
+        self.counters = self._count()
+        seen = {address_of(tensor) for tensor in self._tensors()} - {None}
+        for path, buffer in module.named_buffers():
+            if path not in self.buffers or self.buffers[path].shape != buffer.shape:
+                self.buffers[path] = buffer.clone()  # it is made in the first forward
+            if address_of(buffer) in seen:
+                self.lent = path
+
+    def own_buffers(self, name: str, module: nn.Module) -> None:
+        """Give the buffers of ``module``, which has this ``name``, memory of their own, as stages write to them.
+
+        Raises:
+            SetsState: if later code has changed one in place, through what the call was given or gave.
+        """
+        if self.lent is not None and self.was_changed:
+            raise SetsState(
+                f"'{name}' shares the memory of its buffer '{name}.{self.lent}' with what it is given or returns, which"
+                " is changed in place later in training_step; give it, or return, a clone()"
+            )
+        for path, buffer in module.named_buffers():
+            if address_of(buffer) != self.memory.get(path):  # it was assigned, maybe a view of a batch
+                buffer.data = buffer.detach().clone()
+
+    @property
+    def was_changed(self) -> bool:
+        """True if later code has changed in place what it was given or gave."""
+        return self.counters != self._count()
+
+    def _count(self) -> list[int]:
+        return [version_counter(tensor) for tensor in self._tensors()]
+
+    def _tensors(self) -> Sequence[Tensor]:
+        return self.given.tensors + (() if self.gave is None else self.gave.tensors)
+
+
+def user_bytes(
+    root: nn.Module, loss: Tensor, batch: Any, calls: Sequence[CallNode], pieces: Collection[nn.Module]
+) -> UserBytes:
+    """Count what lies on the last stage's device besides layers.
+
+    Args:
+        root: The LightningModule.
+        loss: Of the watched step, before its backward.
+        batch: Arguments of the step.
+        calls: Calls of ``pieces`` in it.
+        pieces: The modules that are pipelined.
+    """
+    inside = {id(tensor) for piece in pieces for tensor in (*piece.parameters(), *piece.buffers())}
+    outside = [each for each in (*root.parameters(), *root.buffers()) if id(each) not in inside]
+    trained = sum(each.nbytes for each in outside if each.requires_grad)
+    ends = {node for call in calls for node in call.outputs}
+    behind = {*graph_nodes([loss.grad_fn], ends)}
+    before = {*graph_nodes((node for call in calls for node in call.inputs), ends)}
+    own = blocks(tensors_of(batch))
+    counted = {*own, *blocks((*root.parameters(), *root.buffers())), *(each for call in calls for each in call.blocks)}
+    kept, saved = _saved(before), _saved(behind - before)
+    return UserBytes(
+        trained,
+        sum(each.nbytes for each in outside) - trained,
+        sum(own.values()),
+        sum(size for block, size in kept.items() if block not in counted),
+        sum(size for block, size in saved.items() if block not in counted and block not in kept),
+    )
+
+
+def _saved(nodes: Iterable[Any]) -> dict[tuple[torch.device, int], int]:
+    """The blocks of memory that ``nodes`` keep for their backward."""
+    return blocks([tensor for node in nodes for tensor in _saved_by(node)])
+
+
+def _saved_by(node: Any) -> Iterator[Tensor]:
+    """Yield what ``node`` keeps; where hooks have packed it, the packed tensor, since to unpack would run user code."""
+    for name in _names(node.__class__):
+        value = getattr(node, name)
+        packed = (each.data for each in (value if isinstance(value, tuple) else [value]) if hasattr(each, "data"))
+        yield from (each for each in packed if isinstance(each, Tensor))
+
+
+@cache
+def _names(kind: Any) -> list[str]:
+    """The attributes of nodes of that ``kind`` that hold saved tensors, as torch documents them."""
+    return [name for name in dir(kind) if name.startswith("_raw_saved_")]

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import compress
@@ -23,16 +24,14 @@ import torch
 from torch import Tensor
 
 from lightning_hetpipe.accelerator import accelerates
-from lightning_hetpipe.capture.call_tree import WatchedCall
 from lightning_hetpipe.capture.captured import Captured, graph_layer
-from lightning_hetpipe.capture.contents import PLAIN
-from lightning_hetpipe.capture.effects import put_back, refuse_noticed, untouched
+from lightning_hetpipe.capture.contents import PLAIN, sets_attribute, without_opaque
+from lightning_hetpipe.capture.effects import refuse_noticed, untouched
 from lightning_hetpipe.capture.export import decides
-from lightning_hetpipe.capture.gradient_checkpointing import without_checkpoints
-from lightning_hetpipe.capture.noticed_calls import HOOK, INFERENCE, JOINT_HOOK, OUTPUT, SEED, STATE
-from lightning_hetpipe.capture.opaque_containers import without_opaque
+from lightning_hetpipe.capture.noticed_calls import IN_NO_GRAPH, NOWHERE
+from lightning_hetpipe.capture.observation import WatchedCall
 from lightning_hetpipe.capture.pieces import Piece
-from lightning_hetpipe.capture.plain_attributes import sets_attribute
+from lightning_hetpipe.capture.prepared_modules import without_checkpoints
 from lightning_hetpipe.capture.variant import AutogradNodes
 from lightning_hetpipe.errors import PipelineRefusal
 from lightning_hetpipe.pipeline.autocast import Autocast
@@ -53,7 +52,7 @@ MOST_NEEDLESS = 20
 """Comparisons caused by changed values and without a difference, after which a warning says so."""
 
 
-def capture(piece: Piece, calls: Sequence[WatchedCall], generators: RandomGenerators, minibatch: int) -> None:
+def capture(piece: Piece, calls: Sequence[WatchedCall], generators: RandomGenerators, minibatch: int | str) -> None:
     """Give ``piece`` its layers, and the input of each of them in each of the watched ``calls``.
 
     Raises:
@@ -69,11 +68,11 @@ def capture(piece: Piece, calls: Sequence[WatchedCall], generators: RandomGenera
             value = piece.value(*call.given.tree(call.given.leaves()))  # which want gradients, if those did
             if piece.captured.decides is not None and not piece.needs_graph():
                 raise decides(piece.name, f" at {piece.captured.decides}")
-            found, inputs = _run_graph(piece, value, call.buffers, generators, minibatch, ordinal)
+            run = partial(_run_graph, piece, value, call.buffers, partial(generators.minibatch, minibatch, ordinal))
+            found, inputs = run()
         piece.inputs.append(inputs)
         if call.was_changed:  # what it was given or gave is not there any more: the next minibatch compares them
             continue
-        run = partial(_run_graph, piece, value, call.buffers, generators, minibatch, ordinal)
         gave = call.gave
         if gave is None or not (equal_outputs(found, gave) or _varies(run, found, gave, call.autocast)):
             raise PipelineRefusal(
@@ -114,8 +113,11 @@ def compare(
     inputs = Value.of(given)
     # A layer may make tensors on a device on which it has none, as all of its weights are another stage's.
     others = [graph_layer(layer).device for layer in piece.layers] + [tensor.device for tensor in inputs.tensors]
-    with captured.exclusive(), untouched(module, captured.frozen) as before_run, across_devices_of(module, others):
-        buffers = {path: buffer.clone() for path, buffer in module.named_buffers()}
+    with (
+        captured.exclusive(),
+        untouched(module, captured.frozen, runs=True) as before_run,
+        across_devices_of(module, others),
+    ):
 
         def run() -> tuple[Value, AutogradNodes]:
             args, kwargs = inputs.tree(inputs.leaves())
@@ -129,20 +131,20 @@ def compare(
                 gave = without_opaque(piece.name, gave)
                 return _copied(Value.of(gave), module.buffers()), AutogradNodes.of(inputs, gave)
             finally:
-                before_run.undo_assigned_buffers()
-                put_back((buffer, buffers[path]) for path, buffer in module.named_buffers())
+                before_run.undo_buffers()
 
         gave, autograd = run()
         if (set_one := before_run.attributes.changed()) is not None:
             raise sets_attribute(piece.name, *set_one, captured.frozen.line_of(set_one[1]))
-        refuse_noticed(piece.name, captured.frozen, HOOK, JOINT_HOOK, INFERENCE, OUTPUT, SEED, STATE)
-        graph = partial(_run_graph, piece, value, buffers, generators, minibatch, call)
+        refuse_noticed(piece.name, captured.frozen, *IN_NO_GRAPH, *NOWHERE)
+        graph = partial(_run_graph, piece, value, before_run.buffers, partial(generators.minibatch, minibatch, call))
         found, _ = graph()
         is_same = equal_outputs(found, gave) or _varies(graph, found, gave, Autocast.current())
         other = None if is_same else "values"
         if other is None and changed is not None and autograd.differs(captured.autograd(value)):
             other = "gradients"
-        if other is not None and _equal((gave, autograd), run()):
+        again, nodes = (gave, autograd) if other is None else run()
+        if other is not None and equal_outputs(gave, again) and autograd == nodes:
             batch = f"minibatch {minibatch}" if isinstance(minibatch, int) else "an evaluation"
             raise PipelineRefusal(
                 f"'{piece.name}' computes other {other} in {batch} than its graph, which has frozen what"
@@ -186,16 +188,12 @@ def _varies(run: Callable[[], tuple[Value, list[Value]]], found: Value, gave: Va
     )
 
 
-def _equal(one: tuple[Value, AutogradNodes], other: tuple[Value, AutogradNodes]) -> bool:
-    return equal_outputs(one[0], other[0]) and one[1] == other[1]
-
-
 def _run_graph(
-    piece: Piece, value: Any, buffers: dict[str, Tensor], generators: RandomGenerators, minibatch: int | str, call: int
+    piece: Piece, value: Any, buffers: dict[str, Tensor], drawing: Callable[[], AbstractContextManager[None]]
 ) -> tuple[Value, list[Value]]:
-    """Run the layers of ``piece`` on ``value``, starting from ``buffers``; also return the input of each."""
+    """Run the layers of ``piece`` on ``value`` while ``drawing``, from ``buffers``; also return the input of each."""
     inputs: list[Value] = []
-    with generators.minibatch(minibatch, call):
+    with drawing():
         for layer in piece.layers:
             # With a graph, since some operators compute otherwise without; one layer at a time, to spare memory.
             with torch.enable_grad():

@@ -15,11 +15,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from lightning_hetpipe.capture.call_tree import CallNode, WatchedCall
 from lightning_hetpipe.capture.effects import SideEffect
+from lightning_hetpipe.capture.export import chain_of
+from lightning_hetpipe.capture.grouping import is_torchs_own, layers_of
+from lightning_hetpipe.capture.observation import CallNode, WatchedCall
 from lightning_hetpipe.capture.parity_check import capture
 from lightning_hetpipe.capture.pieces import Piece
-from lightning_hetpipe.capture.sequentials import is_torchs_own, layers_of
 from lightning_hetpipe.errors import SettingError, reason_of
 from lightning_hetpipe.pipeline.random.generators import RandomGenerators
 
@@ -50,11 +51,6 @@ class TakenApart:
     timed_out: bool = False
     shared: SideEffect | None = None
 
-    def refuse_shared(self) -> None:
-        """Refuse a side effect that minibatches in flight would see of each other."""
-        if self.shared is not None:
-            raise self.shared
-
     def __bool__(self) -> bool:
         return bool(self.modules)
 
@@ -80,26 +76,26 @@ class TakenApart:
         )
 
 
+@dataclass(eq=False)
 class PieceSearch:
     """Finds the pieces among ``calls``, the outermost calls of modules in a watched step.
 
-    Args:
+    Attributes:
         calls: In their order.
         generators: The run's random generators.
         minibatch: The watched minibatch.
         timeout: Seconds after which nothing more is tried, once a module was taken apart.
-
-    Attributes:
         without_graph: Why Sequentials of the user's modules have no graph, a line for each.
     """
 
-    def __init__(self, calls: Sequence[CallNode], generators: RandomGenerators, minibatch: int, timeout: float) -> None:
-        self.without_graph: list[str] = []
-        self._calls = calls
-        self._generators = generators
-        self._minibatch = minibatch
-        self._timeout = timeout
-        self._times_called = Counter(node.piece.module for call in calls for node in call.all())
+    calls: Sequence[CallNode]
+    generators: RandomGenerators
+    minibatch: int | str
+    timeout: float
+    without_graph: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._times_called = Counter(node.piece.module for call in self.calls for node in call.all())
         self._refused: dict[object, Exception] = {}
         self._found: list[Piece] = []
         self._seconds = 0.0
@@ -115,14 +111,14 @@ class PieceSearch:
             SettingError: where there is no piece, or not each of ``calls`` is one though that was asked for: why the
                 first one is none.
         """
-        refusals = [error for call in self._calls if (error := self._settle(call, whole)) is not None]
+        refusals = [error for call in self.calls if (error := self._settle(call, whole)) is not None]
         if refusals and not self._found:
             raise refusals[0]
         return list(self._found)
 
     def called(self) -> list[int]:
         """The pieces that the step called, by their places among :meth:`pieces`, in the order of the calls."""
-        return [self._place(node.piece) for node in self._nodes(self._calls)]
+        return [self._place(node.piece) for node in self._nodes(self.calls)]
 
     def _nodes(self, nodes: Sequence[CallNode]) -> Iterator[CallNode]:
         """The calls of pieces among ``nodes`` and below them."""
@@ -137,19 +133,19 @@ class PieceSearch:
 
     def taken_apart(self, seconds: float) -> TakenApart:
         """Tell what is not pipelined as a whole, in a step that took so many ``seconds``."""
-        left = [call for call in self._calls if self._place(call.piece) < 0]
+        left = [call for call in self.calls if self._place(call.piece) < 0]
         return TakenApart(
             {call.piece.name: call.piece.module for call in left},
             {call.piece.name: reason_of(call.refusal) for call in left if call.refusal is not None},
             [piece.name for piece in self._found],
-            min(1.0, sum(node.seconds for node in self._nodes(self._calls)) / max(seconds, 1e-9)),
+            min(1.0, sum(node.seconds for node in self._nodes(self.calls)) / max(seconds, 1e-9)),
             self._timed_out,
             next((r for r in (call.refusal for call in left) if isinstance(r, SideEffect) and r.is_shared), None),
         )
 
     def _settle(self, node: CallNode, whole: bool) -> Exception | None:
         """Find the pieces in ``node``; tell why it is none itself, if so."""
-        calls = [call for call in self._calls if call.piece is node.piece] or [node]
+        calls = [call for call in self.calls if call.piece is node.piece] or [node]
         if node is not calls[0]:  # the first of them has settled it
             return None
         try:
@@ -176,7 +172,7 @@ class PieceSearch:
         for call in calls:
             if call.refusal is not None:
                 raise call.refusal
-        if self._seconds > self._timeout:
+        if self._seconds > self.timeout:
             self._timed_out = True
             raise SettingError(f"'{piece.name}' was not tried, as the time for taking modules apart was over")
         if self._times_called[piece.module] > len(calls):
@@ -214,7 +210,7 @@ class PieceSearch:
             raise SettingError(f"another {name} could not be captured: {reason_of(self._refused[kind])}")
         began, apart = time.perf_counter(), bool(self._refused)
         try:
-            capture(piece, graphs, self._generators, self._minibatch)
+            capture(piece, graphs, self.generators, self.minibatch)
         except Exception as error:
             self._refused[kind] = error
             raise
@@ -233,14 +229,12 @@ def without_graph(piece: Piece, error: Exception) -> str:
     )
 
 
-def _raised_in(piece: Piece, error: BaseException | None) -> str | None:
+def _raised_in(piece: Piece, error: BaseException) -> str | None:
     """The child of the Sequential ``piece`` whose code has raised ``error``, or what that was made of."""
     owners = {id(vars(part)): name for name, layer in layers_of(piece.name, piece.module) for part in layer.modules()}
-    while error is not None:
-        for frame, _ in traceback.walk_tb(error.__traceback__):
-            owner = frame.f_locals.get("self")
-            # While it is traced, what stands for a module shares its attributes.
-            if isinstance(owner, nn.Module) and id(vars(owner)) in owners:
-                return owners[id(vars(owner))]
-        error = error.__cause__ or error.__context__
+    for frame in (frame for each in chain_of(error) for frame, _ in traceback.walk_tb(each.__traceback__)):
+        owner = frame.f_locals.get("self")
+        # While it is traced, what stands for a module shares its attributes.
+        if isinstance(owner, nn.Module) and id(vars(owner)) in owners:
+            return owners[id(vars(owner))]
     return None

@@ -1,7 +1,7 @@
 """The pieces of a LightningModule, and their layers.
 
 A *piece* is a module with trainable parameters that ``training_step`` calls from outside every other such module. The
-*layers* of an ``nn.Sequential`` of torch.nn's own modules are its children (``sequentials.py``). Of any other module
+*layers* of an ``nn.Sequential`` of torch.nn's own modules are its children (``grouping.py``). Of any other module
 they are parts of its graph, so that stages run no code of the user's. An ``nn.Sequential`` of the user's modules of
 which no graph can be made has its children as layers, too.
 """
@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 
 from lightning_hetpipe.capture.captured import Captured
-from lightning_hetpipe.capture.sequentials import has_users_layers, is_plain_sequential, layers_of, shares_draws
+from lightning_hetpipe.capture.grouping import has_users_layers, is_plain_sequential, layers_of, shares_draws
 from lightning_hetpipe.errors import PipelineRefusal, SettingError, nearest
 from lightning_hetpipe.pipeline.autocast import Autocast
 from lightning_hetpipe.pipeline.random.generators import RandomGenerators

@@ -12,7 +12,7 @@ import sys
 import threading
 import weakref
 from array import array
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -21,9 +21,24 @@ from types import CellType, CodeType, FunctionType, GetSetDescriptorType, Member
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 
-from lightning_hetpipe.capture.contents import ABSENT, PLAIN, assign, bytes_of, refill, same
+from lightning_hetpipe.capture.contents import (
+    ABSENT,
+    CONTAINERS,
+    PLAIN,
+    Data,
+    assign,
+    bytes_of,
+    copy_of,
+    items_of,
+    kind_of,
+    namespace_of,
+    refill,
+    same,
+    same_data,
+)
 from lightning_hetpipe.torch_private.tensors import version_counter
 
 DEPTH = 12
@@ -44,7 +59,6 @@ SMALL = 65_536
 NAMED = 3
 """Most changed values that a message names."""
 
-_CONTAINERS = (list, tuple, set, frozenset, deque, OrderedDict, dict)
 _DESCRIPTORS = (FunctionType, staticmethod, classmethod, property, GetSetDescriptorType, MemberDescriptorType)
 _NOT_FOLLOWED = {"torch", "lightning_hetpipe", "numpy", *sys.stdlib_module_names} - {"argparse", "types"}
 """Packages whose modules and objects hold nothing that a user would change for ``forward``."""
@@ -86,6 +100,55 @@ def told(differences: Iterable[Difference]) -> str | None:
     return ", and ".join(dict.fromkeys(map(str, islice(differences, NAMED)))) or None
 
 
+@dataclass(frozen=True)
+class Moment:
+    """Contents of all places of ``values`` at one moment.
+
+    Attributes:
+        values: They know the places.
+        contents: Of each place.
+        copies: Tensors and arrays among them, by path, each with a copy; none if these are not asked for.
+    """
+
+    values: ReachedValues
+    contents: Sequence[tuple[Any, ...]]
+    copies: Mapping[str, tuple[Data, Data]]
+
+    def differences(self) -> Iterator[Difference]:
+        """Yield each value that is another one now."""
+        found = set[str]()
+        for each in self._exchanged():
+            found.add(each.path)
+            yield each
+        for path, (data, copy) in self.copies.items():
+            if path not in found and not same_data(data, copy):
+                yield Difference(path, copy, data)
+
+    def _exchanged(self) -> Iterator[Difference]:
+        before, now = self.contents, self.values.read()
+        sizes = [*map(len, before)] == [*map(len, now)]
+        if sizes and all(map(operator.is_, chain.from_iterable(before), chain.from_iterable(now))):
+            return
+        for source, ones, others in zip(self.values.sources, before, now, strict=True):
+            if len(ones) != len(others):
+                yield Difference(source.path, ones, others)
+            for index, (one, other) in enumerate(zip(ones, others, strict=False)):
+                if not same(one, other):
+                    path = ".".join(filter(None, [source.path, *source.names[index : index + 1]]))
+                    yield Difference(path, one, other)
+
+    def put_back(self) -> None:
+        """Give all places what they held."""
+        for source, held in zip(self.values.sources, self.contents, strict=True):
+            if source.write is not None and not same(source.read(), held):
+                source.write(held)
+        with torch.no_grad():
+            for data, copy in self.copies.values():
+                if not same_data(data, copy):
+                    writable: Any = data
+                    writable[...] = copy
+
+
 class ReachedValues:
     """The values that functions may reach which name ``names``.
 
@@ -95,45 +158,31 @@ class ReachedValues:
         only_ends: Whether only the ends of long containers are compared, as where user code runs in each minibatch.
 
     Attributes:
+        sources: The places that hold the values.
         plain: Tensors and arrays among the values, by their paths, without parameters.
         parameters: Those of the modules among them.
         kinds: The classes of the objects that are watched.
     """
 
     def __init__(self, names: Collection[str], left_out: Iterable[object], *, only_ends: bool = False) -> None:
-        self.plain: dict[str, Tensor | np.ndarray[Any, Any]] = {}
+        self.sources: list[_Source] = []
+        self.plain: dict[str, Data] = {}
         self.parameters: list[nn.Parameter] = []
         self.kinds: set[type] = set()
         self._names = frozenset(names)
         self._only_ends = only_ends
-        self._sources: list[_Source] = []
         self._seen = {*map(id, left_out)}
         self._pending: deque[tuple[str, Any, int]] = deque()
         self._lost: list[str] = []  # context variables, what each thread has its own of, and iterators
 
-    def now(self) -> list[tuple[Any, ...]]:
+    def read(self) -> list[tuple[Any, ...]]:
         """Read the contents of all sources."""
-        return [source.read() for source in self._sources]
+        return [source.read() for source in self.sources]
 
-    def differences(self, before: Sequence[tuple[Any, ...]]) -> Iterator[Difference]:
-        """Yield each value that differs from the value ``before``."""
-        now = self.now()
-        sizes = [*map(len, before)] == [*map(len, now)]
-        if sizes and all(map(operator.is_, chain.from_iterable(before), chain.from_iterable(now))):
-            return
-        for source, ones, others in zip(self._sources, before, now, strict=True):
-            if len(ones) != len(others):
-                yield Difference(source.path, ones, others)
-            for index, (one, other) in enumerate(zip(ones, others, strict=False)):
-                if not same(one, other):
-                    path = ".".join(filter(None, [source.path, *source.names[index : index + 1]]))
-                    yield Difference(path, one, other)
-
-    def put_back(self, before: Sequence[tuple[Any, ...]]) -> None:
-        """Give sources the contents that they had ``before``."""
-        for source, values in zip(self._sources, before, strict=True):
-            if source.write is not None and not same(source.read(), values):
-                source.write(values)
+    def now(self, *, copied: bool = False) -> Moment:
+        """Note what there is now; ``copied``: tensors and arrays, too, with their numbers."""
+        copies = {path: (data, copy_of(data)) for path, data in self.plain.items()} if copied else {}
+        return Moment(self, self.read(), copies)
 
     def is_lost(self, path: str) -> bool:
         """Tell whether a change of ``path`` would be in one thread alone, or cannot be put back, as an iterator's."""
@@ -210,8 +259,8 @@ class ReachedValues:
         names: Sequence[str] = (),
         write: Callable[[tuple[Any, ...]], None] | None = None,
     ) -> None:
-        if len(self._sources) < SOURCES:
-            self._sources.append(_Source(path, names, read, write))
+        if len(self.sources) < SOURCES:
+            self.sources.append(_Source(path, names, read, write))
 
     def _follow(self, path: str, value: Any, depth: int) -> None:
         """Watch what ``value`` holds, as far as functions name it."""
@@ -235,7 +284,7 @@ class ReachedValues:
             self._add(path, lambda: (repr(value) if isinstance(value, count) else operator.length_hint(value),))
         elif isinstance(value, FunctionType):
             self.namespace(path, vars(value), self._names, depth)
-        elif isinstance(value, _CONTAINERS):
+        elif isinstance(value, (*CONTAINERS, tuple, frozenset)):
             self._container(path, value, depth)
         elif isinstance(value, MethodType):
             self._pending.append((path, value.__self__, depth))
@@ -257,7 +306,7 @@ class ReachedValues:
             self.parameters.extend(value.parameters())
         self.kind(type(value), depth)
         self.slots(path, value, depth)
-        held = _attributes(value)
+        held = namespace_of(value)
         own = [held, *(held.get(kind, {}) for kind in ("_parameters", "_buffers", "_modules"))]
         defaults = {name for base in type(value).__mro__ for name in vars(base)}  # of the class, for any object
         for namespace in own if isinstance(value, nn.Module) else own[:1]:
@@ -290,25 +339,20 @@ class ReachedValues:
             self._pending.extend((f"{path}.{name}", _content(slot, value), depth - 1) for name, slot in slots.items())
 
     def _container(self, path: str, value: Any, depth: int) -> None:
-        kind: Any = next(kind for kind in _CONTAINERS if isinstance(value, kind))  # a subclass may load what it gives
-
-        def items() -> tuple[Any, ...]:
-            return tuple(kind.values(value)) if issubclass(kind, dict) else tuple(kind.__iter__(value))
-
-        def all_of_dict() -> tuple[Any, ...]:
-            return (*kind.__iter__(value), *items())
-
-        read = all_of_dict if issubclass(kind, dict) else items
+        read = functools.partial(items_of, value)
+        kind = kind_of(value)
 
         def ends() -> tuple[Any, ...]:
             if len(value) <= ITEMS:
                 return read()
             return len(value), *islice(kind.__iter__(value), ENDS), *islice(reversed(value), ENDS)
 
-        write = None if kind in (tuple, frozenset) else functools.partial(refill, value)
         at_ends = self._only_ends and kind not in (set, frozenset)
-        self._add(path, ends if at_ends else read, write=None if at_ends else write)
-        followed = [item for item in items() if not isinstance(item, PLAIN)]
+        write = None if at_ends or kind in (tuple, frozenset) else functools.partial(refill, value)
+        self._add(path, ends if at_ends else read, write=write)
+        items = read()
+        items = items[len(items) // 2 :] if isinstance(value, dict) else items
+        followed = [item for item in items if not isinstance(item, PLAIN)]
         self._pending.extend((f"{path}[{index}]", item, depth - 1) for index, item in enumerate(followed[:ITEMS]))
 
 
@@ -347,14 +391,6 @@ def _put_bytes(value: bytearray | array[Any], contents: bytes) -> None:
 def is_followed(module: str) -> bool:
     """Tell whether objects of the ``module`` may hold what a user would change for ``forward``."""
     return module.startswith("lightning_hetpipe.demo") or module.partition(".")[0] not in _NOT_FOLLOWED
-
-
-def _attributes(value: Any) -> dict[str, Any]:
-    try:
-        found = object.__getattribute__(value, "__dict__")
-    except AttributeError:
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 def _content(holder: CellType | MemberDescriptorType, of: Any = None) -> Any:

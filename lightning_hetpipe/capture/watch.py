@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -20,19 +21,28 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hetpipe.accelerator import is_initialized
-from lightning_hetpipe.capture.call_tree import CallNode, WatchedCall, user_bytes
-from lightning_hetpipe.capture.compiled_modules import is_compiled, is_looked_through, refuse_scripted
+from lightning_hetpipe.capture.contents import AttributesBefore, SetsState, without_opaque
 from lightning_hetpipe.capture.effects import refuse_noticed, refuse_seeded
 from lightning_hetpipe.capture.frozen import FrozenValues
-from lightning_hetpipe.capture.gradient_checkpointing import without_checkpoints
 from lightning_hetpipe.capture.interceptor import NOT_TAKEN, Interceptor, ModuleCall
-from lightning_hetpipe.capture.leaves import refuse_leaves
-from lightning_hetpipe.capture.noticed_calls import HOOK, INFERENCE, JOINT_HOOK, OUTPUT, SEED, STATE
-from lightning_hetpipe.capture.observation import Observation, changes_input, refuse_opaque
-from lightning_hetpipe.capture.opaque_containers import without_opaque
+from lightning_hetpipe.capture.noticed_calls import IN_NO_GRAPH, NOWHERE
+from lightning_hetpipe.capture.observation import (
+    CallNode,
+    Observation,
+    WatchedCall,
+    changes_input,
+    refuse_leaves,
+    refuse_opaque,
+    user_bytes,
+)
 from lightning_hetpipe.capture.piece_search import CAPTURE_TIMEOUT, PieceSearch, TakenApart
 from lightning_hetpipe.capture.pieces import HasHooks, Piece, never_called
-from lightning_hetpipe.capture.plain_attributes import AttributesBefore, SetsState
+from lightning_hetpipe.capture.prepared_modules import (
+    is_compiled,
+    is_looked_through,
+    refuse_scripted,
+    without_checkpoints,
+)
 from lightning_hetpipe.errors import PipelineRefusal, SettingError
 from lightning_hetpipe.pipeline.random.generators import RandomGenerators
 from lightning_hetpipe.pipeline.reentrant_checkpoints import is_reentrant_checkpoint, reentrant_checkpoint
@@ -47,25 +57,28 @@ from lightning_hetpipe.torch_private.subclasses import address_of
 from lightning_hetpipe.torch_private.tensors import version_counter
 
 
+@dataclass(eq=False)
 class Watch:
     """Watches one step of ``root``: calls of modules in it go to :meth:`answer`.
 
-    Args:
+    Attributes:
         root: The LightningModule.
         names: Modules that may be pipelined; None for all.
         generators: The run's random generators; layers draw from them in the watched step too.
-
-    Attributes:
+        batch: Number of the watched minibatch, or the name of the batch of an evaluation.
+        capture_timeout: Seconds after which nothing more is taken apart.
         pieces: Modules that a pipeline is to run, in the order of their first calls.
-        called: The pieces that were called, by their places among these, in the order of the calls.
+        without_graph: Why Sequentials of the user's modules have no graph, a line for each.
     """
 
-    def __init__(self, root: nn.Module, names: Collection[str] | None, generators: RandomGenerators) -> None:
-        self.pieces: list[Piece] = []
-        self.called: list[int] = []
-        self.root = root
-        self.names = names
-        self.generators = generators
+    root: nn.Module
+    names: Collection[str] | None
+    generators: RandomGenerators
+    batch: int | str
+    _: KW_ONLY
+    capture_timeout: float = CAPTURE_TIMEOUT
+    pieces: list[Piece] = field(default_factory=list, init=False)
+    without_graph: list[str] = field(default_factory=list, init=False)
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -82,58 +95,36 @@ class Watch:
         raise NotImplementedError
 
 
+@dataclass(eq=False)
 class TrainingWatch(Watch):
     """Watches one ``training_step``, and finds the pieces that a pipeline can run.
 
     Modules that were named are pieces, or refused. Otherwise these are the outermost calls that can be captured: of a
     module that cannot be, those that its ``forward`` makes, while its own code runs as user code.
 
-    Args:
-        root, names, generators: As :class:`Watch` takes them.
-        minibatch: The number of the watched minibatch.
+    Attributes:
         frozen_too: Whether a Sequential with frozen parameters is a piece as well, as a callback unfreezes it later. (A
             named one always is.)
         changed_later: Tells of a layer what a callback will do to it, if that is something that no graph follows.
-        capture_timeout: Seconds after which nothing more is taken apart.
         wants_graphs: Whether Sequentials of torch's own modules are to have graphs, too.
-
-    Attributes:
+        called: The pieces that were called, by their places among ``pieces``, in the order of the calls.
         apart: What was taken apart, once :meth:`check` was called.
-        without_graph: Why Sequentials of the user's modules have no graph, a line for each.
         user: What user code takes beside the pieces, once :meth:`check` was called.
     """
 
-    def __init__(
-        self,
-        root: nn.Module,
-        names: Collection[str] | None,
-        generators: RandomGenerators,
-        minibatch: int,
-        frozen_too: bool = False,
-        capture_timeout: float = CAPTURE_TIMEOUT,
-        changed_later: Callable[[nn.Module], str | None] = lambda layer: None,
-        wants_graphs: bool = False,
-    ) -> None:
-        super().__init__(root, names, generators)
-        self.apart = TakenApart()
-        self.without_graph: list[str] = []
-        self.user = UserBytes()
-        self._minibatch = minibatch
-        self._frozen_too = frozen_too
-        self._changed_later = changed_later
-        self._capture_timeout = capture_timeout
-        self._wants_graphs = wants_graphs
-        self._calls: list[CallNode] = []
-        self._open: list[CallNode] = []
-        self._thread = 0
-        self._observing = 0.0
-        self._counters: dict[str, int] = {}
-        self._buffers: dict[str, Tensor] = {}
-        self._copies: dict[int, Tensor] = {}
-        self._made_inside: set[int] = set()
+    frozen_too: bool = False
+    changed_later: Callable[[nn.Module], str | None] = lambda layer: None
+    wants_graphs: bool = False
+    called: Sequence[int] = field(default=(), init=False)
+    apart: TakenApart = field(default_factory=TakenApart, init=False)
+    user: UserBytes = field(default_factory=UserBytes, init=False)
 
     @contextmanager
     def watching(self) -> Iterator[None]:
+        self._calls: list[CallNode] = []
+        self._open: list[CallNode] = []
+        self._observing = 0.0
+        self._made_inside = set[int]()
         self._counters = {name: version_counter(weight) for name, weight in self.root.named_parameters()}
         self._buffers = {name: buffer.clone() for name, buffer in self.root.named_buffers()}
         self._copies = {id(buffer): self._buffers[name] for name, buffer in self.root.named_buffers()}
@@ -168,7 +159,7 @@ class TrainingWatch(Watch):
             raise reentrant_checkpoint()
         refuse_leaves(self.root, {*map(id, self.root.parameters()), *self._made_inside}, loss)
         self._made_inside.clear()
-        search = PieceSearch(self._calls, self.generators, self._minibatch, self._capture_timeout)
+        search = PieceSearch(self._calls, self.generators, self.batch, self.capture_timeout)
         with own_state(ProcessState.seeded(0, 0, "capture")):
             self.pieces = search.pieces(whole=self.names is not None)
         self.called = search.called()
@@ -207,7 +198,11 @@ class TrainingWatch(Watch):
                     " whole, or its parts"
                 )
             refuse_scripted(name, module)
-        _refuse_global_hooks()
+        if has_global_hooks():
+            raise PipelineRefusal(
+                "a hook on all modules is set (torch.nn.modules.module.register_module_...), which stages would run at"
+                " the same time as other user code; remove it before fit"
+            )
         return self._run(call)
 
     def _is_wanted(self, name: str, module: nn.Module) -> bool:
@@ -218,13 +213,13 @@ class TrainingWatch(Watch):
         return self._has_work(module)
 
     def _has_work(self, module: nn.Module) -> bool:
-        return any(p.requires_grad or self._frozen_too for p in module.parameters())
+        return any(p.requires_grad or self.frozen_too for p in module.parameters())
 
     def _run(self, call: ModuleCall) -> Any:
         """Run the module that is called, once and as it is, and note what the call shows."""
         began, before = _now(), self._observing
         earlier = [each for each in self._calls if each.piece.module is call.module and not self._open]
-        piece = earlier[0].piece if earlier else Piece.of(call.name, call.module, self._wants_graphs)
+        piece = earlier[0].piece if earlier else Piece.of(call.name, call.module, self.wants_graphs)
         node = CallNode(piece, training=call.module.training)
         if any(each.training is not node.training for each in earlier):
             node.refusal = PipelineRefusal(
@@ -261,7 +256,7 @@ class TrainingWatch(Watch):
             if len(self._open) == 1:
                 stack.enter_context(call.own_forward())
                 stack.enter_context(without_checkpoints(module))  # whose backward would draw numbers of its own
-                stack.enter_context(self.generators.watch({name: module}, self._minibatch, len(earlier)))
+                stack.enter_context(self.generators.watch({name: module}, self.batch, len(earlier)))
                 run = partial(module.forward, *call.args, **call.kwargs)  # not __call__: hooks are running already
             stack.enter_context(graph.frozen.answers.noted())
             stack.enter_context(graph.frozen.noted())
@@ -275,9 +270,8 @@ class TrainingWatch(Watch):
         if observation.mutates:
             node.refusal = node.refusal or changes_input(name, name)
         node.check(observation.refuse_custom_function)
-        # Nor as user code: each backward of a piece is one for itself, and this minibatch draws from other generators.
-        refuse_noticed(name, graph.frozen, JOINT_HOOK, STATE)
-        node.check(partial(refuse_noticed, name, graph.frozen, HOOK, INFERENCE, OUTPUT, SEED))
+        refuse_noticed(name, graph.frozen, *NOWHERE)
+        node.check(partial(refuse_noticed, name, graph.frozen, *IN_NO_GRAPH))
         if self.names is not None and node.refusal is not None:
             raise node.refusal
         self._made_inside.update(id(leaf) for leaf in observation.foreign if not isinstance(leaf, nn.Parameter))
@@ -301,7 +295,7 @@ class TrainingWatch(Watch):
         with ExitStack() as stack:
             calls: Mapping[str, Callable[..., Any]] = dict(found)
             if outermost:
-                calls = stack.enter_context(self.generators.watch(dict(found), self._minibatch, len(earlier)))
+                calls = stack.enter_context(self.generators.watch(dict(found), self.batch, len(earlier)))
             if graph is not None:
                 stack.enter_context(graph.frozen.answers.noted())
             for name, module in found:
@@ -313,13 +307,14 @@ class TrainingWatch(Watch):
                 with nullcontext() if graph is None else graph.frozen.noted():
                     value = self._timed(node, call, partial(calls[name], value))
                 observation.end(value)
-                node.check(partial(_add_layer, layers, observation, self.root, attributes))
+                if (layer := node.check(partial(observation.layer, self.root, attributes))) is not None:
+                    layers.append(layer)
                 if before != [version_counter(tensor) for tensor in given]:
                     node.refusal = node.refusal or changes_input(name, piece.name)
                 if graph is not None:
-                    refuse_noticed(name, graph.frozen, JOINT_HOOK, STATE)
+                    refuse_noticed(name, graph.frozen, *NOWHERE)
                     graph.check(observation.refuse_custom_function)
-                    graph.check(partial(refuse_noticed, name, graph.frozen, HOOK, INFERENCE, OUTPUT, SEED))
+                    graph.check(partial(refuse_noticed, name, graph.frozen, *IN_NO_GRAPH))
                     graph.check(partial(self._refuse_without_graph, name, module, graph.frozen))
         if graph is not None:
             graph.end(piece.module, value)
@@ -342,7 +337,7 @@ class TrainingWatch(Watch):
             raise SettingError(
                 f"layer '{name}' calls torch.utils.checkpoint, which a graph would leave out, to compute nothing again"
             )
-        if (change := self._changed_later(layer)) is not None:
+        if (change := self.changed_later(layer)) is not None:
             raise SettingError(f"layer '{name}' {change}")
 
     def _timed(self, node: CallNode, call: ModuleCall, run: Callable[[], Any]) -> Any:
@@ -364,10 +359,6 @@ class TrainingWatch(Watch):
         return {path: self._copies[id(buffer)] for path, buffer in module.named_buffers()}
 
 
-def _add_layer(layers: list[Layer], observation: Observation, root: nn.Module, attributes: AttributesBefore) -> None:
-    layers.append(observation.layer(root, attributes))
-
-
 def _in_custom_function() -> bool:
     """Tell whether the ``forward`` of a ``torch.autograd.Function`` runs, whose ``backward`` computes gradients."""
     frame: FrameType | None = sys._getframe()
@@ -381,11 +372,3 @@ def _now() -> float:
     if is_initialized():
         torch.accelerator.synchronize()
     return time.perf_counter()
-
-
-def _refuse_global_hooks() -> None:
-    if has_global_hooks():
-        raise PipelineRefusal(
-            "a hook on all modules is set (torch.nn.modules.module.register_module_...), which stages would run at"
-            " the same time as other user code; remove it before fit"
-        )

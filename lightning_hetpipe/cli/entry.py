@@ -22,7 +22,7 @@ from lightning_hetpipe.cli.composition import refusal, settled
 from lightning_hetpipe.cli.start_up import FAILED, INTERRUPTED, TERMINATED, WRONG_SETTING, ConsoleScript
 from lightning_hetpipe.errors import SettingError, of_import
 from lightning_hetpipe.launch.parent_watch import this_child
-from lightning_hetpipe.server.process.supervisor import ServerLost
+from lightning_hetpipe.server.process.server_process import ServerLost
 from lightning_hetpipe.server.process.waits import ServersSilent
 from lightning_hetpipe.server.protocol.identifiers import PeerFailed
 from lightning_hetpipe.server.transport.interface import CallRefused, Unreachable
@@ -55,6 +55,7 @@ def enter(application: Callable[[], Any], program: ConsoleScript) -> None:
     It ends the process unless all goes well, with exit code 1 for a failure, with its traceback, and for a sweep with
     jobs that have failed; 2 for a wrong setting; 130 for Ctrl-C; 143 for SIGTERM.
     """
+    this_child()  # from here on a child of our launcher ends with it
     sys.path.insert(0, os.getcwd())  # so that `_target_: my_model.MyModel` finds ./my_model.py
     sys.argv[1:] = settled(sys.argv[1:])
     # Lightning 2.6 on torch 2.13 warns so at every start, and nobody at this terminal could do anything about it.

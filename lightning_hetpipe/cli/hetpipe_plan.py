@@ -33,13 +33,14 @@ from lightning_hetpipe.cli.start_up import FAILED
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.placement.progress import on_terminal
 from lightning_hetpipe.planning.model.catalogue import known
+from lightning_hetpipe.planning.model.estimate import Estimate
 from lightning_hetpipe.planning.model.profile import Profile
 from lightning_hetpipe.planning.model.stage_memory import planned_policies
 from lightning_hetpipe.planning.model.units import digits, in_bytes
 from lightning_hetpipe.planning.plan import profile_file
 from lightning_hetpipe.planning.plan.document import Plan
 from lightning_hetpipe.planning.plan.table import aligned
-from lightning_hetpipe.planning.search.choice import Choice, best_plan
+from lightning_hetpipe.planning.search.choice import best_plan
 from lightning_hetpipe.planning.search.grouped_plans import plan_with_groups
 from lightning_hetpipe.planning.search.problem import PlanningProblem
 from lightning_hetpipe.reporting.plots import draw
@@ -50,7 +51,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-_unfit: list[Choice] = []
+_unfit: list[Estimate] = []
 """Choices of jobs for which no plan fits."""
 
 
@@ -119,13 +120,13 @@ def run(config: DictConfig) -> float | None:
     if allocation is not None:
         found = cluster_plans(allocation, wsp, replace(problem, spread=False), in_flight, policies)
         lacking = [found.chosen.choices[number] for number in found.chosen.unfit]
-        plan = Plan.of_allocation(found.chosen, profile.model, names, cluster, guessed, nominal)
+        plan = Plan.of_allocation(found.chosen, profile.model, names, cluster, guessed, nominal=nominal)
         lines, rate, figure = remarks(found, cluster), found.chosen.rate, partial(found.draw, plan, cluster)
     else:
         search = plan_with_groups if joins(config) else best_plan
 
         @cache
-        def plan_for(policy: WeightPolicy) -> Choice:
+        def plan_for(policy: WeightPolicy) -> Estimate:
             with on_terminal(f"searching for a plan, weights='{policy.name}'", None) as tick:
                 return search(replace(problem, weights=policy, progress=tick), in_flight)
 
@@ -134,7 +135,9 @@ def run(config: DictConfig) -> float | None:
             if choice.fits:
                 break
         lacking = [] if choice.fits else [choice]
-        plan = Plan.of(choice, profile.model, names, cluster, guessed, wsp.clock_distance, nominal)
+        plan = Plan.of(
+            choice, profile.model, names, cluster, guessed, clock_distance=wsp.clock_distance, nominal=nominal
+        )
         lines, rate, figure = _remarks(choice, problem), choice.rate, partial(_drawn, choice)
         if joins(config) and not profile.widths:
             why = "the profile has no times of parts of layers; measure it with split=true"
@@ -161,7 +164,7 @@ def run(config: DictConfig) -> float | None:
     return rate
 
 
-def _advise(choice: Choice) -> None:
+def _advise(choice: Estimate) -> None:
     """Say what would make it fit."""
     ways = [f"- {way}" for way in choice.ways_out(cli=True)]
     print(
@@ -173,7 +176,7 @@ def _advise(choice: Choice) -> None:
     _unfit.append(choice)
 
 
-def _remarks(choice: Choice, problem: PlanningProblem) -> list[str]:
+def _remarks(choice: Estimate, problem: PlanningProblem) -> list[str]:
     """Lines below the table: reasons, assumed links, unused devices."""
     links = problem.cluster.assumed([stage.slot for stage in choice.stages])
     why = "no layer is left for it" if choice.spread else "no plan with it is faster"
@@ -207,7 +210,7 @@ def _picture(figure: Callable[[], Figure], folder: Path) -> str:
     return f"picture  {folder / 'plan.png'}"
 
 
-def _drawn(choice: Choice) -> Figure:
+def _drawn(choice: Estimate) -> Figure:
     times, slots = [stage.times for stage in choice.stages], [str(stage.slot) for stage in choice.stages]
     return draw(Timeline.simulated(choice.simulation, times, choice.in_flight, slots))
 
@@ -221,7 +224,7 @@ def compared_policies(chosen: Sequence[WeightPolicy]) -> list[WeightPolicy]:
 
 
 def side_by_side(
-    policies: Sequence[WeightPolicy], plan: Callable[[WeightPolicy], Choice], in_flight: int | None, every: int
+    policies: Sequence[WeightPolicy], plan: Callable[[WeightPolicy], Estimate], in_flight: int | None, every: int
 ) -> list[str]:
     """Lay out a row for each of ``policies``, as its ``plan`` has it.
 
@@ -241,7 +244,7 @@ def side_by_side(
     return ["", *aligned([_HEADER, *rows], left=(0, len(_HEADER) - 1))]
 
 
-def _policy_row(policy: WeightPolicy, choice: Choice) -> list[str]:
+def _policy_row(policy: WeightPolicy, choice: Estimate) -> list[str]:
     steps = choice.versions.most_steps
     return [
         policy.name,

@@ -11,7 +11,6 @@ from torch import Tensor
 from lightning_hetpipe import accelerator
 from lightning_hetpipe.accelerator import accelerates, all_devices, default_generators
 from lightning_hetpipe.errors import SettingError
-from lightning_hetpipe.hosts import orders
 from lightning_hetpipe.hosts.host_memory import CPU
 from lightning_hetpipe.pipeline.random.generators import RandomGenerators
 from lightning_hetpipe.pipeline.stage_messages import Forward, InputGradients, Output, Result, StageState
@@ -47,16 +46,21 @@ class HostDevice:
         self.place = str(CPU)
         self._stream: Stream | None = None
 
-    def use(self, order: orders.UseDevice) -> None:
-        """Have the devices that ``order`` names.
+    def use(self, host: str, own: tuple[int, str], members: Sequence[tuple[int, str]]) -> None:
+        """Compute on an accelerator of this machine; messages have tensors on the CPU.
+
+        Args:
+            host: This host's name, for errors.
+            own: The accelerator's number on this machine, and its name as a plan has it.
+            members: Likewise for each member of the stage's group; none if it has no group.
 
         Raises:
             SettingError: if this machine has no such device.
         """
-        self.members = [_accelerator(number, name, order.host) for number, name in order.members]
-        device = _accelerator(order.number, order.name, order.host)
+        self.members = [_accelerator(*each, host) for each in members]
+        device = _accelerator(*own, host)
         torch.accelerator.set_device_index(device.index)
-        self.device, self.place = device, f"{device} of {order.host}"
+        self.device, self.place = device, f"{device} of {host}"
 
     def seed(self, generators: RandomGenerators, stage: int) -> None:
         """Seed the device's default generator, from which fused operators draw, by the run and its ``stage``."""

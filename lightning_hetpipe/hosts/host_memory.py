@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Container, Mapping, Sequence
-from contextlib import AbstractContextManager
+from concurrent.futures import Future
 from itertools import count
 from typing import Any
 from weakref import WeakValueDictionary
@@ -32,22 +32,22 @@ class HostMemory:
 
     Args:
         send: Sends an order; the host obeys one after the other.
-        asking: Is held by whoever asks, until the answer is there.
-        answer: Waits for the answer to what was sent.
+        begin: Likewise, and gives the result to come.
+        wait: Waits for such a result.
         accelerates: Whether the host computes on an accelerator.
     """
 
     def __init__(
         self,
-        send: Callable[[Any], None],
-        asking: AbstractContextManager[Any],
-        answer: Callable[[], Any],
+        send: Callable[[orders.Do], None],
+        begin: Callable[[orders.Do], Future[Any]],
+        wait: Callable[[Future[Any]], Any],
         *,
         accelerates: bool = False,
     ) -> None:
         self._send = send
-        self._asking = asking
-        self._answer = answer
+        self._begin = begin
+        self._wait = wait
         self.accelerates = accelerates
         self._numbers = count()
         self._handles: WeakValueDictionary[int, Handle] = WeakValueDictionary()
@@ -72,7 +72,7 @@ class HostMemory:
         handle = self.new()
         with self._lock:
             self.flush()
-            self._send(orders.Put(handle.number, value))
+            self._send(orders.Do("put", [handle.number, value]))
         return handle
 
     def block(self, size: int) -> Handle:
@@ -80,7 +80,7 @@ class HostMemory:
         handle = self.new()
         with self._lock:
             self.flush()
-            self._send(orders.SharedBlock(handle.number, size))
+            self._send(orders.Do("put_block", [handle.number, size]))
         return handle
 
     def run(
@@ -124,11 +124,10 @@ class HostMemory:
 
     def bring(self, numbers: Sequence[int]) -> Sequence[Tensor]:
         """Copies of tensors that are at the host."""
-        with self._asking:
-            with self._lock:
-                self.flush()
-                self._send(orders.Bring(numbers))
-            values: Sequence[Tensor] = self._answer().values
+        with self._lock:
+            self.flush()
+            result = self._begin(orders.Do("bring", [numbers]))
+        values: Sequence[Tensor] = self._wait(result)
         return values
 
     def close(self, useless: Container[int] = ()) -> None:
@@ -148,15 +147,14 @@ class HostMemory:
                 self._send(self._taken())
 
     def _asked(self, order: orders.Run) -> Any:
-        with self._asking:
-            with self._lock:
-                self._waiting.append(order)
-                self._send(self._taken())
-            return self._answer().values
+        with self._lock:
+            self._waiting.append(order)
+            result = self._begin(self._taken())
+        return self._wait(result)
 
-    def _taken(self) -> orders.Runs:
+    def _taken(self) -> orders.Do:
         free = [self._free.popleft() for _ in range(len(self._free))]
-        taken, self._waiting = orders.Runs(self._waiting, free), []
+        taken, self._waiting = orders.Do("run", [self._waiting, free]), []
         return taken
 
 
@@ -217,17 +215,21 @@ class HeldTensors:
     def bring(self, numbers: Sequence[int]) -> list[Tensor]:
         return [self._held[number] for number in numbers]
 
-    def run(self, runs: orders.Runs) -> Any:
+    def run(self, operators: Sequence[orders.Run], free: Sequence[int]) -> Any:
         """Run operators; gives what is to be answered to the last one, or None.
+
+        Args:
+            operators: The operators, in order.
+            free: Numbers of tensors that nobody needs any more, after these.
 
         Raises:
             NotPlain: for what is no operator of torch's own.
         """
         answer = None
         with torch.no_grad():
-            for each in runs.each:
+            for each in operators:
                 answer = self._run(each)
-        for number in runs.free:
+        for number in free:
             self._held.pop(number, None)
         return answer
 

@@ -11,7 +11,6 @@ import socket
 import threading
 import time
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import wait
 from typing import Any, Self
@@ -21,13 +20,12 @@ from lightning_hetpipe.hosts.secured_socket import (
     INTRODUCING,
     RELEASE,
     Connection,
+    Door,
     Refused,
     admit,
-    arriving,
     connect,
     hear,
     listen,
-    stop_listening,
     tell,
 )
 from lightning_hetpipe.server.transport.security import Security, split
@@ -83,7 +81,6 @@ class HostRendezvous:
         self._expected = expected
         self._arrived = {own.node: own} if own.host else {}
         self._connections: dict[int, socket.socket] = {}
-        self._threads: set[threading.Thread] = set()
         self._changed = threading.Condition()
         self._status: int | None = None
         self._refusals: dict[str, str] = {}
@@ -92,7 +89,7 @@ class HostRendezvous:
         if self._security.encrypted:
             self._security.read()
         try:
-            self._listener = listen(*split(self.address))
+            listener = listen(*split(self.address))
         except OSError as error:
             raise SettingError(
                 f"node 0 cannot listen on {self.address} ({error.strerror}), where the other nodes of the plan look for"
@@ -100,7 +97,8 @@ class HostRendezvous:
                 " after that of its server (HETPIPE_PORT, or else MASTER_PORT + 1) must be free; set them so on every"
                 " node"
             ) from None
-        threading.Thread(target=self._accept, name="hetpipe-host-rendezvous", daemon=True).start()
+        self._door = Door(listener, self._serve, MOST, "hetpipe-host-rendezvous")
+        self._door.open()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -117,8 +115,10 @@ class HostRendezvous:
             while missing := self._missing():
                 waited = time.monotonic() - began
                 if waited > seconds:
+                    refused = "; ".join(f"{peer} was refused: {why}" for peer, why in self._refusals.items())
+                    refused = f" ({refused})" if refused else ""
                     raise SettingError(
-                        f"{_nodes(missing)} of the plan did not come within {seconds:g} s{self._refused_so_far()};"
+                        f"{_nodes(missing)} of the plan did not come within {seconds:g} s{refused};"
                         " start the program on each node of the plan, with the NODE_RANK of that node, or set"
                         " WSPCallback(join_timeout=...)"
                     )
@@ -135,54 +135,33 @@ class HostRendezvous:
                 return
             self._status = status
             self._changed.notify_all()
-            threads = [*self._threads]
-        stop_listening(self._listener)
-        deadline = time.monotonic() + SAYING
-        for thread in threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
-
-    def _refused_so_far(self) -> str:
-        said = [f"{peer} was refused: {why}" for peer, why in self._refusals.items()]
-        return f" ({'; '.join(said)})" if said else ""
+        self._door.close(SAYING)
 
     def _missing(self) -> dict[int, str]:
         return {node: name for node, name in self._expected.items() if node not in self._arrived}
 
-    def _accept(self) -> None:
-        for raw, peer in arriving(self._listener):
-            thread = threading.Thread(
-                target=self._serve, args=(raw, peer), name="hetpipe-host-rendezvous-peer", daemon=True
-            )
-            with self._changed:
-                if self._status is not None or len(self._threads) >= MOST:
-                    raw.close()
-                    continue
-                self._threads.add(thread)
-            thread.start()
-
     def _serve(self, raw: socket.socket, peer: str) -> None:
         try:
-            with raw, suppress(OSError):
-                connection = admit(raw, self._security, RELEASE, INTRODUCING)
-                raw.settimeout(INTRODUCING)
-                arrival = Arrival(**hear(connection))
-                with self._changed:
-                    reason = self._refused(arrival)
-                    if reason is None and arrival.host:
-                        self._arrived[arrival.node], self._connections[arrival.node] = arrival, raw
-                        self._changed.notify_all()
-                if reason is not None:
-                    tell(connection, {"refused": reason})
-                    raise Refused(reason)
-                self._tell(connection, arrival)
+            connection = admit(raw, self._security, RELEASE, INTRODUCING)
+            self._door.heard(raw)
+            raw.settimeout(INTRODUCING)
+            arrival = Arrival(**hear(connection))
+            with self._changed:
+                reason = self._refused(arrival)
+                if reason is None and arrival.host:
+                    self._arrived[arrival.node], self._connections[arrival.node] = arrival, raw
+                    self._changed.notify_all()
+            if reason is not None:
+                tell(connection, {"refused": reason})
+                raise Refused(reason)
+            self._tell(connection, arrival)
         except (Refused, TypeError) as refused:
             say(f"a node at {peer} was refused: {refused}")
             with self._changed:
                 if len(self._refusals) < MOST_NAMED:
                     self._refusals[peer] = str(refused)
-        finally:
-            with self._changed:
-                self._threads.discard(threading.current_thread())
+        except OSError:
+            pass
 
     def _tell(self, connection: Connection, arrival: Arrival) -> None:
         with self._changed:

@@ -1,10 +1,7 @@
 """Messages between a stage's host and the process of Lightning's loop, beside those of the stage itself.
 
-    to the host      UseDevice, first, where it is to compute on an accelerator; Put, SharedBlock, Runs, Bring,
-                     CallServer, Listen, HandOver, at any time; SetUp, and then Begin, Publish, NewLayers, NewVariants,
-                     Take, Look, Delivered, and tasks of the stage
-    from the host    results of tasks; ServerAnswered; Brought, Taken and Looked, in the order in which these were asked
-                     for; Broken, last
+    to the host      Do, and once the stage is set up its tasks
+    from the host    results of tasks; Brought; Broken, last
     host to host     Handed, Forgotten
 
 They travel in one order. So a version is at the host before the first minibatch that uses it.
@@ -13,13 +10,19 @@ They travel in one order. So a version is at the host before the first minibatch
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from lightning_hetpipe.pipeline.stage_messages import Flags, StageState, Version
+from lightning_hetpipe.emulation import Pad, Padded
+from lightning_hetpipe.pipeline.memory import PlannedMemory
+from lightning_hetpipe.pipeline.random.generators import RandomGenerators
+from lightning_hetpipe.pipeline.split.member_pool import DeviceGroup
+from lightning_hetpipe.pipeline.stage import StageSettings
+from lightning_hetpipe.pipeline.stage_messages import Flags
+from lightning_hetpipe.rules.channel_layouts import ChannelCounts
+from lightning_hetpipe.rules.schedule import Segment
 from lightning_hetpipe.rules.versions import Reading
 
 
@@ -29,58 +32,45 @@ class Held(NamedTuple):
     number: int
 
 
-class UseDevice(NamedTuple):
-    """Have tensors, and compute the stage, on an accelerator of the host's machine; messages have them on the CPU.
+class Do(NamedTuple):
+    """Call a method that the host offers (``stage_host.Host``).
 
     Attributes:
-        number: The accelerator's, on that machine.
-        name: Its name as a plan has it.
-        host: The host's name, for errors.
-        members: Number and name of the accelerator of each member of the stage's group; none where it has none.
+        method, arguments: Its name, and what it is given.
+        number: Number of the :class:`Brought` that has its result; None if nobody waits for that.
     """
 
-    number: int
-    name: str
-    host: str
-    members: Sequence[Sequence[Any]]
+    method: str
+    arguments: Sequence[Any]
+    number: int | None = None
 
 
-@dataclass(frozen=True)
-class SetUp:
+class SetUp(NamedTuple):
     """The stage that the host is to be.
 
     Attributes:
-        index: Its number.
-        segments: The fields of each of its segments.
+        stage: Its number.
+        segments: Its segments.
         layers: As data.
-        in_flight, torch_threads, default_dtype, recompute, buffers: As of ``StageSettings``.
-        run_seed, virtual_worker, deterministic: Of the random generators.
-        memory: The fields of its planned memory; None where there is no limit.
+        settings: Those that all stages share, without what belongs to the other process.
+        planned: Its planned memory; None where there is no limit.
         visits: How often each minibatch comes to it.
         timeout: Seconds after which a wait in which nothing moves ends.
-        pad: The fields of its pad; None where no device is emulated.
+        pad: Its pad; None where no device is emulated.
         modes: Settings of torch that belong to a process.
-        group: The fields of its group, where several devices divide its layers: the number of these, their shares, the
-            counts of each layer, and the number of the one with the unsplit weights.
+        group: Its group, where several devices divide its layers, as this process has it.
     """
 
-    index: int
-    segments: Sequence[Sequence[int]]
+    stage: int
+    segments: Sequence[Segment]
     layers: Sequence[Any]
-    in_flight: int
-    torch_threads: int
-    default_dtype: torch.dtype | None
-    recompute: bool
-    buffers: int | None
-    run_seed: int
-    virtual_worker: int
-    deterministic: bool
-    memory: Sequence[int | None] | None
+    settings: StageSettings
+    planned: PlannedMemory | None
     visits: int
     timeout: float
-    pad: Sequence[float] | None
+    pad: Pad | None
     modes: Sequence[Any]
-    group: Sequence[Any] | None
+    group: DeviceGroup | None
 
 
 class PublishedWeights(NamedTuple):
@@ -95,102 +85,34 @@ class PublishedWeights(NamedTuple):
     buffers: Mapping[int, Sequence[int]]
 
 
-class Begin(NamedTuple):
-    """The pipeline starts empty at ``version``, whose parameters are in ``weights``."""
-
-    version: Version
-    forwards: int
-    weights: PublishedWeights
-
-
-class Publish(NamedTuple):
-    """Takes ``version``, the next one, whose parameters are in ``weights``."""
-
-    version: Version
-    weights: PublishedWeights
-
-
-class NewLayers(NamedTuple):
-    """The layers have changed in other ways than their weights; a :class:`Begin` follows."""
-
-    layers: Sequence[Any]
-
-
-class NewVariants(NamedTuple):
-    """Graphs of the layers for other kinds of inputs, as data; a :class:`Forward` with such inputs follows."""
-
-    graphs: Sequence[Any]
-
-
-class Put(NamedTuple):
-    """Have ``value`` as number ``number``."""
-
-    number: int
-    value: Tensor
-
-
-class SharedBlock(NamedTuple):
-    """Have ``size`` zeroed bytes as number ``number``, which servers on the host's machine see."""
-
-    number: int
-    size: int
-
-
 class CallServer(NamedTuple):
     """Call a parameter server.
 
     Attributes:
-        call: The number of the call.
         address: The server's.
-        method, header, timeout: As of ``Channel.call``; the header as bytes in a tensor.
+        method, timeout, header: As of ``Channel.call``; the header as text, which it is.
         body, into: Blocks, for the body of the call and of its answer.
     """
 
-    call: int
     address: str
     method: str
-    header: Tensor
-    body: Held | None
-    into: Held | None
     timeout: float
+    header: str = ""
+    body: Held | None = None
+    into: Held | None = None
 
 
 class ServerAnswered(NamedTuple):
     """Answer to :class:`CallServer`.
 
     Attributes:
-        call: The number of the call.
         header: Of the server's answer.
         refused, silent: Why the server has refused the call, or not answered; else None.
     """
 
-    call: int
-    header: Tensor
-    refused: str | None
-    silent: str | None
-
-
-class Listen(NamedTuple):
-    """Let in hosts of other stages that show ``secret``; :class:`Brought` has the port."""
-
-    secret: str
-
-
-class HandOver(NamedTuple):
-    """Hand what segments give over to the hosts of those that follow; :class:`Brought` says of each why it cannot be
-    reached, or None.
-
-    Attributes:
-        stage: The number of this stage.
-        hosts: Addresses and secrets of other stages' hosts.
-        forwards: For each segment whose outputs are handed over, the place of a host.
-        backwards: Likewise of gradients of inputs.
-    """
-
-    stage: int
-    hosts: Sequence[Sequence[str]]
-    forwards: Mapping[int, int]
-    backwards: Mapping[int, int]
+    header: str = ""
+    refused: str | None = None
+    silent: str | None = None
 
 
 class HandedOver(NamedTuple):
@@ -231,52 +153,11 @@ class Run(NamedTuple):
     answers: Sequence[int]
 
 
-class Runs(NamedTuple):
-    """Run operators, one after the other; of the last one the answer is wanted, if it has one.
-
-    Attributes:
-        each: The operators.
-        free: Numbers of tensors that nobody needs any more, after these.
-    """
-
-    each: Sequence[Run]
-    free: Sequence[int]
-
-
-class Bring(NamedTuple):
-    """Send the values of tensors that the host has."""
-
-    numbers: Sequence[int]
-
-
 class Brought(NamedTuple):
-    """Answer to :class:`Bring`, :class:`Listen`, :class:`HandOver`, or to :class:`Runs` that have one."""
+    """Result of the :class:`Do` of that ``number``."""
 
-    values: Any
-
-
-class Take(NamedTuple):
-    """Hand over the gradients of ``minibatch``.
-
-    Attributes:
-        minibatch: Its number.
-        numbers: For each weight the number under which the host keeps its gradient.
-    """
-
-    minibatch: int
-    numbers: Sequence[int]
-
-
-class Look(NamedTuple):
-    """Show the state that the forwards of ``minibatch`` have left."""
-
-    minibatch: int
-
-
-class Delivered(NamedTuple):
-    """Weights have the gradients of ``minibatch``."""
-
-    minibatch: int
+    number: int
+    result: Any
 
 
 class KeptTensor(NamedTuple):
@@ -297,25 +178,19 @@ class SparseTensor(NamedTuple):
 
 
 class Taken(NamedTuple):
-    """Answer to :class:`Take`.
+    """Gradients that a host has handed over.
 
     Attributes:
         gradients: Of weights, by number.
         memory: What is counted of the stage's memory: of each quantity what it is now, and at the most.
         busy: Seconds that the stage has computed.
-        padded: The fields of the record of a stage that is emulated, or None.
+        padded: The record of a stage that is emulated, or None.
     """
 
     gradients: Mapping[int, KeptTensor | SparseTensor]
     memory: Sequence[Sequence[int]]
     busy: float
-    padded: Sequence[float] | None
-
-
-class Looked(NamedTuple):
-    """Answer to :class:`Look`."""
-
-    state: StageState
+    padded: Padded | None
 
 
 class Broken(NamedTuple):
@@ -330,34 +205,8 @@ class Broken(NamedTuple):
     error: str
 
 
-RECORDS: Sequence[type[Any]] = (
-    UseDevice,
-    KeptTensor,
-    SparseTensor,
-    Held,
-    Put,
-    SharedBlock,
-    CallServer,
-    ServerAnswered,
-    Run,
-    Runs,
-    Bring,
-    Brought,
-    Listen,
-    HandOver,
-    HandedOver,
-    Handed,
-    Forgotten,
-    SetUp,
-    PublishedWeights,
-    Begin,
-    Publish,
-    NewLayers,
-    NewVariants,
-    Take,
-    Look,
-    Delivered,
-    Taken,
-    Looked,
-    Broken,
-)
+RECORDS: Sequence[type[Any]] = [
+    *(each for each in [*globals().values()] if isinstance(each, type) and each.__module__ == __name__),
+    *(ChannelCounts, DeviceGroup, Pad, Padded, PlannedMemory, RandomGenerators, Segment, StageSettings),
+]
+"""Classes of messages, and of what is in them."""

@@ -12,7 +12,7 @@ import queue
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from itertools import count
 from typing import Any
@@ -23,13 +23,12 @@ from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.hosts import orders
 from lightning_hetpipe.hosts.secured_socket import (
     RELEASE,
+    Door,
     Refused,
     admit,
-    arriving,
     connect,
     hear,
     listen,
-    stop_listening,
     tell,
 )
 from lightning_hetpipe.hosts.wire import Wire
@@ -59,9 +58,8 @@ class PeerHosts:
         self._forwards: dict[int, _Link] = {}
         self._backwards: dict[int, _Link] = {}
         self._numbers = count()
-        self._listener: socket.socket | None = None
+        self._door: Door | None = None
         self._wires: list[Wire] = []
-        self._taking = 0
         self._changed = threading.Condition()
         self._arrived: dict[tuple[int, int], tuple[int, Tensor]] = {}
         self._awaited: tuple[int, int] | None = None
@@ -70,26 +68,35 @@ class PeerHosts:
 
     def listen(self, secret: str) -> int:
         """Let in peers that show ``secret``; gives the port."""
-        self._listener = listen(self._host, 0)
-        thread = threading.Thread(target=self._accept, args=(secret,), name="hetpipe-peer-hosts", daemon=True)
-        thread.start()
-        port: int = self._listener.getsockname()[1]
+        listener = listen(self._host, 0)
+        port: int = listener.getsockname()[1]
+        self._door = Door(listener, lambda raw, _: self._take(raw, secret), MOST, "hetpipe-peer-hosts")
+        self._door.open()
         return port
 
-    def connect(self, order: orders.HandOver) -> list[str | None]:
-        """Connect to the hosts that ``order`` names, and hand over to them from now on; gives why some cannot be."""
-        self._stage = order.stage
+    def connect(
+        self, stage: int, hosts: Sequence[tuple[str, str]], forwards: Mapping[int, int], backwards: Mapping[int, int]
+    ) -> list[str | None]:
+        """Hand what segments of ``stage`` give over to the hosts of those that follow; gives why some cannot be.
+
+        Args:
+            stage: The number of this stage.
+            hosts: Addresses and secrets of other stages' hosts.
+            forwards: For each segment whose outputs are handed over, the place of a host.
+            backwards: Likewise of gradients of inputs.
+        """
+        self._stage = stage
         reasons: list[str | None] = []
-        for place, (address, secret) in enumerate(order.hosts):
+        for place, (address, secret) in enumerate(hosts):
             try:
-                link = _Link(address, self._security, {"secret": secret, "stage": order.stage})
+                link = _Link(address, self._security, {"secret": secret, "stage": stage})
             except (Refused, OSError, SettingError) as error:
                 reasons.append(getattr(error, "strerror", None) or str(error))
                 continue
             reasons.append(None)
             self._links.append(link)
-            self._forwards.update({segment: link for segment, to in order.forwards.items() if to == place})
-            self._backwards.update({segment: link for segment, to in order.backwards.items() if to == place})
+            self._forwards.update({segment: link for segment, to in forwards.items() if to == place})
+            self._backwards.update({segment: link for segment, to in backwards.items() if to == place})
         return reasons
 
     def hand_over(self, result: Result) -> Result:
@@ -126,8 +133,8 @@ class PeerHosts:
 
     def close(self) -> None:
         """End all connections."""
-        if self._listener is not None:
-            stop_listening(self._listener)
+        if self._door is not None:
+            self._door.close(0.0)
         for link in self._links:
             link.close()
         for wire in self._wires:
@@ -158,27 +165,12 @@ class PeerHosts:
             self._awaited = None
             return self._arrived.pop(key)[1]
 
-    def _accept(self, secret: str) -> None:
-        assert self._listener is not None
-        for raw, _ in arriving(self._listener):
-            if self._taking >= MOST:
-                raw.close()
-                continue
-            with self._changed:
-                self._taking += 1
-            threading.Thread(target=self._take, args=(raw, secret), name="hetpipe-peer-host", daemon=True).start()
-
     def _take(self, raw: socket.socket, secret: str) -> None:
         """Take what a peer hands over, until it ends."""
-        try:
-            self._admit(raw, secret)
-        finally:
-            with self._changed:
-                self._taking -= 1
-
-    def _admit(self, raw: socket.socket, secret: str) -> None:
-        with raw, suppress(Refused, OSError):
+        assert self._door is not None
+        with suppress(Refused, OSError):
             connection = admit(raw, self._security, RELEASE, REACHING)
+            self._door.heard(raw)
             raw.settimeout(REACHING)
             shown = hear(connection)
             raw.settimeout(None)

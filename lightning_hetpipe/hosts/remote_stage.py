@@ -7,23 +7,23 @@ When the stage ends, values come home, and parameters are what they were.
 
 from __future__ import annotations
 
-import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import replace
 from itertools import count
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lightning_hetpipe.emulation import Emulation, Padded
+from lightning_hetpipe.emulation import Emulation
 from lightning_hetpipe.errors import PipelineStalled, SettingError, VirtualWorkerLost
 from lightning_hetpipe.hosts import orders
 from lightning_hetpipe.hosts.host_memory import HostMemory
-from lightning_hetpipe.hosts.remote_stash import RemoteStash
-from lightning_hetpipe.hosts.remote_tensor import RemoteTensor, come_home, move_out, remote
+from lightning_hetpipe.hosts.remote_tensor import RemoteTensor, come_home, local, move_out, remote
 from lightning_hetpipe.hosts.server_calls import HostHolder
 from lightning_hetpipe.hosts.stage_host import modes
 from lightning_hetpipe.hosts.wire import HostConnection
@@ -31,12 +31,11 @@ from lightning_hetpipe.pipeline.graph_code import layers_as_data, new_variants
 from lightning_hetpipe.pipeline.graph_layer import GraphLayer
 from lightning_hetpipe.pipeline.message_code import STAYING
 from lightning_hetpipe.pipeline.plain_code import NotPlain
-from lightning_hetpipe.pipeline.split.member_pool import DeviceGroup
 from lightning_hetpipe.pipeline.stage import FoundGradients, Stage
-from lightning_hetpipe.pipeline.stage_messages import Backward, Cancel, Evaluate, Failure, Forward, StageState, Version
+from lightning_hetpipe.pipeline.stage_messages import Cancel, Failure, Forward, StageState, Version
 from lightning_hetpipe.pipeline.stage_thread import Parcel
 from lightning_hetpipe.pipeline.streams import HostStream
-from lightning_hetpipe.pipeline.weight_stash import VersionedLayers
+from lightning_hetpipe.pipeline.weight_stash import VersionedLayers, WeightStash, copy_of
 from lightning_hetpipe.torch_private.subclasses import take_in_foreach
 
 
@@ -48,10 +47,45 @@ LOST: tuple[type[Exception], ...] = (HostLost, *STAYING.values())
 """Errors that say that a host cannot go on."""
 
 
-def _written_group(group: DeviceGroup) -> list[Any]:
-    """``group`` as data, with the number of its devices alone: ``UseDevice`` names them, or a CPU stands for each."""
-    counts = group.counts
-    return [len(group.devices), [*counts.shares], {layer: [*own] for layer, own in counts.splits.items()}, group.home]
+class RemoteStash(WeightStash):
+    """Versions of a stage in the ``memory`` of its host. Further arguments go to ``WeightStash``."""
+
+    def __init__(self, memory: HostMemory, *args: Any) -> None:
+        self.memory = memory
+        self._told: dict[int, list[int]] = {}
+        super().__init__(*args)
+
+    def let_go(self) -> None:
+        """Nothing of it is here."""
+
+    def numbers(self) -> set[int]:
+        """Numbers of the tensors of versions, and of the layers that they are bound to."""
+        every = [*self.parameters, *self._frozen.values()]
+        every += [each for buffer in self.buffers for each in buffer.tensors]
+        return {each.handle.number for each in every if isinstance(each, RemoteTensor)}
+
+    def published(self) -> orders.PublishedWeights:
+        """Message to the host, about what it was not told before."""
+        numbers = {id(buffer): number for number, buffer in enumerate(self.buffers)}
+        new: dict[int, list[int]] = {}
+        for buffer in set(self._held.values()):
+            number = numbers[id(buffer)]
+            tensors = [each.handle.number for each in buffer.tensors if isinstance(each, RemoteTensor)]
+            if tensors != self._told.get(number):
+                new[number] = self._told[number] = tensors
+        held = [(reading, numbers[id(buffer)], buffer.flags) for reading, buffer in self._held.items()]
+        return orders.PublishedWeights(held, new)
+
+    def _copy(self, frozen: Mapping[int, Tensor] | None = None) -> nn.ModuleList:
+        return copy_of(self._live, self._device, frozen, stays=True)
+
+    def _placed(self, tensors: dict[int, Tensor]) -> dict[int, Tensor]:
+        return {number: self._there(tensor) for number, tensor in tensors.items()}
+
+    def _there(self, tensor: Tensor) -> RemoteTensor:
+        if isinstance(tensor, RemoteTensor) and tensor.handle.owner is self.memory:
+            return tensor
+        return remote(local(tensor), self.memory)
 
 
 class _RemoteStream(HostStream):
@@ -69,7 +103,7 @@ class RemoteStage(Stage):
         connect: Connects to the host.
         accelerators: Number and name, on the host's machine, of the accelerator that the stage is on, then of that of
             each member of its group; none for a CPU.
-        args: Those of :class:`~lightning_hetpipe.pipeline.stage.Stage`. The device is a CPU, as which this process sees
+        arguments: Of :class:`~lightning_hetpipe.pipeline.stage.Stage`. The device is a CPU: as such this process sees
             the host's.
     """
 
@@ -79,28 +113,29 @@ class RemoteStage(Stage):
     """Name of its virtual worker, where there are several, as the end of its own."""
 
     def __init__(
-        self, connect: Callable[[], HostConnection], accelerators: Sequence[tuple[int, str]], index: int, *args: Any
+        self, connect: Callable[[], HostConnection], accelerators: Sequence[tuple[int, str]], **arguments: Any
     ) -> None:
         self._accelerators = accelerators
         self._moved: list[nn.Parameter] = []
-        self._answers: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()  # numbered as they come
-        self._questions = count()
+        self._numbers = count()
+        self._results: dict[int, Future[Any]] = {}  # to come
         self._asked: dict[tuple[int, str], float] = {}
         self._lock = threading.Lock()
-        self._asking = threading.Lock()  # answers come in the order of questions
         self._lost: str | None = None
         self._broken: str | None = None  # the class's name of the error with which the host cannot go on
         self._known: list[int] = []
         self._is_set_up = False
+        self._is_over = False  # nothing comes any more
         self._memory = HostMemory(
-            self._send_at_once, self._asking, self._await_answer, accelerates=bool(self._accelerators)
+            self._send_at_once, self._begin_at_once, self._await, accelerates=bool(self._accelerators)
         )
-        self.holder = HostHolder(self._memory, self._send, self._end_silent)
+        self.holder = HostHolder(self._memory, self._begin, self._end_silent)
         """The host, for the weights that it has."""
-        self._receiver = threading.Thread(target=self._receive, name=f"hetpipe-stage-{index}-results", daemon=True)
+        name = f"hetpipe-stage-{arguments['index']}-results"
+        self._receiver = threading.Thread(target=self._receive, name=name, daemon=True)
         self._host = connect()
         try:
-            super().__init__(index, *args)
+            super().__init__(**arguments)
         except BaseException:
             self.close()  # nobody else knows of it yet
             raise
@@ -116,35 +151,27 @@ class RemoteStage(Stage):
     # The stage's life.
 
     def start(self) -> None:
-        settings, planned = self._settings, self.memory.planned
-        pad = None if self.emulation is None else self.emulation.pad(self.index)
         self._known = self._variants()
-        self._send(
+        self._tell(
+            "set_up",
             orders.SetUp(
-                self.index,
-                [[part.index, part.piece, part.stage, part.first, part.last] for part in self.segments],
-                self._layers_as_data(),
-                settings.in_flight,
-                settings.torch_threads,
-                settings.default_dtype,
-                settings.recompute,
-                settings.buffers,
-                settings.generators.run_seed,
-                settings.generators.virtual_worker,
-                settings.generators.deterministic,
-                None if planned is None else [planned.total, planned.limit, planned.room],
-                self.memory.visits,
-                self._watchdog.seconds,
-                None if pad is None else [pad.forward, pad.backward],
-                modes(),
-                None if self._members is None else _written_group(self._members.group),
-            )
+                stage=self.index,
+                segments=self.segments,
+                layers=self._layers_as_data(),
+                settings=replace(self._settings, before_pass=None, compile=None),
+                planned=self.memory.planned,
+                visits=self.memory.visits,
+                timeout=self._watchdog.seconds,
+                pad=None if self.emulation is None else self.emulation.pad(self.index),
+                modes=modes(),
+                group=None if self._members is None else self._members.group,
+            ),
         )
         self._is_set_up = True
 
     def await_host(self) -> None:
         """Wait until the host has done all that it was told so far."""
-        self._ask(orders.Bring(()))
+        self._ask("bring", ())
 
     def await_weights(self) -> None:
         """Wait until the host has the weights, if they are to be on an accelerator.
@@ -209,7 +236,7 @@ class RemoteStage(Stage):
         if self._is_set_up:
             self._known = self._variants()
             try:
-                self._send(orders.NewLayers(self._layers_as_data()))
+                self._tell("take_layers", self._layers_as_data())
             except NotPlain as reason:
                 raise SettingError(
                     f"the layers of stage {self.index} have changed, and now {reason}; leave stage_hosts out, or change"
@@ -220,7 +247,7 @@ class RemoteStage(Stage):
         take_in_foreach(RemoteTensor)
         if self._accelerators:
             own, *members = self._accelerators
-            self._send_at_once(orders.UseDevice(*own, self._host.name, [[*each] for each in members]))
+            self._send_at_once(orders.Do("use_device", [self._host.name, own, members]))
             self._memory.bring(())  # before any weight leaves this process for a host that has no such device
 
     def _move_out(self) -> None:
@@ -249,14 +276,14 @@ class RemoteStage(Stage):
 
     def begin(self, version: Version, forwards: int) -> None:
         super().begin(version, forwards)
-        self._send(orders.Begin(_without_weights(version), forwards, self._published()))
+        self._tell("begin", _without_weights(version), forwards, self._published())
 
     def publish(self, version: Version) -> None:
         super().publish(version)
-        self._send(orders.Publish(_without_weights(version), self._published()))
+        self._tell("publish", _without_weights(version), self._published())
 
     def state(self, minibatch: int) -> StageState:
-        found: StageState = self._ask(orders.Look(minibatch)).state
+        found: StageState = self._ask("look", minibatch)
         for runner, left in zip(self._runners.values(), found.buffers, strict=True):
             runner.buffers.mirror(minibatch, left)  # so that publishing finds what callbacks have changed
         return found
@@ -264,13 +291,11 @@ class RemoteStage(Stage):
     def take(self, minibatch: int) -> FoundGradients:
         assert isinstance(self.stash, RemoteStash)
         handles = [self._memory.new() for _ in self.stash.parameters]
-        taken = self._ask(orders.Take(minibatch, [handle.number for handle in handles]))
-        assert isinstance(taken, orders.Taken)
+        taken: orders.Taken = self._ask("take", minibatch, [handle.number for handle in handles])
         self.memory.mirror(taken.memory)
         self._busy.show(taken.busy)
         if self.emulation is not None and taken.padded is not None:
-            passes, overruns, *seconds = taken.padded
-            self.emulation.mirror(self.index, Padded(int(passes), int(overruns), *seconds))
+            self.emulation.mirror(self.index, taken.padded)
         found = FoundGradients()
         for number, each in taken.gradients.items():
             if isinstance(each, orders.SparseTensor):
@@ -283,7 +308,7 @@ class RemoteStage(Stage):
         return found
 
     def delivered(self, minibatch: int) -> None:
-        self._send(orders.Delivered(minibatch))
+        self._tell("delivered", minibatch)
 
     def _published(self) -> orders.PublishedWeights:
         assert isinstance(self.stash, RemoteStash)
@@ -293,12 +318,12 @@ class RemoteStage(Stage):
 
     def listen(self, secret: str) -> int:
         """Have the host let in those of other stages that show ``secret``; gives its port."""
-        port: int = self._ask(orders.Listen(secret)).values
+        port: int = self._ask("listen", secret)
         return port
 
-    def hand_over(self, order: orders.HandOver) -> list[str | None]:
-        """Have the host hand over to others what ``order`` says; gives for each why it cannot be reached, or None."""
-        reasons: list[str | None] = self._ask(order).values
+    def hand_over(self, *hosts_and_segments: Any) -> list[str | None]:
+        """Have the host call ``PeerHosts.connect``; gives for each other host why it cannot be reached, or None."""
+        reasons: list[str | None] = self._ask("hand_over", self.index, *hosts_and_segments)
         return reasons
 
     # Messages.
@@ -311,7 +336,7 @@ class RemoteStage(Stage):
             event.synchronize()
         if not isinstance(message, Cancel):
             with self._lock:
-                self._asked[message.minibatch, _work(message)] = time.monotonic()
+                self._asked[message.minibatch, type(message).__name__.lower()] = time.monotonic()
         try:
             if isinstance(message, Forward):
                 self._send_variants()
@@ -332,7 +357,7 @@ class RemoteStage(Stage):
             return
         with self._lock:
             new = new_variants(self.layers, self._known)  # while others are added, which the next forward sends
-            self._send(orders.NewVariants(new))
+            self._tell("add_variants", new)
             self._known = [known + len(each["graphs"]) for known, each in zip(self._known, new, strict=True)]
 
     def _send(self, message: Any) -> None:
@@ -348,34 +373,46 @@ class RemoteStage(Stage):
         except OSError:
             raise self._host_lost() from None
 
-    def _ask(self, message: Any) -> Any:
-        """Send ``message`` and wait for the answer; any thread may."""
-        with self._asking:
-            self._send(message)
-            return self._await_answer()
+    def _tell(self, method: str, *arguments: Any) -> None:
+        """Have the host call ``method``, which has no result."""
+        self._send(orders.Do(method, arguments))
 
-    def _await_answer(self) -> Any:
-        """Wait for the answer to what was sent, which a host gives at once, whatever its stage computes.
+    def _ask(self, method: str, *arguments: Any) -> Any:
+        """Have the host call ``method``, and wait for the result; any thread may."""
+        return self._await(self._begin(method, *arguments))
 
-        Lightning's thread has the lock over user code meanwhile, so that the watchdog does not count this time. Where a
-        wait was interrupted, as by Ctrl-C, its answer comes before the one to this question.
+    def _begin(self, method: str, *arguments: Any) -> Future[Any]:
+        """Have the host call ``method``; gives the result to come."""
+        self._memory.flush()
+        return self._begin_at_once(orders.Do(method, arguments))
+
+    def _begin_at_once(self, order: orders.Do) -> Future[Any]:
+        number, result = next(self._numbers), Future[Any]()
+        with self._lock:
+            if self._is_over:
+                raise self._host_lost()
+            self._results[number] = result
+        self._send_at_once(order._replace(number=number))
+        return result
+
+    def _await(self, result: Future[Any]) -> Any:
+        """Wait for a result, which a host gives at once, whatever its stage computes.
+
+        Lightning's thread has the lock over user code meanwhile, so that the watchdog does not count this time.
         """
-        found: list[Any] = []
-        since, question = time.monotonic(), next(self._questions)
+        since = time.monotonic()
 
         def ready(seconds: float) -> bool:
             try:
-                number, answer = self._answers.get(timeout=seconds)
-                found.extend([answer] if number == question else [])
-            except queue.Empty:
-                if self._lost is not None:
-                    raise self._host_lost() from None
+                result.exception(seconds)
+            except TimeoutError:
                 if time.monotonic() - since > self._watchdog.seconds:
                     raise self._end_silent(self._watchdog.seconds) from None
-            return bool(found)
+                return False
+            return True
 
         self._watchdog.wait(ready, f"{threading.current_thread().name} for stage {self.index}")
-        return found[0]
+        return result.result()
 
     def _end_silent(self, seconds: float) -> Exception:
         """End the host, which has not answered for so many ``seconds``; gives the error that says so."""
@@ -397,7 +434,6 @@ class RemoteStage(Stage):
 
     def _receive(self) -> None:
         torch.set_num_threads(self._torch_threads)
-        numbers = count()
         while True:
             try:
                 message = self._host.wire.receive()
@@ -411,11 +447,11 @@ class RemoteStage(Stage):
                 kind = "" if message.kind in STAYING else f"{message.kind}: "
                 self._lost, self._broken = f"cannot go on: {kind}{message.error}", message.kind
                 break
-            if isinstance(message, orders.ServerAnswered):
-                self.holder.answered(message)
-                continue
-            if isinstance(message, orders.Taken | orders.Looked | orders.Brought):
-                self._answers.put((next(numbers), message))
+            if isinstance(message, orders.Brought):
+                with self._lock:
+                    result = self._results.pop(message.number, None)
+                if result is not None:
+                    result.set_result(message.result)
                 continue
             with self._lock:
                 for key in [key for key in self._asked if key[0] == message.minibatch]:
@@ -423,10 +459,12 @@ class RemoteStage(Stage):
             self._watchdog.moved()
             self._done(message, None)
         error = self._host_lost()
-        self.holder.lose(error)
         with self._lock:
+            self._is_over, results = True, [*self._results.values()]
             waiting = {number for number, _ in self._asked}
             self._asked.clear()
+        for result in results:
+            result.set_exception(error)
         for number in waiting:
             self._done(Failure(number, error), None)
 
@@ -439,7 +477,3 @@ def _is_leaf(tensor: Tensor) -> bool:
 
 def _without_weights(version: Version) -> Version:
     return version._replace(parameters=(), moves=())
-
-
-def _work(message: Forward | Backward | Evaluate) -> str:
-    return type(message).__name__.lower()

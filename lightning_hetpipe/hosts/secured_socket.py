@@ -8,7 +8,8 @@ import socket
 import ssl
 import struct
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from importlib import metadata
 from typing import Any, Protocol
@@ -178,8 +179,13 @@ def listen(host: str, port: int) -> socket.socket:
     return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
 
 
-def arriving(listener: socket.socket) -> Iterator[tuple[socket.socket, str]]:
-    """Connections to ``listener``, and from where, until :func:`stop_listening`."""
+def arriving(
+    listener: socket.socket, make_room: Callable[[], bool] = lambda: False
+) -> Iterator[tuple[socket.socket, str]]:
+    """Connections to ``listener``, and from where, until that is shut down.
+
+    If one cannot be taken, ``make_room`` may end another one, and tell so.
+    """
     pause = threading.Event()
     while True:
         try:
@@ -187,16 +193,94 @@ def arriving(listener: socket.socket) -> Iterator[tuple[socket.socket, str]]:
         except OSError as error:
             if error.errno not in _PASSING:
                 return
-            pause.wait(_AGAIN)
+            if not make_room():
+                pause.wait(_AGAIN)
         else:
             yield connection, peer[0]
 
 
-def stop_listening(listener: socket.socket) -> None:
-    """Close ``listener``, and wake the thread that takes its connections, which closing alone does not."""
-    with suppress(OSError):
-        listener.shutdown(socket.SHUT_RDWR)
-    listener.close()
+class Door:
+    """Takes connections, each in a thread of its own, from :meth:`open` to :meth:`close`.
+
+    Args:
+        listener: As of :func:`listen`.
+        serve: Called with a connection, which is closed afterwards, and with the host that it comes from.
+        most: Number of connections at a time. For a further one, the one that was silent for longest is ended.
+        name: Name of the threads.
+    """
+
+    def __init__(
+        self, listener: socket.socket, serve: Callable[[socket.socket, str], None], most: int, name: str
+    ) -> None:
+        self._listener, self._serve, self._most, self._name = listener, serve, most, name
+        self._lock = threading.Lock()
+        self._threads: set[threading.Thread] = set()
+        self._there: dict[socket.socket, bool] = {}  # in the order in which they have come; True for a silent one
+        self._closed = False
+
+    def open(self) -> None:
+        """Take connections from now on."""
+        threading.Thread(target=self._take, name=self._name, daemon=True).start()
+
+    def heard(self, connection: socket.socket) -> bool:
+        """Note that the caller has said something; False if ``connection`` was ended for another one."""
+        with self._lock:
+            is_there = connection in self._there
+            if is_there:
+                self._there[connection] = False
+        return is_there
+
+    def settle(self, connection: socket.socket) -> None:
+        """Count ``connection`` no more."""
+        with self._lock:
+            self._there.pop(connection, None)
+
+    def close(self, seconds: float | None = None) -> None:
+        """Take no connections any more, and wait for the threads of those that are there, for so many ``seconds``."""
+        with self._lock:
+            self._closed, threads = True, [*self._threads]
+        with suppress(OSError):  # wakes the thread that takes connections, which closing alone does not
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        while self._end_silent():
+            pass
+        until = None if seconds is None else time.monotonic() + seconds
+        for thread in threads:
+            thread.join(until and max(0.0, until - time.monotonic()))
+
+    def _take(self) -> None:
+        for connection, host in arriving(self._listener, self._end_silent):
+            if len(self._there) >= self._most and not self._end_silent():
+                connection.close()
+                continue
+            thread = threading.Thread(target=self._run, args=(connection, host), name=self._name, daemon=True)
+            with self._lock, suppress(RuntimeError):  # this process may have no more threads
+                if not self._closed:
+                    thread.start()
+                    self._threads.add(thread)
+                    self._there[connection] = True
+                    continue
+            connection.close()
+
+    def _run(self, connection: socket.socket, host: str) -> None:
+        try:
+            with connection:
+                self._serve(connection, host)
+        finally:
+            self.settle(connection)
+            with self._lock:
+                self._threads.discard(threading.current_thread())
+
+    def _end_silent(self) -> bool:
+        """End the connection that was silent for longest, if there is one: its thread finds it at its end."""
+        with self._lock:
+            connection = next((each for each, is_silent in self._there.items() if is_silent), None)
+            if connection is None:
+                return False
+            del self._there[connection]
+        with suppress(OSError):
+            connection.shutdown(socket.SHUT_RDWR)
+        return True
 
 
 def connect(address: str, security: Security, release: str, seconds: float) -> tuple[socket.socket, Connection]:

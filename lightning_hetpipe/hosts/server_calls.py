@@ -8,8 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from itertools import count
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -41,20 +40,16 @@ class HostHolder:
 
     Args:
         memory: The host's.
-        send: Sends an order to the host, behind all operators so far.
+        begin: Has the host call a method, behind all operators so far; gives the result to come.
         end: Ends the host, which has not answered for so many seconds; gives the error that says so.
     """
 
     def __init__(
-        self, memory: HostMemory, send: Callable[[orders.CallServer], None], end: Callable[[float], Exception]
+        self, memory: HostMemory, begin: Callable[..., Future[Any]], end: Callable[[float], Exception]
     ) -> None:
         self._memory = memory
-        self._send = send
+        self._begin = begin
         self._end = end
-        self._numbers = count()
-        self._calls: dict[int, Future[orders.ServerAnswered]] = {}
-        self._lock = threading.Lock()
-        self._lost: Exception | None = None
         self._reached: dict[str, str | None] = {}
 
     def block(self, size: int) -> Tensor:
@@ -64,7 +59,8 @@ class HostHolder:
         self, channel: Channel, method: str, header: bytes, body: Tensor | None, into: Tensor | None, timeout: float
     ) -> bytes:
         assert isinstance(channel, SessionChannel)
-        return self._called(channel.address, channel.method(method), header, _held(body), _held(into), timeout)
+        order = orders.CallServer(channel.address, channel.method(method), timeout, header.decode())
+        return self._called(order._replace(body=_held(body), into=_held(into)))
 
     def cannot_reach(self, channel: Channel) -> str | None:
         """Why the host cannot call the server that ``channel`` leads to; None if it can."""
@@ -72,56 +68,25 @@ class HostHolder:
         address = channel.address
         if address not in self._reached:
             try:
-                self._called(address, STATUS, b"", None, None, REACHING)
+                self._called(orders.CallServer(address, STATUS, REACHING))
                 self._reached[address] = None
             except (CallRefused, Unreachable) as reason:
                 self._reached[address] = str(reason)
         return self._reached[address]
 
-    def answered(self, answer: orders.ServerAnswered) -> None:
-        """Take an answer from the host."""
-        with self._lock:
-            call = self._calls.pop(answer.call, None)
-        if call is not None:
-            call.set_result(answer)
-
-    def lose(self, error: Exception) -> None:
-        """Raise ``error`` in all calls, as the host has ended."""
-        with self._lock:
-            self._lost, calls = error, [*self._calls.values()]
-            self._calls.clear()
-        for call in calls:
-            call.set_exception(error)
-
-    def _called(
-        self,
-        address: str,
-        method: str,
-        header: bytes,
-        body: orders.Held | None,
-        into: orders.Held | None,
-        timeout: float,
-    ) -> bytes:
-        with self._lock:
-            if self._lost is not None:
-                raise self._lost
-            number = next(self._numbers)
-            call = self._calls[number] = Future()
-        text = torch.tensor([*header], dtype=torch.uint8)
-        self._send(orders.CallServer(number, address, method, text, body, into, timeout))
+    def _called(self, order: orders.CallServer) -> bytes:
+        longest = order.timeout + GRACE
         try:
-            answer = call.result(timeout + GRACE)
+            answer: orders.ServerAnswered = self._begin("call_server", order).result(longest)
         except TimeoutError:
-            with self._lock:
-                self._calls.pop(number, None)
-            if body is None and into is None:
-                raise Unreachable(f"the host that calls {address} has not answered for {timeout + GRACE:g} s") from None
-            raise self._end(timeout + GRACE) from None  # else it could still use the blocks, in midst of the next call
+            if order.body is None and order.into is None:
+                raise Unreachable(f"the host that calls {order.address} has not answered for {longest:g} s") from None
+            raise self._end(longest) from None  # else it could still use the blocks, in midst of the next call
         if answer.refused is not None:
             raise CallRefused(answer.refused)
         if answer.silent is not None:
             raise Unreachable(answer.silent)
-        return bytes(answer.header.tolist())
+        return answer.header.encode()
 
 
 class ServerCalls:
@@ -129,20 +94,18 @@ class ServerCalls:
 
     Args:
         security: Certificates and token for servers, as the host itself has them.
-        answer: Sends an answer.
     """
 
-    def __init__(self, security: Security, answer: Callable[[orders.ServerAnswered], None]) -> None:
+    def __init__(self, security: Security) -> None:
         self._security = security
-        self._answer = answer
         self._channels: dict[str, GrpcChannel] = {}
         self._lock = threading.Lock()
         self._ended = False
         self._pool = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="hetpipe-host-calls")
 
-    def make(self, order: orders.CallServer, body: Tensor | None, into: Tensor | None) -> None:
-        """Make a call; its answer is sent when it is there."""
-        self._pool.submit(self._make, order, body, into)
+    def make(self, order: orders.CallServer, body: Tensor | None, into: Tensor | None) -> Future[orders.ServerAnswered]:
+        """Make a call; gives its answer to come."""
+        return self._pool.submit(self._made, order, body, into)
 
     def close(self) -> None:
         """End the calls that are under way."""
@@ -152,19 +115,17 @@ class ServerCalls:
             channel.close()
         self._pool.shutdown(cancel_futures=True)
 
-    def _make(self, order: orders.CallServer, body: Tensor | None, into: Tensor | None) -> None:
-        header, refused, silent = b"", None, None
+    def _made(self, order: orders.CallServer, body: Tensor | None, into: Tensor | None) -> orders.ServerAnswered:
         try:
-            header = self._channel(order.address).call(
-                order.method, bytes(order.header.tolist()), _bytes(body), _bytes(into), order.timeout
-            )
+            bodies = _bytes(body), _bytes(into)
+            header = self._channel(order.address).call(order.method, order.header.encode(), *bodies, order.timeout)
+            return orders.ServerAnswered(header.decode())
         except Unreachable as reason:
-            silent = str(reason)
+            return orders.ServerAnswered(silent=str(reason))
         except (CallRefused, SettingError) as reason:
-            refused = str(reason)
+            return orders.ServerAnswered(refused=str(reason))
         except Exception as error:
-            refused = f"{type(error).__name__}: {error}"
-        self._answer(orders.ServerAnswered(order.call, torch.tensor([*header], dtype=torch.uint8), refused, silent))
+            return orders.ServerAnswered(refused=f"{type(error).__name__}: {error}")
 
     def _channel(self, address: str) -> GrpcChannel:
         from lightning_hetpipe.server.transport.grpc_channel import GrpcChannel  # few hosts call servers

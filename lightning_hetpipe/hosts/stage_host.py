@@ -9,36 +9,32 @@ from __future__ import annotations
 import functools
 import queue
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lightning_hetpipe.emulation import Emulation, Pad
+from lightning_hetpipe.emulation import Emulation
 from lightning_hetpipe.hosts import orders
 from lightning_hetpipe.hosts.host_device import Computed, HostDevice
 from lightning_hetpipe.hosts.host_memory import CPU, HeldTensors
 from lightning_hetpipe.hosts.peer_hosts import PeerHosts
-from lightning_hetpipe.hosts.remote_stash import HostedStash
 from lightning_hetpipe.hosts.server_calls import ServerCalls
 from lightning_hetpipe.hosts.wire import Wire
 from lightning_hetpipe.pipeline.freed_memory import keep_freed_memory
 from lightning_hetpipe.pipeline.graph_code import add_variants, layers_of_data
-from lightning_hetpipe.pipeline.memory import PlannedMemory
 from lightning_hetpipe.pipeline.plain_code import NotPlain
-from lightning_hetpipe.pipeline.random.generators import RandomGenerators
-from lightning_hetpipe.pipeline.split.member_pool import DeviceGroup
-from lightning_hetpipe.pipeline.stage import Layer, Stage, StageSettings
-from lightning_hetpipe.pipeline.stage_messages import Failure, Result
+from lightning_hetpipe.pipeline.stage import Layer, Stage
+from lightning_hetpipe.pipeline.stage_messages import Failure, Result, Version
 from lightning_hetpipe.pipeline.stage_thread import Parcel
 from lightning_hetpipe.pipeline.streams import StreamEvent, Streams, move
 from lightning_hetpipe.pipeline.threads import ReadersWriterLock, Watchdog
-from lightning_hetpipe.pipeline.weight_stash import VersionedLayers
-from lightning_hetpipe.rules.channel_layouts import ChannelCounts
-from lightning_hetpipe.rules.schedule import Segment
+from lightning_hetpipe.pipeline.weight_stash import VersionBuffer, VersionedLayers
 from lightning_hetpipe.server.protocol.shard import block_of
 from lightning_hetpipe.server.transport.security import Security
 from lightning_hetpipe.torch_private.subclasses import address_of
@@ -115,6 +111,40 @@ def _flushes_denormals() -> bool:
     return not torch.tensor([torch.finfo(torch.float32).tiny]).mul(0.5).item()
 
 
+class HostedStash(VersionedLayers):
+    """The versions, for the ``layers`` of the host; ``held`` gives a tensor that the host holds."""
+
+    def __init__(self, layers: nn.ModuleList, held: Callable[[int], Tensor]) -> None:
+        super().__init__(layers)
+        self._held_by_number = held
+        self._numbered: dict[int, VersionBuffer] = {}
+        self._new: list[Tensor] = []
+
+    def take(self, weights: orders.PublishedWeights) -> None:
+        """Have what was published now."""
+        self._new = []
+        for number, tensors in weights.buffers.items():
+            buffer = self._numbered.setdefault(number, VersionBuffer())
+            buffer.tensors = [*map(self._held_by_number, tensors)]
+            self._new += buffer.tensors
+        self.buffers = [*self._numbered.values()]
+        before, self._held = self._held, {}
+        for reading, number, flags in weights.held:
+            if before.get(reading) is not self._numbered[number]:
+                self._numbered[number].fills += 1
+            self._held[reading] = self._numbered[number]
+            if self._numbered[number].flags != flags:
+                self._numbered[number].flags = flags
+
+    def begin(self, version: Version) -> list[Tensor]:
+        for buffer in self.buffers:
+            buffer.fills += 1  # with weights that may have changed under the same number
+        return self.publish(version)
+
+    def publish(self, version: Version) -> list[Tensor]:
+        return self._new
+
+
 class HostedStage(Stage):
     """The stage, at its host.
 
@@ -122,13 +152,13 @@ class HostedStage(Stage):
         held: Tensors that the host has.
         forget: Has hosts of other stages forget what they were given of a minibatch, behind all that was done so far.
         called: Its device, for people.
-        args: Those of ``Stage``.
+        arguments: Those of ``Stage``.
     """
 
-    def __init__(self, held: HeldTensors, forget: Callable[[int], None], called: str, *args: Any) -> None:
+    def __init__(self, held: HeldTensors, forget: Callable[[int], None], called: str, **arguments: Any) -> None:
         self.held, self._have_forgotten = held, forget
         self._called = called
-        super().__init__(*args)
+        super().__init__(**arguments)
 
     @property
     def place(self) -> str:
@@ -165,12 +195,27 @@ class Host:
         self._wire = wire
         self._peers = PeerHosts(host, security)
         self._timeout = 0.0
-        self._calls = ServerCalls(security, self._answer_call)
+        self._calls = ServerCalls(security)
         self._answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._held = HeldTensors()
         self._device = HostDevice()
         self._streams = Streams()
         self._emulation: Emulation | None = None
+        self._stage: HostedStage | None = None
+        self._undo = ExitStack()
+        held, taken = self._held, self._device.taken
+        self._methods: dict[str, Callable[..., Any]] = {
+            "put": held.put,
+            "put_block": lambda number, size: held.put_block(number, block_of(size)),
+            "run": lambda *operators: taken(held.run(*operators)),
+            "bring": lambda numbers: taken(held.bring(numbers)),
+            "listen": self._peers.listen,
+            "hand_over": self._peers.connect,
+            "use_device": self._use_device,
+            "call_server": self._call_server,
+            "set_up": self._set_up,
+        }
+        """Methods that the other process may call; once the stage is set up, its methods are among them."""
 
     def run(self) -> bool:
         """Do what messages ask for, until none comes any more; False if that could not be done.
@@ -182,143 +227,120 @@ class Host:
         keep_freed_memory()
         sender = threading.Thread(target=self._send, name="hetpipe-host-sender", daemon=True)
         sender.start()
-        with suppress(EOFError), ExitStack() as undo:
+        with suppress(EOFError), self._undo as undo:
             undo.callback(sender.join, SENDING)  # else the process could end before its last message is sent
             undo.callback(self._answers.put, None)
             undo.callback(self._calls.close)
             undo.callback(self._peers.close)
-            stage: HostedStage | None = None
             try:
                 while True:
-                    message = self._wire.receive()
-                    if isinstance(message, orders.SetUp):
-                        torch.set_num_threads(message.torch_threads)
-                        stage = self._stage(message)
-                        stage.start()
-                        undo.callback(stage.close)
-                    elif not self._remembers(message):
-                        if stage is None:
-                            raise NotPlain("a message for a stage that is not set up")
-                        self._serve(stage, message)
+                    self._obey(self._wire.receive())
             except EOFError:
                 raise
             except Exception as error:
                 self._answers.put(orders.Broken(type(error).__name__, _text_of(error)))
-                if not isinstance(error, NotPlain):
-                    self._ignore()
+                # What still comes is taken, so that the other process finds the error and not a broken connection.
+                while not isinstance(error, NotPlain):
+                    self._wire.receive()
                 return False
         return True
 
-    def _ignore(self) -> None:
-        """Take what still comes, so that the other process finds the error and not a connection that is broken."""
-        while True:
-            self._wire.receive()
-
-    def _remembers(self, message: Any) -> bool:
-        """Do what ``message`` asks for with tensors that are held; False if it asks for something else."""
-        if isinstance(message, orders.Runs):
-            answer = self._held.run(message)
-            if answer is not None:
-                self._answers.put(orders.Brought(self._device.taken(answer)))
-        elif isinstance(message, orders.Put):
-            self._held.put(message.number, message.value)
-        elif isinstance(message, orders.SharedBlock):
-            self._held.put_block(message.number, block_of(message.size))
-        elif isinstance(message, orders.CallServer):
-            blocks = [None if held is None else self._held.get(held.number) for held in (message.body, message.into)]
-            self._calls.make(message, *blocks)
-        elif isinstance(message, orders.Bring):
-            self._answers.put(orders.Brought(self._device.taken(self._held.bring(message.numbers))))
-        elif isinstance(message, orders.Listen):
-            self._answers.put(orders.Brought(self._peers.listen(message.secret)))
-        elif isinstance(message, orders.HandOver):
-            self._answers.put(orders.Brought(self._peers.connect(message)))
-        elif isinstance(message, orders.UseDevice):
-            self._device.use(message)
-            self._held.device = self._device.device
+    def _obey(self, message: Any) -> None:
+        if isinstance(message, orders.Do) and (method := self._methods.get(message.method)) is not None:
+            number, result = message.number, method(*message.arguments)
+            if isinstance(result, Future):
+                result.add_done_callback(partial(self._answer_later, number))
+            else:
+                self._answer(number, result)
+        elif self._stage is None:
+            raise NotPlain("a message for a stage that is not set up")
         else:
-            return False
-        return True
+            try:
+                self._stage.put(Parcel(self._device.given(self._peers.receive(message, self._timeout))))
+            except RuntimeError as error:
+                self._answers.put(Failure(message.minibatch, error))
 
-    def _stage(self, setup: orders.SetUp) -> HostedStage:
+    def _answer(self, number: int | None, result: Any) -> None:
+        if number is not None:
+            self._answers.put(orders.Brought(number, result))
+
+    def _answer_later(self, number: int | None, done: Future[Any]) -> None:
+        if not done.cancelled():
+            self._answer(number, done.result())
+
+    def _call_server(self, order: orders.CallServer) -> Future[orders.ServerAnswered]:
+        blocks = [None if held is None else self._held.get(held.number) for held in (order.body, order.into)]
+        return self._calls.make(order, *blocks)
+
+    def _use_device(self, *devices: Any) -> None:
+        self._device.use(*devices)
+        self._held.device = self._device.device
+
+    def _set_up(self, setup: orders.SetUp) -> None:
+        torch.set_num_threads(setup.settings.torch_threads)
+        stage = self._stage = self._made(setup)
+        self._methods |= {
+            "begin": partial(self._begin, stage),
+            "publish": partial(self._publish, stage),
+            "take_layers": lambda layers: stage.take_layers(layers_of_data(layers, self._found, self._device.device)),
+            "add_variants": lambda graphs: add_variants(stage.layers, graphs),
+            "take": partial(self._take, stage),
+            "look": lambda minibatch: self._device.state(stage.state(minibatch)),
+            "delivered": stage.delivered,
+        }
+        stage.start()
+        self._undo.callback(stage.close)
+
+    def _made(self, setup: orders.SetUp) -> HostedStage:
         set_modes(setup.modes)
-        self._timeout = setup.timeout
-        segments = [Segment(*fields) for fields in setup.segments]
-        own = layers_of_data(setup.layers, self._found, self._device.device)
-        numbers = [number for segment in segments for number in segment.layers]
+        self._timeout, device = setup.timeout, self._device.device
+        own = layers_of_data(setup.layers, self._found, device)
+        numbers = [number for segment in setup.segments for number in segment.layers]
         layers = dict(zip(numbers, own, strict=True))
         if setup.pad is not None:
-            self._emulation = Emulation([Pad(*setup.pad)] * (setup.index + 1))
-        generators = RandomGenerators(setup.run_seed, setup.virtual_worker, deterministic=setup.deterministic)
-        self._device.seed(generators, setup.index)
-        settings = StageSettings(
-            generators,
-            setup.in_flight,
-            setup.torch_threads,
-            setup.default_dtype,
-            self._emulation,
-            recompute=setup.recompute,
-            buffers=setup.buffers,
-        )
-        watchdog = Watchdog(setup.timeout, lambda: True, lambda: f"stage {setup.index} at its host")
+            self._emulation = Emulation([setup.pad] * (setup.stage + 1))
+        self._device.seed(setup.settings.generators, setup.stage)
+        watchdog = Watchdog(setup.timeout, lambda: True, lambda: f"stage {setup.stage} at its host")
+        group = setup.group
         return HostedStage(
             self._held,
             lambda minibatch: self._answers.put(orders.Forgotten(minibatch)),
             self._device.place,
-            setup.index,
-            self._device.device,
-            segments,
-            [layers.get(number, own[0]) for number in range(max(numbers) + 1)],
-            settings,
-            watchdog,
-            ReadersWriterLock(watchdog),
-            _alone,
-            self._done,
-            self._streams,
-            None if setup.memory is None else PlannedMemory(*setup.memory),  # type: ignore[arg-type]
-            setup.visits,
-            None if setup.group is None else self._group(*setup.group),
+            index=setup.stage,
+            device=device,
+            segments=setup.segments,
+            layers=[layers.get(number, own[0]) for number in range(max(numbers) + 1)],
+            settings=replace(setup.settings, before_pass=self._emulation),
+            watchdog=watchdog,
+            compute_lock=ReadersWriterLock(watchdog),
+            exclusively=_alone,
+            done=self._done,
+            streams=self._streams,
+            planned=setup.planned,
+            visits=setup.visits,
+            group=group and replace(group, devices=self._device.members or [device] * len(group.devices)),
         )
 
-    def _group(
-        self, members: int, shares: Sequence[float], counts: Mapping[str, Sequence[int]], home: int
-    ) -> DeviceGroup:
-        splits = {layer: tuple(own) for layer, own in counts.items()}
-        devices = self._device.members or [self._device.device] * members
-        return DeviceGroup(devices, ChannelCounts(shares, splits), home)
+    def _begin(self, stage: HostedStage, version: Version, forwards: int, weights: orders.PublishedWeights) -> None:
+        """Have the pipeline start empty at ``version``, whose parameters are in ``weights``."""
+        stage.stream.synchronize()  # what was dropped may still be computed, on the weights that come next
+        stage.see(weights)
+        stage.begin(version, forwards)
 
-    def _serve(self, stage: HostedStage, message: Any) -> None:
-        if isinstance(message, orders.Begin):
-            stage.stream.synchronize()  # what was dropped may still be computed, on the weights that come next
-            stage.see(message.weights)
-            stage.begin(message.version, message.forwards)
-        elif isinstance(message, orders.Publish):
-            stage.see(message.weights)
-            stage.publish(message.version)
-        elif isinstance(message, orders.NewLayers):
-            stage.take_layers(layers_of_data(message.layers, self._found, self._device.device))
-        elif isinstance(message, orders.NewVariants):
-            add_variants(stage.layers, message.graphs)
-        elif isinstance(message, orders.Take):
-            self._answers.put(self._taken(stage, message.minibatch, message.numbers))
-        elif isinstance(message, orders.Look):
-            self._answers.put(orders.Looked(self._device.state(stage.state(message.minibatch))))
-        elif isinstance(message, orders.Delivered):
-            stage.delivered(message.minibatch)
-        else:
-            try:
-                stage.put(Parcel(self._device.given(self._peers.receive(message, self._timeout))))
-            except RuntimeError as error:
-                self._answers.put(Failure(message.minibatch, error))
+    def _publish(self, stage: HostedStage, version: Version, weights: orders.PublishedWeights) -> None:
+        """Take ``version``, the next one, whose parameters are in ``weights``."""
+        stage.see(weights)
+        stage.publish(version)
 
-    def _taken(self, stage: Stage, minibatch: int, numbers: Sequence[int]) -> orders.Taken:
+    def _take(self, stage: Stage, minibatch: int, numbers: Sequence[int]) -> orders.Taken:
+        """Hand over the gradients of ``minibatch``; keep each under the one of ``numbers`` that is its weight's."""
         taken = stage.take(minibatch)
         found = taken.gradients
         for event in taken.events:
             self._streams.user.join(event, found.values())
         gradients = self._keep(found, numbers)
         levels = [[level.now, level.most] for level in stage.memory.levels()]
-        padded = None if self._emulation is None else [*asdict(self._emulation.stages[stage.index]).values()]
+        padded = None if self._emulation is None else self._emulation.stages[stage.index]
         return orders.Taken(gradients, levels, stage.stream.busy_seconds(), padded)
 
     def _keep(
@@ -335,7 +357,9 @@ class Host:
                 self._held.put(numbers[number], each)
                 looks[number] = orders.KeptTensor(each.dtype, list(each.shape), list(each.stride()))
             else:
-                looks[number] = _sparse(move(each, CPU))
+                sparse = move(each, CPU)
+                indices, values = strided_parts(sparse)  # also of one that is not coalesced
+                looks[number] = orders.SparseTensor(indices, values, list(sparse.shape), sparse.is_coalesced())
         return looks
 
     def _found(self, held: Any) -> Tensor:
@@ -345,9 +369,6 @@ class Host:
 
     def _done(self, result: Result, event: StreamEvent | None) -> None:
         self._answers.put(result if event is None else Computed(result, event))
-
-    def _answer_call(self, answer: orders.ServerAnswered) -> None:
-        self._answers.put(answer)
 
     def _send(self) -> None:
         torch.set_num_threads(1)
@@ -373,8 +394,3 @@ def _alone(number: int, who: str) -> Iterator[None]:
 
 def _text_of(error: Exception) -> str:
     return "\n".join([str(error), *getattr(error, "__notes__", ())])
-
-
-def _sparse(gradient: Tensor) -> orders.SparseTensor:
-    indices, values = strided_parts(gradient)  # also of one that is not coalesced
-    return orders.SparseTensor(indices, values, list(gradient.shape), gradient.is_coalesced())

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from lightning_hetpipe.emulation import Emulation
 from lightning_hetpipe.errors import SettingError
-from lightning_hetpipe.hosts import orders
 from lightning_hetpipe.hosts.remote_stage import RemoteStage
 from lightning_hetpipe.hosts.wire import CODE, HostConnection
 from lightning_hetpipe.pipeline.engine import Engine
@@ -95,9 +94,7 @@ class StagesApart:
             for stage in reversed(self._stages):
                 ends.callback(stage.close)
 
-    def make(
-        self, index: int, device: torch.device, segments: Sequence[Segment], layers: Sequence[Layer], *args: Any
-    ) -> Stage:
+    def make(self, *, index: int, segments: Sequence[Segment], layers: Sequence[Layer], **more: Any) -> Stage:
         """Make stage ``index``, with the arguments of :class:`~lightning_hetpipe.pipeline.stage.Stage`.
 
         Raises:
@@ -105,7 +102,7 @@ class StagesApart:
         """
         address = self._addresses.get(index)
         if address is None:
-            return Stage(index, device, segments, layers, *args)
+            return Stage(index=index, segments=segments, layers=layers, **more)
         try:
             CODE.write(layers_as_data([layers[number] for segment in segments for number in segment.layers]))
         except NotPlain as reason:
@@ -114,7 +111,8 @@ class StagesApart:
                 " layers for the node of the last stage"
             ) from None
         connect = partial(HostConnection, address, self._security, self._nodes.get(index, ""))
-        stage = RemoteStage(connect, self._accelerators.get(index, ()), index, device, segments, layers, *args)
+        own = self._accelerators.get(index, ())
+        stage = RemoteStage(connect, own, index=index, segments=segments, layers=layers, **more)
         stage.emulation, stage.whose = self._emulation, self._whose
         self._stages.append(stage)
         return stage
@@ -160,8 +158,7 @@ class StagesApart:
             forwards, backwards = (
                 {segment: others.index(to) for segment, to in each.items() if to in others} for each in (after, before)
             )
-            order = orders.HandOver(stage.index, [listening[other] for other in others], forwards, backwards)
-            reasons = zip(others, stage.hand_over(order), strict=True)
+            reasons = zip(others, stage.hand_over([*map(listening.get, others)], forwards, backwards), strict=True)
             self._apart_from.update({(stage.index, other): why for other, why in reasons if why is not None})
 
     def tell_unreached(self) -> None:

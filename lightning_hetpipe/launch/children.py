@@ -20,8 +20,7 @@ from pathlib import Path
 
 from lightning_hetpipe.errors import say
 from lightning_hetpipe.launch import parent_watch, supervision
-from lightning_hetpipe.launch.lost_workers import lost_workers, went_on_without
-from lightning_hetpipe.launch.told_to_end import ToldToEnd
+from lightning_hetpipe.launch.ends import ToldToEnd, lost_workers, went_on_without
 from lightning_hetpipe.server.process.server_process import how
 from lightning_hetpipe.server.process.signals import guarded
 

@@ -20,10 +20,17 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_hetpipe.errors import SettingError, VirtualWorkerLost, say
 from lightning_hetpipe.launch.children import Children, OnEnd
 from lightning_hetpipe.launch.command import current_job, this_program
-from lightning_hetpipe.launch.lost_workers import Uncaught, lost_workers, went_on_without
+from lightning_hetpipe.launch.ends import (
+    INTERRUPTED,
+    TERMINATED,
+    ToldToEnd,
+    Uncaught,
+    left_to_others,
+    lost_workers,
+    went_on_without,
+)
 from lightning_hetpipe.launch.parent_watch import this_child
 from lightning_hetpipe.launch.ranks import Rank, Role, other_number
-from lightning_hetpipe.launch.told_to_end import INTERRUPTED, TERMINATED, ToldToEnd, left_to_others
 from lightning_hetpipe.lightning_private import BaseLauncher, TunerExit, is_fit, with_checkpoint
 from lightning_hetpipe.server.protocol.identifiers import FirstLost, PeerFailed, Refusal, RemoteFault
 

@@ -22,9 +22,8 @@ from lightning_hetpipe.hosts import host_server
 from lightning_hetpipe.hosts.host_rendezvous import Arrival, HostRendezvous, Meeting
 from lightning_hetpipe.hosts.secured_socket import check_names
 from lightning_hetpipe.launch import servers
-from lightning_hetpipe.launch.lost_workers import lost_workers
+from lightning_hetpipe.launch.ends import INTERRUPTED, TERMINATED, lost_workers
 from lightning_hetpipe.launch.ranks import Rank
-from lightning_hetpipe.launch.told_to_end import INTERRUPTED, TERMINATED
 from lightning_hetpipe.launch.wsp_settings import WSPSettings
 from lightning_hetpipe.server.transport.security import Security, joined, split
 
@@ -163,7 +162,7 @@ def _host(rank: Rank, coordinator: str, security: Security, nodes: ServingNodes,
     check_names(security, host)
     address = joined(host, int(given) + HOST_PORT if given else 0)
     try:
-        return undo.enter_context(host_server.serving(address, security))
+        return undo.enter_context(host_server.HostServer(address, security)).address
     except SettingError as error:
         if given is None:
             raise

@@ -147,15 +147,19 @@ def named(error: BaseException) -> str:
 def this_child() -> LaunchedChild | None:
     """This process, if our launcher started it; from the first call on it ends with the launcher.
 
-    The import of the package calls it, as a program may fail before it makes a Trainer, too. The variable is taken out
-    of the environment, lest a program that this one starts believes the same of itself.
+    The strategy's constructor and our commands call it, and no import does: until then the signal of `guarded` ends the
+    process. The variable is removed from the environment, because programs that this one starts inherit that. A program
+    that was started before inherits the variable, and not the link.
     """
     description = os.environ.pop(VARIABLE, None)
     if description is None:
         return None
     place, _, descriptor = description.partition("@")
     local, _, per_node = place.partition("/")
-    end = socket.socket(fileno=int(descriptor))
+    try:
+        end = socket.socket(fileno=int(descriptor))
+    except OSError:
+        return None
     end.set_inheritable(False)
     close_in_forks(end)
     child = LaunchedChild(int(local), int(per_node), end)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any, NamedTuple
 
@@ -143,8 +143,22 @@ def find_rank(
             " LOCAL_RANK=0 to"
             f" {here - 1}, or unset it, or set virtual_workers, or plan, for the processes of each node"
         )
-    known = of_nodes if num_nodes > 1 else ()
-    return Rank(sum(of_nodes[:node]) + local, sum(of_nodes), node, local, here, num_nodes, role, known, least)
+    return _rank(of_nodes, node, local, role, least)
+
+
+def _rank(of_nodes: Sequence[int], node: int, local: int, role: Role, least: int = 0) -> Rank:
+    """Rank of virtual worker ``local`` of ``node``, if the numbers of virtual workers on all nodes are known."""
+    return Rank(
+        index=sum(of_nodes[:node]) + local,
+        size=sum(of_nodes),
+        node=node,
+        local=local,
+        per_node=of_nodes[node],
+        nodes=len(of_nodes),
+        role=role,
+        of_nodes=tuple(of_nodes) if len(of_nodes) > 1 else (),
+        least=least,
+    )
 
 
 def _on_each(virtual_workers: int | WorkerRange, nodes: int) -> tuple[int, ...]:
@@ -171,17 +185,7 @@ def _as_started_of(
             f"virtual_workers={virtual_workers}, but {started.size} processes were started, and this one, process"
             f" {started.local} of node {started.node}, is beyond the maximum; start fewer, or raise the maximum"
         )
-    return Rank(
-        sum(seats[: started.node]) + started.local,
-        virtual_workers.most,
-        started.node,
-        started.local,
-        seats[started.node],
-        nodes,
-        Role.EXTERNAL,
-        seats if nodes > 1 else (),
-        max(virtual_workers.least, started.size),
-    )
+    return _rank(seats, started.node, started.local, Role.EXTERNAL, max(virtual_workers.least, started.size))
 
 
 def count_nodes(num_nodes: int, environment: ClusterEnvironment) -> int:
@@ -239,14 +243,12 @@ def _as_started(virtual_workers: int, num_nodes: int, environment: ClusterEnviro
     if 0 in planned and local >= planned[node]:
         return _host(planned, node, local)
     if 0 in planned:
-        index, size, per_node = sum(planned[:node]) + local, sum(planned), planned[node]
-        return Rank(index, size, node, local, per_node, nodes, Role.EXTERNAL, tuple(planned))
+        return _rank(planned, node, local, Role.EXTERNAL)
     known = tuple(planned)
     if nodes == 2 and not known:
         known = (per_node, size - per_node) if node == 0 else (size - per_node, per_node)
-    return Rank(
-        environment.global_rank(), size, node, local, per_node, nodes, Role.EXTERNAL, known if nodes > 1 else ()
-    )
+    here = Rank(environment.global_rank(), size, node, local, per_node, nodes=nodes, role=Role.EXTERNAL)
+    return replace(here, of_nodes=known) if nodes > 1 else here
 
 
 def _as_planned(planned: Sequence[int], nodes: int, node: int, per_node: int, size: int) -> bool:
@@ -259,8 +261,7 @@ def _as_planned(planned: Sequence[int], nodes: int, node: int, per_node: int, si
 
 
 def _host(of_nodes: Sequence[int], node: int, local: int) -> Rank:
-    size = sum(of_nodes)
-    return Rank(size, size, node, local, of_nodes[node], len(of_nodes), Role.HOST, tuple(of_nodes))
+    return replace(_rank(of_nodes, node, local, Role.HOST), index=sum(of_nodes))
 
 
 def _of(planned: Sequence[int]) -> str:

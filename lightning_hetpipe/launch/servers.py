@@ -35,8 +35,7 @@ from lightning_hetpipe.launch import local_rendezvous, parent_watch, supervision
 from lightning_hetpipe.launch.local_rendezvous import FirstProcess, LocalRendezvous
 from lightning_hetpipe.launch.ranks import Rank, Role
 from lightning_hetpipe.launch.wsp_settings import WSPSettings
-from lightning_hetpipe.server.process.server_process import ServerProcess
-from lightning_hetpipe.server.process.supervisor import ServerLost, Supervisor
+from lightning_hetpipe.server.process.server_process import ServerLost, ServerProcess, Supervisor
 from lightning_hetpipe.server.protocol.identifiers import FirstLost, PeerFailed
 from lightning_hetpipe.server.transport.security import Security, is_loopback, joined
 

@@ -100,19 +100,19 @@ class Engine(RunnerPool[Minibatch]):
         self._turn = next(step for step in self._route if step.work is Work.TURN)
         self.stages = [
             (Stage if index == self._turn.segment.stage else make_stage)(
-                index,
-                device,
-                [segment for segment in self._segments if segment.stage == index],
-                layers,
-                settings,
-                self.watchdog,
-                self.compute_lock,
-                self.exclusively,
-                self._done,
-                self.streams,
-                planned[index] if planned else None,
-                sum(step.segment.stage == index for step in self._route if step.work is not Work.BACKWARD),
-                *([groups[index]] if groups and index in groups else []),
+                index=index,
+                device=device,
+                segments=[segment for segment in self._segments if segment.stage == index],
+                layers=layers,
+                settings=settings,
+                watchdog=self.watchdog,
+                compute_lock=self.compute_lock,
+                exclusively=self.exclusively,
+                done=self._done,
+                streams=self.streams,
+                planned=planned[index] if planned else None,
+                visits=sum(step.segment.stage == index for step in self._route if step.work is not Work.BACKWARD),
+                group=(groups or {}).get(index),
             )
             for index, device in enumerate(devices)
         ]
@@ -339,8 +339,9 @@ class Engine(RunnerPool[Minibatch]):
         call = minibatch.calling
         which, turn = call.which, self._turn
         last = which is turn.call and segment is turn.segment
+        weights, autocast = minibatch.weights, call.autocast
         message = Forward(
-            minibatch.number, segment.index, value, minibatch.weights, call.autocast, which.ordinal, which.again, last
+            minibatch.number, segment.index, value, weights, autocast, call=which.ordinal, again=which.again, last=last
         )
         self.stages[segment.stage].put(Parcel(message, event))
 
@@ -357,7 +358,7 @@ class Engine(RunnerPool[Minibatch]):
             events = tuple([sum.event for sum in found.values() if sum.event is not None])
             wanted = tuple({*wanted, *(own[weight] for weight in minibatch.continued if weight in own)})
         ordinal, apart = call.which.ordinal, call.has_later_uses()
-        message = Backward(minibatch.number, segment.index, ordinal, gradients, sums, wanted, apart)
+        message = Backward(minibatch.number, segment.index, ordinal, gradients, sums=sums, wanted=wanted, apart=apart)
         self.stages[segment.stage].put(Parcel(message, event, events))
 
     def _done(self, result: Result, event: StreamEvent | None) -> None:

@@ -182,8 +182,8 @@ class ForwardStage(StageThread):
         tag: str,
     ) -> None:
         name, stream = f"hetpipe-evaluation-stage-{index}", WaitingStream(devices[index], devices)
-        threads, watchdog, done = settings.torch_threads, evaluator.watchdog, evaluator._done
-        super().__init__(name, index, devices[index], stream, threads, watchdog, done)
+        watchdog, done = evaluator.watchdog, evaluator._done
+        super().__init__(name, index, devices[index], stream, settings.torch_threads, watchdog=watchdog, done=done)
         self.calls: list[tuple[str, Callable[..., Any]]] = []
         """All layers' names, and what to call for each."""
         self._settings = settings

@@ -192,7 +192,9 @@ def _read_layer(written: Mapping[str, Any], tensors: list[Tensor], device: torch
     module.train(written["training"])
     _add(module.code, written["variants"])
     mutates, aliases, again = written["own"]
-    return Layer(written["name"], module, mutates, aliases, written["kind"], again, written["piece"])
+    return Layer(
+        written["name"], module, mutates, aliases, kind=written["kind"], recompute=again, piece=written["piece"]
+    )
 
 
 def _graph(module: fx.GraphModule) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from lightning_hetpipe.pipeline.stage import BeforePass
-from lightning_hetpipe.rules.spans import EVALUATE, LIGHTNING, STEP, USER_CODE, Row, Span
+from lightning_hetpipe.rules.schedule import EVALUATE, LIGHTNING, STEP, USER_CODE, Row, Span
 
 KEPT = 100
 """Minibatches of which everything is kept, where no window was asked for: the last so many.

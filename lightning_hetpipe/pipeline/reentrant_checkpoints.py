@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
 from torch.utils.checkpoint import CheckpointFunction
 
 from lightning_hetpipe.errors import SettingError
@@ -26,15 +28,17 @@ def reentrant_checkpoint() -> SettingError:
     )
 
 
-def run_backward(*arguments: Any) -> Sequence[Tensor | None]:
+def run_backward(outputs: Sequence[Tensor | GradientEdge], *arguments: Any) -> Sequence[Tensor | None]:
     """Compute gradients, as :func:`torch_private.autograd.run_backward` does.
 
     Raises:
-        SettingError: for a reentrant checkpoint that the pass meets.
+        SettingError: if the pass fails and there is a reentrant checkpoint on its way.
     """
     try:
-        return autograd.run_backward(*arguments)
+        return autograd.run_backward(outputs, *arguments)
     except RuntimeError as error:
-        if "use_reentrant" in str(error):
+        starts = [each.grad_fn if isinstance(each, Tensor) else each.node for each in outputs]
+        is_reentrant = any(map(is_reentrant_checkpoint, autograd.graph_nodes(starts, [])))
+        if is_reentrant and not isinstance(error, torch.OutOfMemoryError):
             raise reentrant_checkpoint() from error
         raise

@@ -148,7 +148,8 @@ class SegmentRunner:
             return Value.of(result), SavedForBackward(task.weights, inputs, tensors_of(result), kept, kind)
         repeated = task._replace(value=replace(task.value, tensors=()))
         changes = [version_counter(tensor) for tensor in inputs]
-        return Value.of(result), SavedForBackward(task.weights, inputs, [], kept, kind, repeated, changes, buffers)
+        saved = SavedForBackward(task.weights, inputs, [], kept, kind, again=repeated, changes=changes, buffers=buffers)
+        return Value.of(result), saved
 
     def _bind(self, weights: Reading) -> None:
         self._stash.bind(weights)

@@ -148,7 +148,8 @@ class Stage(StageThread):
         group: DeviceGroup | None = None,
     ) -> None:
         name = f"hetpipe-stage-{index}"
-        super().__init__(name, index, device, streams.on(device), settings.torch_threads, watchdog, done)
+        stream = streams.on(device)
+        super().__init__(name, index, device, stream, settings.torch_threads, watchdog=watchdog, done=done)
         self.segments = list(segments)
         self.layers = [layers[number] for segment in segments for number in segment.layers]
         self.compiling = Compiling(index, exclusively)

@@ -13,8 +13,7 @@ import torch
 
 from lightning_hetpipe.accelerator import accelerates
 from lightning_hetpipe.capture.measured_widths import measured_widths
-from lightning_hetpipe.capture.microbenchmark import ROUNDS, measure
-from lightning_hetpipe.capture.profiling import METHOD, ProfilingInput, code_of
+from lightning_hetpipe.capture.profiling import METHOD, ROUNDS, ProfilingInput, code_of
 from lightning_hetpipe.pipeline.values import Value
 from lightning_hetpipe.placement.progress import Bar, hidden
 from lightning_hetpipe.planning.model.catalogue import known, speed_by
@@ -103,14 +102,7 @@ def layer_seconds(profiling: ProfilingInput, device: torch.device | None, bar: B
     there = {str(each.device) for layer, _, _ in profiling.layers for each in layer.module.parameters()}
     where = device or " and ".join(sorted(there)) or "cpu"
     with bar(f"measuring on {where}", rounds) as tick:
-        return measure(
-            profiling.pieces,
-            profiling.generators,
-            profiling.default_dtype,
-            device,
-            tick=tick,
-            trained=profiling.finetuned,
-        )
+        return profiling.seconds(device, tick=tick)
 
 
 def optimizer_name(optimizer: torch.optim.Optimizer) -> str | None:

@@ -35,13 +35,13 @@ from lightning_hetpipe.placement.progress import Bar, hidden
 from lightning_hetpipe.placement.split_groups import as_planned, chosen_groups, parts_of, planned_groups, shared_groups
 from lightning_hetpipe.planning.model.catalogue import canonical
 from lightning_hetpipe.planning.model.cluster import DeviceSlot
-from lightning_hetpipe.planning.model.estimate import Estimate, StageEstimate
+from lightning_hetpipe.planning.model.estimate import Estimate, lacking
 from lightning_hetpipe.planning.model.profile import Profile, Times
 from lightning_hetpipe.planning.model.stage_memory import optimizer_state
 from lightning_hetpipe.planning.model.units import in_bytes
 from lightning_hetpipe.planning.plan.document import Plan
 from lightning_hetpipe.planning.plan.profile_file import ProfileCache
-from lightning_hetpipe.planning.search.choice import Choice, best_plan
+from lightning_hetpipe.planning.search.choice import best_plan
 from lightning_hetpipe.planning.search.grouped_plans import plan_with_groups, plan_with_shares
 from lightning_hetpipe.planning.search.problem import PlanningProblem
 from lightning_hetpipe.planning.search.split_points import partition, split_points_in_order, stage_times
@@ -153,8 +153,9 @@ class Planner:
         why = f"because plan={self.plan_name} says so"
         if self.placement.emulated:
             profile, factor = self._profile(profiling)
-            found = replace(self, spread=plan.spread)._estimate(profile, slots, first, plan.in_flight, profiling)
-            if _lacking(found.stages):  # whatever the plan says: of another batch or optimizer, perhaps
+            problem = replace(self._problem(profile, profiling, len(slots)), spread=plan.spread)
+            found = _estimate(problem, slots, first, plan.in_flight)
+            if lacking(found.stages):  # whatever the plan says: of another batch or optimizer, perhaps
                 raise self._unfit(found, ["a plan for what is trained here"], profile)
             groups = planned_groups(plan, self.placement)
             found = as_planned(found, plan.virtual_workers[0], groups, factor)
@@ -250,11 +251,11 @@ class Planner:
         named = {slot.device.name: times for slot in slots}
         samples, calls, user = profiling.samples, profiling.calls, profiling.user
         profile = Profile(self.model, samples, profiling.sizes(), named, {}, calls=calls, user=user)
-        found = self._estimate(profile, slots, decision.split_points, decision.in_flight, profiling)
-        if lacks := _lacking(found.stages):
-            asked = len(decision.split_points)
-            if asked <= len(self.placement.cluster.slots):
-                choice = self._best_plan(profile, profiling, decision.in_flight, asked)
+        problem = self._problem(profile, profiling, len(slots))
+        found = _estimate(problem, slots, decision.split_points, decision.in_flight)
+        if lacks := lacking(found.stages):
+            if len(slots) <= len(problem.slots):
+                choice = self._best_plan(problem, decision.in_flight)
                 if choice.fits:
                     return self._estimated(choice, profile, 1.0, self._reasons(choice, profiling))
             if self.must_fit:
@@ -263,11 +264,11 @@ class Planner:
             fits = (
                 f"in_flight={each}"
                 for each in fewer
-                if not _lacking(self._estimate(profile, slots, decision.split_points, each, profiling).stages)
+                if not lacking(_estimate(problem, slots, decision.split_points, each).stages)
             )
-            lacking = ", ".join(f"{self.placement.name(slot)} by {in_bytes(more)}" for slot, more in lacks.items())
+            said = ", ".join(f"{self.placement.name(slot)} by {in_bytes(more)}" for slot, more in lacks.items())
             rank_zero_warn(
-                f"{decision.in_flight} minibatches in flight may take more memory than there is, on {lacking}; if it"
+                f"{decision.in_flight} minibatches in flight may take more memory than there is, on {said}; if it"
                 f" runs out, set {next(fits, 'recompute=True, or take smaller batches')}"
             )
         return replace(decision, planned=_planned(found))
@@ -298,12 +299,13 @@ class Planner:
         if self.stages != "auto":
             stages = stage_count(self.stages, len(cluster.slots), len(profile.layers), _why_few(profiling))
             if stages > len(cluster.slots) and not self._shares:
-                return self._shared(profile, profiling, stages)
+                return self._shared(self._problem(profile, profiling, stages), stages)
         asked = None if self.in_flight == "auto" else self.in_flight
-        choice = self._best_plan(profile, profiling, asked, stages)
-        if _lacking(choice.stages):
+        problem = self._problem(profile, profiling, stages)
+        choice = self._best_plan(problem, asked)
+        if lacking(choice.stages):
             other = ["other shares in split"] if self._shares else []
-            if stages is not None and not self._shares and self._best_plan(profile, profiling, asked).fits:
+            if stages is not None and not self._shares and self._best_plan(replace(problem, stages=None), asked).fits:
                 other = ["stages='auto'"]
             raise self._unfit(choice, [*other, *choice.ways_out()], profile)
         return choice
@@ -313,71 +315,52 @@ class Planner:
         """The shares of :attr:`split`."""
         return {} if self.split == "auto" else self.split
 
-    def _best_plan(
-        self, profile: Profile, profiling: ProfilingInput, in_flight: int | None, stages: int | None = None
-    ) -> Choice:
+    def _best_plan(self, problem: PlanningProblem, in_flight: int | None) -> Estimate:
         with self.bar("searching for a plan", None) as tick:
-            problem = replace(self._problem(profile, profiling), stages=stages, progress=tick)
-            if self._shares and stages is not None:
-                parts = parts_of(self._shares, stages, self.placement)
+            problem = replace(problem, progress=tick)
+            if self._shares and problem.stages is not None:
+                parts = parts_of(self._shares, problem.stages, self.placement)
                 shares = {parts[stage]: own for stage, own in self._shares.items()}
                 return plan_with_shares(problem, in_flight, parts, shares)
             return plan_with_groups(problem, in_flight) if self.split == "auto" else best_plan(problem, in_flight)
 
-    def _problem(self, profile: Profile, profiling: ProfilingInput) -> PlanningProblem:
+    def _problem(self, profile: Profile, profiling: ProfilingInput, stages: int | None = None) -> PlanningProblem:
+        optimizer = UNKNOWN_OPTIMIZER if profiling.optimizer is None else known_optimizer(profiling.optimizer)
         return PlanningProblem(
             profile,
             self.placement.cluster,
-            optimizer=self._state(profiling),
+            optimizer=optimizer_state(optimizer) + self.copies if self.copies else optimizer,
             recompute=self.recompute,
+            stages=stages,
             weights=self.weights,
             every=self.every,
             spread=self.spread,
         )
 
-    def _state(self, profiling: ProfilingInput) -> str | float:
-        """The optimizer's name, or its bytes and those of :attr:`copies` for each byte of the weights."""
-        optimizer = UNKNOWN_OPTIMIZER if profiling.optimizer is None else known_optimizer(profiling.optimizer)
-        return optimizer_state(optimizer) + self.copies if self.copies else optimizer
-
-    def _shared(self, profile: Profile, profiling: ProfilingInput, stages: int) -> Estimate:
+    def _shared(self, problem: PlanningProblem, stages: int) -> Estimate:
         """Estimate more stages than devices, of which neighbours share one, with as many in flight as have room."""
-        slots = place(stages, self.placement.cluster.slots)
-        first = split_points_in_order(profile, self.placement.cluster, slots, self.recompute)
+        slots = place(stages, problem.slots)
+        first = split_points_in_order(problem.profile, problem.cluster, slots, self.recompute)
         most = self._most_in_flight(stages) if self.in_flight == "auto" else self.in_flight
         for in_flight in range(most, 0 if self.in_flight == "auto" else most - 1, -1):
-            found = self._estimate(profile, slots, first, in_flight, profiling)
-            if not _lacking(found.stages):
+            found = _estimate(problem, slots, first, in_flight)
+            if not lacking(found.stages):
                 return found
-        raise self._unfit(found, ["stages='auto'", "fewer in_flight", "recompute=True, perhaps"], profile)
-
-    def _estimate(
-        self,
-        profile: Profile,
-        slots: Sequence[DeviceSlot],
-        first: Sequence[int],
-        in_flight: int,
-        profiling: ProfilingInput,
-    ) -> Estimate:
-        problem = replace(self._problem(profile, profiling), stages=len(slots))
-        return problem.estimate(slots, first, in_flight, problem.spread_memory if in_flight == 1 else None)
+        raise self._unfit(found, ["stages='auto'", "fewer in_flight", "recompute=True, perhaps"], problem.profile)
 
     def _unfit(self, found: Estimate, ways: Sequence[str], profile: Profile) -> _Unfit:
-        lacks = _lacking(found.stages)
-        lacking = [f"{self.placement.name(slot)} lacks {in_bytes(more)}" for slot, more in lacks.items()]
+        lacks = lacking(found.stages)
+        said = [f"{self.placement.name(slot)} lacks {in_bytes(more)}" for slot, more in lacks.items()]
         help_ = f"it would fit with {', or with '.join(ways)}" if ways else "give devices with more memory"
-        message = f"{self.model} does not fit into the memory of its devices: {', '.join(lacking)}; {help_}"
-        return _Unfit(message, self._table(found, profile))
-
-    def _table(self, found: Estimate, profile: Profile) -> Plan:
+        message = f"{self.model} does not fit into the memory of its devices: {', '.join(said)}; {help_}"
         names = [layer.name for layer in profile.layers]
-        return Plan.of(found, self.model, names, self.placement.cluster, [*profile.estimated])
+        return _Unfit(message, Plan.of(found, self.model, names, self.placement.cluster, [*profile.estimated]))
 
     def _reasons(self, found: Estimate, profiling: ProfilingInput) -> str:
-        reasons = list(found.reasons) if isinstance(found, Choice) else []
+        reasons = list(found.reasons)
         if self.stages != "auto":
             reasons.append(f"stages={self.stages} was asked for")
-        elif isinstance(found, Choice) and found.idle:
+        elif found.idle:
             *most, last = [self.placement.name(slot) for slot in found.idle]
             names = f"{', '.join(most)} and {last} are" if most else f"{last} is"
             reasons.append(f"{names} not used, as no plan was found that is better with {'them' if most else 'it'}")
@@ -429,18 +412,13 @@ def _why_few(profiling: ProfilingInput) -> str:
     return profiling.why_apart
 
 
+def _estimate(problem: PlanningProblem, slots: Sequence[DeviceSlot], first: Sequence[int], in_flight: int) -> Estimate:
+    """Estimate stages on ``slots``, in a spread run if that is what so many in flight ask for."""
+    return problem.estimate(slots, first, in_flight, problem.spread_memory if in_flight == 1 else None)
+
+
 def _planned(found: Estimate) -> list[PlannedMemory]:
     return [
         PlannedMemory(stage.memory.total, stage.limit, room)
         for stage, room in zip(found.stages, found.allowances, strict=True)
     ]
-
-
-def _lacking(stages: Sequence[StageEstimate]) -> dict[DeviceSlot, int]:
-    """Bytes that devices lack, of which several stages may share one."""
-    taken: dict[DeviceSlot, int] = {}
-    for stage in stages:
-        for slot, nbytes in stage.taken.items():
-            taken[slot] = taken.get(slot, 0) + nbytes
-    limits = ((slot, slot.device.memory) for slot in taken)
-    return {slot: taken[slot] - limit for slot, limit in limits if limit is not None and taken[slot] > limit}

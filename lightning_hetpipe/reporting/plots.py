@@ -14,7 +14,7 @@ from lightning_hetpipe.planning.model.units import digits
 from lightning_hetpipe.planning.plan.document import Plan
 from lightning_hetpipe.planning.plan.planned_worker import PlannedStage
 from lightning_hetpipe.reporting.timeline import Timeline
-from lightning_hetpipe.rules.spans import BACKWARD, EVALUATE, FORWARD, IDLE, LOSS, TURN, Row, Span
+from lightning_hetpipe.rules.schedule import BACKWARD, EVALUATE, FORWARD, IDLE, LOSS, TURN, Row, Span
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

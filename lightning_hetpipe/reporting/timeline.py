@@ -15,8 +15,19 @@ import numpy as np
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.planning.model.simulate import Simulation, StageTimes
 from lightning_hetpipe.reporting.trace import chrome_trace
-from lightning_hetpipe.rules.schedule import Work
-from lightning_hetpipe.rules.spans import BACKWARD, EVALUATE, FORWARD, IDLE, LIGHTNING, LOSS, TURN, USER_CODE, Row, Span
+from lightning_hetpipe.rules.schedule import (
+    BACKWARD,
+    EVALUATE,
+    FORWARD,
+    IDLE,
+    LIGHTNING,
+    LOSS,
+    TURN,
+    USER_CODE,
+    Row,
+    Span,
+    Work,
+)
 
 
 @dataclass(frozen=True, repr=False)

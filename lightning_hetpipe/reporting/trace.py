@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from lightning_hetpipe.rules.spans import EVALUATE, IDLE, TURN, Row, Span
+from lightning_hetpipe.rules.schedule import EVALUATE, IDLE, TURN, Row, Span
 
 if TYPE_CHECKING:
     from lightning_hetpipe.reporting.timeline import Timeline

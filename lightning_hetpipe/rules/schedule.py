@@ -14,6 +14,8 @@ Each *call* of a piece visits the piece's segments in order: where a piece is ca
 minibatch makes the calls in order (forwards), and goes back in the opposite order (backwards); its last visit is a
 TURN, where forward, loss and backward are one task of the stage. Between two calls, and at the turn, the user's own
 code runs. Each stage takes its tasks first in, first out.
+
+A *span* is work over time: the engine records spans, and pictures and traces show them.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 T = TypeVar("T")
 
@@ -155,3 +157,35 @@ class CallOrder(Generic[T]):
         found = len(kept) < len(self._waiting)
         self._waiting = deque(kept)
         return found
+
+
+LIGHTNING = "Lightning"
+"""The row of Lightning's own thread."""
+USER_CODE = "user code"
+"""The row of the user's step: one section at a time, whatever the thread (law L8)."""
+
+Row = int | str
+"""The number of a stage, or one of the rows above. In one row one thing takes place at a time."""
+
+FORWARD, LOSS, BACKWARD, EVALUATE = "forward", "loss", "backward", "evaluate"
+"""Work of a stage. The loss is the user's code on the last stage, between the other two."""
+
+IDLE, TURN = "idle", "wait for user code"
+"""Waits of a stage: nothing was ready for it; or it has handed the outputs to the user's code, and waits
+for the gradients that the loss gives to them (the turn)."""
+
+STEP = "step"
+"""Work of Lightning's thread with a minibatch's gradients: hooks, the optimizer's step, callbacks."""
+
+
+class Span(NamedTuple):
+    """Work in ``row``, from ``start`` to ``end``, in seconds.
+
+    ``work`` names it; ``minibatch`` is the one for which it was done, in an evaluation the batch's number there.
+    """
+
+    row: Row
+    work: str
+    minibatch: int
+    start: float
+    end: float

@@ -21,8 +21,8 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import RunningStage
 from torch import nn
 
-from lightning_hetpipe.capture.microbenchmark import measure
 from lightning_hetpipe.capture.pieces import Piece, named_pieces
+from lightning_hetpipe.capture.profiling import ProfilingInput
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.lightning_private import BEFORE_TRANSFER, EvaluatingLoop
 from lightning_hetpipe.pipeline.compiled_calls import compiled_calls_apart
@@ -149,7 +149,7 @@ class Evaluation(TrainerRun):
         """Cuts the layers of ``pieces`` into stages, and moves them to their devices."""
         devices, wanted = self.settings.devices, self.settings.stages
         stages = min(len(devices) if wanted == "auto" else wanted, sum(len(piece.layers) for piece in pieces))
-        times = measure(pieces, self.generators, default_dtype, backward=False)
+        times = ProfilingInput(pieces, self.generators, default_dtype).seconds(backward=False)
         where = place(stages, devices)
         first = self._within_memory(self.settings.choose_split_points(times, stages), pieces, where, times)
         in_flight = stages + 1 if self.settings.in_flight == "auto" else self.settings.in_flight

@@ -37,11 +37,10 @@ from lightning_hetpipe.pipeline.user.user_section import (
 from lightning_hetpipe.redirect import Redirect
 from lightning_hetpipe.rules.versions import STASH, Versions
 from lightning_hetpipe.run.driver import Driver, Opened
-from lightning_hetpipe.run.extensions.carried_state import SHARED, CarriedState
+from lightning_hetpipe.run.extensions.minibatch_state import RandomStates, user_parts
 from lightning_hetpipe.run.extensions.module_attributes import Attributes
-from lightning_hetpipe.run.extensions.random_states import RandomStates, user_parts
 from lightning_hetpipe.run.extensions.replay import Replay
-from lightning_hetpipe.run.extensions.shared_values import SharedValues
+from lightning_hetpipe.run.extensions.shared_values import SHARED, CarriedState, SharedValues
 from lightning_hetpipe.run.lifecycle import Extension
 from lightning_hetpipe.run.look_ahead import LookAhead, prepared
 from lightning_hetpipe.run.piece_calls import PieceForwards
@@ -107,10 +106,10 @@ class EvaluationRun:
                 evaluation.names,
                 evaluation.generators,
                 self._tag(1),
-                pieces,
-                evaluation.settings.capture_timeout,
-                calls,
-                lambda module: state.watch(user_parts([module], ())),
+                capture_timeout=evaluation.settings.capture_timeout,
+                known=pieces,
+                calls=calls,
+                on_apart=lambda module: state.watch(user_parts([module], ())),
             )
             with closing(state), watch.watching(), evaluation.operands.told(evaluation.overflow()):
                 output = self._driver.step_inline(1, native, args)

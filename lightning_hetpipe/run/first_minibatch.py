@@ -6,7 +6,7 @@ import gc
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import lightning as L
@@ -72,6 +72,7 @@ Called with what the watched step has shown, the decision on stages, Nm, and wha
 """
 
 
+@dataclass(eq=False)
 class FirstMinibatch(Extension):
     """Watches the first minibatch of a fit in Lightning's own thread, and decides once its gradients are there.
 
@@ -79,31 +80,21 @@ class FirstMinibatch(Extension):
     eat the gain of one.
     """
 
-    def __init__(
-        self,
-        trainer: L.Trainer,
-        precision: Precision,
-        settings: RunSettings,
-        generators: RandomGenerators,
-        user_step: UserStep,
-        synchroniser: Synchroniser | NoSynchroniser,
-        begin: Begin,
-        stay: Callable[[], None],
-        operands: OperandsTogether,
-    ) -> None:
-        callbacks = getattr(trainer, "callbacks", [])  # set by a connector, without declaring it
-        self._trainer = trainer
-        self._module: L.LightningModule = trainer.lightning_module
-        self._precision = precision
-        self._settings = settings
-        self._generators = generators
-        self._user_step = user_step
-        self._synchroniser = synchroniser
-        self._begin = begin
-        self._stay = stay
-        self._operands = operands
-        self._names = named_pieces(self._module, settings.module)
-        self._finetuned = trains_frozen_later(trainer)
+    trainer: L.Trainer
+    precision: Precision
+    settings: RunSettings
+    generators: RandomGenerators
+    step: UserStep
+    synchroniser: Synchroniser | NoSynchroniser
+    operands: OperandsTogether
+    begin: Begin
+    stay: Callable[[], None]
+
+    def __post_init__(self) -> None:
+        callbacks = getattr(self.trainer, "callbacks", [])  # set by a connector, without declaring it
+        self._module: L.LightningModule = self.trainer.lightning_module
+        self._names = named_pieces(self._module, self.settings.module)
+        self._finetuned = trains_frozen_later(self.trainer)
         self._averaged = any(isinstance(callback, StochasticWeightAveraging) for callback in callbacks)
         self._watch: TrainingWatch
         self._outside: OutsideParameters
@@ -112,35 +103,35 @@ class FirstMinibatch(Extension):
 
     @contextmanager
     def inline_step(self, minibatch: int) -> Iterator[None]:
-        settings = self._settings
+        settings = self.settings
         self._watch = TrainingWatch(
             self._module,
             self._names,
-            self._generators,
+            self.generators,
             minibatch,
-            self._finetuned,
-            settings.capture_timeout,
-            self._changed_later,
-            settings.wants_graphs,
+            capture_timeout=settings.capture_timeout,
+            frozen_too=self._finetuned,
+            changed_later=self._changed_later,
+            wants_graphs=settings.wants_graphs,
         )
         self._outside = OutsideParameters(self._module)
         torch.set_num_threads(settings.torch_threads)
         self._collect_garbage()
-        check_memory(self._module, self._trainer.optimizers[0], settings.memory)
+        check_memory(self._module, self.trainer.optimizers[0], settings.memory)
         settings.waited_in()
-        overflow = Overflow(self._module, settings.spread, settings.memory, self._trainer.optimizers, self._finetuned)
-        with self._watch.watching(), self._operands.told(overflow):
+        overflow = Overflow(self._module, settings.spread, settings.memory, self.trainer.optimizers, self._finetuned)
+        with self._watch.watching(), self.operands.told(overflow):
             yield
         self._waited = settings.waited_in()
 
     def inline_output(self, minibatch: int, args: Sequence[Any], output: Any) -> None:
-        loss = self._user_step.loss_of(output)
-        with self._precision.train_step_context():
+        loss = self.step.loss_of(output)
+        with self.precision.train_step_context():
             self._watch.check(loss, args[:1])
         if apart := self._watch.apart:
             rank_zero_info(apart.explanation())
             if apart.timed_out:
-                warnings.warn(apart.timeout_warning(self._settings.capture_timeout), stacklevel=2)
+                warnings.warn(apart.timeout_warning(self.settings.capture_timeout), stacklevel=2)
         for line in self._watch.without_graph:
             rank_zero_info(line)
         self._samples = batch_size(args[0] if args else None)
@@ -153,10 +144,10 @@ class FirstMinibatch(Extension):
         decision = self._decide(watch)
         self._collect_garbage()
         if self._is_without_gain(watch, decision):
-            self._stay()
+            self.stay()
         else:
             decision, in_flight = self._agreed(watch, decision)
-            self._begin(watch, decision, in_flight, outside)
+            self.begin(watch, decision, in_flight, outside)
 
     def _collect_garbage(self) -> None:
         """Frees devices of what an earlier fit, or the capture, has left in cycles of references.
@@ -164,7 +155,7 @@ class FirstMinibatch(Extension):
         Graphs and their layers refer to one another, and Python collects these when it has made many objects, which
         says nothing of the bytes on a device.
         """
-        if self._settings.memory:
+        if self.settings.memory:
             gc.collect()
 
     def _changed_later(self, layer: nn.Module) -> str | None:
@@ -179,20 +170,19 @@ class FirstMinibatch(Extension):
         Raises:
             SettingError: where what was asked for cannot be done with these layers.
         """
-        dtype, optimizer = self._user_step.default_dtype(), self._trainer.optimizers[0]
-        return self._settings.decide(
+        return self.settings.decide(
             ProfilingInput(
                 watch.pieces,
-                self._generators,
-                dtype,
-                optimizer,
-                self._samples,
-                watch.called,
-                watch.user,
-                self._finetuned,
-                next(iter(watch.apart.reasons.values()), ""),
+                self.generators,
+                self.step.default_dtype(),
+                self.trainer.optimizers[0],
+                samples=self._samples,
+                called=watch.called,
+                user=watch.user,
+                finetuned=self._finetuned,
+                why_apart=next(iter(watch.apart.reasons.values()), ""),
             ),
-            self._settings.weights,
+            self.settings.weights,
         )
 
     def _is_without_gain(self, watch: TrainingWatch, decision: Decision) -> bool:
@@ -200,7 +190,7 @@ class FirstMinibatch(Extension):
 
         Not so where stages or Nm, on which results depend, were asked for, or devices that are not here.
         """
-        settings = self._settings
+        settings = self.settings
         if (why := without_gain(watch.apart, watch.pieces, decision)) is None:
             return False
         asked = (settings.stages, settings.in_flight) != ("auto", "auto")
@@ -212,14 +202,14 @@ class FirstMinibatch(Extension):
 
     def _agreed(self, watch: TrainingWatch, decision: Decision) -> tuple[Decision, int]:
         """Take the weight policy and Nm on which all virtual workers agree, and say what there is to say of them."""
-        settings, layers = self._settings, [layer for piece in watch.pieces for layer in piece.layers]
-        every = self._trainer.accumulate_grad_batches
-        in_flight, weights = self._synchroniser.agree(decision.in_flight, decision.weights, every)
+        settings, layers = self.settings, [layer for piece in watch.pieces for layer in piece.layers]
+        every = self.trainer.accumulate_grad_batches
+        in_flight, weights = self.synchroniser.agree(decision.in_flight, decision.weights, every)
         if decision.at is not None and in_flight != decision.in_flight:
             decision = decision.at(in_flight, weights)  # there may be no room for so many, or a plan that is faster
         decision = replace(decision, weights=weights, at=None)
         versions = Versions(decision.weights, in_flight, every)
-        versions.check(self._synchroniser.wave)
+        versions.check(self.synchroniser.wave)
         check_resumed(settings.resumed, in_flight)
         if self._waited is not None and in_flight > 1:
             raise ahead(self._waited)
@@ -236,9 +226,9 @@ class FirstMinibatch(Extension):
             )
         if in_flight > 1 and settings.automatic is not None:
             rank_zero_info(settings.automatic.told(decision.weights))
-        behind = self._synchroniser.staleness(decision.weights.behind(versions))
+        behind = self.synchroniser.staleness(decision.weights.behind(versions))
         check_staleness(
-            self._trainer,
+            self.trainer,
             in_flight,
             *behind,
             predicted=decision.weights.predicts,

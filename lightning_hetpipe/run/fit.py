@@ -20,7 +20,7 @@ import torch
 from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor
 
-from lightning_hetpipe.capture.compiled_modules import look_through
+from lightning_hetpipe.capture.prepared_modules import look_through
 from lightning_hetpipe.capture.watch import TrainingWatch
 from lightning_hetpipe.emulation import Emulation
 from lightning_hetpipe.errors import PipelineRefusal, SettingError
@@ -51,25 +51,26 @@ from lightning_hetpipe.run import first_minibatch, spread_run
 from lightning_hetpipe.run.around_step import AroundStep, RateCorrection
 from lightning_hetpipe.run.driver import Driver
 from lightning_hetpipe.run.evaluation import Evaluation
-from lightning_hetpipe.run.extensions.carried_state import SHARED
-from lightning_hetpipe.run.extensions.loss_scale import LossScale
+from lightning_hetpipe.run.extensions.minibatch_state import (
+    InlineRandomStates,
+    LossScale,
+    ModulesApart,
+    RandomStates,
+    TrainerCounters,
+    user_parts,
+)
 from lightning_hetpipe.run.extensions.module_attributes import Attributes
 from lightning_hetpipe.run.extensions.outside_parameters import OutsideParameters
-from lightning_hetpipe.run.extensions.pace import Pace
-from lightning_hetpipe.run.extensions.random_states import InlineRandomStates, ModulesApart, RandomStates, user_parts
-from lightning_hetpipe.run.extensions.recording import Recording
+from lightning_hetpipe.run.extensions.recording import Recording, profiled_sections, shown_to_profiler
 from lightning_hetpipe.run.extensions.replay import Replay
-from lightning_hetpipe.run.extensions.shared_values import SharedValues
-from lightning_hetpipe.run.extensions.structure import Structure
-from lightning_hetpipe.run.extensions.telemetry import Telemetry
-from lightning_hetpipe.run.extensions.thread_sections import profiled_sections, shown_to_profiler
-from lightning_hetpipe.run.extensions.trainer_counters import TrainerCounters
+from lightning_hetpipe.run.extensions.shared_values import SHARED, SharedValues
+from lightning_hetpipe.run.extensions.telemetry import Pace, Telemetry
 from lightning_hetpipe.run.extensions.waves_and_cuts import WavesAndCuts
 from lightning_hetpipe.run.first_minibatch import FirstMinibatch
 from lightning_hetpipe.run.gradients import clip_by_norm
 from lightning_hetpipe.run.lifecycle import Extension
 from lightning_hetpipe.run.look_ahead import before_transfer, prepared
-from lightning_hetpipe.run.piece_calls import PieceCalls
+from lightning_hetpipe.run.piece_calls import PieceCalls, Structure
 from lightning_hetpipe.run.prediction import Prediction, prediction_of
 from lightning_hetpipe.run.preemption import Preemption
 from lightning_hetpipe.run.run_settings import RunSettings
@@ -282,12 +283,12 @@ class Fit(TrainerRun):
             self._trainer,
             self._precision,
             settings,
-            self._generators,
-            self._user_step,
-            self._synchroniser,
-            self._begin,
-            self._stay,
-            self._operands,
+            generators=self._generators,
+            step=self._user_step,
+            synchroniser=self._synchroniser,
+            begin=self._begin,
+            stay=self._stay,
+            operands=self._operands,
         )
         return [*([InlineRandomStates(self._state)] if settings.may_run_ahead else []), first]
 
@@ -345,18 +346,18 @@ class Fit(TrainerRun):
             layout.split_points,
             layout.devices,
             StageSettings(
-                self._generators,
-                in_flight,
-                settings.torch_threads,
-                self._user_step.default_dtype(),
-                settings.before_pass,
-                settings.recompute,
-                settings.compile,
-                decision.weights.buffers(versions(number - 1)),
+                generators=self._generators,
+                in_flight=in_flight,
+                torch_threads=settings.torch_threads,
+                default_dtype=self._user_step.default_dtype(),
+                before_pass=settings.before_pass,
+                recompute=settings.recompute,
+                compile=settings.compile,
+                buffers=decision.weights.buffers(versions(number - 1)),
             ),
             settings.timeout,
-            self._module,
-            watch.changed_buffers(),
+            root=self._module,
+            changing=watch.changed_buffers(),
             called=watch.called,
             planned=decision.planned,
             versions=versions,
@@ -379,7 +380,8 @@ class Fit(TrainerRun):
         if in_flight > 1:
             if versions(number - 1).runs_ahead:
                 outside.check_step()
-                apart.refuse_shared()
+                if apart.shared is not None:
+                    raise apart.shared
             add(outside, TrainerCounters(trainer), RandomStates(self._state), Replay(self._module, context))
             add(SharedValues(self._module, modules, lambda: engine.versions, way_out))
             for part in (self._module, *parts):  # after the stand-ins of Replay, which all see
@@ -399,13 +401,13 @@ class Fit(TrainerRun):
             trainer,
             driver,
             engine,
-            self._user_step,
-            self._loss_scale,
-            self._evaluation,
-            number,
-            moved,
-            bool(apart),
-            self._around,
+            user_step=self._user_step,
+            loss_scale=self._loss_scale,
+            evaluation=self._evaluation,
+            first=number,
+            moved=moved,
+            apart=bool(apart),
+            around=self._around,
         )
         add(steps, Structure(driver, engine, calls, context, self._evaluation.is_worth_it), telemetry)
         self._lacking = engine.lacking

@@ -1,8 +1,12 @@
-"""Calls of the pipelined modules: through a pipeline where one takes them, and on the live layers anywhere else."""
+"""Calls of the pipelined modules: through a pipeline where one takes them, and on the live layers anywhere else.
+
+Stages follow changes of the live layers, other than of weights and buffers, where their pipeline is empty.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,13 +17,16 @@ from lightning_hetpipe.capture.fingerprint import Fingerprint
 from lightning_hetpipe.capture.interceptor import NOT_TAKEN, Interceptor, ModuleCall
 from lightning_hetpipe.capture.parity_check import compare
 from lightning_hetpipe.capture.pieces import Piece
-from lightning_hetpipe.errors import PipelineRefusal
+from lightning_hetpipe.errors import PipelineRefusal, SettingError
+from lightning_hetpipe.pipeline.engine import Engine
 from lightning_hetpipe.pipeline.operands import OperandsTogether
 from lightning_hetpipe.pipeline.random.generators import RandomGenerators, drawing_nothing, draws_now
 from lightning_hetpipe.pipeline.user.batch_in_flight import current
 from lightning_hetpipe.pipeline.user.minibatch import Minibatch
-from lightning_hetpipe.pipeline.user.user_section import has_own_seed
+from lightning_hetpipe.pipeline.user.user_section import SectionBetween, UserSection, has_own_seed
 from lightning_hetpipe.placement.layout import Layout
+from lightning_hetpipe.run.driver import Driver
+from lightning_hetpipe.run.lifecycle import NOTHING, Around, Extension
 
 
 class PieceForwards:
@@ -125,3 +132,50 @@ class PieceCalls(PieceForwards):
                 f"training_step changes '{changed}' before it calls '{name}', which stages, that run copies, would see"
                 " too late; give it to the call as an argument, or change it in a callback at the start of an epoch"
             )
+
+
+@dataclass(eq=False)
+class Structure(Extension):
+    """Has the stages of ``engine`` follow the live layers that ``calls`` stands in for.
+
+    Attributes:
+        driver: Drives ``engine``.
+        engine: The pipeline.
+        calls: Of the pipelined modules.
+        context: Opened while layers are captured anew.
+        evaluates: Tells whether an evaluation runs in a pipeline of its own, through the modules' own ``forward``.
+    """
+
+    driver: Driver[Minibatch]
+    engine: Engine
+    calls: PieceCalls
+    context: Callable[[], Around]
+    evaluates: Callable[[], bool]
+
+    def epoch_begins(self, first: int) -> None:
+        self.calls.epoch_begins(first)
+
+    def section(self, minibatch: int) -> UserSection:
+        """Note the modes of the pipelined modules at the beginning of each section, which must not change them."""
+        return SectionBetween(self.calls.take_modes, lambda: None)
+
+    def settled(self, version: int) -> None:
+        changed = self.calls.fingerprint.changed()
+        if changed is None:
+            return
+        if not self.driver.restarts and self.driver.in_flight():
+            raise SettingError(
+                f"'{changed}' of the pipelined layers was changed after minibatch {version}, while later minibatches"
+                " were in flight; change it at the start or end of an epoch, or set in_flight=1"
+            )
+        with self.context():
+            self.calls.follow()
+        self.driver.restarts = True  # a pipeline of new copies starts empty
+        self.engine.copy_layers()
+        self.calls.fingerprint.take()
+
+    def evaluating(self, minibatch: int) -> Around:
+        return self.calls.interceptor.suspended() if self.evaluates() else NOTHING
+
+    def closed(self) -> None:
+        self.calls.interceptor.remove()

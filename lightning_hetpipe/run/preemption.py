@@ -16,8 +16,8 @@ import lightning as L
 from lightning.fabric.plugins.environments import SLURMEnvironment
 
 from lightning_hetpipe.errors import say
+from lightning_hetpipe.launch.ends import ToldToEnd
 from lightning_hetpipe.launch.parent_watch import this_child
-from lightning_hetpipe.launch.told_to_end import ToldToEnd
 from lightning_hetpipe.lightning_private import ends_epoch, note_sigterm, on_requeue, on_sigterm, requeue_path
 from lightning_hetpipe.redirect import Redirect
 from lightning_hetpipe.workers.synchroniser import NoSynchroniser, Synchroniser

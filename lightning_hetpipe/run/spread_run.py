@@ -19,15 +19,15 @@ import lightning as L
 import torch
 from torch import nn
 
-from lightning_hetpipe.capture.compiled_modules import is_compiled, is_scripted
+from lightning_hetpipe.capture.grouping import layers_of
 from lightning_hetpipe.capture.pieces import named_pieces, never_called
-from lightning_hetpipe.capture.sequentials import layers_of
+from lightning_hetpipe.capture.prepared_modules import is_compiled, is_scripted
 from lightning_hetpipe.pipeline.operands import OperandsTogether
 from lightning_hetpipe.placement.layout import device_bytes, device_name, stage_count
 from lightning_hetpipe.placement.spread import Overflow
 from lightning_hetpipe.planning.search.spread_plan import divided
 from lightning_hetpipe.reporting.report import Meter, RunReport, StageReport
-from lightning_hetpipe.rules.spans import BACKWARD, FORWARD
+from lightning_hetpipe.rules.schedule import BACKWARD, FORWARD
 from lightning_hetpipe.run.lifecycle import Around, Extension
 from lightning_hetpipe.run.run_settings import RunSettings, nothing_to_recompute, trains_frozen_later
 

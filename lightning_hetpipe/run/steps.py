@@ -11,7 +11,7 @@ import lightning as L
 import torch
 from lightning.fabric.utilities import move_data_to_device
 
-from lightning_hetpipe.capture.leaves import refuse_leaves
+from lightning_hetpipe.capture.observation import refuse_leaves
 from lightning_hetpipe.errors import PipelineRefusal
 from lightning_hetpipe.pipeline.engine import Engine
 from lightning_hetpipe.pipeline.operands import OperandsTogether
@@ -20,7 +20,7 @@ from lightning_hetpipe.pipeline.user.user_section import UserSection
 from lightning_hetpipe.run.around_step import AroundStep, around_step
 from lightning_hetpipe.run.driver import Driver, Opened
 from lightning_hetpipe.run.evaluation import Evaluation
-from lightning_hetpipe.run.extensions.loss_scale import LossScale
+from lightning_hetpipe.run.extensions.minibatch_state import LossScale
 from lightning_hetpipe.run.gradients import deliver
 from lightning_hetpipe.run.lifecycle import Extension
 from lightning_hetpipe.run.user_step import UserStep, without_graph

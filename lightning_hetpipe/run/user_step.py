@@ -12,7 +12,7 @@ from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor
 
 from lightning_hetpipe.lightning_private import closure_loss
-from lightning_hetpipe.run.extensions.loss_scale import LossScale
+from lightning_hetpipe.run.extensions.minibatch_state import LossScale
 from lightning_hetpipe.run.run_settings import check_loss, returned_none
 
 

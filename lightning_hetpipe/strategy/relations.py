@@ -17,8 +17,8 @@ from lightning_hetpipe.errors import SettingError, nearest, of_file
 from lightning_hetpipe.launch.wsp_settings import WSPSettings
 from lightning_hetpipe.planning.plan.document import Plan
 from lightning_hetpipe.rules.channel_layouts import is_share
-from lightning_hetpipe.rules.shares import whole_steps
 from lightning_hetpipe.rules.versions import POLICIES
+from lightning_hetpipe.rules.waves import whole_steps
 from lightning_hetpipe.server.protocol.identifiers import MOST_VIRTUAL_WORKERS
 from lightning_hetpipe.server.transport.security import split
 from lightning_hetpipe.settings import MOST, Bounds, Length, check

@@ -20,7 +20,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lightning_hetpipe.errors import SettingError
-from lightning_hetpipe.rules.shares import whole_steps
+from lightning_hetpipe.rules.waves import whole_steps
 
 if TYPE_CHECKING:
     from lightning_hetpipe.workers.group import Group

@@ -18,15 +18,16 @@ from torch import Tensor
 
 from lightning_hetpipe.errors import SettingError, VirtualWorkerLost
 from lightning_hetpipe.launch import node_hosts, servers
+from lightning_hetpipe.launch.ends import REASON, TERMINATED, ToldToEnd
 from lightning_hetpipe.launch.launcher import Launcher, ServingLauncher, WasLeftOut, check_processes
 from lightning_hetpipe.launch.node_hosts import ServingNodes
+from lightning_hetpipe.launch.parent_watch import this_child
 from lightning_hetpipe.launch.ranks import Rank, Role, WorkerRange, announce, count_nodes, find_rank
-from lightning_hetpipe.launch.told_to_end import REASON, TERMINATED, ToldToEnd
 from lightning_hetpipe.launch.wsp_settings import WSPSettings
 from lightning_hetpipe.lightning_private import recount_batches, train_loaders
 from lightning_hetpipe.planning.model.cluster import Cluster
 from lightning_hetpipe.planning.plan.document import Plan
-from lightning_hetpipe.rules.shares import whole_steps
+from lightning_hetpipe.rules.waves import whole_steps
 from lightning_hetpipe.run.together import check_returning
 from lightning_hetpipe.settings import seconds
 from lightning_hetpipe.strategy import host_setting, relations
@@ -55,6 +56,7 @@ class VirtualWorkers:
     """
 
     def __init__(self, given: SimpleNamespace, plan: Plan | None, in_flight: Callable[[], int]) -> None:
+        this_child()  # from here on a child of our launcher ends with it
         each, hosts = given.virtual_workers, given.stage_hosts
         self.asked: int | WorkerRange = each if isinstance(each, int) else WorkerRange(*each)
         self.wsp: WSPCallback | None = given.wsp

@@ -26,6 +26,8 @@ from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import has_torch_function
 
+from lightning_hetpipe.torch_private.modes import replaced
+
 GRAPH_GUARDS = "_guards_fn"
 """The submodule of an exported graph that checks whether inputs are of the kind that it was made for."""
 
@@ -82,14 +84,8 @@ def traced_as_called() -> Iterator[None]:
         (torch.nn.modules.activation, "_is_make_fx_tracing", torch.is_grad_enabled),
         (torch._meta_registrations, "_meta_grouped_mm_common", _grouped_mm_shape),
     ]
-    before = [getattr(owner, name) for owner, name, _ in hidden]
-    for owner, name, value in hidden:
-        setattr(owner, name, value)
-    try:
+    with replaced(hidden):
         yield
-    finally:
-        for (owner, name, _), value in zip(hidden, before, strict=True):
-            setattr(owner, name, value)
 
 
 _ENCODER_LAYER: Any = torch.ops.aten._transformer_encoder_layer_fwd.default

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import groupby
 from types import FunctionType
@@ -24,13 +24,25 @@ from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction, _SingleLevelFunction
 from torch.nn.utils import clip_grad, convert_parameters
 from torch.nn.utils.clip_grad import _group_tensors_by_device_and_dtype  # type: ignore[attr-defined]  # imported there
-from torch.nn.utils.convert_parameters import _check_param_device
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, has_torch_function
-from torch.utils import checkpoint as _checkpoint
+from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode, _pop_mode, _push_mode
 from torch.utils.checkpoint import _infer_device_type, get_device_states
 
 from lightning_hetpipe.errors import SettingError
+
+
+@contextmanager
+def replaced(those: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
+    """Within it, each owner has this value as its attribute of that name."""
+    with ExitStack() as stack:
+        for owner, name, value in those:
+            if name in vars(owner):
+                stack.callback(setattr, owner, name, vars(owner)[name])
+            else:
+                stack.callback(delattr, owner, name)
+            setattr(owner, name, value)
+        yield
 
 
 def enter_function_mode(mode: TorchFunctionMode) -> None:
@@ -78,14 +90,7 @@ class OwnMode(TorchFunctionMode):
         global _entered
         with _enter_lock:
             if not _entered:
-                torch.overrides.has_torch_function = _seen_by_others  # type: ignore[assignment]  # a parameter's name
-                if _APPLY_IS_PYTHON:
-                    _calls.apply = classmethod(_apply)
-                else:
-                    _nodes.__init__ = _refuse_unheard
-                _clipping._group_tensors_by_device_and_dtype = in_order
-                _vectors._check_param_device = _unchecked
-                _checkpoints.get_device_states = _states_of_devices
+                _told.enter_context(replaced(_TELL))
             _entered += 1
         super().__enter__()  # type: ignore[no-untyped-call]  # torch has no types here
         return self
@@ -96,44 +101,14 @@ class OwnMode(TorchFunctionMode):
         with _enter_lock:
             _entered -= 1
             if not _entered:
-                torch.overrides.has_torch_function = has_torch_function
-                if _APPLY_IS_PYTHON:
-                    del _calls.apply
-                else:
-                    del _nodes.__init__
-                _clipping._group_tensors_by_device_and_dtype = _group_tensors_by_device_and_dtype
-                _vectors._check_param_device = _check_param_device
-                _checkpoints.get_device_states = get_device_states
-
-
-_calls: Any = _SingleLevelFunction  # up to torch 2.13 ``torch.autograd.Function.apply`` calls the ``apply`` of this
-
-
-_functions: Any = torch.autograd.Function
-
-
-_nodes: Any = BackwardCFunction
+                _told.close()
 
 
 TORCHS_APPLY = vars(torch.autograd.Function)["apply"]
 """The ``apply`` of torch's own. From torch 2.14 on it is no Python code, and calls nothing that could be replaced."""
-
-
 _APPLY_IS_PYTHON = isinstance(TORCHS_APPLY, classmethod)
-
-
-_clipping: Any = clip_grad
-
-
-_vectors: Any = convert_parameters
-
-
-_checkpoints: Any = _checkpoint
-
-
 _entered = 0  # modes of ours, in all threads
-
-
+_told = ExitStack()  # open while there are any
 _enter_lock = threading.Lock()
 
 
@@ -155,10 +130,6 @@ class _Groups(list[Any]):
 
     def items(self) -> Self:
         return self
-
-
-def _unchecked(parameter: Tensor, device: int | None) -> int | None:
-    return device
 
 
 def _states_of_devices(*args: Any) -> Any:
@@ -236,8 +207,18 @@ def _refuse_unheard(node: Any) -> None:
         )
 
 
+_TELL: list[tuple[Any, str, Any]] = [
+    (torch.overrides, "has_torch_function", _seen_by_others),
+    (clip_grad, "_group_tensors_by_device_and_dtype", in_order),
+    (convert_parameters, "_check_param_device", lambda parameter, device: device),
+    (checkpoint, "get_device_states", _states_of_devices),
+    # Up to torch 2.13, ``torch.autograd.Function.apply`` calls the ``apply`` of _SingleLevelFunction.
+    (_SingleLevelFunction, "apply", classmethod(_apply))
+    if _APPLY_IS_PYTHON
+    else (BackwardCFunction, "__init__", _refuse_unheard),
+]
 if not _APPLY_IS_PYTHON:
-    _functions.apply = classmethod(_apply)
+    setattr(torch.autograd.Function, "apply", classmethod(_apply))  # noqa: B010  # torch has another type
 
 
 class ThreadDispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no types here

@@ -17,12 +17,12 @@ from __future__ import annotations
 
 import io
 import json
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,13 +35,9 @@ from lightning_hetpipe.server.process.sessions import SessionChannel
 from lightning_hetpipe.server.protocol.identifiers import CommitIndex
 from lightning_hetpipe.server.protocol.messages import Departed, Leave, encode
 from lightning_hetpipe.server.transport.interface import STATUS, CallRefused, Channel, Unreachable
-from lightning_hetpipe.workers.nameless_file import NamelessFile
 
 RECORD, STATE, SEATS = "record", "state", "seats"
 READY = "ready-"
-CHUNK = 16 << 20
-"""Bytes that are left under one name at a time."""
-
 EXCHANGE = "the exchange of"
 """Beginning of the names of gathers in which virtual worker 0 gives tensors to the others."""
 
@@ -50,6 +46,22 @@ _ANNOUNCED = 5.0
 
 _AGAIN = 0.1
 """Seconds between looks at the coordinator's status."""
+
+
+class NamelessFile:
+    """An empty file without a name, for code that wants a path; it goes with this process, however that ends."""
+
+    def __init__(self) -> None:
+        self._file = tempfile.TemporaryFile(prefix="hetpipe-")  # noqa: SIM115
+
+    @property
+    def path(self) -> Path:
+        """The path by which this process opens it."""
+        return Path("/dev/fd", str(self._file.fileno()))
+
+    def close(self) -> None:
+        """Delete it."""
+        self._file.close()
 
 
 class CameTooLate(VirtualWorkerLost):
@@ -114,7 +126,7 @@ class Returning:
         self._launch, self._index, self._size, self._lease = launch, index, size, lease
         comes = "comes" if is_new else "comes back"
         say(f"virtual worker {index} {comes} to a run that goes on, and takes part from its next epoch on")
-        self.record = FitRecord(**_loaded(recall_parts(launch, RECORD)))
+        self.record = FitRecord(**_loaded(launch.kept.recall(RECORD)))
         if not self.record.session:
             raise too_late(index)
         self._next = 0
@@ -186,23 +198,16 @@ class Returning:
             # Again and again, as a coordinator that was started again has forgotten it.
             self._launch.kept.leave(self._ready, b"1")
             content = self._launch.kept.recall(STATE, _ANNOUNCED)
-            found = {} if content is None else _loaded(content)
+            found = _loaded(content)
             if found.get("over"):
                 raise too_late(self._index)
             mine = found.get("vws", {}).get(self._index) == self._launch.member.incarnation
-            if mine and self._has_fetched(found["parts"]):
+            # Without it, the others have gone on, and taken away what is left of it.
+            if mine and (state := self._launch.kept.recall(found["checkpoint"], _ANNOUNCED)) is not None:
+                self.checkpoint.write_bytes(state)
                 break
             again.wait(_AGAIN if found else 0.0)  # that one is for others, or for an earlier process of this one
         self._state = found
-
-    def _has_fetched(self, parts: Sequence[str]) -> bool:
-        """Write the checkpoint; False if the others have gone on, and taken away what is left of it."""
-        with self.checkpoint.open("wb") as file:
-            for part in parts:
-                if (content := self._launch.kept.recall(part, _ANNOUNCED)) is None:
-                    return False
-                file.write(content)
-        return True
 
     def seats(self, cut: int) -> list[int]:
         """The virtual workers that take part from ``cut`` on, at which this one has become a member.
@@ -211,7 +216,7 @@ class Returning:
             SeatMissed: if this was another cut than that of the checkpoint.
         """
         if cut == self._state["cut"]:
-            seats = _loaded(recalled(self._launch, SEATS))
+            seats = _loaded(self._launch.kept.recall(SEATS))
             if seats["cut"] == cut and self._index in seats["vws"]:
                 self._launch.kept.leave(self._ready, None)
                 return list(seats["vws"])
@@ -243,7 +248,7 @@ class Seats:
         self._lease = 0.0
         self._record = FitRecord()
         self._records, self._is_posted = True, False
-        self._handed: list[str] = []
+        self._handed = ""  # the name of the checkpoint that was left last
         self._incarnations: dict[tuple[int, bool], int] = {}
 
     def open(
@@ -286,7 +291,7 @@ class Seats:
         if self._launch is not None and self._records:
             self._records, self._is_posted = False, True
             self._record.ordinal = gathers
-            leave_parts(self._launch, RECORD, _written(vars(self._record)))
+            self._launch.kept.leave(RECORD, _written(vars(self._record)))
 
     def take_part(self) -> None:
         """Have this process, which has come back, gather with the others from now on."""
@@ -298,7 +303,7 @@ class Seats:
         self.agreed = {}
         if self._launch is not None and self._is_posted:
             self._is_posted, self._record = False, FitRecord()
-            leave_parts(self._launch, RECORD, _written(vars(self._record)))
+            self._launch.kept.leave(RECORD, _written(vars(self._record)))
             self._launch.kept.leave(STATE, _written({"over": True}))
 
     # Those that come back.
@@ -321,13 +326,11 @@ class Seats:
         They are to become members at ``cut``. They are waited for one lease at most. With an empty ``checkpoint``, for
         which there may be no room, nobody gets anything.
         """
-        if self._launch is None or not (size := checkpoint.stat().st_size):
+        if self._launch is None or not checkpoint.stat().st_size:
             return []
-        # By names of their own, as one that is slow may still fetch those of an earlier cut.
-        self._handed = [f"{STATE}-{cut}-{part}" for part in range(-(-size // CHUNK))]
-        for part, name in enumerate(self._handed):
-            self._launch.kept.leave(name, partial(_chunk, checkpoint, part))
-        state = {"vws": dict(vws), "cut": cut, "parts": self._handed, "agreed": self.agreed}
+        self._handed = f"{STATE}-{cut}"  # of its own, as one that is slow may still fetch that of an earlier cut
+        self._launch.kept.leave(self._handed, checkpoint)
+        state = {"vws": dict(vws), "cut": cut, "checkpoint": self._handed, "agreed": self.agreed}
         self._launch.kept.leave(STATE, _written(state))
         until, again = time.monotonic() + self._lease, threading.Event()
         while True:
@@ -356,33 +359,12 @@ class Seats:
         self._incarnations.update({(vw, False): asked[vw] for vw in back})
         if self._launch is not None:
             ready = [f"{READY}{vw}-{incarnation}" for vw, incarnation in asked.items()]
-            for name in (STATE, *self._handed, *ready):
+            for name in (STATE, self._handed, *ready):
                 self._launch.kept.leave(name, None)
 
     def is_of_former(self, departed: Departed, of_fit: bool) -> bool:
         """Tell whether an earlier process has ended of one that has come back."""
         return departed.incarnation < self._incarnations.get((departed.vw, of_fit), 0)
-
-
-def leave_parts(client: Client, name: str, content: bytes) -> None:
-    """Leave ``content`` of any size under ``name``, for :func:`recall_parts`."""
-    starts = range(0, max(1, len(content)), CHUNK)
-    for part, start in enumerate(starts):
-        client.kept.leave(f"{name}-{part}", content[start : start + CHUNK])
-    client.kept.leave(name, _written({"parts": len(starts)}))
-
-
-def recall_parts(client: Client, name: str) -> bytes:
-    """Return what was left under ``name``, once it is."""
-    parts = _loaded(recalled(client, name))["parts"]
-    return b"".join(recalled(client, f"{name}-{part}") for part in range(parts))
-
-
-def recalled(client: Client, name: str) -> bytes:
-    """Return what is kept under ``name``, once something is."""
-    content = client.kept.recall(name)
-    assert content is not None
-    return content
 
 
 def status_of(channel: Channel, session: str, seconds: float) -> dict[str, Any]:
@@ -473,18 +455,12 @@ def end_former(channel: Channel, vw: int, seconds: float) -> None:
                 SessionChannel(channel, name).call(COORDINATOR_METHOD, leave, timeout=seconds)
 
 
-def _chunk(path: Path, number: int) -> bytes:
-    with path.open("rb") as file:
-        file.seek(number * CHUNK)
-        return file.read(CHUNK)
-
-
 def _written(values: Any) -> bytes:
     buffer = io.BytesIO()
     torch.save(values, buffer)
     return buffer.getvalue()
 
 
-def _loaded(content: bytes) -> dict[str, Any]:
-    found: dict[str, Any] = torch.load(io.BytesIO(content), weights_only=True)
-    return found
+def _loaded(content: bytes | bytearray | None) -> dict[str, Any]:
+    """Values that :func:`_written` has written; none for no content."""
+    return {} if content is None else dict(torch.load(io.BytesIO(content), weights_only=True))

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from lightning_hetpipe.errors import NOTICE_AFTER, say
 from lightning_hetpipe.launch import parent_watch
-from lightning_hetpipe.launch.lost_workers import Uncaught
+from lightning_hetpipe.launch.ends import Uncaught
 from lightning_hetpipe.launch.servers import FoundServers
 from lightning_hetpipe.launch.wsp_settings import WSPSettings
 from lightning_hetpipe.server.process.client import Client
@@ -59,6 +59,7 @@ class Group:
         settings: WSPSettings,
         timeout: float,
         lost: Callable[[], Exception | None] = lambda: None,
+        *,
         place: str = "",
         on_loss: Callable[[int, str, str, str], None] = lambda *_: None,
         stays: bool = False,
@@ -69,7 +70,15 @@ class Group:
         self.size = size
         self._departures = Departures(index, place, on_loss)
         self._handshake = JoinHandshake(
-            index, size, found, settings, timeout, self._is_lost, self._lose, self._departures.tell_of_updates, least
+            index=index,
+            size=size,
+            found=found,
+            settings=settings,
+            timeout=timeout,
+            lost=self._is_lost,
+            departed=self._lose,
+            updates_lost=self._departures.tell_of_updates,
+            least=least,
         )
         self._servers_lost = lost
         self._has_taken_part = False  # in an epoch

@@ -290,14 +290,14 @@ class JoinHandshake:
     ) -> Client:
         wsp = self.settings
         signature = TrainingSignature(
-            RELEASE,
-            self.size,
-            wsp.clock_distance,
-            wsp.aggregate,
-            len(servers),
-            (f"{_LAUNCH}={self.found.launch}", *settings),
-            parameters,
-            self.least,
+            version=RELEASE,
+            virtual_workers=self.size,
+            clock_distance=wsp.clock_distance,
+            aggregate=wsp.aggregate,
+            servers=len(servers),
+            settings=(f"{_LAUNCH}={self.found.launch}", *settings),
+            parameters=parameters,
+            least=self.least,
         )
         return Client(
             [SessionChannel(self._channels[server], session, self._channels[server].address) for server in servers],

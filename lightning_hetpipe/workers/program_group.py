@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from lightning.fabric.plugins import ClusterEnvironment
 
 from lightning_hetpipe.launch import node_hosts, parent_watch, servers
-from lightning_hetpipe.launch.lost_workers import lost_workers
+from lightning_hetpipe.launch.ends import lost_workers
 from lightning_hetpipe.launch.ranks import Rank, Role
 from lightning_hetpipe.launch.wsp_settings import WSPSettings
 from lightning_hetpipe.server.process.server_process import how

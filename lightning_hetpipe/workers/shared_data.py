@@ -9,7 +9,7 @@ import lightning as L
 from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSampler
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, Sampler
 
-from lightning_hetpipe.rules.shares import dealt_samples
+from lightning_hetpipe.rules.waves import dealt_samples
 
 Setting = Literal["equal", "auto"] | tuple[int, ...]
 

@@ -12,8 +12,8 @@ import lightning as L
 import torch
 from torch import Tensor
 
-from lightning_hetpipe.rules.shares import next_lengths, staleness_bound
 from lightning_hetpipe.rules.versions import STASH, WeightPolicy
+from lightning_hetpipe.rules.waves import next_lengths, staleness_bound
 from lightning_hetpipe.server.process.held_weights import HERE, WeightHolder
 from lightning_hetpipe.server.transport.interface import Channel
 from lightning_hetpipe.workers.collectives import tensors_of_first

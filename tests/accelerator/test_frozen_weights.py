@@ -18,7 +18,7 @@ from lightning_hetpipe import HetPipeStrategy
 from lightning_hetpipe.capture import profiling
 from lightning_hetpipe.planning.model.estimate import Estimate, StageEstimate
 from lightning_hetpipe.planning.model.profile import Profile, Times
-from lightning_hetpipe.planning.search.choice import Choice, best_plan
+from lightning_hetpipe.planning.search.choice import best_plan
 from lightning_hetpipe.planning.search.problem import PlanningProblem
 from lightning_hetpipe.strategy.profiling_strategy import ProfilingStrategy
 from lightning_hetpipe.strategy.profiling_strategy import profile as profiled
@@ -113,7 +113,7 @@ def test_a_model_that_fits_as_most_of_it_is_frozen(planned: list[Estimate], acce
     profile, optimizer, _ = profiled(quiet_trainer(ProfilingStrategy()), adapters(), train_dataloaders=loader)
     assert optimizer is not None
 
-    def planned_for(memory: int, profile: Profile = profile) -> Choice:
+    def planned_for(memory: int, profile: Profile = profile) -> Estimate:
         return best_plan(
             PlanningProblem(profile, cluster(*[memory] * DEVICES), optimizer=optimizer, stages=4), in_flight
         )

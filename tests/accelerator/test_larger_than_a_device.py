@@ -28,7 +28,7 @@ from lightning_hetpipe.planning.model.cluster import LEAST_MEMORY
 from lightning_hetpipe.planning.model.estimate import Estimate
 from lightning_hetpipe.planning.model.profile import Times
 from lightning_hetpipe.planning.plan.document import Plan
-from lightning_hetpipe.planning.search.choice import Choice, best_plan
+from lightning_hetpipe.planning.search.choice import best_plan
 from lightning_hetpipe.planning.search.problem import PlanningProblem
 from lightning_hetpipe.run import first_minibatch
 from lightning_hetpipe.run.automatic import CORRECTED
@@ -300,7 +300,7 @@ def test_a_spread_run_takes_what_its_plan_says(
     profile, optimizer, _ = profiled(quiet_trainer(ProfilingStrategy()), task, train_dataloaders=loader)
     assert optimizer is not None
 
-    def planned_for(memory: Sequence[int], spread: bool = True) -> Choice:
+    def planned_for(memory: Sequence[int], spread: bool = True) -> Estimate:
         return best_plan(
             PlanningProblem(profile, cluster(*memory), optimizer=optimizer, stages=DEVICES, spread=spread), 1
         )

@@ -22,7 +22,7 @@ from benchmarks.cluster_simulation import (
 )
 from benchmarks.cluster_simulation_worker import Task
 from benchmarks.harness import Measurement
-from lightning_hetpipe.rules.shares import staleness_bound
+from lightning_hetpipe.rules.waves import staleness_bound
 
 MACHINE = {"cpu": "a cpu", "cores_used": "CPUs 0 and 1", "load_average": 0.0, "torch": "2", "lightning": "2"}
 COSTS = Costs(step=0.002, server=1e9)

@@ -35,7 +35,7 @@ from benchmarks.headline_task import BATCH, batch, network
 from benchmarks.headline_worker import EmulatedRank, Job, own_batches
 from benchmarks.results import block_in
 from lightning_hetpipe.emulation import Pad
-from lightning_hetpipe.rules.shares import dealt_samples
+from lightning_hetpipe.rules.waves import dealt_samples
 from tests.oracle import Recipe, train_together
 
 RATE = Rate(0.01, 0.9)

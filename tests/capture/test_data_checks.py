@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_hetpipe.capture import data_checks
+from lightning_hetpipe.capture import variant
 from lightning_hetpipe.capture.captured import Captured, graph_layer
 from lightning_hetpipe.capture.frozen import FrozenValues
 from lightning_hetpipe.errors import SettingError
@@ -165,7 +165,7 @@ def test_a_loop_that_goes_on_longer_than_it_was_seen(size: float) -> None:
 
 
 def test_a_loop_that_was_never_seen_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(data_checks, "UNSEEN", 8)
+    monkeypatch.setattr(variant, "UNSEEN", 8)
     graphs = captured(Shrinks(), torch.full((2, 3), 3.0))
     with pytest.raises(
         SettingError, match=r"'net' decides by the values of its data .* at test_data_checks.py:\d+, `w"

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from lightning_hetpipe.capture.microbenchmark import ROUNDS, layer_times
+from lightning_hetpipe.capture.profiling import ROUNDS, layer_times
 from tests.conftest import Clock
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_hetpipe.capture.leaves import refuse_leaves
+from lightning_hetpipe.capture.observation import refuse_leaves
 from lightning_hetpipe.errors import SettingError
 from tests.capture.test_watch import Watched, X, run_net
 

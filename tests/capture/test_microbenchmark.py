@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_hetpipe.capture import microbenchmark
-from lightning_hetpipe.capture.microbenchmark import ROUNDS, Microbenchmark, measure
+from lightning_hetpipe.capture import profiling
 from lightning_hetpipe.capture.pieces import Piece
+from lightning_hetpipe.capture.profiling import ROUNDS, Microbenchmark, ProfilingInput
 from lightning_hetpipe.pipeline.autocast import Autocast
 from lightning_hetpipe.pipeline.random.generators import RandomGenerators
 from lightning_hetpipe.pipeline.stage import Layer
@@ -71,9 +71,13 @@ def piece_of(*modules: nn.Module, inputs: list[Tensor] | None = None) -> Piece:
     return Piece("net", net, layers, [[Value.of(tensor) for tensor in given]])
 
 
+def seconds(pieces: list[Piece], default_dtype: torch.dtype | None = None) -> list[float]:
+    return ProfilingInput(pieces, RandomGenerators(0), default_dtype).seconds(CPU)
+
+
 def test_one_time_for_each_layer_of_all_pieces() -> None:
     pieces = [piece_of(nn.Linear(4, 4), nn.ReLU(inplace=True)), piece_of(nn.Linear(4, 4))]
-    times = measure(pieces, RandomGenerators(0), None, CPU)
+    times = seconds(pieces)
     assert len(times) == 3
     assert all(seconds > 0 for seconds in times)
 
@@ -85,7 +89,7 @@ def test_weights_buffers_and_gradients_are_not_touched() -> None:
     gradients = [parameter.grad.clone() for parameter in net.parameters() if parameter.grad is not None]
     before = shape_of(net)
     torch.set_default_dtype(torch.float32)
-    measure([piece_of(*net)], RandomGenerators(0), None, CPU)
+    seconds([piece_of(*net)])
     assert {name: torch.equal(tensor, state[name]) for name, tensor in net.state_dict().items()} == dict.fromkeys(
         state, True
     )
@@ -98,7 +102,7 @@ def test_weights_buffers_and_gradients_are_not_touched() -> None:
 def test_random_states_and_the_default_dtype_are_not_touched() -> None:
     piece = piece_of(nn.Dropout(0.5), Greedy(), nn.Linear(4, 4))
     before = chance()
-    measure([piece], RandomGenerators(0), None, CPU)
+    seconds([piece])
     assert chance() == before
     assert torch.get_default_dtype() is torch.float32
 
@@ -111,14 +115,14 @@ def test_random_states_are_not_touched_where_a_layer_fails() -> None:
 
     before = chance()
     with pytest.raises(ArithmeticError, match="in a layer"):
-        measure([piece_of(Fails())], RandomGenerators(0), None, CPU)
+        seconds([piece_of(Fails())])
     assert chance() == before
     assert torch.get_default_dtype() is torch.float32
 
 
 def test_inputs_are_not_touched() -> None:
     inputs = [torch.full((3, 4), -1.0), torch.full((3, 4), -1.0, requires_grad=True)]
-    measure([piece_of(nn.ReLU(inplace=True), nn.ReLU(inplace=True), inputs=inputs)], RandomGenerators(0), None, CPU)
+    seconds([piece_of(nn.ReLU(inplace=True), nn.ReLU(inplace=True), inputs=inputs)])
     assert all(torch.equal(tensor.detach(), torch.full((3, 4), -1.0)) for tensor in inputs)
     assert all(tensor.grad is None for tensor in inputs)
 
@@ -127,14 +131,16 @@ def test_inputs_are_copied_for_layers_that_change_them_only() -> None:
     """A copy would take as long as many a layer."""
     for inplace in (False, True):
         (piece,) = [piece_of(nn.ReLU(inplace=inplace))]
-        benchmark = Microbenchmark(piece.layers[0], piece.inputs[0][0], piece, RandomGenerators(0), None, CPU)
+        benchmark = Microbenchmark(
+            piece.layers[0], piece.inputs[0][0], piece, ProfilingInput([piece], RandomGenerators(0), None), CPU
+        )
         leaves, own = benchmark.inputs()
         assert (leaves[0].data_ptr() != own[0].data_ptr()) is inplace
 
 
 def test_each_layer_runs_forward_and_backward_once_a_round() -> None:
     Counting.forwards = Counting.backwards = 0
-    measure([piece_of(Counting())], RandomGenerators(0), None, CPU)
+    seconds([piece_of(Counting())])
     assert (Counting.forwards, Counting.backwards) == (ROUNDS, ROUNDS)
 
 
@@ -142,7 +148,7 @@ def test_layers_that_nothing_can_be_differentiated_through() -> None:
     tokens = torch.tensor([[0, 1], [2, 3]])
     frozen = nn.Linear(4, 4).requires_grad_(False)
     pieces = [piece_of(nn.Embedding(5, 4), inputs=[tokens]), piece_of(frozen)]
-    assert len(measure(pieces, RandomGenerators(0), None, CPU)) == 2
+    assert len(seconds(pieces)) == 2
 
 
 def test_forwards_run_as_in_the_stages() -> None:
@@ -157,23 +163,19 @@ def test_forwards_run_as_in_the_stages() -> None:
     piece = piece_of(Looks())
     with torch.autocast("cpu", torch.bfloat16):
         piece.autocast = Autocast.current()
-    measure([piece], RandomGenerators(0), torch.float64, CPU)
+    seconds([piece], torch.float64)
     assert seen == [(torch.bfloat16, torch.float64)] * ROUNDS
 
 
 def test_times_come_from_the_profile(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        microbenchmark, "layer_times", lambda layers, **_: [float(index) for index, _ in enumerate(layers)]
-    )
-    assert measure([piece_of(nn.Tanh(), nn.Tanh()), piece_of(nn.Tanh())], RandomGenerators(0), None, CPU) == [0, 1, 2]
+    monkeypatch.setattr(profiling, "layer_times", lambda layers, **_: [float(index) for index, _ in enumerate(layers)])
+    assert seconds([piece_of(nn.Tanh(), nn.Tanh()), piece_of(nn.Tanh())]) == [0, 1, 2]
 
 
 def test_a_piece_that_is_called_again_takes_its_time_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls with inputs of the same sizes are measured once, and counted each."""
-    monkeypatch.setattr(
-        microbenchmark, "layer_times", lambda layers, **_: [10.0**index for index, _ in enumerate(layers)]
-    )
+    monkeypatch.setattr(profiling, "layer_times", lambda layers, **_: [10.0**index for index, _ in enumerate(layers)])
     piece = piece_of(nn.Tanh(), nn.Sigmoid())
     wide = [Value.of(torch.ones(7, 4)) for _ in range(2)]
     piece.inputs = [*piece.inputs * 2, wide]
-    assert measure([piece], RandomGenerators(0), None, CPU) == [2 + 10, 200 + 1000]
+    assert seconds([piece]) == [2 + 10, 200 + 1000]

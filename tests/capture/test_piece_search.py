@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hetpipe.capture import piece_search
-from lightning_hetpipe.capture.call_tree import WatchedCall
+from lightning_hetpipe.capture.observation import WatchedCall
 from lightning_hetpipe.capture.pieces import Piece
 from lightning_hetpipe.capture.watch import TrainingWatch
 from lightning_hetpipe.errors import SettingError

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, prune, spectral_norm, weight_norm
 
-from lightning_hetpipe.capture.plain_attributes import attributes_with_contents, changed_attribute, plain_attributes
+from lightning_hetpipe.capture.contents import attributes_with_contents, changed_attribute, plain_attributes
 from lightning_hetpipe.pipeline.random.generators import attach
 from lightning_hetpipe.redirect import Redirect
 

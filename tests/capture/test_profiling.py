@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_hetpipe.capture.profiling import ROUNDS, WARM_UP, ProfilingInput, code_of
+from lightning_hetpipe.capture.profiling import TIMED, WARM_UP, ProfilingInput, code_of
 from lightning_hetpipe.pipeline.random.generators import RandomGenerators
 from lightning_hetpipe.planning.model.profile import Times
 from tests.capture.test_microbenchmark import CPU, Greedy, X, piece_of
@@ -64,7 +64,7 @@ def test_times_are_medians_by_the_clock() -> None:
     clock = ticks()
     ((_, times),) = study(nn.Linear(4, 4)).on(CPU, lambda: next(clock))
     assert times == Times(1, 1, 1)
-    assert next(clock) == 4 * (WARM_UP + ROUNDS) + 1000
+    assert next(clock) == 4 * (WARM_UP + TIMED) + 1000
 
 
 def test_nothing_is_disturbed() -> None:
@@ -96,7 +96,7 @@ def test_an_update_is_one_of_the_same_optimizer(
     linear = nn.Linear(4, 4)
     optimizer: Any = kind(linear.parameters(), lr=0.5)  # type: ignore[call-arg]
     list(study(linear, optimizer=optimizer).on(CPU))
-    assert stepped == [optimizer.defaults] * (WARM_UP + ROUNDS)
+    assert stepped == [optimizer.defaults] * (WARM_UP + TIMED)
 
 
 def test_what_has_no_gradient_is_measured_too() -> None:

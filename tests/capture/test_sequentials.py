@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from lightning_hetpipe.capture.grouping import has_users_layers, is_torchs_own, shares_draws
 from lightning_hetpipe.capture.pieces import Piece
-from lightning_hetpipe.capture.sequentials import has_users_layers, is_torchs_own, shares_draws
 from lightning_hetpipe.capture.watch import TrainingWatch
 from lightning_hetpipe.pipeline.random.generators import RandomGenerators
 from tests.capture.test_piece_search import Decides, Leaf

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_hetpipe.capture.grouping import is_plain_sequential
 from lightning_hetpipe.capture.pieces import Piece
-from lightning_hetpipe.capture.sequentials import is_plain_sequential
 from lightning_hetpipe.capture.watch import TrainingWatch
 from lightning_hetpipe.pipeline.random.generators import RandomGenerators
 from tests.support.traces import chance, shape_of

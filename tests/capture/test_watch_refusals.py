@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_hetpipe.capture.sequentials import is_plain_sequential
+from lightning_hetpipe.capture.grouping import is_plain_sequential
 from lightning_hetpipe.capture.watch import TrainingWatch
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.pipeline.random.generators import RandomGenerators

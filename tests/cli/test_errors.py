@@ -13,7 +13,7 @@ import pytest
 from lightning_hetpipe.cli.entry import report
 from lightning_hetpipe.cli.hetpipe_train import PROGRAM
 from lightning_hetpipe.errors import SettingError
-from lightning_hetpipe.server.process.supervisor import ServerLost
+from lightning_hetpipe.server.process.server_process import ServerLost
 from lightning_hetpipe.server.process.waits import ServersSilent, ServersUnheard
 from tests.cli.conftest import Ends, Train
 from tests.support.marks import quick

@@ -10,6 +10,6 @@ import pytest
 @pytest.fixture(autouse=True)
 def _measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers run all that they run when they are measured, in one round of five."""
-    from lightning_hetpipe.capture import microbenchmark  # here, as tests.support.forks begins without ours
+    from lightning_hetpipe.capture import profiling  # here, as tests.support.forks begins without ours
 
-    monkeypatch.setattr(microbenchmark, "layer_times", partial(microbenchmark.layer_times, rounds=1))
+    monkeypatch.setattr(profiling, "layer_times", partial(profiling.layer_times, rounds=1))

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_hetpipe.capture.gradient_checkpointing import without_checkpoints
+from lightning_hetpipe.capture.prepared_modules import without_checkpoints
 from lightning_hetpipe.errors import SettingError
 from tests.exact.pipelines import even
 from tests.exact.running import assert_equal, expect, fit

@@ -230,7 +230,7 @@ def test_a_change_is_noticed_and_named(kind: str) -> None:
     frozen = FrozenValues(task.net)
     with frozen.noted():
         task.net(torch.ones(1, 6))
-    before = frozen.now()
+    before = frozen.reached.now()
     assert frozen.changed(before) is None
     change(task)
     assert re.search(named, frozen.changed(before) or "nothing")
@@ -415,7 +415,7 @@ def test_what_pythons_collector_runs_is_none_of_forwards() -> None:
     try:
         with frozen.noted():
             scale(None, torch.ones(1))
-        before = frozen.now()
+        before = frozen.reached.now()
         clock["ticks"] += 1
         assert frozen.changed(before) is None
     finally:

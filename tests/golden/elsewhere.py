@@ -42,7 +42,7 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
     "cli/test_errors.py::test_servers_at_a_wrong_address_are_one_line": ("JoinHandshake._explaining_waits",),
     "cli/test_measured_links.py::test_a_server_that_does_not_answer": ("_links_to_servers",),
     "evaluation/test_attention.py::test_a_decoder_asks_for_no_inference_mode": (
-        "EvaluationWatch._compare",
+        "EvaluationWatch._handed_on#2",
         "_other_values",
     ),
     "evaluation/test_left_to_the_module.py::test_a_warning_says_why": (
@@ -125,7 +125,7 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
     ),
     "placement/test_plans.py::test_stages_that_share_a_device_and_do_not_fit": ("Planner._shared",),
     "run/test_intervals.py::test_within_a_wave_nobody_can_be_waited_for": ("WavesAndCuts._on_save#2",),
-    "run/test_metric_replay.py::test_a_metric_from_elsewhere_cannot_be_logged_unnoticed": ("CallRecorder._on_log",),
+    "run/test_metric_replay.py::test_a_metric_from_elsewhere_cannot_be_logged_unnoticed": ("Replay._on_log",),
     "run/test_metric_replay.py::test_reading_a_metric_that_would_synchronise_is_refused": (
         "ShadowMetric._refuse_synchronisation",
     ),
@@ -178,7 +178,7 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
 NOWHERE: dict[str, str] = {
     "Captured._decided": "a graph whose decisions differ each time that it is traced",
     "EvaluationWatch._handed_on#1": "a reason that is told in a warning, of a module that opaque output is cut off",
-    "EvaluationWatch._handed_on#2": "a reason that is told in a warning",
+    "EvaluationWatch._handed_on#3": "a reason that is told in a warning",
     "EvaluationWatch._try#6": "a reason that is told in a warning",
     "PieceSearch._take#3": "a reason that is told in a warning",
     "RemoteStage.copy_layers": "layers that change between a fit and the next one at a host",

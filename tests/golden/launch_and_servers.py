@@ -194,7 +194,7 @@ def host_of_a_node(place: Place) -> None:
     def taken(address: str, security: Security) -> None:
         raise SettingError(f"address={address} cannot be had")
 
-    place.patch.setattr(host_server, "serving", taken)
+    place.patch.setattr(host_server, "HostServer", taken)
     place.patch.setattr(servers, "host_of_node", lambda *_: "127.0.0.1")
     node_hosts._host(Rank(1, 1, 1, 0, 0, 2, Role.HOST, (1, 0)), "10.0.0.1:5001", TOKEN, nodes, ExitStack())
 

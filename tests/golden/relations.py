@@ -119,7 +119,7 @@ def stages_of_nodes(place: Place) -> None:
 
 def within_a_step(place: Place) -> None:
     place.patch.setattr(waves_and_cuts, "in_a_step", lambda _: True)
-    cuts = SimpleNamespace(_running=True, _trainer=SimpleNamespace(interrupted=False))
+    cuts = SimpleNamespace(_running=True, trainer=SimpleNamespace(interrupted=False))
     waves_and_cuts.WavesAndCuts._on_save(cast(Any, cuts), cast(Any, None))
 
 
@@ -143,9 +143,9 @@ def agreed_on_several(_: Place) -> None:
     """Virtual workers agree on several in flight, after this one's first minibatch has waited for the others."""
     decision = Decision((0,), [torch.device("cpu")], 1, [0.0])
     decides: Any = SimpleNamespace(
-        _settings=SimpleNamespace(resumed=None),
-        _trainer=SimpleNamespace(accumulate_grad_batches=1),
-        _synchroniser=SimpleNamespace(agree=lambda *_: (2, STASH), wave=None),
+        settings=SimpleNamespace(resumed=None),
+        trainer=SimpleNamespace(accumulate_grad_batches=1),
+        synchroniser=SimpleNamespace(agree=lambda *_: (2, STASH), wave=None),
         _waited="all_gather",
     )
     FirstMinibatch._agreed(decides, cast(Any, SimpleNamespace(pieces=[])), decision)

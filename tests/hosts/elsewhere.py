@@ -27,8 +27,11 @@ class Hosts:
 
     def children(self) -> list[int]:
         """Processes that are hosts and have not ended."""
-        path = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
-        return [pid for pid in map(int, path.read_text().split()) if runs(pid) and not forks.is_server(pid)]
+        found = list[int]()
+        for path in Path(f"/proc/{self.process.pid}/task").glob("*/children"):
+            with suppress(OSError):  # the thread has ended
+                found += map(int, path.read_text().split())
+        return [pid for pid in found if runs(pid) and not forks.is_server(pid)]
 
 
 def runs(pid: int) -> bool:

@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_hetpipe.hosts import orders
 from lightning_hetpipe.hosts.remote_stage import HostLost, RemoteStage
-from lightning_hetpipe.hosts.stage_host import Host
+from lightning_hetpipe.hosts.stage_host import Host, HostedStage
 from lightning_hetpipe.hosts.wire import HostConnection, Wire
 from lightning_hetpipe.pipeline.message_code import RemoteFailure
 from lightning_hetpipe.pipeline.stage_messages import InputGradients
@@ -190,17 +190,17 @@ def test_the_wire_carries_messages_of_any_size_in_order() -> None:
 
 def test_time_counts_once_all_hosts_are_ready(host_threads: list[HostThread], monkeypatch: pytest.MonkeyPatch) -> None:
     """A run of some seconds was reported with a fraction of its samples per second."""
-    begun, at_start, serve, start = list[object](), list[int](), Host._serve, Telemetry.start
+    begun, at_start, begin, start = list[object](), list[int](), HostedStage.begin, Telemetry.start
 
-    def served(host: Host, stage: Any, message: Any) -> None:
-        serve(host, stage, message)
-        begun.extend([message] if isinstance(message, orders.Begin) else [])
+    def begins(stage: HostedStage, *version: Any) -> None:
+        begin(stage, *version)
+        begun.append(version)
 
     def started(telemetry: Telemetry) -> None:
         at_start.append(len(begun))
         start(telemetry)
 
-    monkeypatch.setattr(Host, "_serve", served)
+    monkeypatch.setattr(HostedStage, "begin", begins)
     monkeypatch.setattr(Telemetry, "start", started)
     quiet_trainer(elsewhere(5, 3, 3)).fit(Task(net()), vectors(12, 4))
     assert len(host_threads) == 2

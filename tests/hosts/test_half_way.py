@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import queue
 import socket
+from concurrent.futures import Future
 from typing import Any, cast
 
 import pytest
-import torch
 from torch import nn
 
 from lightning_hetpipe.hosts import orders, server_calls
@@ -32,26 +32,23 @@ def test_a_host_that_answers_no_call_is_ended_where_it_could_still_write(
 ) -> None:
     """The call was made again, into the same memory, while the first one could still come to its end."""
     monkeypatch.setattr(server_calls, "GRACE", 0.0)
-    sent, ended = list[orders.CallServer](), list[float]()
+    ended = list[float]()
 
     def end(seconds: float) -> Exception:
         ended.append(seconds)
         return HostLost("it is lost", "it is lost")
 
-    holder = HostHolder(cast(HostMemory, None), sent.append, end)
+    holder = HostHolder(cast(HostMemory, None), lambda *_: Future(), end)
     with pytest.raises(Unreachable if block is None else HostLost):
-        holder._called("10.0.0.1:7070", "shard", b"", None, block, 0.01)
+        holder._called(orders.CallServer("10.0.0.1:7070", "shard", 0.01, into=block))
     assert ended == ([] if block is None else [0.01])
-    holder.answered(orders.ServerAnswered(sent[0].call, torch.empty(0, dtype=torch.uint8), None, None))  # for nobody
 
 
 def test_a_call_that_begins_as_its_host_ends_reaches_nobody() -> None:
-    answers = list[orders.ServerAnswered]()
-    calls = ServerCalls(Security(), answers.append)
+    calls = ServerCalls(Security())
     calls.close()
-    order = orders.CallServer(5, "127.0.0.1:1", "status", torch.empty(0, dtype=torch.uint8), None, None, 1.0)
-    calls._make(order, None, None)
-    assert (answers[0].call, answers[0].silent) == (5, "this host ends")
+    answer = calls._made(orders.CallServer("127.0.0.1:1", "status", 1.0), None, None)
+    assert answer.silent == "this host ends"
     assert not calls._channels
 
 
@@ -72,7 +69,7 @@ def test_what_is_forgotten_is_so_behind_all_that_was_handed_over() -> None:
         host = Host(Wire(own), Security(), "127.0.0.1")
         host._peers = cast(Any, Peers())
         assert isinstance(host._answers, queue.SimpleQueue)
-        for message in (orders.Brought(None), orders.Forgotten(7), None):
+        for message in (orders.Brought(0, None), orders.Forgotten(7), None):
             host._answers.put(message)
         host._send()
     assert done == ["handed over", "forgot 7"]

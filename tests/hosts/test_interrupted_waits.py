@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hetpipe.errors import PipelineStalled
-from lightning_hetpipe.hosts.orders import Put
+from lightning_hetpipe.hosts.orders import Do
 from lightning_hetpipe.hosts.remote_stage import RemoteStage
 from lightning_hetpipe.hosts.remote_tensor import local
 from lightning_hetpipe.hosts.wire import SMALL, Wire
@@ -89,9 +89,9 @@ def test_nothing_follows_a_message_that_was_sent_in_part() -> None:
     its.settimeout(20.0)
     here, there = Wire(Interrupts(ours)), Wire(its)
     with pytest.raises(KeyboardInterrupt):
-        here.send(Put(0, torch.zeros(SMALL)))
+        here.send(Do("put", [0, torch.zeros(SMALL)]))
     with pytest.raises(OSError, match=r".*"):
-        here.send(Put(1, torch.zeros(())))
+        here.send(Do("put", [1, torch.zeros(())]))
     with pytest.raises(EOFError):
         there.receive()
     here.close()
@@ -102,11 +102,11 @@ def test_weights_of_other_stages_come_home_where_one_stalls(
     host_threads: list[HostThread], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A stage that cannot close in time keeps no other one from it."""
-    original = RemoteStage._await_answer
+    original = RemoteStage._await
     closing: list[int] = []
 
-    def await_answer(stage: RemoteStage) -> Any:
-        found = original(stage)
+    def awaits(stage: RemoteStage, result: Any) -> Any:
+        found = original(stage, result)
         if stage.index == 0 and closing:
             raise PipelineStalled("the pipeline has stalled before")
         return found
@@ -115,7 +115,7 @@ def test_weights_of_other_stages_come_home_where_one_stalls(
         def on_train_end(self, *_: Any) -> None:
             closing.append(1)
 
-    monkeypatch.setattr(RemoteStage, "_await_answer", await_answer)
+    monkeypatch.setattr(RemoteStage, "_await", awaits)
     learner = task()
     strategy = elsewhere(len(net()), 3, 3, timeout=20)
     quiet_trainer(strategy, callbacks=[Ends()]).fit(learner, vectors(40, 4))

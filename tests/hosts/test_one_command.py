@@ -108,6 +108,7 @@ class Nodes:
             text=True,
             env={**self._environment, **(environment or {})},
             start_new_session=True,
+            starting=forks.LAUNCHES,
         )
         self.started.append(process)
         return process

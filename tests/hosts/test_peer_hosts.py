@@ -85,7 +85,7 @@ def pair(security: Security, secret: str = SECRET) -> tuple[PeerHosts, PeerHosts
     """Two peers, of which the first hands outputs of segment 0 and gradients of segment 3 over to the other."""
     giver, taker = PeerHosts("127.0.0.1", security), PeerHosts("127.0.0.1", security)
     address = f"127.0.0.1:{taker.listen(SECRET)}"
-    return giver, taker, giver.connect(orders.HandOver(5, [(address, secret)], {0: 0}, {3: 0}))
+    return giver, taker, giver.connect(5, [(address, secret)], {0: 0}, {3: 0})
 
 
 def output(minibatch: int, *tensors: torch.Tensor) -> Output:
@@ -171,10 +171,12 @@ def test_connections_are_limited_also_before_they_show_anything(monkeypatch: pyt
     monkeypatch.setattr(peer_hosts, "MOST", 1)
     taker = PeerHosts("127.0.0.1", Security())
     address = "127.0.0.1", taker.listen(SECRET)
-    with socket.create_connection(address), socket.create_connection(address) as second:
-        second.settimeout(30.0)
-        assert not second.recv(1)
-    eventually(lambda: taker._taking == 0, "there is no room again")
+    with socket.create_connection(address) as first, socket.create_connection(address):
+        first.settimeout(30.0)
+        assert not first.recv(1)
+    door = taker._door
+    assert door is not None
+    eventually(lambda: not door._there, "there is no room again")
     taker.close()
 
 
@@ -183,13 +185,13 @@ def test_neighbours_show_what_they_have() -> None:
     ca, certificate, key = (str(folder / f"{name}.pem") for name in ("ca", "certificate", "key"))
     security = Security(token="one", ca=ca, certificate=certificate, key=key)
     taker = PeerHosts("127.0.0.1", security)
-    order = orders.HandOver(5, [(f"127.0.0.1:{taker.listen(SECRET)}", SECRET)], {0: 0}, {})
+    order: Any = (5, [(f"127.0.0.1:{taker.listen(SECRET)}", SECRET)], {0: 0}, {})
     giver, other = PeerHosts("127.0.0.1", security), PeerHosts("127.0.0.1", Security(token="one"))
-    assert giver.connect(order) == [None]
+    assert giver.connect(*order) == [None]
     told = giver.hand_over(output(1, torch.ones(1)))
     assert isinstance(told, Output)
     taker.receive(forward(told), 30.0)
-    assert other.connect(order) != [None]
+    assert other.connect(*order) != [None]
     for each in (giver, taker, other):
         each.close()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
@@ -29,24 +30,18 @@ class Table:
         self.held = HeldTensors()
         self.held.device = torch.device(device)
         self.sent: list[Any] = []
-        self._answers: list[Any] = []
-        self.memory = HostMemory(self._send, _Nothing(), lambda: self._answers.pop(), accelerates=device != "cpu")
+        self.memory = HostMemory(self._send, self._begin, lambda result: result.result(), accelerates=device != "cpu")
 
-    def _send(self, order: Any) -> None:
+    def _begin(self, order: Any) -> Any:
+        result = Future[Any]()
+        result.set_result(_copied(self._send(order)))
+        return result
+
+    def _send(self, order: Any) -> Any:
         order = _copied(order)
         self.sent.append(order)
-        if isinstance(order, orders.Put):
-            self.held.put(order.number, order.value)
-            return
         with own_state(ProcessState.seeded(9, 0, "another process")):
-            answer = self.held.bring(order.numbers) if isinstance(order, orders.Bring) else self.held.run(order)
-        if answer is not None:
-            self._answers.append(_copied(orders.Brought(answer)))
-
-
-class _Nothing:
-    def __enter__(self) -> None: ...
-    def __exit__(self, *_: object) -> None: ...
+            return getattr(self.held, order.method)(*order.arguments)
 
 
 def _copied(message: Any) -> Any:
@@ -294,7 +289,7 @@ def test_values_stay_when_the_host_ends(table: Table) -> None:
 def test_only_operators_of_torch_run_at_a_host(table: Table) -> None:
     for name in ("os::system", "prims::no_such", "aten::no_such", "nothing", "aten::__class__", "aten::from_file"):
         with pytest.raises(NotPlain, match="is no operator of torch's own"):
-            table.held.run(orders.Runs([orders.Run(name, [], {}, [], ())], []))
+            table.held.run([orders.Run(name, [], {}, [], ())], [])
 
 
 @pytest.fixture(autouse=True)

@@ -32,7 +32,7 @@ class Sending:
         self.sent: list[int] = []
         stage: Any = SimpleNamespace(layers=[Layer("x", self.layer)], _known=[1], _lock=threading.Lock())
         stage._variants = lambda: RemoteStage._variants(stage)
-        stage._send = self._send
+        stage._tell = self._tell
         self._stage = stage
 
     def send_variants(self) -> None:
@@ -41,8 +41,8 @@ class Sending:
     def add(self, number: int) -> None:
         self.layer.code.add_graph(graph(number), [], [])
 
-    def _send(self, message: Any) -> None:
-        for each in message.graphs[0]["graphs"]:
+    def _tell(self, method: str, new: Any) -> None:
+        for each in new[0]["graphs"]:
             (added,) = [node for node in each["graph"]["nodes"] if node[0] == "call_function"]
             self.sent.append(added[3][1])
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_hetpipe.hosts.orders import Put
+from lightning_hetpipe.hosts.orders import Do
 from lightning_hetpipe.hosts.wire import Wire
 
 
@@ -30,9 +30,9 @@ def layouts() -> dict[str, Tensor]:
 def test_tensors_arrive_with_their_bits_and_strides(layout: str) -> None:
     here, there = map(Wire, socket.socketpair())
     sent = layouts()[layout]
-    sender = threading.Thread(target=here.send, args=(Put(0, sent),))  # a socket takes no large tensor at once
+    sender = threading.Thread(target=here.send, args=(Do("put", [0, sent]),))  # a socket takes no large tensor at once
     sender.start()
-    found: Tensor = there.receive().value
+    found: Tensor = there.receive().arguments[1]
     sender.join()
     here.close()
     there.close()

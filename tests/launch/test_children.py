@@ -12,7 +12,7 @@ import pytest
 
 from lightning_hetpipe.launch import children
 from lightning_hetpipe.launch.children import Children
-from lightning_hetpipe.launch.lost_workers import LostWorkers
+from lightning_hetpipe.launch.ends import LostWorkers
 from tests.wsp.faults import until
 
 PROGRAM = """

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from lightning_hetpipe.launch.lost_workers import Uncaught
+from lightning_hetpipe.launch.ends import Uncaught
 
 
 def test_an_earlier_error_and_one_at_a_prompt_end_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ import pytest
 from lightning_hetpipe.pipeline.recorder import Recorder, Window
 from lightning_hetpipe.planning.model.simulate import StageTimes, simulate
 from lightning_hetpipe.reporting.timeline import Timeline
-from lightning_hetpipe.rules.spans import Span
+from lightning_hetpipe.rules.schedule import Span
 from tests.pipeline.driving import Line, mlp
 
 UNEVEN = [StageTimes(1.0, 2.03, loss=0.0), StageTimes(1.71, 3.37), StageTimes(0.83, 1.57), StageTimes(1.13, 2.29)]

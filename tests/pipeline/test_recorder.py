@@ -8,7 +8,7 @@ import pytest
 
 from lightning_hetpipe.pipeline import recorder as module
 from lightning_hetpipe.pipeline.recorder import EVALUATED, KEPT, Recorder, Window
-from lightning_hetpipe.rules.spans import LIGHTNING, USER_CODE, Span
+from lightning_hetpipe.rules.schedule import LIGHTNING, USER_CODE, Span
 from tests.conftest import Clock
 
 

@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
 from tqdm import tqdm
 
 from lightning_hetpipe import Cluster, HetPipeStrategy, Node
-from lightning_hetpipe.capture.microbenchmark import ROUNDS
+from lightning_hetpipe.capture.profiling import ROUNDS
 from lightning_hetpipe.placement import progress
 from tests.support.small import Learner, batches
 from tests.support.trainers import quiet_trainer

@@ -20,7 +20,7 @@ from lightning_hetpipe.planning.model.simulate import Crossing
 from lightning_hetpipe.planning.plan.document import Plan
 from lightning_hetpipe.planning.search.choice import best_plan
 from lightning_hetpipe.planning.search.problem import PlanningProblem
-from lightning_hetpipe.rules.versions import SYNC
+from lightning_hetpipe.rules.versions import POLICIES, SYNC
 from tests.planning.instances import profiles
 from tests.support.marks import explores
 
@@ -122,6 +122,13 @@ def test_more_in_flight_hides_synchronisation() -> None:
     grouping = GROUPINGS["np"](slow, own.speed)
     found = own.allocate("np", grouping, shares=False)
     assert found.in_flight > own.plans.plan(grouping[0]).in_flight
+
+
+def test_no_more_are_in_flight_than_the_weight_policy_can_have() -> None:
+    """It was refused, as if somebody had asked for so many."""
+    slow = cluster(["V"] * 2, ["V"] * 2, link=Link(10.0))
+    own = Allocator(PlanningProblem(PROFILE, slow, optimizer="sgd", weights=POLICIES["2bw"], every=2))
+    assert own.allocate("np", GROUPINGS["np"](slow, own.speed), shares=False).in_flight == 2
 
 
 def test_nothing_is_simulated_where_a_virtual_worker_lacks_memory() -> None:

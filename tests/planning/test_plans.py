@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 
 import pytest
@@ -11,13 +10,12 @@ from hypothesis import strategies as st
 
 from benchmarks.planning_problems import neo, rack, transformer
 from lightning_hetpipe.planning.model.cluster import Cluster, Device, Link, Node
-from lightning_hetpipe.planning.model.costs import Division
+from lightning_hetpipe.planning.model.estimate import Estimate
 from lightning_hetpipe.planning.model.profile import LayerBytes, Profile, Times
-from lightning_hetpipe.planning.model.simulate import StageLoad
 from lightning_hetpipe.planning.search import plans
-from lightning_hetpipe.planning.search.choice import Choice, best_plan
+from lightning_hetpipe.planning.search.choice import best_plan
 from lightning_hetpipe.planning.search.plans import PlansAt
-from lightning_hetpipe.planning.search.problem import Loads, PlanningProblem
+from lightning_hetpipe.planning.search.problem import PlanningProblem
 from tests.planning.instances import divisions, takes
 from tests.support.marks import explores
 
@@ -74,7 +72,7 @@ def best_of_all(profile: Profile, cluster: Cluster, in_flight: int, above: float
     return best
 
 
-def rate(found: Choice) -> float:
+def rate(found: Estimate) -> float:
     return found.rate if found.fits else 0.0
 
 
@@ -153,56 +151,7 @@ def test_on_many_nodes_leaving_one_device_out_never_helps(nodes: int) -> None:
 
 def test_with_too_many_orders_and_little_effort_plans_are_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plans, "GLIMPSE", 0)
-    monkeypatch.setattr(plans, "WORK", 0)
+    monkeypatch.setattr(PlansAt.best, "__defaults__", (0.0, 0))
     profile, cluster = transformer(6), rack(2, 2)
     found = best_plan(PlanningProblem(profile, cluster, optimizer=STATE), 3)
     assert found.fits
-
-
-def test_a_limit_within_which_nothing_has_room_says_nothing_of_slower_plans(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stages of faster plans hold more at the least: that none of these fits was taken to say that no plan does."""
-    profile, cluster = transformer(6), rack(1, 2)
-    problem = PlanningProblem(profile, cluster, optimizer=STATE)
-    fastest, lightest = PlansAt(problem, 2).bound, PlanningProblem.lightest
-    assert fastest is not None
-    many = ((StageLoad(1 << 40, 0, 1), 0, len(profile.layers)),)
-
-    def heavy(self: PlanningProblem, in_flight: int, period: float = math.inf) -> Loads:
-        return lightest(self, in_flight) if period > 3 * fastest else Loads(many, many)
-
-    monkeypatch.setattr(PlanningProblem, "lightest", heavy)
-    bound = PlansAt(problem, 2).bound
-    assert bound is not None
-    assert fastest <= bound <= 3 * fastest
-
-
-@explores(30)
-@given(instance=instances(5, 6), in_flight=st.integers(1, 6), recompute=st.booleans(), data=st.data())
-def test_a_simulation_that_ends_early_would_not_have_fitted(
-    instance: tuple[Profile, Cluster], in_flight: int, recompute: bool, data: st.DataObject
-) -> None:
-    profile, cluster = instance
-    problem = PlanningProblem(profile, cluster, optimizer=STATE, recompute=recompute)
-    seeded = random.Random(data.draw(st.integers(0, 1 << 30)))
-    every = [kind for kind, each in enumerate(problem.costs.kinds) for _ in each.slots]
-    for _ in range(10):
-        count = seeded.randint(1, min(len(every), len(profile.layers)))
-        splits = (0, *sorted(seeded.sample(range(1, len(profile.layers)), count - 1)))
-        division = Division.of(problem.costs, seeded.sample(every, count), splits)
-        whole, found = problem.simulated(division, in_flight), problem.better(division, in_flight, 0.0)
-        assert found == whole or (found is None and not whole.fits)
-
-
-@pytest.mark.parametrize(("spare", "ends"), [(0, False), (-1, True)])
-def test_a_simulation_ends_where_one_byte_is_lacking_and_not_before(spare: int, ends: bool) -> None:
-    layers = [LayerBytes(str(number), 0, 50, 10) for number in range(4)]
-    profile = Profile("even", 1, layers, {"gpu": [Times(1.0, 2.0)] * 4}, {})
-    unlimited = Cluster([Node("box", [Device("gpu")] * 2)])
-    needed = (
-        PlanningProblem(profile, unlimited, optimizer=0).estimate(unlimited.slots, (0, 2), 4).stages[0].memory.total
-    )
-    cluster = Cluster([Node("box", [Device("gpu", needed + spare)] * 2)])
-    problem = PlanningProblem(profile, cluster, optimizer=0)
-    found = problem.better(Division.of(problem.costs, (0, 0), (0, 2)), 4, 0.0)
-    assert (found is None) == ends
-    assert found is None or found.fits

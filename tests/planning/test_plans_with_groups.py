@@ -11,11 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_hetpipe.planning.model.cluster import Cluster, Device, DeviceSlot, Link, Node
+from lightning_hetpipe.planning.model.estimate import Estimate
 from lightning_hetpipe.planning.model.group_times import MEMBER_CALL
 from lightning_hetpipe.planning.model.profile import LayerBytes, LayerWidths, Profile, Times
 from lightning_hetpipe.planning.plan.document import Plan
-from lightning_hetpipe.planning.search.choice import Choice, best_plan
-from lightning_hetpipe.planning.search.grouped_plans import MOST_DEVICES, WORTH, plan_with_groups
+from lightning_hetpipe.planning.search.choice import best_plan
+from lightning_hetpipe.planning.search.grouped_plans import WORTH, plan_with_groups
 from lightning_hetpipe.planning.search.plans import ENOUGH
 from lightning_hetpipe.planning.search.problem import PlanningProblem
 from tests.planning.instances import divisions
@@ -121,7 +122,7 @@ def wide(*speeds: float, memory: Sequence[int | None] = (None,) * 9, output: int
     )
 
 
-def divided(found: Choice) -> dict[str, tuple[int, ...]]:
+def divided(found: Estimate) -> dict[str, tuple[int, ...]]:
     return {name: counts for stage in found.stages if stage.divided for name, counts in stage.divided.counts.items()}
 
 
@@ -156,8 +157,8 @@ def test_groups_lie_within_a_node() -> None:
     assert not divided(plan_with_groups(PlanningProblem(profile, apart)))
 
 
-def test_devices_that_are_too_many_are_joined_in_pairs() -> None:
-    profile, box = wide(*[1.0] * (MOST_DEVICES + 1))
+def test_many_devices_are_joined() -> None:
+    profile, box = wide(*[1.0] * 9)
     found = plan_with_groups(PlanningProblem(profile, box), 4)
     assert found.rate > 1.5 * best_plan(PlanningProblem(profile, box), 4).rate
 

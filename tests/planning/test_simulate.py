@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_hetpipe.planning.model.simulate import NoRoom, Simulation, StageTimes, Visits, simulate
+from lightning_hetpipe.planning.model.simulate import Simulation, StageTimes, Visits, simulate
 from lightning_hetpipe.rules.schedule import Work, calls, segments
 from tests.support.marks import fewer
 
@@ -213,14 +213,6 @@ def test_a_rate_needs_minibatches() -> None:
     assert run.rate(1) > 0
     with pytest.raises(ValueError, match="edge=2 leaves none of 4"):
         run.rate(2)
-
-
-def test_a_run_ends_where_a_stage_holds_more_than_it_has_room_for() -> None:
-    """The first of two stages forwards all four minibatches in flight before its first backward."""
-    stages = [StageTimes(1.0, 2.0), StageTimes(1.0, 2.0)]
-    with pytest.raises(NoRoom):
-        simulate(stages, 4, 12, room=[3, 1])
-    assert simulate(stages, 4, 12, room=[4, 0]) == simulate(stages, 4, 12)  # a last stage holds what it computes
 
 
 odd = st.floats(0.1, 5.0, allow_subnormal=False)

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from lightning_hetpipe.planning.model.cluster import Cluster, Device, Node
+from lightning_hetpipe.planning.model.estimate import Estimate
 from lightning_hetpipe.planning.model.profile import LayerBytes, Profile, Times, UserBytes
 from lightning_hetpipe.planning.model.stage_memory import Sizes, SpreadMemory
-from lightning_hetpipe.planning.search.choice import Choice, best_plan
+from lightning_hetpipe.planning.search.choice import best_plan
 from lightning_hetpipe.planning.search.problem import PlanningProblem
 from lightning_hetpipe.planning.search.spread_plan import spread_plan
 
@@ -30,12 +31,12 @@ def box(*memory: int, names: str = "gpu gpu gpu gpu") -> Cluster:
     return Cluster([Node("box", [Device(name, each * MIB, speed=1.0) for name, each in pairs], "1 TB/s")])
 
 
-def spread(given: Profile, cluster: Cluster, **settings: Any) -> Choice:
+def spread(given: Profile, cluster: Cluster, **settings: Any) -> Estimate:
     in_flight = settings.pop("in_flight", 1)
     return best_plan(PlanningProblem(given, cluster, **{"optimizer": "adamw", "spread": True, **settings}), in_flight)
 
 
-def layers(found: Choice) -> list[tuple[int, int, int]]:
+def layers(found: Estimate) -> list[tuple[int, int, int]]:
     """The number of each stage's device, and its layers."""
     return [(stage.slot.number, stage.first, stage.last) for stage in found.stages]
 

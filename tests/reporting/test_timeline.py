@@ -17,7 +17,7 @@ from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.planning.model.simulate import StageTimes, simulate
 from lightning_hetpipe.reporting.timeline import Timeline
 from lightning_hetpipe.reporting.trace import together
-from lightning_hetpipe.rules.spans import LIGHTNING, USER_CODE, Span
+from lightning_hetpipe.rules.schedule import LIGHTNING, USER_CODE, Span
 from tests.support.marks import explores
 
 TIMES = [StageTimes(0.004, 0.008), StageTimes(0.007, 0.013), StageTimes(0.003, 0.006, loss=0.001)]

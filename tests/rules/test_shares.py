@@ -9,9 +9,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_hetpipe.rules.shares import dealt, dealt_samples, next_lengths, staleness_bound, throughput, wave_lengths
 from lightning_hetpipe.rules.versions import STASH, Versions
-from lightning_hetpipe.rules.waves import global_staleness
+from lightning_hetpipe.rules.waves import (
+    dealt,
+    dealt_samples,
+    next_lengths,
+    staleness_bound,
+    throughput,
+    wave_lengths,
+)
+from tests.oracle_policies import global_staleness
 
 SEVERAL = st.lists(st.integers(1, 5), min_size=1, max_size=4)
 

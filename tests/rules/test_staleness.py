@@ -18,7 +18,7 @@ from lightning_hetpipe.rules.staleness import (
     bearable_rate,
     steps_behind,
 )
-from lightning_hetpipe.rules.waves import global_staleness
+from tests.oracle_policies import global_staleness
 from tests.support.marks import explores
 
 HEAVY = Stepped(lr=0.05, momentum=0.9)

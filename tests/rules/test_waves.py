@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_hetpipe.rules.waves import cut_after, global_staleness, may_commit, may_pull, slowest, waves
+from lightning_hetpipe.rules.waves import cut_after, may_commit, may_pull, slowest, waves
+from tests.oracle_policies import global_staleness
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from torchmetrics.regression import MeanSquaredError
 
 from lightning_hetpipe.errors import Discarded, SettingError
 from lightning_hetpipe.redirect import Redirect
-from lightning_hetpipe.run.extensions.replay import CallRecorder
+from lightning_hetpipe.run.extensions.replay import Replay
 from tests.support.ahead import CLASSES, Model, accuracy, auroc, log_accuracy, scores
 
 
@@ -29,19 +29,19 @@ def model() -> Any:
 
 
 @pytest.fixture
-def replay(model: Model) -> CallRecorder:
-    installed = CallRecorder(model)
+def replay(model: Model) -> Replay:
+    installed = Replay(model)
     return installed
 
 
-def test_a_wrong_keyword_fails_in_the_users_line(model: Any, replay: CallRecorder) -> None:
+def test_a_wrong_keyword_fails_in_the_users_line(model: Any, replay: Replay) -> None:
     with pytest.raises(TypeError, match="on_stepp"), replay.recording():
         model.log("x", 1.0, on_stepp=True)
     with pytest.raises(TypeError, match="value"), replay.recording():
         model.log("x")
 
 
-def test_an_error_of_a_metric_fails_in_the_users_line_and_leaves_no_trace(model: Any, replay: CallRecorder) -> None:
+def test_an_error_of_a_metric_fails_in_the_users_line_and_leaves_no_trace(model: Any, replay: Replay) -> None:
     with replay.recording() as record:
         model.acc(torch.eye(CLASSES), torch.arange(CLASSES))
         with pytest.raises(RuntimeError):
@@ -52,7 +52,7 @@ def test_an_error_of_a_metric_fails_in_the_users_line_and_leaves_no_trace(model:
     assert (model.acc.update_count, float(model.acc.compute())) == (1, 1.0)
 
 
-def test_a_metric_from_elsewhere_cannot_be_logged_unnoticed(model: Any, replay: CallRecorder) -> None:
+def test_a_metric_from_elsewhere_cannot_be_logged_unnoticed(model: Any, replay: Replay) -> None:
     other = SumMetric()
     with pytest.raises(SettingError, match="SumMetric that was not among the module's metrics"), replay.recording():
         model.log("x", other)
@@ -60,7 +60,7 @@ def test_a_metric_from_elsewhere_cannot_be_logged_unnoticed(model: Any, replay: 
 
 def test_reading_a_metric_that_would_synchronise_is_refused() -> None:
     model: Any = Model(log_accuracy, acc=MulticlassAccuracy(CLASSES, distributed_available_fn=lambda: True))
-    replay = CallRecorder(model)
+    replay = Replay(model)
     with replay.recording() as record:
         model.acc(torch.eye(CLASSES), torch.arange(CLASSES))
     with (
@@ -72,7 +72,7 @@ def test_reading_a_metric_that_would_synchronise_is_refused() -> None:
     assert model.acc.update_count == 1
 
 
-def test_the_value_of_a_metric_keeps_its_gradient(model: Any, replay: CallRecorder) -> None:
+def test_the_value_of_a_metric_keeps_its_gradient(model: Any, replay: Replay) -> None:
     x = torch.tensor([1.0, 2.0], requires_grad=True)
     with replay.recording() as record:
         value = model.mse(x * 3, torch.zeros(2))
@@ -91,7 +91,7 @@ class Saved:
 
 def test_a_metric_does_not_keep_a_minibatchs_graph_alive() -> None:
     model: Any = Model(log_accuracy, mse=MeanSquaredError(), cat=CatMetric())  # the second one's state is a list
-    replay = CallRecorder(model)
+    replay = Replay(model)
     kept: list[weakref.ref[Saved]] = []
 
     def pack(tensor: torch.Tensor) -> Saved:
@@ -113,7 +113,7 @@ def test_a_metric_does_not_keep_a_minibatchs_graph_alive() -> None:
 
 def test_a_plain_first_minibatch_may_leave_graphs_in_the_metrics() -> None:
     model: Any = Model(log_accuracy, auroc=auroc(), mse=MeanSquaredError())
-    replay = CallRecorder(model)
+    replay = Replay(model)
     target = torch.arange(CLASSES)
     out = torch.eye(CLASSES, requires_grad=True).softmax(1)
 
@@ -128,7 +128,7 @@ def test_a_plain_first_minibatch_may_leave_graphs_in_the_metrics() -> None:
     assert (model.auroc.update_count, model.mse.update_count) == (2, 2)
 
 
-def test_a_change_from_outside_is_noticed(model: Any, replay: CallRecorder) -> None:
+def test_a_change_from_outside_is_noticed(model: Any, replay: Replay) -> None:
     for reset, expected in ((False, 1.0), (False, 2.0), (True, 1.0)):
         if reset:
             model.listed[0].reset()
@@ -139,7 +139,7 @@ def test_a_change_from_outside_is_noticed(model: Any, replay: CallRecorder) -> N
         assert model.listed[0].compute() == expected
 
 
-def test_logging_a_collection_ahead_does_not_touch_it(model: Any, replay: CallRecorder) -> None:
+def test_logging_a_collection_ahead_does_not_touch_it(model: Any, replay: Replay) -> None:
     model.scores.update(torch.eye(CLASSES), torch.arange(CLASSES))
     model.scores.f1.update(torch.eye(CLASSES), torch.arange(CLASSES))
     with replay.recording():
@@ -158,7 +158,7 @@ class Counted(SumMetric):
 def test_a_metric_is_copied_once_not_per_step() -> None:
     Counted.copies = 0
     model: Any = Model(log_accuracy, total=Counted())
-    replay = CallRecorder(model)
+    replay = Replay(model)
     records = []
     for _ in range(5):
         with replay.recording() as record:
@@ -170,7 +170,7 @@ def test_a_metric_is_copied_once_not_per_step() -> None:
     assert float(model.total.sum_value) == 3.0
 
 
-def test_only_the_recording_thread_is_ahead(model: Any, replay: CallRecorder) -> None:
+def test_only_the_recording_thread_is_ahead(model: Any, replay: Replay) -> None:
     with replay.recording() as record:
         model.mse(torch.ones(2), torch.zeros(2))
         other = threading.Thread(target=lambda: model.listed[0].update(5.0))
@@ -183,13 +183,13 @@ def test_only_the_recording_thread_is_ahead(model: Any, replay: CallRecorder) ->
     assert (model.mse.update_count, float(model.listed[0].sum_value)) == (1, 6.0)
 
 
-def give_up(model: Any, replay: CallRecorder) -> None:
+def give_up(model: Any, replay: Replay) -> None:
     with replay.recording():
         model.listed[0].update(100.0)
         raise Discarded
 
 
-def test_what_is_discarded_leaves_no_trace(model: Any, replay: CallRecorder) -> None:
+def test_what_is_discarded_leaves_no_trace(model: Any, replay: Replay) -> None:
     records = []
     for value in (1.0, 10.0):
         with replay.recording() as record:
@@ -207,7 +207,7 @@ def test_what_is_discarded_leaves_no_trace(model: Any, replay: CallRecorder) -> 
 
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
-def test_copies_behave_plainly(model: Any, replay: CallRecorder, duplicate: Callable[[Any], Any]) -> None:
+def test_copies_behave_plainly(model: Any, replay: Replay, duplicate: Callable[[Any], Any]) -> None:
     twice = duplicate(duplicate(model))
     with replay.recording():
         for name in ("acc", "scores"):
@@ -231,12 +231,12 @@ def test_uninstall_leaves_no_trace(model: Any) -> None:
         (cls, dict(vars(cls))) for cls in (Metric, MetricCollection, MulticlassAccuracy, L.LightningModule, Model)
     ]
     before, keys = dicts(), list(model.state_dict())
-    replay = CallRecorder(model)
+    replay = Replay(model)
     assert list(model.state_dict()) == keys
     with replay.recording():
         model.log("x", 1.0)
         model.acc(torch.eye(CLASSES), torch.arange(CLASSES))
-    replay.close()
+    replay.closed()
     assert dicts() == before
     for cls, names in classes:
         assert dict(vars(cls)) == names

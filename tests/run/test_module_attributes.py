@@ -139,7 +139,7 @@ def test_only_what_somebody_may_still_see_is_kept() -> None:
         if minibatch > 2:
             attributes.arrived(minibatch - 2)
             attributes.continues(minibatch - 2)
-    assert len(attributes._set["x"]) <= 5
+    assert len(attributes._own.edits) <= 5
 
 
 def test_a_new_start_forgets_what_was_discarded() -> None:

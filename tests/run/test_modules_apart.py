@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from lightning_hetpipe import HetPipeStrategy
 from lightning_hetpipe.placement import decision
-from lightning_hetpipe.run.extensions.random_states import user_parts
+from lightning_hetpipe.run.extensions.minibatch_state import user_parts
 from tests.exact.running import expect, fit
 from tests.support.marks import slow_except
 from tests.support.models import vectors

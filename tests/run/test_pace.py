@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from lightning_hetpipe.run.extensions.pace import Pace
+from lightning_hetpipe.run.extensions.telemetry import Pace
 
 STAGE, STAGES = 1.0, 3
 """Seconds of each stage, and their number: a minibatch takes STAGE * STAGES, and one comes out every STAGE."""

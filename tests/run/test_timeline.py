@@ -22,7 +22,7 @@ from lightning_hetpipe import HetPipeStrategy
 from lightning_hetpipe.emulation import Emulation
 from lightning_hetpipe.pipeline.recorder import KEPT
 from lightning_hetpipe.reporting.timeline import Timeline
-from lightning_hetpipe.rules.spans import LIGHTNING, USER_CODE
+from lightning_hetpipe.rules.schedule import LIGHTNING, USER_CODE
 from tests.exact.pipelines import even
 from tests.support.small import Learner, batches, pipeline, refused
 from tests.support.trainers import quiet_trainer

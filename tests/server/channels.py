@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 
-from lightning_hetpipe.server.process.service import Service
+from lightning_hetpipe.server.process.service import COORDINATOR_METHOD, Service
 from lightning_hetpipe.server.protocol.messages import decode
-from lightning_hetpipe.server.transport.interface import CallRefused, Unreachable
+from lightning_hetpipe.server.transport.interface import CallRefused, IncomingCall, Room, SenderGone, Unreachable
 from tests.server.world import Fault
 
 
@@ -56,6 +57,16 @@ class Faults:
             return address
 
 
+def filler(data: bytes, offered: memoryview | None = None) -> Callable[[memoryview], None]:
+    """Fills memory with ``data``, unless that lies there."""
+
+    def receive(memory: memoryview) -> None:
+        if memory is not offered:
+            memory[:] = data
+
+    return receive
+
+
 class DirectChannel:
     """From one VW to one host."""
 
@@ -67,7 +78,7 @@ class DirectChannel:
         method: str,
         header: bytes,
         body: Sequence[memoryview] = (),
-        into: Sequence[memoryview] = (),
+        into: Room = (),
         timeout: float = 60.0,
     ) -> bytes:
         address = self._faults.next(self._vw, self._server, type(decode(header)).__name__)
@@ -81,36 +92,35 @@ class DirectChannel:
         # Every other VW is on the server's host.
         offered = body[0] if len(body) == 1 and self._vw % 2 == 0 else None
 
-        def opened(size: int) -> memoryview:
-            memory = service.open(method, header, len(data), offered)
-            if memory is not offered:
-                memory[:size] = data[:size]
-            return memory
-
+        sent = IncomingCall(method, header, len(data), filler(data, offered), offered)
         if fault is Fault.CUT_OFF:
-            service.abandoned(method, header, opened(len(data) // 2))
+
+            def cut_off(memory: memoryview) -> None:
+                raise SenderGone
+
+            with suppress(SenderGone):
+                service.serve(replace(sent, receive=cut_off))
             then()
             raise Unreachable("half of the request was lost")
-        reply = service.run(method, header, opened(len(data)))
+        reply = service.serve(sent)
         if fault is Fault.TWICE:
             try:
-                memory = opened(len(data))
+                reply = service.serve(sent)
             except CallRefused:
-                pass
-            else:
-                reply = service.run(method, header, memory)
+                if method == COORDINATOR_METHOD:  # a shard has what has come before
+                    raise
         then()
         if fault is Fault.LOST_REPLY:
             raise Unreachable("the reply was lost")
         if service is not self._host.service:
             raise Unreachable("the server was started anew meanwhile")
         answer, start = b"".join(reply.body), 0
-        if len(answer) != sum(map(len, into)):
+        room = into(len(answer)) if callable(into) else into
+        if len(answer) != sum(map(len, room)):
             raise CallRefused(f"the reply has a body of {len(answer)} bytes, and the caller other room")
-        if into:
-            for each in into:
-                each[:] = answer[start : start + len(each)]
-                start += len(each)
+        for each in room:
+            each[:] = answer[start : start + len(each)]
+            start += len(each)
         return reply.header
 
     def close(self) -> None: ...

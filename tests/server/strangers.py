@@ -14,7 +14,6 @@ from lightning_hetpipe.server.protocol.identifiers import Commit, UpdateId
 from lightning_hetpipe.server.protocol.messages import (
     NOTHING,
     Arrive,
-    Fetch,
     Gather,
     Heartbeat,
     Join,
@@ -62,7 +61,6 @@ def messages(generation: str, clock: int) -> Iterator[tuple[Message, bytes]]:
         yield Pulled(vw, 0, generation, 99), b""
         yield Arrive(vw, 0, generation, 1 << 40, True), b""
         yield Gather(vw, 0, generation, 0, 99), b"part"
-        yield Fetch(vw, 0, generation, 0, 99), b""
         yield Heartbeat(vw, 0, generation), b""
         yield Loaded(vw, 0, generation), b""
         yield Leave(vw, 0, "ValueError: of long ago"), b""

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from lightning_hetpipe.server.process.waits import Cancelled
 from lightning_hetpipe.server.protocol.identifiers import LocalFault, PeerFailed, Refusal, RemoteFault
 from lightning_hetpipe.server.protocol.messages import (
     NOTHING,
-    Fetch,
+    Gather,
     Heartbeat,
     Join,
     Leave,
@@ -35,11 +36,11 @@ from lightning_hetpipe.server.protocol.messages import (
 from lightning_hetpipe.server.protocol.shard import place
 from lightning_hetpipe.server.transport.grpc_channel import GrpcChannel
 from lightning_hetpipe.server.transport.grpc_server import GrpcServer
-from lightning_hetpipe.server.transport.interface import CallRefused
+from lightning_hetpipe.server.transport.interface import CallRefused, IncomingCall
 from lightning_hetpipe.server.transport.shared_memory import LEAST
 from tests import oracle
 from tests.oracle import Run
-from tests.server.channels import Address, DirectChannel, Faults, Host
+from tests.server.channels import Address, DirectChannel, Faults, Host, filler
 from tests.server.world import Fault
 from tests.support.equality import assert_same
 from tests.support.models import SGD, Learner, mlp, vectors
@@ -346,9 +347,7 @@ def test_a_refused_request_for_bytes_has_no_reply_that_could_not_fit() -> None:
 
     def send(message: Request | ShardRequest, body: bytes = b"") -> Any:
         method, header = SHARD_METHOD if isinstance(message, ShardRequest) else COORDINATOR_METHOD, encode(message)
-        memory = service.open(method, header, len(body))
-        memory[:] = body
-        return decode(service.run(method, header, memory).header)
+        return decode(service.serve(IncomingCall(method, header, len(body), filler(body))).header)
 
     with pytest.raises(CallRefused, match=r"^generation: ") as caught:
         send(Read(0, 0, "of another server", 0, ()))
@@ -356,19 +355,20 @@ def test_a_refused_request_for_bytes_has_no_reply_that_could_not_fit() -> None:
     send(Join(0, 0, 1, signature_of(mlp(), 2, 1), NOTHING, ("",)))
     send(Leave(1, 0, "ValueError: bad batch"))
     with pytest.raises(CallRefused, match=r"^failed: VW 1 failed: ValueError: bad batch"):
-        send(Fetch(0, 0, "", 0, 0))
+        send(Gather(0, 0, "", 0, 0))
     assert RemoteFault.parse("not one of ours").refusal is Refusal.MALFORMED
 
 
 @pytest.mark.parametrize("by", ["a call", "a heartbeat"])
-def test_what_was_left_with_a_coordinator_is_left_again_with_the_next_one(by: str) -> None:
+def test_what_was_left_with_a_coordinator_is_left_again_with_the_next_one(by: str, tmp_path: Path) -> None:
     """It was lost with the one that died, and a VW that came back asked for it for ever."""
-    model = mlp()
+    model, file = mlp(), tmp_path / "second"
+    file.write_bytes(b"second")
     cluster = Cluster(1, lease=0.3)
     with cluster.client(0, signature_of(model, 1, 1)) as client:
         client.join(list(model.parameters()))
         client.kept.leave("one", b"first")
-        client.kept.leave("two", lambda: b"second")
+        client.kept.leave("two", file)
         client.kept.leave("three", b"third")
         client.kept.leave("three", None)
         cluster.hosts[0].restart()

@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from lightning_hetpipe.errors import SettingError
-from lightning_hetpipe.rules.waves import global_staleness
 from lightning_hetpipe.server.process.client import Client
 from lightning_hetpipe.server.process.service import Service
 from lightning_hetpipe.server.process.sessions import SessionChannel, Sessions
@@ -28,6 +27,7 @@ from lightning_hetpipe.server.protocol.decisions import (
     line,
 )
 from lightning_hetpipe.server.protocol.messages import Parameter, TrainingSignature
+from tests.oracle_policies import global_staleness
 from tests.server.channels import DirectChannel, Faults, Host
 from tests.server.test_client import WAIT, all_at_once
 

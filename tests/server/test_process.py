@@ -20,7 +20,7 @@ from lightning_hetpipe.server.process.server_process import CHILD, ServerProcess
 from lightning_hetpipe.server.transport.grpc_channel import GrpcChannel
 from lightning_hetpipe.server.transport.interface import CallRefused, Reply, Unreachable
 from lightning_hetpipe.server.transport.security import Security
-from tests.server.transports import PATIENCE, eventually
+from tests.server.transports import PATIENCE, Phased, eventually
 
 HERE = f"{__name__}:Counter"
 SIZE = 40 << 20
@@ -35,14 +35,11 @@ child.wait()
 """
 
 
-class Counter:
+class Counter(Phased):
     """Counts up; ``stall`` does not end, and ``environment`` says whether the header can be seen from outside."""
 
     def __init__(self, first: int) -> None:
         self.count = first
-
-    def open(self, method: str, header: bytes, size: int, offered: memoryview | None = None) -> memoryview:
-        return memoryview(bytearray(size))
 
     def run(self, method: str, header: bytes, body: memoryview) -> Reply:
         if method == "stall":
@@ -52,8 +49,6 @@ class Counter:
             return Reply(json.dumps([os.getpid(), header in told]).encode())
         self.count += 1
         return Reply(str(self.count).encode(), [body])
-
-    def abandoned(self, method: str, header: bytes, body: memoryview) -> None: ...
 
 
 @pytest.fixture(scope="module")

@@ -170,15 +170,6 @@ def test_what_is_refused() -> None:
     assert refused(shard, Read(0, 0, "g", 0, ()), b"") is Refusal.STALE  # the order has gone on
 
 
-def test_weights_beyond_the_limit_take_no_memory() -> None:
-    shard = Shard("epoch", limit=1000)
-    huge = (parameter("a", [1 << 40]),)
-    with pytest.raises(RemoteFault, match="more than the 1000 allowed") as caught:
-        shard.open(Load(0, 0, "g", "epoch", (), huge), 4 << 40)
-    assert caught.value.refusal is Refusal.TOO_LARGE
-    assert shard.content == "epoch"
-
-
 def test_one_body_at_a_time_of_each_vw() -> None:
     shard, update = loaded(), update_of(1.0)
     memory = shard.open(StageUpdate(1, 0, "g", 0), len(update))

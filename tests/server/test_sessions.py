@@ -27,8 +27,9 @@ from lightning_hetpipe.server.protocol.messages import (
 )
 from lightning_hetpipe.server.transport.grpc_channel import GrpcChannel
 from lightning_hetpipe.server.transport.grpc_server import GrpcServer
-from lightning_hetpipe.server.transport.interface import CallRefused
+from lightning_hetpipe.server.transport.interface import CallRefused, IncomingCall
 from lightning_hetpipe.server.transport.security import Security
+from tests.server.channels import filler
 from tests.server.transports import PATIENCE, eventually
 
 
@@ -139,7 +140,7 @@ def test_closing_wakes_who_waits() -> None:
     signature = TrainingSignature("1", 2, 0, "sum", 1, (), ())
     join = encode(Join(0, 1, 1, signature, NOTHING, ("",)))
     with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(sessions.run, f"fit-1/{COORDINATOR_METHOD}", join, memoryview(b""))
+        waiting = pool.submit(sessions.serve, IncomingCall(f"fit-1/{COORDINATOR_METHOD}", join, 0, filler(b"")))
         eventually(lambda: session_is_entered(sessions), "the request has not come")
         sessions.close()
         assert isinstance(decode(waiting.result(PATIENCE).header), NotYet)

@@ -10,14 +10,13 @@ from queue import SimpleQueue
 import pytest
 
 from lightning_hetpipe.errors import SettingError
-from lightning_hetpipe.server.process.server_process import ServerProcess
-from lightning_hetpipe.server.process.supervisor import STARTS, WINDOW, Supervisor, pause
+from lightning_hetpipe.server.process.server_process import STARTS, WINDOW, ServerProcess, Supervisor, pause
 from tests.server.transports import PATIENCE
 
 
 @pytest.fixture(autouse=True)
 def looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_hetpipe.server.process.supervisor._LOOK", 0.01)
+    monkeypatch.setattr("lightning_hetpipe.server.process.server_process._LOOK", 0.01)
 
 
 Heard = SimpleQueue[tuple[str, str]]

@@ -15,7 +15,7 @@ import pytest
 
 from lightning_hetpipe.server.transport.frames import CHUNK
 from lightning_hetpipe.server.transport.grpc_server import GrpcServer
-from lightning_hetpipe.server.transport.interface import CallRefused, Channel, Unreachable
+from lightning_hetpipe.server.transport.interface import CallRefused, Channel, Received, Unreachable
 from lightning_hetpipe.server.transport.shared_memory import LEAST, memory
 from tests.server.transports import KINDS, PATIENCE, Desk, connect, eventually, serve
 
@@ -93,6 +93,13 @@ def test_bodies_of_any_size_go_there_and_back(
         back[:] = bytes(size)
         assert channel.call(method, b"abc", cut(body, *sent), cut(memoryview(back), *received), PATIENCE) == b"cba"
         assert back == body
+
+
+@pytest.mark.parametrize("size", [0, 5, BIG])
+def test_a_caller_may_have_room_for_whatever_comes(channel: Channel, size: int) -> None:
+    back = Received()
+    assert channel.call("echo", b"ab", [pattern(size)], back, PATIENCE) == b"ba"
+    assert back.content == pattern(size)
 
 
 def test_only_part_of_a_block_and_parts_of_several_go_there_and_back(channel: Channel) -> None:

@@ -15,7 +15,7 @@ import pytest
 
 from lightning_hetpipe.server.transport.grpc_channel import GrpcChannel
 from lightning_hetpipe.server.transport.grpc_server import GrpcServer
-from lightning_hetpipe.server.transport.interface import CallRefused, Channel, Handler, Reply
+from lightning_hetpipe.server.transport.interface import CallRefused, Channel, Handler, IncomingCall, Reply
 from lightning_hetpipe.server.transport.security import Security
 from lightning_hetpipe.server.transport.shared_memory import memory
 from tests.support.certificates import make
@@ -25,7 +25,29 @@ PATIENCE = 30.0
 """Seconds after which a test fails that waits for something."""
 
 
-class Desk:
+class Phased:
+    """A handler whose calls are one ``open``, and if that returns, either one ``run`` or one ``abandoned``."""
+
+    def serve(self, call: IncomingCall) -> Reply:
+        body = self.open(call.method, call.header, call.size, call.offered)
+        try:
+            call.receive(body)
+        except BaseException:
+            self.abandoned(call.method, call.header, body)
+            raise
+        return self.run(call.method, call.header, body)
+
+    def open(self, method: str, header: bytes, size: int, offered: memoryview | None) -> memoryview:
+        return memoryview(bytearray(size))
+
+    def run(self, method: str, header: bytes, body: memoryview) -> Reply:
+        raise NotImplementedError
+
+    def abandoned(self, method: str, header: bytes, body: memoryview) -> None:
+        """Nothing to give back."""
+
+
+class Desk(Phased):
     """A handler that records what it is called for, and waits where a test wants it to.
 
     Methods: ``echo``; ``keep``, which leaves the body where the client has it, if it may; ``refuse`` in open,
@@ -79,7 +101,7 @@ class Desk:
         return [method for what, method, _ in self.calls if what == "run"]
 
 
-class Shelf:
+class Shelf(Phased):
     """A handler whose replies have a body that lies in shared memory, or in its own."""
 
     def __init__(self, size: int) -> None:
@@ -95,9 +117,6 @@ class Shelf:
             self.weights[:] = body
             return Reply(b"")
         return Reply(b"there", [self.weights])
-
-    def abandoned(self, method: str, header: bytes, body: memoryview) -> None:
-        """Nothing to give back."""
 
 
 def serve(kind: str, handler: Handler, address: str | None = None, calls: int = 64) -> GrpcServer:

@@ -21,6 +21,7 @@ from lightning_hetpipe.server.protocol.messages import (
     Answer,
     Departed,
     Done,
+    Gathered,
     Granted,
     Parameter,
     Pushed,
@@ -182,7 +183,7 @@ class World:
                     one.weights[1 - before][server] = torch.frombuffer(bytearray(body), dtype=torch.uint8)
                 one.member.heard_from(server, answer)
             else:
-                if action.body is Body.RESULT and not isinstance(answer, RemoteFault):
+                if isinstance(answer, Gathered):
                     one.kept = body
                 one.member.heard(answer)
             if one.member.newest != before:

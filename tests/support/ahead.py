@@ -17,8 +17,8 @@ from torchmetrics import Metric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC, MulticlassF1Score, MulticlassPrecision
 from torchmetrics.regression import MeanSquaredError
 
-from lightning_hetpipe.run.extensions.recorded_calls import Record
-from lightning_hetpipe.run.extensions.replay import CallRecorder
+from lightning_hetpipe.run.extensions.metric_calls import Record
+from lightning_hetpipe.run.extensions.replay import Replay
 from lightning_hetpipe.torch_private.tensors import pytree
 from tests.support.trainers import quiet_trainer
 
@@ -41,7 +41,7 @@ class AheadStrategy(SingleDeviceStrategy):
     def __init__(self, batches: list[Any], ahead: int = 3) -> None:
         super().__init__(device="cpu")
         self.batches, self.ahead = batches, ahead
-        self.replay: CallRecorder | None = None
+        self.replay: Replay | None = None
         self.waiting: deque[tuple[Record, Any]] = deque()
         self.begun = 0
 
@@ -50,7 +50,7 @@ class AheadStrategy(SingleDeviceStrategy):
         assert module is not None
         batch_idx = args[1]
         if self.replay is None:
-            self.replay = CallRecorder(module)
+            self.replay = Replay(module)
             return module.training_step(*args, **kwargs)  # the first minibatch of a run is never ahead
         if batch_idx == 0:
             self.begun = 0
@@ -83,7 +83,7 @@ class AheadStrategy(SingleDeviceStrategy):
 
     def teardown(self) -> None:
         if self.replay is not None:
-            self.replay.close()
+            self.replay.closed()
         super().teardown()
 
 

@@ -15,7 +15,6 @@ from lightning_hetpipe import WSPCallback
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.server.process.client import Client
 from lightning_hetpipe.server.protocol.identifiers import Refusal, RemoteFault
-from lightning_hetpipe.server.protocol.messages import FetchKept, KeepBytes
 from lightning_hetpipe.workers.coming_back import CameTooLate, SeatMissed
 from lightning_hetpipe.workers.group import Group
 from tests.workers.test_group import LEASE, SECONDS, Pair
@@ -212,28 +211,4 @@ def test_settings_other_than_the_others_are_named(exits: ExitStack, monkeypatch:
     with pytest.raises(CameTooLate, match="only to the first fit of a program one can come back"):
         returning.check("fit-2", ["wave=1", "shares=equal"])
     lost.again.part("", alone=True)
-    lost.groups[0].close()
-
-
-def test_what_a_coordinator_has_lost_is_asked_for_again(exits: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It was killed between the question for the size and that for the bytes: the answer had no body, and all ended."""
-    lost = Lost(exits, monkeypatch)
-    launch = lost.groups[0]._launch
-    assert launch is not None
-    launch.kept.leave("one", b"first")
-    asked: list[str] = []
-    until_answered = launch.kept._until_answered
-
-    def forgets(message: Any, *arguments: Any, **named: Any) -> Any:
-        answer = until_answered(message, *arguments, **named)
-        asked.append(type(message).__name__)
-        if len(asked) == 1:
-            until_answered(KeepBytes(0, launch.member.incarnation, "one"), ())
-            lost.threads.submit(launch.kept.leave, "one", b"second")
-        return answer
-
-    monkeypatch.setattr(launch.kept, "_until_answered", forgets)
-    assert launch.kept.recall("one") in (b"first", b"second")
-    with pytest.raises(RemoteFault, match="is not kept any more"):
-        until_answered(FetchKept(0, launch.member.incarnation, "two", 5), into=[memoryview(bytearray(5))])
     lost.groups[0].close()

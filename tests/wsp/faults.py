@@ -34,7 +34,7 @@ from lightning_hetpipe.server.protocol.messages import decode
 from lightning_hetpipe.server.transport import grpc_channel
 from lightning_hetpipe.server.transport.frames import Answer
 from lightning_hetpipe.server.transport.grpc_channel import GrpcChannel
-from lightning_hetpipe.server.transport.interface import TIMEOUT
+from lightning_hetpipe.server.transport.interface import TIMEOUT, Room
 from lightning_hetpipe.server.transport.security import Security
 from lightning_hetpipe.server.transport.shared_memory import Place
 from lightning_hetpipe.workers import join_handshake
@@ -241,7 +241,7 @@ def install(vw: int, faults: Sequence[dict[str, Any]]) -> None:
             method: str,
             header: bytes,
             body: Sequence[memoryview] = (),
-            into: Sequence[memoryview] = (),
+            into: Room = (),
             timeout: float = TIMEOUT,
         ) -> bytes:
             fault = injector.of(method, header) if "/" in method else None
@@ -297,7 +297,7 @@ def install(vw: int, faults: Sequence[dict[str, Any]]) -> None:
 
         return befallen()
 
-    def received(replies: Iterator[bytes], into: Sequence[memoryview]) -> tuple[Answer, bytes]:
+    def received(replies: Iterator[bytes], into: Room) -> tuple[Answer, bytes]:
         """The fault comes when none of the reply's body has been read."""
 
         def befallen() -> Iterator[bytes]:

@@ -148,7 +148,7 @@ def test_one_that_dies_while_it_comes_back_leaves_the_others_unharmed(tmp_path: 
     """They wait a lease for it, and go on; its third process comes back an epoch later. No file is left of any."""
     temporary = tmp_path / "temporary"
     temporary.mkdir()
-    dies = {"vw": 1, "room": "talk-1", "message": "FetchKept", "nth": 3, "when": "after", "what": "kill"}
+    dies = {"vw": 1, "room": "talk-1", "message": "Recall", "nth": 3, "when": "after", "what": "kill"}
     job = coming_back(
         tmp_path,
         faults=[{**dies, "mark": str(tmp_path / "another mark")}],
@@ -186,14 +186,14 @@ def test_two_come_back_at_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("message", "nth"), [("AskForKept", 3), ("FetchKept", 4)])
-def test_one_comes_back_also_where_the_server_dies_while_it_waits(message: str, nth: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("when", "nth"), [("before", 2), ("middle", 3)])
+def test_one_comes_back_also_where_the_server_dies_while_it_waits(when: str, nth: int, tmp_path: Path) -> None:
     """Or while it gets the state, which is gone then.
 
     To the third epoch or a later one: virtual worker 0 may have seen that it is ready before that was forgotten, and
     the new server may take longer to start than the others wait.
     """
-    server = {"vw": 1, "room": "talk-1", "message": message, "nth": nth, "when": "before", "what": "server"}
+    server = {"vw": 1, "room": "talk-1", "message": "Recall", "nth": nth, "when": when, "what": "server"}
     recorded: dict[str, Any] = {"log": str(tmp_path / "decisions"), "awaits": "all"}
     recorded |= {"wsp": {"restarts": 2}, "trainer": {"max_epochs": 6}}
     job = coming_back(tmp_path, faults=[{**server, "mark": str(tmp_path / "another mark")}], **recorded)

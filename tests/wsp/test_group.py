@@ -18,15 +18,15 @@ import torch
 from lightning_hetpipe import WSPCallback
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.launch.servers import FoundServers
-from lightning_hetpipe.server.process.service import Service
+from lightning_hetpipe.server.process.server_process import ServerLost
 from lightning_hetpipe.server.process.sessions import Sessions
-from lightning_hetpipe.server.process.supervisor import ServerLost
 from lightning_hetpipe.server.process.waits import ServersSilent
+from lightning_hetpipe.server.protocol.gathers import Gathers
 from lightning_hetpipe.server.protocol.identifiers import PeerFailed
-from lightning_hetpipe.server.protocol.messages import Fetch, Gather, Leave, Lost, Message, decode
+from lightning_hetpipe.server.protocol.messages import Gather, Gathered, Leave, Lost, Message, decode
 from lightning_hetpipe.server.transport.grpc_channel import GrpcChannel
 from lightning_hetpipe.server.transport.grpc_server import GrpcServer
-from lightning_hetpipe.server.transport.interface import STATUS, TIMEOUT
+from lightning_hetpipe.server.transport.interface import STATUS, TIMEOUT, Room, Unreachable
 from lightning_hetpipe.server.transport.security import Security
 from lightning_hetpipe.workers import group, join_handshake
 from lightning_hetpipe.workers.collectives import gather_in_chunks
@@ -69,8 +69,12 @@ class Server:
         return getattr(self.rooms, name)
 
 
-def befall(monkeypatch: pytest.MonkeyPatch, before: Callable[[Message], None]) -> None:
-    """``before`` is told of each message before it goes out."""
+def befall(
+    monkeypatch: pytest.MonkeyPatch,
+    before: Callable[[Message], None],
+    after: Callable[[Message, Message], None] = lambda message, answer: None,
+) -> None:
+    """``before`` is told of each message before it goes out, ``after`` of its answer before that arrives."""
 
     class Channel(GrpcChannel):
         def call(
@@ -78,12 +82,15 @@ def befall(monkeypatch: pytest.MonkeyPatch, before: Callable[[Message], None]) -
             method: str,
             header: bytes,
             body: Sequence[memoryview] = (),
-            into: Sequence[memoryview] = (),
+            into: Room = (),
             timeout: float = TIMEOUT,
         ) -> bytes:
-            if method != STATUS:
-                before(decode(header))
-            return super().call(method, header, body, into, timeout)
+            if method == STATUS:
+                return super().call(method, header, body, into, timeout)
+            before(decode(header))
+            answer = super().call(method, header, body, into, timeout)
+            after(decode(header), decode(answer))
+            return answer
 
     monkeypatch.setattr(join_handshake, "GrpcChannel", Channel)
 
@@ -102,21 +109,25 @@ def gathers(index: int, address: str) -> list[Any]:
 
 
 def test_nobody_leaves_before_all_have_what_the_last_gather_gave(monkeypatch: pytest.MonkeyPatch) -> None:
-    """VW 0 had left when the server died and VW 1 had not fetched the result yet: it was alone then, and took its own
+    """VW 0 had left when the server died and VW 1 had not got the result yet: it was alone then, and took its own
     part for everyone's: other buffers, and another `monitor`, than VW 0 had seen."""
     rooms, fetched, went_on = Server(), Event(), Event()
 
     def before(message: Message) -> None:
         match message:
-            case Fetch(vw=0):
-                fetched.set()
             case Gather(vw=0) | Leave(vw=0) if fetched.is_set():
                 went_on.set()
-            case Fetch(vw=1) if rooms.starts == 1:
+
+    def after(message: Message, answer: Message) -> None:
+        match message, answer:
+            case Gather(vw=0), Gathered():
+                fetched.set()
+            case Gather(vw=1), Gathered() if rooms.starts == 1:
                 assert went_on.wait(PATIENCE)
                 rooms.restart()
+                raise Unreachable("the answer is lost")
 
-    befall(monkeypatch, before)
+    befall(monkeypatch, before, after)
     with ThreadPoolExecutor(2) as pool, GrpcServer(rooms) as server:
         found = [pool.submit(gathers, index, server.address) for index in range(2)]
         assert [each.result(PATIENCE) for each in found] == [[0, 1], [0, 1]]
@@ -296,7 +307,7 @@ def test_a_gather_may_be_larger_than_what_a_server_takes(monkeypatch: pytest.Mon
     """Validation outputs of more than 64 MiB were refused, without a way out."""
     limit = 64 << 10
     monkeypatch.setattr(group, "gather_in_chunks", partial(gather_in_chunks, chunk=limit // 4))
-    monkeypatch.setattr(Sessions, "_new", lambda *_: Service(LEASE, gather_limit=limit))
+    monkeypatch.setattr(Gathers, "limit", limit)
     value = torch.arange(limit, dtype=torch.float64)
     rooms = Sessions(LEASE)
     with ThreadPoolExecutor(2) as pool, GrpcServer(rooms) as server:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lightning_hetpipe.server.process.supervisor import STARTS
+from lightning_hetpipe.server.process.server_process import STARTS
 from tests.wsp.launch import Job, finished, left_behind, start
 from tests.wsp.test_exact import check, expected
 
@@ -29,7 +29,7 @@ CASES: dict[str, list[dict[str, Any]]] = {
     "while the other waits at a cut": [address(1, "Arrive", 1, "before", once="wait")],
     "at a cut": [address(0, "Arrive", 1, "after")],
     "in a gather": [address(1, "Gather", 2, "before")],
-    "in a gather's end": [address(0, "Fetch", 2, "before")],
+    "in a gather's end": [address(0, "Gather", 2, "after")],
     "while they join": [address(1, "Join", 1, "before")],
     "while the weights are loaded": [address(0, "Load", 1, "middle")],
     "twice": [address(1, "StageUpdate", 2, "middle"), address(0, "Load", 2, "middle")],

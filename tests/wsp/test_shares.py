@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from lightning_hetpipe.rules.shares import dealt_samples
+from lightning_hetpipe.rules.waves import dealt_samples
 from tests.oracle import Run, State
 from tests.support.equality import assert_same
 from tests.wsp.launch import Job, finished, run_all, start

@@ -28,7 +28,7 @@ SEEDS = range(50)
 IN_CI = (0, 3)
 """Seed and number of faults of the run that is made each time."""
 
-BEFALL = ("Pushed", "StageUpdate", "Read", "Pull", "Pulled", "Arrive", "Gather", "Fetch")
+BEFALL = ("Pushed", "StageUpdate", "Read", "Pull", "Pulled", "Arrive", "Gather")
 WITH_BODY = ("StageUpdate", "Read")
 
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from lightning_hetpipe.rules.waves import global_staleness
 from lightning_hetpipe.server.process.server_process import ServerProcess
 from lightning_hetpipe.server.protocol import decisions
 from lightning_hetpipe.server.protocol.decisions import Decision, ReadGranted, UpdatePushed
+from tests.oracle_policies import global_staleness
 from tests.server.test_decisions import check_distances, check_staleness
 from tests.support.equality import assert_same
 from tests.wsp.launch import Job, run_all

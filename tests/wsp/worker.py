@@ -38,7 +38,7 @@ from lightning_hetpipe import Cluster, HetPipeStrategy, Node, WSPCallback
 from lightning_hetpipe.placement import measuring, planner
 from lightning_hetpipe.planning.model.profile import Times
 from lightning_hetpipe.run import preemption
-from lightning_hetpipe.run.extensions.pace import Pace
+from lightning_hetpipe.run.extensions.telemetry import Pace
 from tests.exact.pipelines import Delays
 from tests.exact.running import Recorder
 from tests.hosts.elsewhere import away

@@ -33,6 +33,7 @@ import inspect
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -44,20 +45,20 @@ from lightning_hetpipe.pipeline.random.operators import RandomnessError, RandomO
 from lightning_hetpipe.pipeline.user.user_section import has_own_seed
 
 
+@dataclass(frozen=True)
 class RandomGenerators:
     """Source of all random generators of one run.
 
-    Args:
+    Attributes:
         run_seed: Seed of the run, any integer.
         virtual_worker: Index of the virtual worker.
         deterministic: Refuse operations that can draw from a default generator only (CUDA's fused attention and RNN
             with dropout) instead of letting them do so.
     """
 
-    def __init__(self, run_seed: int, virtual_worker: int = 0, *, deterministic: bool = False) -> None:
-        self.run_seed = run_seed
-        self.virtual_worker = virtual_worker
-        self.deterministic = deterministic
+    run_seed: int
+    virtual_worker: int = 0
+    deterministic: bool = False
 
     def generator(
         self, minibatch: int | str, path: str, ordinal: int, device: torch.device, call: int = 0

@@ -16,13 +16,12 @@ from lightning_hetpipe.planning.allocation.group_plans import GroupPlans
 from lightning_hetpipe.planning.allocation.groupings import Grouping
 from lightning_hetpipe.planning.model.cluster import Cluster, Device, DeviceSlot, Link
 from lightning_hetpipe.planning.model.cluster_simulation import ClusterSimulation, simulate_cluster
-from lightning_hetpipe.planning.model.estimate import INSTANT, Estimate, stage_times_on, step_on, visits_on
+from lightning_hetpipe.planning.model.estimate import INSTANT, Estimate, lacking, stage_times_on, step_on, visits_on
 from lightning_hetpipe.planning.model.profile import Profile
 from lightning_hetpipe.planning.model.simulate import Crossing, PlacedWeights, WorkerPipeline
-from lightning_hetpipe.planning.search.choice import Choice
 from lightning_hetpipe.planning.search.problem import PlanningProblem
 from lightning_hetpipe.rules.parameter_placement import place
-from lightning_hetpipe.rules.shares import staleness_bound, throughput, wave_lengths
+from lightning_hetpipe.rules.waves import staleness_bound, throughput, wave_lengths
 
 WAVES = 9
 """Simulated waves, of which the first third, and those of a clock distance, are the start."""
@@ -62,7 +61,7 @@ class Allocation:
 
     name: str
     grouping: Grouping
-    choices: tuple[Choice, ...]
+    choices: tuple[Estimate, ...]
     lengths: tuple[int, ...]
     placement: str
     servers: tuple[int, ...]
@@ -140,18 +139,13 @@ class Allocation:
         return sum(overfull(self.choices).values())
 
 
-def overfull(choices: Sequence[Choice]) -> dict[DeviceSlot, int]:
+def overfull(choices: Sequence[Estimate]) -> dict[DeviceSlot, int]:
     """Devices that have too little memory for the stages of all virtual workers there, and the bytes that they lack."""
-    taken: Counter[DeviceSlot] = Counter()
-    for choice in choices:
-        for stage in choice.stages:
-            taken[stage.slot] += stage.memory.total
-    limits = {slot: nbytes if slot.device.memory is None else slot.device.memory for slot, nbytes in taken.items()}
-    return {slot: taken[slot] - limit for slot, limit in limits.items() if taken[slot] > limit}
+    return lacking(stage for choice in choices for stage in choice.stages)
 
 
 def most_stale(lengths: Sequence[int], in_flight: int, clock_distance: int) -> int:
-    """s_global of waves of ``lengths``: the largest :func:`~lightning_hetpipe.rules.shares.staleness_bound` of two
+    """s_global of waves of ``lengths``: the largest :func:`~lightning_hetpipe.rules.waves.staleness_bound` of two
     virtual workers; of one alone, s_local."""
     workers = range(len(lengths))
     pairs = ((vw, of) for vw in workers for of in workers if vw != of)
@@ -212,6 +206,8 @@ class Allocator:
             return Allocation(name, grouping, tuple(choices), (1,) * len(choices), placement, (), self._distance, None)
         found: list[Allocation] = []
         for more in range(HIDING + 1):
+            if not self.problem.versions(in_flight + more).is_possible:
+                break
             choices = [plans.plan(group, in_flight + more, fewer=more > 0) for group in grouping]
             if any(choice.in_flight < in_flight + more for choice in choices) or overfull(choices):
                 break
@@ -251,7 +247,7 @@ class Allocator:
         return tuple(unit * length for length in lengths)
 
     def _simulated(
-        self, name: str, grouping: Grouping, choices: Sequence[Choice], shares: bool, placement: str
+        self, name: str, grouping: Grouping, choices: Sequence[Estimate], shares: bool, placement: str
     ) -> Allocation:
         in_flight = choices[0].in_flight
         lengths = self.waves([choice.rate for choice in choices], in_flight, shares)

@@ -8,7 +8,8 @@ from typing import TypeAlias
 
 from lightning_hetpipe.planning.allocation.groupings import Group
 from lightning_hetpipe.planning.model.cluster import Device, DeviceSlot, Link
-from lightning_hetpipe.planning.search.choice import Choice, best_plan
+from lightning_hetpipe.planning.model.estimate import Estimate
+from lightning_hetpipe.planning.search.choice import best_plan
 from lightning_hetpipe.planning.search.problem import PlanningProblem
 
 Kinds: TypeAlias = tuple[tuple[Link, tuple[Device, ...]], ...]
@@ -25,7 +26,7 @@ class GroupPlans:
     def __init__(self, problem: PlanningProblem) -> None:
         self._problem = problem
         self._rates: dict[Kinds, float] = {}
-        self._known: dict[tuple[Kinds, int | None, bool], tuple[Choice, Group]] = {}
+        self._known: dict[tuple[Kinds, int | None, bool], tuple[Estimate, Group]] = {}
 
     def __len__(self) -> int:
         return len(self._known)
@@ -38,11 +39,11 @@ class GroupPlans:
         """Minibatches per second of ``group``, as a brief search finds it; 0 where nothing fits."""
         kinds, slots = self._sorted(group)
         if kinds not in self._rates:
-            choice = best_plan(replace(self._problem, slots=slots, brief=True))
-            self._rates[kinds] = choice.rate if choice.fits else 0.0
+            found = best_plan(replace(self._problem, slots=slots, brief=True))
+            self._rates[kinds] = found.rate if found.fits else 0.0
         return self._rates[kinds]
 
-    def plan(self, group: Sequence[DeviceSlot], in_flight: int | None = None, *, fewer: bool = False) -> Choice:
+    def plan(self, group: Sequence[DeviceSlot], in_flight: int | None = None, *, fewer: bool = False) -> Estimate:
         """The plan of ``group``, at Nm = ``in_flight`` where that is given, or at ``fewer`` where none fits there.
 
         Raises:
@@ -62,24 +63,16 @@ class GroupPlans:
             idle=tuple(mine[slot] for slot in choice.idle),
         )
 
-    def _found(self, slots: Group, in_flight: int | None, fewer: bool) -> Choice:
+    def _found(self, slots: Group, in_flight: int | None, fewer: bool) -> Estimate:
         return best_plan(replace(self._problem, slots=slots), in_flight, fewer=fewer)
 
     def _sorted(self, group: Sequence[DeviceSlot]) -> tuple[Kinds, Group]:
         nodes: dict[int, list[DeviceSlot]] = {}
-        for slot in group:
+        for slot in sorted(group, key=lambda slot: (repr(slot.device), slot.number)):
             nodes.setdefault(slot.node, []).append(slot)
-        found = []
-        for node, slots in nodes.items():
-            slots.sort(key=lambda slot: (_order(slot.device), slot.number))
-            found.append(((self._problem.cluster.nodes[node].own_link, tuple(slot.device for slot in slots)), slots))
-        found.sort(key=lambda each: (_order_of_link(each[0][0]), [*map(_order, each[0][1])], each[1][0].node))
-        return tuple(kinds for kinds, _ in found), tuple(slot for _, slots in found for slot in slots)
-
-
-def _order(device: Device) -> tuple[str, int, float]:
-    return device.name, -1 if device.memory is None else device.memory, device.speed
-
-
-def _order_of_link(link: Link) -> tuple[float, float]:
-    return link.bandwidth, link.latency
+        kinds = {
+            node: (self._problem.cluster.nodes[node].own_link, tuple(slot.device for slot in slots))
+            for node, slots in nodes.items()
+        }
+        order = sorted(nodes, key=lambda node: (repr(kinds[node]), node))
+        return tuple(kinds[node] for node in order), tuple(slot for node in order for slot in nodes[node])

@@ -9,10 +9,10 @@ are on the server of its node. Of three nodes with two devices each, where the h
 
 Where the head is its node's only device, it either does nothing else, or is a virtual worker with all layers, too.
 
-The search decides which device is the head, whether it does something else, and where its layers begin. No choice of
-these is faster than its *bound*, by the seconds of its devices and the bytes of the busiest links. Choices with large
-bounds are simulated first, until none that is left can be faster; of those that are as fast within 1%, the one with the
-fewest bytes on the network is taken.
+The search decides which device is the head, whether it does something else, and where its layers begin. A rough
+estimate, of the seconds of devices and the bytes of the busiest links, says which choices are simulated first. The
+search ends when none that is left may be faster. Of those that are as fast within 1%, the one with the fewest bytes on
+the network is taken.
 """
 
 from __future__ import annotations
@@ -26,15 +26,18 @@ from lightning_hetpipe.planning.allocation.allocator import HIDING, NEAR, Alloca
 from lightning_hetpipe.planning.allocation.group_plans import GroupPlans, Kinds
 from lightning_hetpipe.planning.allocation.groupings import PLACED, Group, Grouping
 from lightning_hetpipe.planning.model.cluster import Cluster, DeviceSlot
-from lightning_hetpipe.planning.model.estimate import INSTANT
+from lightning_hetpipe.planning.model.estimate import INSTANT, Estimate
 from lightning_hetpipe.planning.model.profile import Profile, UserBytes
-from lightning_hetpipe.planning.search.choice import Choice, slowest_stage
+from lightning_hetpipe.planning.search.choice import slowest_stage
 
 SIMULATED = 24
 """Largest number of choices that are simulated."""
 
 PLANS = 60
 """Number of plans of several devices before the head, each at one Nm, after which no other choice is looked at."""
+
+ROUGH = 1.25
+"""Ratio of a simulated rate to the rough estimate, at the most: waves may be longer than is supposed, shares other."""
 
 UNFIT = 5
 """Factor of these two while no choice fits."""
@@ -67,41 +70,23 @@ class PlacedPlans(GroupPlans):
         self.before = GroupPlans(replace(problem, profile=_before(problem.profile, first)))
         """Plans of several devices before the last one."""
 
-    def _found(self, slots: Group, in_flight: int | None, fewer: bool) -> Choice:
-        if in_flight is None:
-            return self._best(slots)
+    def _found(self, slots: Group, in_flight: int | None, fewer: bool) -> Estimate:
+        *own, _ = slots
+        if in_flight is None:  # one more than without the head; two stages keep each other busy with three
+            before = self.before.plan(own).in_flight if len(own) > 1 else 2 * len(own)
+            in_flight, fewer = self._problem.versions(before + 1).most_in_flight, True
         found = self._at(slots, in_flight)
         while fewer and not found.fits and found.in_flight > 1:
             found = self._at(slots, found.in_flight - 1)
         return found
 
-    def _best(self, slots: Group) -> Choice:
-        """The plan at the smallest Nm within 1% of the best throughput."""
-        first = self.before.plan(slots[:-1]).in_flight if len(slots) > 2 else 1
-        best = self._at(slots, first)
-        while not best.fits and best.in_flight > 1:
-            best = self._at(slots, best.in_flight - 1)
-        plan = best
-        while plan.fits and plan.in_flight <= best.in_flight + len(slots):
-            if not self._problem.versions(plan.in_flight + 1).is_possible:
-                break
-            plan = self._at(slots, plan.in_flight + 1)
-            best = max(best, plan, key=lambda each: (each.fits, each.rate))
-        chosen = best
-        while chosen.in_flight > 1:
-            plan = self._at(slots, chosen.in_flight - 1)
-            if plan.rate < NEAR * best.rate:
-                break
-            chosen = plan
-        return chosen
-
-    def _at(self, slots: Group, in_flight: int) -> Choice:
+    def _at(self, slots: Group, in_flight: int) -> Estimate:
         *own, head = slots
         before = self.before.plan(own, in_flight) if len(own) > 1 else None
         stages = [(stage.slot, stage.first) for stage in before.stages] if before else [(slot, 0) for slot in own]
         stages.append((head, self._first if own else 0))
         found = self._problem.estimate([slot for slot, _ in stages], [first for _, first in stages], in_flight)
-        return Choice.of(found, before.idle if before else (), (), (slowest_stage(found),))
+        return replace(found, idle=before.idle if before else (), reasons=(slowest_stage(found),))
 
     def _sorted(self, group: Sequence[DeviceSlot]) -> tuple[Kinds, Group]:
         *own, head = group
@@ -119,16 +104,16 @@ def placed(allocator: Allocator, *, shares: bool, placement: str = "local", floo
         allocator: Makes allocations of the cluster's devices.
         shares: Whether faster virtual workers get longer waves.
         placement: As :meth:`~lightning_hetpipe.planning.allocation.allocator.Allocator.allocate` has it.
-        floor: Minibatches per second; those whose bound is below it are not looked at.
+        floor: Minibatches per second; choices that are surely slower are not looked at.
 
     Returns:
-        None where all bounds are below ``floor``.
+        None where all are slower than ``floor``.
 
     Raises:
         SettingError: where no two virtual workers would share a device.
     """
-    bounds = {head: _bound(allocator, head, shares, placement) for head in heads(allocator)}
-    if not bounds:
+    rough = {head: _rough(allocator, head, shares, placement) for head in heads(allocator)}
+    if not rough:
         count, layers = len(allocator.cluster.nodes), len(allocator.profile.layers)
         raise SettingError(
             f"allocation='{PLACED}' has the last of at least two stages of several virtual workers, one for each node,"
@@ -138,9 +123,9 @@ def placed(allocator: Allocator, *, shares: bool, placement: str = "local", floo
         )
     best, found = floor, list[Allocation]()
     plans: dict[int, PlacedPlans] = {}
-    for head in sorted(bounds, key=lambda each: (-bounds[each].rate, bounds[each].nbytes)):
+    for head in sorted(rough, key=lambda each: (-rough[each].rate, rough[each].nbytes)):
         effort = max(len(found) / SIMULATED, sum(len(each.before) for each in plans.values()) / PLANS)
-        if bounds[head].rate < NEAR * best or effort >= (1 if any(each.fits for each in found) else UNFIT):
+        if ROUGH * rough[head].rate < NEAR * best or effort >= (1 if any(each.fits for each in found) else UNFIT):
             break
         own = plans.setdefault(head.first, PlacedPlans(allocator, head.first))
         found.append(allocate(allocator, head, own, shares=shares, placement=placement))
@@ -187,15 +172,15 @@ def _groupings(cluster: Cluster, head: DeviceSlot) -> Iterator[Grouping]:
         yield (*groups, (head,))
 
 
-class _Bound(NamedTuple):
+class _Rough(NamedTuple):
     """Minibatches per second, and the bytes on the network for each."""
 
     rate: float
     nbytes: float
 
 
-def _bound(allocator: Allocator, head: Head, shares: bool, placement: str) -> _Bound:
-    """The most minibatches per second with ``head``, up to as many in flight as are of use, and its bytes."""
+def _rough(allocator: Allocator, head: Head, shares: bool, placement: str) -> _Rough:
+    """Estimate the minibatches per second with ``head``, up to as many in flight as are of use, and its bytes."""
     profile, first, workers = allocator.profile, head.first, len(head.grouping)
     rates, busy = [], []
     for *own, last in head.grouping:
@@ -212,7 +197,7 @@ def _bound(allocator: Allocator, head: Head, shares: bool, placement: str) -> _B
     computing = sum(lengths) / (sum(rates) if shares else workers * min(rates))
     together = sum(length * seconds for length, seconds in zip(lengths, busy, strict=True))
     nbytes = sum(far) * (2 * output + received) + 2 * pushed
-    return _Bound(sum(lengths) / max(computing, together, link), nbytes / sum(lengths))
+    return _Rough(sum(lengths) / max(computing, together, link), nbytes / sum(lengths))
 
 
 def _seconds(profile: Profile, slot: DeviceSlot, first: int, after: int | None = None) -> float:

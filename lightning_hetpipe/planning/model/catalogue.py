@@ -13,8 +13,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
+from typing import Annotated
 
 from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.settings import Choices, check
 
 INTENSITY = 16.0
 """FLOP for each byte of device memory traffic in the workload that :func:`speed_by` supposes."""
@@ -74,8 +76,7 @@ class Gpu:
         Raises:
             SettingError: for another precision.
         """
-        if precision not in PRECISIONS:
-            raise SettingError(f"precision={precision!r} must be one of {', '.join(PRECISIONS)}")
+        check("precision", precision, Annotated[str, Choices(PRECISIONS)])
         peaks = dict(zip(PRECISIONS, (self.tf32, None, self.half), strict=True))
         return speed_by(peaks[precision] or self.fp32, self.bandwidth)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Annotated
@@ -209,6 +209,11 @@ class Cluster:
         )
 
     @property
+    def slots_by_place(self) -> dict[tuple[str, int], DeviceSlot]:
+        """All devices by the name of their node and their number there, as plans name them."""
+        return {(self.nodes[slot.node].name, slot.number): slot for slot in self.slots}
+
+    @property
     def between(self) -> Link:
         """Link between any two nodes, as declared or supposed."""
         return self.link or ETHERNET
@@ -243,7 +248,7 @@ class Cluster:
             name, gpu = canonical(device.name), known(device.name) if catalogue else None
             return replace(device, memory=known_bytes.get(name, None if gpu is None else gpu.usable))
 
-        return self._each(filled)
+        return Cluster([Node(node.name, [*map(filled, node.devices)], node.link) for node in self.nodes], self.link)
 
     def of_nodes(self, names: Collection[str]) -> Cluster:
         """The cluster of the nodes of these names alone; of all where there is none of them."""
@@ -282,9 +287,6 @@ class Cluster:
                 devices.append(replace(one, memory=min(memory, default=None)))
             nodes.append(Node(node.name, devices, there.link if node.link is None else node.link))
         return Cluster(nodes, found.link if self.link is None else self.link)
-
-    def _each(self, change: Callable[[Device], Device]) -> Cluster:
-        return Cluster([Node(node.name, [*map(change, node.devices)], node.link) for node in self.nodes], self.link)
 
 
 def _count(items: Sequence[object], noun: str) -> str:

@@ -120,6 +120,12 @@ class Costs:
             found.append(float(take))
         return found
 
+    def alike(self, kinds: Sequence[int]) -> tuple[object, ...]:
+        """Key that ``kinds`` share with others whose nodes are the same, but for their places."""
+        nodes = dict[int, int]()
+        own = [self.kinds[kind] for kind in kinds]
+        return tuple((each.device, id(self.within[each.node]), nodes.setdefault(each.node, len(nodes))) for each in own)
+
     def slots(self, kinds: Sequence[int]) -> tuple[DeviceSlot, ...]:
         """The devices for stages on ``kinds``."""
         left = [iter(kind.slots) for kind in self.kinds]
@@ -165,16 +171,12 @@ class StageBytes:
         self._each: Floats = inputs if recompute else kept
         self._once: Floats = kept - inputs if recompute else np.zeros_like(kept)
 
-    def of(self, loads: Iterable[tuple[StageLoad, int, int]], buffers: int) -> Floats:
-        """Bytes of stages with ``buffers`` copies of the trained weights, for the heaviest of ``loads``.
-
-        Each load is that of the stages that start between the boundaries beside it, both inclusive.
-        """
+    def of(self, loads: Iterable[StageLoad], buffers: int) -> Floats:
+        """Bytes of stages with ``buffers`` copies of the trained weights, for the heaviest of ``loads``."""
         heaviest = np.zeros_like(self._base)
-        for load, first, last in loads:
-            rows = slice(first, last + 1)
-            found = load.waiting * self._trained[rows] + load.held * self._each[rows] + load.whole * self._once[rows]
-            np.maximum(heaviest[rows], found, out=heaviest[rows])
+        for load in loads:
+            found = load.waiting * self._trained + load.held * self._each + load.whole * self._once
+            np.maximum(heaviest, found, out=heaviest)
         total: Floats = self._base + buffers * self._trained + heaviest
         return total
 
@@ -183,27 +185,9 @@ class StageBytes:
         moving = load.held * self._each[first, end] + load.whole * self._once[first, end]
         return float(self._base[first, end] + (buffers + load.waiting) * self._trained[first, end] + moving)
 
-    def most_held(self, limit: float, first: int, end: int, buffers: int) -> float:
-        """Minibatches for whose activations one stage has room in ``limit`` bytes, from the boundary ``first`` to
-        ``end``, while it computes one of them; whatever else may be there."""
-        left = limit - self.at(StageLoad(0, 0, 1), first, end, buffers)
-        each = float(self._each[first, end])
-        return left // each if each else math.copysign(math.inf, left)
 
-
-@dataclass(frozen=True)
-class Room:
-    """Room of the devices for stages, by their boundaries.
-
-    Attributes:
-        fits: For a kind of device, whether a stage has room on it; the same for the last stage.
-        before: Bytes of all stages but the last one.
-        last: Bytes of the last one.
-    """
-
-    fits: Callable[[int], tuple[Fits, Fits]]
-    before: Floats
-    last: Floats
+Room: TypeAlias = Callable[[int], tuple[Fits, Fits]]
+"""For a kind of device, whether a stage has room on it, by its boundaries; the same for the last stage."""
 
 
 @dataclass(frozen=True)

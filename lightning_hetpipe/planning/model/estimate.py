@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 
 from lightning_hetpipe.planning.model.cluster import Cluster, DeviceSlot
 from lightning_hetpipe.planning.model.divided_stage import DividedStage
 from lightning_hetpipe.planning.model.profile import Profile
 from lightning_hetpipe.planning.model.simulate import Simulation, StageLoad, StageTimes, Visits
 from lightning_hetpipe.planning.model.stage_memory import StageMemory
+from lightning_hetpipe.planning.model.units import in_bytes
 from lightning_hetpipe.rules.schedule import calls, segments
 from lightning_hetpipe.rules.versions import Versions
 
@@ -59,8 +62,24 @@ class StageEstimate:
 
 
 @dataclass(frozen=True)
+class Help:
+    """Changes that would make a plan fit that does not.
+
+    Attributes:
+        in_flight: The largest Nm at which some plan fits; None if there is none.
+        recompute: An Nm at which some plan fits with ``recompute=True``: the largest up to what was asked for, or the
+            best; None if there is none, or where that is set already.
+        lacking: Bytes that devices of the plan lack, by stage; with so much more memory there it fits.
+    """
+
+    in_flight: int | None
+    recompute: int | None
+    lacking: dict[int, int]
+
+
+@dataclass(frozen=True)
 class Estimate:
-    """Estimate of one virtual worker.
+    """Estimate of one virtual worker: of given stages, or of a plan that was searched for.
 
     Attributes:
         stages: In the order of the layers.
@@ -69,6 +88,9 @@ class Estimate:
         rate: Minibatches per second, simulated.
         simulation: The run that said so.
         spread: Whether it is of a spread run, in which the stages are devices with one minibatch among them.
+        idle: Devices that the plan does not use.
+        reasons: Sentences that explain the choice of the plan.
+        advise: Finds what would make it fit, which may take longer than to find the plan. None if it fits.
     """
 
     stages: tuple[StageEstimate, ...]
@@ -77,6 +99,9 @@ class Estimate:
     rate: float
     simulation: Simulation
     spread: bool
+    idle: tuple[DeviceSlot, ...] = ()
+    reasons: tuple[str, ...] = ()
+    advise: Callable[[], Help] | None = field(default=None, repr=False, compare=False)
 
     @property
     def in_flight(self) -> int:
@@ -92,6 +117,31 @@ class Estimate:
         """T_max in seconds."""
         return max(stage.times.total for stage in self.stages)
 
+    @cached_property
+    def help(self) -> Help | None:
+        """Changes that would make it fit. None if it fits."""
+        return None if self.advise is None else self.advise()
+
+    def ways_out(self, cli: bool = False) -> list[str]:
+        """List a phrase for each way to make it fit. The list is empty if it fits, or if nothing helps.
+
+        Args:
+            cli: Whether settings are given on the command line, not in Python.
+        """
+        if (found := self.help) is None:
+            return []
+        prefix, true = ("strategy.", "true") if cli else ("", "True")
+        lines = []
+        if found.in_flight is not None:
+            lines.append(f"{prefix}in_flight={found.in_flight}{' or fewer' if found.in_flight > 1 else ''}")
+        if found.recompute is not None:
+            fewer = " or fewer" if found.recompute > 1 else ""
+            lines.append(f"{prefix}recompute={true}, with {prefix}in_flight={found.recompute}{fewer}")
+        if found.lacking:
+            each = [f"{in_bytes(more)} on {self.stages[stage].slot}" for stage, more in sorted(found.lacking.items())]
+            lines.append(f"more memory: {' and '.join(each)}")
+        return lines
+
     @property
     def allowances(self) -> list[int | None]:
         """Bytes that activations and waiting gradients of each stage may take: those of the plan, and an equal part of
@@ -105,19 +155,13 @@ class Estimate:
         ]
 
 
-@dataclass(frozen=True)
-class SimulatedStages:
-    """Simulation of stages.
-
-    Attributes:
-        times: Of each stage.
-        simulation: The run.
-        rate: Minibatches per second.
-    """
-
-    times: Sequence[StageTimes]
-    simulation: Simulation
-    rate: float
+def lacking(stages: Iterable[StageEstimate]) -> dict[DeviceSlot, int]:
+    """Bytes that devices lack for ``stages``, of which several may share one; none for devices that have room."""
+    taken = Counter[DeviceSlot]()
+    for stage in stages:
+        taken.update(stage.taken)
+    limits = ((slot, slot.device.memory) for slot in taken)
+    return {slot: taken[slot] - limit for slot, limit in limits if limit is not None and taken[slot] > limit}
 
 
 def stage_times_on(

@@ -253,10 +253,6 @@ class Simulation:
         return sum(end - start for _, _, _, start, end, _ in self._by_stage[stage]) / self.published[-1]
 
 
-class NoRoom(Exception):
-    """A stage holds more minibatches than it has room for."""
-
-
 def simulate(
     stages: Sequence[StageTimes],
     in_flight: int,
@@ -269,7 +265,6 @@ def simulate(
     seed: int = 0,
     visits: Visits | None = None,
     versions: Versions | None = None,
-    room: Sequence[float] | None = None,
 ) -> Simulation:
     """Run ``minibatches`` through a pipeline that starts empty.
 
@@ -285,11 +280,9 @@ def simulate(
         seed: Seed of the factors.
         visits: Of each minibatch; by default one to each stage.
         versions: Those that minibatches use; by default those of weight stashing.
-        room: For each stage, the most minibatches whose activations it may hold after a forward; None for no limits.
 
     Raises:
         ValueError: for numbers that no pipeline has.
-        NoRoom: as soon as a stage holds more minibatches than it has ``room`` for.
     """
     wave = in_flight if wave is None else wave
     if not stages or in_flight < 1 or minibatches < 1 or wave < 1 or jitter < 0:
@@ -304,7 +297,6 @@ def simulate(
         jitter,
         (seed, 0),
         synchronise=synchronise,
-        room=room,
         tasks=tasks,
     )
     run.advance()
@@ -324,7 +316,6 @@ class PipelineRun:
         wait: Waits for a transfer or for a device, given the time, and what to call with the time at which the one is
             over or the other is free.
         devices: Devices of stages that are other virtual workers', too.
-        room: For each stage, the most minibatches that it may hold after a forward; None for no limits.
         tasks: The list to which the fields of each task are added, if anybody wants them.
 
     Attributes:
@@ -345,7 +336,6 @@ class PipelineRun:
         synchronise: float | None = 0.0,
         wait: Callable[[float, Crossing | SharedDevice, Callable[[float], None]], None] | None = None,
         devices: Mapping[int, SharedDevice] | None = None,
-        room: Sequence[float] | None = None,
         tasks: list[TaskFields] | None = None,
     ) -> None:
         visits, devices = given.visits or Visits.once(len(given.stages)), devices or {}
@@ -365,9 +355,6 @@ class PipelineRun:
         self._crossings = [each.get(task.segment.index) for each, task in zip(received, path, strict=True)]
         self._devices = [devices.get(each) for each in stage]
         self.shares = any(self._crossings) or bool(devices)
-        self._limits = [
-            math.inf if room is None or task.work is not Work.FORWARD else room[task.segment.stage] for task in path
-        ]
         # A stage holds a minibatch from the start of its first task there to the end of the last one.
         places = range(len(path))
         enters, leaves = ({stage[n]: n for n in numbers} for numbers in (reversed(places), places))
@@ -403,13 +390,9 @@ class PipelineRun:
         return self._events[0][0] if self._events else None
 
     def advance(self, until: float = math.inf) -> None:
-        """Go on to the end of a wave, or where others slow it down up to ``until``.
-
-        Raises:
-            NoRoom: where a stage holds more minibatches than it may.
-        """
+        """Go on to the end of a wave, or where others slow it down up to ``until``."""
         events, ready, number_of, pop = self._events, self._ready, self._number, heapq.heappop
-        stages, orders, limits, leaves, devices = self._stage, self._orders, self._limits, self._leaves, self._devices
+        stages, orders, leaves, devices = self._stage, self._orders, self._leaves, self._devices
         queues, busy, holds = self._queues, self._busy, self._holds
         last = len(stages) - 1
         while self.wave_end is None or self.shares:
@@ -431,8 +414,6 @@ class PipelineRun:
             elif kind == _ENDED:
                 if device := devices[task]:
                     device.free(self._now)
-                if holds[stage] > limits[task]:
-                    raise NoRoom
                 holds[stage] -= leaves[task]
                 if task < last:
                     ready.append((number_of(), number, task + 1))

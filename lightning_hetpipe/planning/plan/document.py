@@ -77,6 +77,7 @@ class Plan(CheckedRecord):
         layers: Sequence[str],
         cluster: Cluster,
         estimated: Collection[str] = (),
+        *,
         clock_distance: int = 0,
         nominal: Collection[DeviceSlot] = (),
     ) -> Plan:
@@ -93,18 +94,18 @@ class Plan(CheckedRecord):
             nominal: The devices whose memory comes from a data sheet.
         """
         return cls(
-            model,
-            found.in_flight,
-            found.in_flight,
-            clock_distance,
-            found.bottleneck,
-            found.rate,
-            (PlannedWorker.of(found, found.rate, cluster, estimated, nominal),),
-            tuple(layers),
-            found.recompute,
-            found.spread,
-            found.versions.policy.name,
-            found.versions.every,
+            model=model,
+            in_flight=found.in_flight,
+            wave=found.in_flight,
+            clock_distance=clock_distance,
+            bottleneck_s=found.bottleneck,
+            minibatches_per_second=found.rate,
+            virtual_workers=(PlannedWorker.of(found, found.rate, cluster, estimated, nominal),),
+            layers=tuple(layers),
+            recompute=found.recompute,
+            spread=found.spread,
+            weights=found.versions.policy.name,
+            accumulate_grad_batches=found.versions.every,
         )
 
     @classmethod
@@ -115,13 +116,14 @@ class Plan(CheckedRecord):
         layers: Sequence[str],
         cluster: Cluster,
         estimated: Collection[str] = (),
+        *,
         nominal: Collection[DeviceSlot] = (),
     ) -> Plan:
         """Make the plan of all virtual workers of an allocation; otherwise as :meth:`of`."""
         first = found.choices[0]
         workers = zip(found.choices, found.rates, found.lengths, strict=True)
         return replace(
-            cls.of(first, model, layers, cluster, estimated, found.clock_distance, nominal),
+            cls.of(first, model, layers, cluster, estimated, clock_distance=found.clock_distance),
             wave=found.lengths[0],
             bottleneck_s=max(choice.bottleneck for choice in found.choices),
             minibatches_per_second=found.rate,
@@ -266,8 +268,7 @@ class Plan(CheckedRecord):
             SettingError: if the cluster has not got one of them, or for whatever else :meth:`check` refuses.
         """
         self.check(cluster)
-        found = {(cluster.nodes[slot.node].name, slot.number): slot for slot in cluster.slots}
-        return [found[stage.at] for stage in self.virtual_workers[virtual_worker].stages]
+        return [cluster.slots_by_place[stage.at] for stage in self.virtual_workers[virtual_worker].stages]
 
     def groups(self, virtual_worker: int, cluster: Cluster) -> list[list[DeviceSlot]]:
         """The devices of ``cluster`` among which each stage divides its layers, in order; none for a stage on one.
@@ -276,9 +277,8 @@ class Plan(CheckedRecord):
             SettingError: as :meth:`slots` does.
         """
         self.check(cluster)
-        found = {(cluster.nodes[slot.node].name, slot.number): slot for slot in cluster.slots}
         stages = self.virtual_workers[virtual_worker].stages
-        return [[found[each.at] for each in stage.group] for stage in stages]
+        return [[cluster.slots_by_place[each.at] for each in stage.group] for stage in stages]
 
 
 def _plain(value: Any) -> Any:

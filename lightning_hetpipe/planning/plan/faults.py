@@ -34,13 +34,13 @@ def plan_problems(plan: Plan, cluster: Cluster | None) -> Iterator[Problem]:
     taken: dict[tuple[str, int], tuple[int, bool]] = {}
     at: dict[tuple[str, int], dict[str, PlannedStage | PlannedMember]] = {}
     for index, worker in enumerate(plan.virtual_workers):
-        place = f"virtual_workers[{index}].stages"
+        stages = f"virtual_workers[{index}].stages"
         next_layer = 0
         for number, stage in enumerate(worker.stages):
-            yield from _stage_problems(stage, f"{place}[{number}]", next_layer, len(plan.layers))
+            yield from _stage_problems(stage, f"{stages}[{number}]", next_layer, len(plan.layers))
             next_layer = stage.last_layer + 1
-            yield from _group_problems(stage, f"{place}[{number}]")
-            for key, each in stage.members(f"{place}[{number}]").items():
+            yield from _group_problems(stage, f"{stages}[{number}]")
+            for key, each in stage.members(f"{stages}[{number}]").items():
                 at.setdefault(each.at, {})[key] = each
                 is_last = number + 1 == len(worker.stages)
                 other, shares = taken.setdefault(each.at, (index, is_last))
@@ -51,12 +51,13 @@ def plan_problems(plan: Plan, cluster: Cluster | None) -> Iterator[Problem]:
                     yield from _place_problems(each, key, cluster)
         if next_layer != len(plan.layers):
             yield Problem(
-                f"{place}[{len(worker.stages) - 1}].last_layer",
+                f"{stages}[{len(worker.stages) - 1}].last_layer",
                 f"is {next_layer - 1}, and the model's last layer is {len(plan.layers) - 1}",
             )
 
-    for on_device in at.values():
-        yield from _memory_problems(on_device, cluster)
+    slots = {} if cluster is None else cluster.slots_by_place
+    for place, on_device in at.items():
+        yield from _memory_problems(on_device, slots[place].device.memory if place in slots else None)
 
 
 def _stage_problems(stage: PlannedStage, place: str, next_layer: int, layers: int) -> Iterator[Problem]:
@@ -122,15 +123,11 @@ def _place_problems(stage: PlannedStage | PlannedMember, place: str, cluster: Cl
         yield Problem(f"{place}.device", f"is '{stage.device}', where {stage.node} has a {node.devices[number].name}")
 
 
-def _memory_problems(
-    on_device: Mapping[str, PlannedStage | PlannedMember], cluster: Cluster | None
-) -> Iterator[Problem]:
-    """Faults of what one device takes, by keys: each alone, or all together."""
+def _memory_problems(on_device: Mapping[str, PlannedStage | PlannedMember], memory: int | None) -> Iterator[Problem]:
+    """Faults of what one device with so much ``memory`` takes, by keys: each alone, or all together."""
     every = [*on_device.values()]
-    slots = () if cluster is None else cluster.slots
-    there = [s.device.memory for s in slots if cluster and (cluster.nodes[s.node].name, s.number) == every[0].at]
-    known = [limit for limit in (*(each.memory_limit_bytes for each in every), *there) if limit is not None]
-    limit, taken = min(known, default=math.inf), sum(each.memory_bytes for each in every)
+    limits = [limit for limit in (*(each.memory_limit_bytes for each in every), memory) if limit is not None]
+    limit, taken = min(limits, default=math.inf), sum(each.memory_bytes for each in every)
     too_large = {key: each.memory_bytes for key, each in on_device.items() if each.memory_bytes > limit}
     for key, size in too_large.items():
         said = f"is {in_bytes(size)}, {in_bytes(size - limit)} more than {every[0].place} has"

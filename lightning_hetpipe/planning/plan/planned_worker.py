@@ -6,6 +6,7 @@ import itertools
 import re
 from collections.abc import Collection
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated
 
 from lightning_hetpipe.planning.model.cluster import Cluster, DeviceSlot
@@ -192,16 +193,16 @@ def _stages(
 
     return tuple(
         PlannedStage(
-            cluster.nodes[stage.slot.node].name,
-            label(stage.slot),
-            stage.first,
-            stage.last,
-            stage.times.total,
-            stage.memory.total,
-            stage.limit,
-            stage.memory.weights,
-            tuple(member(stage.divided, number) for number in range(len(stage.divided.slots))) if stage.divided else (),
-            tuple(itertools.starmap(PlannedSplit, stage.divided.counts.items())) if stage.divided else (),
+            node=cluster.nodes[stage.slot.node].name,
+            device=label(stage.slot),
+            first_layer=stage.first,
+            last_layer=stage.last,
+            time_s=stage.times.total,
+            memory_bytes=stage.memory.total,
+            memory_limit_bytes=stage.limit,
+            weights_bytes=stage.memory.weights,
+            group=tuple(map(partial(member, stage.divided), range(len(stage.divided.slots)))) if stage.divided else (),
+            splits=tuple(itertools.starmap(PlannedSplit, stage.divided.counts.items())) if stage.divided else (),
         )
         for stage in found.stages
     )

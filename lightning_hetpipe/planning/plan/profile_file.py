@@ -62,21 +62,29 @@ class ProfileFile:
             for name, times in profile.times.items()
         }
         widths = tuple(LayerParts(layer, w.run, w.units, w.sums, w.measured) for layer, w in profile.widths.items())
-        layers, calls = tuple(profile.layers), tuple(profile.calls)
-        return cls(profile.model, profile.samples, layers, devices, profile.estimated, calls, profile.user, widths)
+        return cls(
+            model=profile.model,
+            samples=profile.samples,
+            layers=tuple(profile.layers),
+            devices=devices,
+            estimated=profile.estimated,
+            calls=tuple(profile.calls),
+            user_code=profile.user,
+            widths=widths,
+        )
 
     def profile(self, _: str = "") -> Profile:
         return Profile(
-            self.model,
-            self.samples,
-            self.layers,
-            {name: each.layers for name, each in self.devices.items()},
-            {name: each.memory_bytes for name, each in self.devices.items() if each.memory_bytes is not None},
-            self.estimated,
-            self.calls,
-            self.user_code,
-            {name: each.flop_per_s for name, each in self.devices.items() if each.flop_per_s is not None},
-            {each.layer: LayerWidths(each.run, each.units, each.sums, each.devices) for each in self.widths},
+            model=self.model,
+            samples=self.samples,
+            layers=self.layers,
+            times={name: each.layers for name, each in self.devices.items()},
+            memory={name: each.memory_bytes for name, each in self.devices.items() if each.memory_bytes is not None},
+            estimated=self.estimated,
+            calls=self.calls,
+            user=self.user_code,
+            speeds={name: each.flop_per_s for name, each in self.devices.items() if each.flop_per_s is not None},
+            widths={each.layer: LayerWidths(each.run, each.units, each.sums, each.devices) for each in self.widths},
         )
 
 

@@ -14,22 +14,18 @@ A spread run, which ``in_flight=1`` may ask for, is not searched (``spread_plan`
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cached_property
 
 from lightning_hetpipe.errors import SettingError
-from lightning_hetpipe.planning.model.cluster import DeviceSlot
 from lightning_hetpipe.planning.model.costs import Division
-from lightning_hetpipe.planning.model.estimate import Estimate
+from lightning_hetpipe.planning.model.estimate import Estimate, Help
 from lightning_hetpipe.planning.model.stage_memory import SpreadMemory
-from lightning_hetpipe.planning.model.units import digits, in_bytes, in_seconds
-from lightning_hetpipe.planning.search.plans import ENOUGH, GLIMPSE, MUCH, WORK, PlansAt
+from lightning_hetpipe.planning.model.units import digits, in_seconds
+from lightning_hetpipe.planning.search.plans import ENOUGH, GLIMPSE, MUCH, PlansAt
 from lightning_hetpipe.planning.search.problem import Loads, PlanningProblem
 from lightning_hetpipe.planning.search.spread_plan import spread_plan
-
-SHORT = 1
-"""Minibatches more in flight that may slow plans down, where memory is short, before the search for more ends."""
 
 MANY = 1 << 20
 """Nm at which nothing but T_max counts."""
@@ -45,94 +41,7 @@ NEGLIGIBLE = 0.001
 """Smallest relative gain of throughput for which the search goes on."""
 
 
-@dataclass(frozen=True)
-class Tried:
-    """Result of one number in flight.
-
-    Attributes:
-        in_flight: Nm.
-        rate: Minibatches per second, simulated; None where no plan fits.
-        bottleneck: T_max in seconds; None where no plan fits.
-    """
-
-    in_flight: int
-    rate: float | None
-    bottleneck: float | None
-
-
-@dataclass(frozen=True)
-class Help:
-    """Changes that would make a plan fit that does not.
-
-    Attributes:
-        in_flight: The largest Nm at which some plan fits; None if there is none.
-        recompute: An Nm at which some plan fits with ``recompute=True``: the largest up to what was asked for, or the
-            best; None if there is none, or where that is set already.
-        lacking: Bytes that devices of the plan lack, by stage; with so much more memory there it fits.
-    """
-
-    in_flight: int | None
-    recompute: int | None
-    lacking: dict[int, int]
-
-
-@dataclass(frozen=True)
-class Choice(Estimate):
-    """A plan for one virtual worker; where nothing fits, the one whose devices lack the least.
-
-    Attributes:
-        idle: Devices that the plan does not use.
-        tried: The results of each Nm that was searched.
-        reasons: Sentences that explain the choice.
-        advise: Finds what would make it fit, which may take longer than to find the plan; None where it fits.
-    """
-
-    idle: tuple[DeviceSlot, ...]
-    tried: tuple[Tried, ...]
-    reasons: tuple[str, ...]
-    advise: Callable[[], Help] | None = field(default=None, repr=False, compare=False)
-
-    @classmethod
-    def of(
-        cls,
-        found: Estimate,
-        idle: Iterable[DeviceSlot],
-        tried: Iterable[Tried],
-        reasons: Iterable[str],
-        advise: Callable[[], Help] | None = None,
-    ) -> Choice:
-        """The choice of ``found``."""
-        own = {each.name: getattr(found, each.name) for each in fields(Estimate)}
-        return cls(**own, idle=tuple(idle), tried=tuple(tried), reasons=tuple(reasons), advise=advise)
-
-    @cached_property
-    def help(self) -> Help | None:
-        """Changes that would make it fit; None where it does."""
-        return None if self.advise is None else self.advise()
-
-    def ways_out(self, cli: bool = False) -> list[str]:
-        """List a phrase for each way to make it fit; none where it fits, or where nothing helps.
-
-        Args:
-            cli: Whether settings are given on the command line, not in Python.
-        """
-        if (found := self.help) is None:
-            return []
-        prefix, true = ("strategy.", "true") if cli else ("", "True")
-        lines = []
-        if found.in_flight is not None:
-            lines.append(f"{prefix}in_flight={found.in_flight}{' or fewer' if found.in_flight > 1 else ''}")
-        if found.recompute is not None:
-            fewer = " or fewer" if found.recompute > 1 else ""
-            lines.append(f"{prefix}recompute={true}, with {prefix}in_flight={found.recompute}{fewer}")
-        if found.lacking:
-            slots = {stage: self.stages[stage].slot for stage in sorted(found.lacking)}
-            each = [f"{in_bytes(found.lacking[n])} on {slot}" for n, slot in slots.items()]
-            lines.append(f"more memory: {' and '.join(each)}")
-        return lines
-
-
-def best_plan(problem: PlanningProblem, in_flight: int | None = None, *, fewer: bool = False) -> Choice:
+def best_plan(problem: PlanningProblem, in_flight: int | None = None, *, fewer: bool = False) -> Estimate:
     """The plan with the most simulated throughput that is found to fit.
 
     Nm is the smallest within 1% of the best, or a quarter more (:data:`SLACK`) where the slowest stage is always busy.
@@ -169,35 +78,33 @@ class _Search:
 
     def __init__(self, problem: PlanningProblem) -> None:
         self._problem = problem
-        self._plans: dict[int, PlansAt] = {}
+        self._searches: dict[int, PlansAt] = {}
         self._found: dict[int, Estimate | None] = {}
 
-    def choose(self) -> Choice:
+    def choose(self) -> Estimate:
         """Choose Nm too."""
-        first = self._enough_in_flight
-        best = self._upwards(first)
-        if best * self._fastest < ENOUGH:
-            best = self._downwards(first, best)  # memory may have room for faster plans with fewer in flight
-        fastest = max((found for found in self._found.values() if found), key=lambda found: found.rate, default=None)
-        if fastest is None:
+        problem, first = self._problem, self._enough_in_flight
+        self._upwards(first)
+        if self._best * self._fastest < ENOUGH:
+            self._downwards(first)  # memory may have room for faster plans with fewer in flight
+        if not (plans := self._plans):
             return self._unfit(1, asked=False)
-        if not self._problem.brief:
-            best = max(best, self._again(fastest.in_flight).rate)
-        plans = [found for _, found in sorted(self._found.items()) if found is not None]
-        chosen = next(plan for plan in plans if plan.rate >= ENOUGH * best)
+        fastest = max(plans, key=lambda plan: plan.rate).in_flight
+        self._found[fastest] = self._at(fastest).best(work=MUCH)
+        good = ENOUGH * self._best
+        chosen = next(plan for plan in self._plans if plan.rate >= good)
         while chosen.in_flight > 1 and chosen.in_flight - 1 not in self._found:
-            found = self.plan(chosen.in_flight - 1, ENOUGH * best)
-            if found is None or found.rate < ENOUGH * best:
+            found = self.plan(chosen.in_flight - 1, good)
+            if found is None or found.rate < good:
                 break
             chosen = found
         least, chosen = chosen, self._with_slack(chosen)
-        if len(chosen.stages) == 1 < chosen.in_flight and not self._problem.synchronise:
+        if len(chosen.stages) == 1 < chosen.in_flight and not problem.synchronise:
             # More in flight would make weights staler for nothing.
-            chosen = self._found[1] = self._problem.estimate([chosen.stages[0].slot], [0], 1)
-        plans = [found for _, found in sorted(self._found.items()) if found is not None]
+            chosen = self._found[1] = problem.estimate([chosen.stages[0].slot], [0], 1)
         unfit = min((nm for nm, found in self._found.items() if found is None), default=None)
-        reasons = _why(chosen, least.in_flight, plans, unfit)
-        if unfit is not None and not self._problem.recompute and not self._problem.brief:
+        reasons = _why(chosen, least.in_flight, self._plans, unfit)
+        if unfit is not None and not problem.recompute and not problem.brief:
             # As many as keep all stages busy; to choose among fewer would take as long as to choose this plan.
             other = self._with_recompute()
             most = other.most(max(unfit, first), chosen.in_flight) or chosen.in_flight
@@ -207,14 +114,24 @@ class _Search:
                 reasons.append(f"recompute=True would be {faster:.2f} times as fast, as Nm = {most} fits then")
         return self._choice(chosen, reasons)
 
-    def at(self, in_flight: int) -> Choice:
+    @property
+    def _plans(self) -> list[Estimate]:
+        """The plans that were found to fit, by Nm."""
+        return [found for _, found in sorted(self._found.items()) if found is not None]
+
+    @property
+    def _best(self) -> float:
+        """The most minibatches per second of these."""
+        return max((found.rate for found in self._plans), default=0.0)
+
+    def at(self, in_flight: int) -> Estimate:
         """Plan for a given Nm."""
         found = self._found[in_flight] = self._at(in_flight).best()
         if found is None:
             return self._unfit(in_flight, asked=True)
         return self._choice(found, [slowest_stage(found)])
 
-    def spread(self, memory: SpreadMemory) -> Choice:
+    def spread(self, memory: SpreadMemory) -> Estimate:
         """Plan a spread run, whose devices hold what ``memory`` says."""
         found = self._found[1] = spread_plan(replace(self._problem, recompute=False), memory)
         if found.fits:
@@ -228,14 +145,8 @@ class _Search:
     def plan(self, in_flight: int, floor: float = 0.0) -> Estimate | None:
         """The fastest plan that was found to fit; None where none was. See :meth:`PlansAt.best` for ``floor``."""
         if in_flight not in self._found:
-            self._found[in_flight] = self._at(in_flight).best(floor, 0 if self._problem.brief else GLIMPSE)
+            self._found[in_flight] = self._at(in_flight).best(floor, GLIMPSE)
         return self._found[in_flight]
-
-    def _again(self, in_flight: int) -> Estimate:
-        """Search longer for the plan at an Nm that is known to have one."""
-        found = self._found[in_flight] = self._at(in_flight).best(work=MUCH)
-        assert found is not None
-        return found
 
     def most(self, in_flight: int, fits: int = 0) -> int | None:
         """Largest Nm up to ``in_flight`` at which a plan fits; None if none does. More take more memory.
@@ -255,34 +166,34 @@ class _Search:
                 unfit = middle
         return fits
 
-    def _upwards(self, first: int) -> float:
-        """Plan for ``first`` in flight, and for more while that helps; the best rate."""
-        best, better, in_flight = 0.0, first, first
+    def _upwards(self, first: int) -> None:
+        """Plan for ``first`` in flight, and for more while that helps."""
+        in_flight = better = first
         while self._problem.versions(in_flight).is_possible:
-            if (found := self.plan(in_flight, best)) is None:
+            before = self._best
+            if (found := self.plan(in_flight, before)) is None:
                 break
-            if found.rate > best * (1 + NEGLIGIBLE):
+            if found.rate > before * (1 + NEGLIGIBLE):
                 better = in_flight
-            best = max(best, found.rate)
-            # Nothing is faster than 1 / T_max; what has not helped for as many as there are stages will not, nor what
-            # has made plans slower as there is no memory for it.
-            further = SHORT if self._at(in_flight).short else len(found.stages)
-            if best * self._fastest >= ENOUGH or in_flight > better + further:
+            # Nothing is faster than 1 / T_max; what has not helped twice will not.
+            if self._best * self._fastest >= ENOUGH or in_flight > better + 1:
                 break
             in_flight += max(1, in_flight // 8)  # what is near is about as fast
-        return best
 
-    def _downwards(self, first: int, best: float) -> float:
-        """Plan for fewer than ``first`` in flight, as far as they may be faster than ``best``; the best rate."""
+    def _downwards(self, first: int) -> None:
+        """Plan for fewer than ``first`` in flight, as far as they may be faster.
+
+        Memory is short for several in flight: without this, OPT-350M on two V100 and two RTX-3090 is 37% slower
+        (``benchmarks/planning.py``), as one in flight was chosen.
+        """
         in_flight = first
-        while in_flight > 0 and in_flight > best * ENOUGH * self._quickest:
-            best = max(best, self._rate(in_flight, best))
+        while in_flight > 0 and in_flight > self._best * ENOUGH * self._quickest:
+            self.plan(in_flight, self._best)
             in_flight -= max(1, in_flight // 4)
-        fastest = max(self._found, key=lambda each: self._rate(each, best), default=1)
-        for near in (fastest - 1, fastest + 1):
-            if near not in self._found and 1 <= near < first:
-                best = max(best, self._rate(near, best))
-        return best
+        if self._plans:
+            fastest = max(self._plans, key=lambda plan: plan.rate).in_flight
+            for near in {fastest - 1, fastest + 1} & {*range(1, first)}:
+                self.plan(near, self._best)
 
     def _with_slack(self, least: Estimate) -> Estimate:
         """The plan with :data:`SLACK` more in flight, where ``least`` keeps its slowest stage busy and that plan fits
@@ -293,10 +204,6 @@ class _Search:
         enough = self._problem.versions(math.ceil(SLACK * takes / least.bottleneck - 1e-9)).most_in_flight
         found = self.plan(enough, ENOUGH * least.rate) if enough > least.in_flight else None
         return found if found is not None and found.rate >= ENOUGH * least.rate else least
-
-    def _rate(self, in_flight: int, floor: float) -> float:
-        found = self.plan(in_flight, floor)
-        return 0.0 if found is None else found.rate
 
     @cached_property
     def _fastest(self) -> float:
@@ -310,27 +217,22 @@ class _Search:
 
     @cached_property
     def _enough_in_flight(self) -> int:
-        """Nm below which no plan is within 1% of the fastest, whatever the memory."""
-        room = self._problem.room(1, Loads(), math.inf)
-        cap = self._fastest / ENOUGH * (1 + 1e-9)
-        # Where only some boundaries are looked at, those near the fastest one's may be the only ones within the cap.
-        divisions = [*self._problem.divider.fastest(cap, room), *self._unlimited(MANY)]
-        least = min(sum(each.takes) for each in divisions if each.bottleneck <= cap)
-        enough = max(1, math.ceil((least + self._problem.synchronise) / cap - 1e-9)) if cap else 1
-        return self._problem.versions(enough).most_in_flight
+        """Nm at which the fastest division keeps all stages busy, if memory were no limit."""
+        found = min(self._unlimited(MANY), key=lambda each: each.bottleneck)
+        busy = ENOUGH * (sum(found.takes) + self._problem.synchronise) / found.bottleneck if found.bottleneck else 1
+        return self._problem.versions(max(1, math.ceil(busy - 1e-9))).most_in_flight
 
     def _unlimited(self, in_flight: int) -> list[Division]:
         return self._problem.divider.least(in_flight, self._problem.room(1, Loads(), math.inf))
 
     def _at(self, in_flight: int) -> PlansAt:
-        if in_flight not in self._plans:
-            self._plans[in_flight] = PlansAt(self._problem, in_flight)
-        return self._plans[in_flight]
+        if in_flight not in self._searches:
+            self._searches[in_flight] = PlansAt(self._problem, in_flight)
+        return self._searches[in_flight]
 
-    def _unfit(self, in_flight: int, asked: bool) -> Choice:
+    def _unfit(self, in_flight: int, asked: bool) -> Estimate:
         """The plan whose devices lack the least, and what would help."""
-        found = self._at(in_flight).least_lacking(0 if self._problem.brief else WORK)
-        self._found = {in_flight: None}
+        found = self._at(in_flight).least_lacking()
 
         def advise() -> Help:
             again = None
@@ -351,16 +253,10 @@ class _Search:
     def _with_recompute(self) -> _Search:
         return _Search(replace(self._problem, recompute=True, spread=False))
 
-    def _choice(self, found: Estimate, reasons: Sequence[str], advise: Callable[[], Help] | None = None) -> Choice:
+    def _choice(self, found: Estimate, reasons: Sequence[str], advise: Callable[[], Help] | None = None) -> Estimate:
         used = {stage.slot for stage in found.stages}
-        idle = (slot for slot in self._problem.slots if slot not in used)
-        tried = (_tried(in_flight, plan) for in_flight, plan in sorted(self._found.items()))
-        return Choice.of(found, idle, tried, reasons, advise)
-
-
-def _tried(in_flight: int, found: Estimate | None) -> Tried:
-    fits = found is not None and found.fits
-    return Tried(in_flight, found.rate, found.bottleneck) if found and fits else Tried(in_flight, None, None)
+        idle = tuple(slot for slot in self._problem.slots if slot not in used)
+        return replace(found, idle=idle, reasons=tuple(reasons), advise=advise)
 
 
 def _lacking(found: Estimate) -> dict[int, int]:

@@ -3,29 +3,28 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass
-from functools import cached_property
-from itertools import accumulate, chain, pairwise
+from functools import cache, cached_property
+from itertools import accumulate, pairwise
 from typing import TypeAlias
 
 import numpy as np
 
 from lightning_hetpipe.planning.model.cluster import Cluster, DeviceSlot
-from lightning_hetpipe.planning.model.costs import Costs, Division, Fits, Floats, Room, StageBytes, kinds_of
+from lightning_hetpipe.planning.model.costs import Costs, Division, Fits, Room, StageBytes, kinds_of
 from lightning_hetpipe.planning.model.estimate import (
     INSTANT,
     Estimate,
-    SimulatedStages,
     StageEstimate,
     stage_times_on,
     step_on,
     visits_on,
 )
 from lightning_hetpipe.planning.model.profile import Profile
-from lightning_hetpipe.planning.model.simulate import NoRoom, StageLoad, simulate
+from lightning_hetpipe.planning.model.simulate import StageLoad, simulate
 from lightning_hetpipe.planning.model.stage_memory import Sizes, SpreadMemory, optimizer_state, stage_memory
-from lightning_hetpipe.planning.search.divider import FEW_BOUNDARIES, MOST_BOUNDARIES, Divider
+from lightning_hetpipe.planning.search.divider import Divider
 from lightning_hetpipe.rules.versions import STASH, Versions, WeightPolicy
 
 WAVES = 6
@@ -39,31 +38,23 @@ def unseen() -> None:
     """Show no progress."""
 
 
-Load: TypeAlias = tuple[StageLoad, int, int]
-"""Load of the stages that start between two boundaries, both inclusive."""
+Seen: TypeAlias = tuple[StageLoad, int, int]
+"""Load of stages, but for the last one, that start between two boundaries, both inclusive."""
 
 
 @dataclass(frozen=True)
 class Loads:
-    """Loads of stages at one time or another: of all but the last stage, and of the last one."""
+    """Loads of stages at one time or another.
 
-    before: tuple[Load, ...] = ()
-    last: tuple[Load, ...] = ()
+    Attributes:
+        every: Of every stage.
+        before: Of all but the last stage.
+        first: Of the first of several stages.
+    """
 
-    def __or__(self, other: Loads) -> Loads:
-        return Loads(self.before + other.before, self.last + other.last)
-
-    @classmethod
-    def seen(cls, look: Estimate) -> Loads:
-        """Loads that were seen in ``look``, for whatever starts within the same stages."""
-        *before, last = [((stage.load, stage.first, stage.last),) for stage in look.stages]
-        return cls(tuple(chain(*before)), last)
-
-    @classmethod
-    def lacking(cls, look: Estimate) -> Loads:
-        """Loads that were seen of stages that do not fit, for whatever starts in them or before them."""
-        *before, last = [((stage.load, 0, stage.last),) if stage.overflow else () for stage in look.stages]
-        return cls(tuple(chain(*before)), last)
+    every: tuple[StageLoad, ...] = ()
+    before: tuple[StageLoad, ...] = ()
+    first: tuple[StageLoad, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -84,7 +75,8 @@ class PlanningProblem:
         every: Minibatches of an optimizer step.
         spread: Whether ``in_flight=1`` asks for a spread run. It does in a fit, unless that compiles, has several
             virtual workers, or computes forwards of several stages again. One device alone asks for it, too.
-        brief: Whether a plan will do that takes little time to find, and may be some percent slower.
+        brief: Whether a plan will do that takes little time to find, and may be some percent slower. A search for an
+            allocation of 64 devices takes half the time with it.
         progress: Called after each simulation.
 
     Raises:
@@ -132,63 +124,35 @@ class PlanningProblem:
     @cached_property
     def divider(self) -> Divider:
         """Divider of the layers."""
-        return Divider(self.costs, self.stages, self.ordered, FEW_BOUNDARIES if self.brief else MOST_BOUNDARIES)
+        return Divider(self.costs, self.stages, self.ordered)
 
-    def lightest(self, in_flight: int, period: float = math.inf) -> Loads:
-        """Least loads of stages whose division has a period of ``period`` seconds or less.
-
-        A minibatch after its forward, gradients after its backward; the first of several stages all minibatches that
-        start at once, as their forwards are ready before any backward. The others hold those whose forwards are ready
-        before the first backward is, as :meth:`surely_lacks` says: ``period`` bounds how far apart forwards are.
-        """
-        every = len(self.profile.layers)
-        least = [(StageLoad(1, 0, 1), 0, every), (StageLoad(0, 1, 0), 0, every)]
-        if self.profile.calls:
-            return Loads(tuple(least), tuple(least))
-        at_once = self.versions(in_flight).ahead(0)
-        loads = [*least, (StageLoad(at_once, 0, 1), 0, 0)]
-        if period < math.inf:
-            behind, forward = self._shortest
-            held = np.ceil((behind - period) / max(forward(period), 1e-300) * (1 - 1e-9))
-            for number in range(2, at_once + 1):
-                if len(there := np.flatnonzero(held >= number)):
-                    loads.append((StageLoad(number, 0, 1), 0, int(there[-1])))
-        return Loads(tuple(loads), tuple(least))
-
-    @cached_property
-    def _shortest(self) -> tuple[Floats, Callable[[float], float]]:
-        """Seconds that the layers behind each boundary take at the least, and a bound of the longest forward, transfer
-        included, for the longest time of a stage."""
-        times = np.array([self.profile.times_on(kind.device) for kind in self.costs.kinds])
-        forward, backward = times[..., 0], times[..., 1]
-        behind = np.append((forward + backward).min(axis=0)[::-1].cumsum()[::-1], 0.0)
-        slower = float(np.divide(backward, forward, out=np.full_like(forward, np.inf), where=forward > 0).min())
-        slower = slower if slower < math.inf else 0.0
-        hop = max(float(each.max()) for each in (*self.costs.within.values(), self.costs.across))
-        return behind, lambda most: min(most, (most + slower * hop) / (1 + slower))
+    def lightest(self, in_flight: int) -> Loads:
+        """Least loads: a minibatch after its forward, gradients after its backward; of the first of several stages all
+        minibatches that start at once, as their forwards are ready before any backward."""
+        at_once = () if self.profile.calls else (StageLoad(self.versions(in_flight).ahead(0), 0, 1),)
+        return Loads((StageLoad(1, 0, 1), StageLoad(0, 1, 0)), first=at_once)
 
     def heaviest(self, in_flight: int) -> Loads:
-        """Largest loads of stages: all that are in flight, of which the last stage computes one."""
-        every = len(self.profile.layers)
-        several = (StageLoad(in_flight, 0, 1), StageLoad(1, in_flight - 1, 1), StageLoad(0, in_flight, 0))
-        return Loads(*(tuple((load, 0, every) for load in each) for each in (several, several[1:])))
+        """Largest loads: all that are in flight, of which the last stage computes one."""
+        every = StageLoad(1, in_flight - 1, 1), StageLoad(0, in_flight, 0)
+        return Loads(every, before=(StageLoad(in_flight, 0, 1),))
 
-    def room(self, in_flight: int, loads: Loads, share: float = 1.0) -> Room:
-        """Room for stages that hold ``loads``, in a ``share`` of the devices' memory."""
+    def room(self, in_flight: int, loads: Loads, share: float = 1.0, seen: Iterable[Seen] = ()) -> Room:
+        """Room for stages that hold ``loads`` and what was ``seen``, in a ``share`` of the devices' memory."""
         copies = self.versions(in_flight).copies
-        before = self._bytes.of(loads.before, copies)
-        last = self._bytes.of(loads.last, copies) + self.profile.user.total(in_flight, self.state)
-        known: dict[int | None, tuple[Fits, Fits]] = {}
+        before = self._bytes.of((*loads.every, *loads.before), copies)
+        before[0] = self._bytes.of((*loads.every, *loads.before, *loads.first), copies)[0]
+        for load, first, end in seen:
+            rows = slice(first, end + 1)
+            before[rows] = np.maximum(before[rows], self._bytes.of((load,), copies)[rows])
+        last = self._bytes.of(loads.every, copies) + self.profile.user.total(in_flight, self.state)
 
-        def fits(kind: int) -> tuple[Fits, Fits]:
-            limit = self.costs.kinds[kind].device.memory
-            if limit not in known:
-                most = math.inf if limit is None else limit * share
-                known[limit] = before <= most, last <= most
-            return known[limit]
+        @cache
+        def fits(limit: int | None) -> tuple[Fits, Fits]:
+            most = math.inf if limit is None else limit * share
+            return before <= most, last <= most
 
-        held = [(StageLoad(number, 0, 1), 0, len(self.profile.layers)) for number in (in_flight, 1)]
-        return Room(fits, self._bytes.of(held[:1], copies), self._bytes.of(held[1:], copies))
+        return lambda kind: fits(self.costs.kinds[kind].device.memory)
 
     @cached_property
     def _bytes(self) -> StageBytes:
@@ -228,34 +192,12 @@ class PlanningProblem:
         self.progress()
         return found
 
-    def better(self, division: Division, in_flight: int, above: float) -> Estimate | None:
-        """Simulate ``division``; None where that has no more than ``above`` minibatches per second, or a stage has no
-        room for the minibatches that it holds."""
-        slots, splits = self.costs.slots(division.kinds), division.splits
-        room = None if self.profile.calls else self._most_held(division, self.versions(in_flight).copies)
-        try:
-            run = self._run(slots, splits, in_flight, room)
-        except NoRoom:
-            return None
-        finally:
-            self.progress()
-        return self.estimate(slots, splits, in_flight, run=run) if run.rate > above else None
-
-    def _most_held(self, division: Division, copies: int) -> list[float]:
-        """Minibatches for whose activations each stage has room, the last one left out, which holds one at a time."""
-        found = []
-        for kind, (first, end) in zip(division.kinds, pairwise(division.splits), strict=False):
-            limit = self.costs.kinds[kind].device.memory
-            found.append(math.inf if limit is None else self._bytes.most_held(limit, first, end, copies))
-        return [*found, math.inf]
-
     def estimate(
         self,
         slots: Sequence[DeviceSlot],
         splits: Sequence[int],
         in_flight: int,
         spread: SpreadMemory | None = None,
-        run: SimulatedStages | None = None,
     ) -> Estimate:
         """Estimate stages on ``slots`` that start at the layers ``splits``.
 
@@ -264,42 +206,9 @@ class PlanningProblem:
             splits: The first layer of each stage.
             in_flight: Nm.
             spread: What devices hold in a spread run, for an estimate of one; by default it is of a pipeline.
-            run: Its simulation, where that is known.
 
         Raises:
             SettingError: where the profile has no times of a device.
-        """
-        run = run or self._run(slots, splits, in_flight)
-        versions, layers, user = self.versions(in_flight), self.profile.layers, self.profile.user
-        stages = list[StageEstimate]()
-        for index, (first, after) in enumerate(pairwise((*splits, len(layers)))):
-            sizes, last = Sizes.of(layers, first, after - 1), index + 1 == len(slots)
-            if spread is not None:
-                taken = {StageLoad(1, 0): spread.stage(sizes, user if last else None)}
-            else:
-                taken = {
-                    load: stage_memory(
-                        sizes,
-                        in_flight,
-                        [load],
-                        state=self.state,
-                        recompute=self.recompute,
-                        user=user.total(in_flight, self.state) if last else 0,
-                        buffers=versions.copies,
-                    )
-                    for load in run.simulation.heaviest(index)
-                }
-            most = max(taken, key=lambda load: taken[load].total)
-            place, held = (slots[index], first, after - 1), run.simulation.held[index]
-            stages.append(StageEstimate(*place, run.times[index], taken[most], held, most))
-        return Estimate(tuple(stages), versions, self.recompute, run.rate, run.simulation, spread is not None)
-
-    def _run(
-        self, slots: Sequence[DeviceSlot], splits: Sequence[int], in_flight: int, room: Sequence[float] | None = None
-    ) -> SimulatedStages:
-        """Simulate stages, as :func:`~lightning_hetpipe.planning.model.simulate.simulate` does.
-
-        Lightning's step takes as long as the updates of the stage whose take longest, as devices work side by side.
         """
         profile, versions = self.profile, self.versions(in_flight)
         times = stage_times_on(profile, self.cluster, slots, splits, self.recompute)
@@ -314,10 +223,30 @@ class PlanningProblem:
             synchronise=self.synchronise,
             visits=visits,
             versions=versions,
-            room=room,
         )
         begin, end = waves // 3 * period, (waves - 1) * period
         seconds = run.published[end - 1] - run.published[begin - 1]
         # Versions come in bunches, so that a window may begin behind one and end behind another: up to 2% too many.
         rate = (end - begin) / max(seconds, INSTANT, (end - begin) * max(each.total for each in times))
-        return SimulatedStages(times, run, rate)
+        stages = list[StageEstimate]()
+        for index, (first, after) in enumerate(pairwise((*splits, len(profile.layers)))):
+            sizes, last = Sizes.of(profile.layers, first, after - 1), index + 1 == len(slots)
+            if spread is not None:
+                taken = {StageLoad(1, 0): spread.stage(sizes, profile.user if last else None)}
+            else:
+                taken = {
+                    load: stage_memory(
+                        sizes,
+                        in_flight,
+                        [load],
+                        state=self.state,
+                        recompute=self.recompute,
+                        user=profile.user.total(in_flight, self.state) if last else 0,
+                        buffers=versions.copies,
+                    )
+                    for load in run.heaviest(index)
+                }
+            most = max(taken, key=lambda load: taken[load].total)
+            place = slots[index], first, after - 1
+            stages.append(StageEstimate(*place, times[index], taken[most], run.held[index], most))
+        return Estimate(tuple(stages), versions, self.recompute, rate, run, spread is not None)

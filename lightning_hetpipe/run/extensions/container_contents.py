@@ -1,4 +1,4 @@
-"""Contents of lists, dicts, sets, deques and plain objects: taken, put back, and changes of them as edits.
+"""Contents of lists, dicts, sets, deques, plain objects and a module's attributes: taken, put back, edited.
 
 An edit is what a section of user code did to a container: items that it appended, keys that it set. An edit can be done
 again on other contents. So each reader sees the edits of the minibatches before it.
@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from itertools import islice
 from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any
@@ -18,7 +19,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lightning_hetpipe.capture.contents import items_of, refill, same_objects
+from lightning_hetpipe.capture.contents import ABSENT, assign, items_of, refill, same_objects
+from lightning_hetpipe.run.extensions.watched_attributes import users_attributes
+
+Time = tuple[int, float]
+"""A minibatch, and which section of its user code: 0 is the hooks around its transfer, 1 the first of its step."""
 
 Edit = Callable[[Any], Any]
 """Makes new contents of other contents."""
@@ -77,15 +82,89 @@ def edit_of(before: Any, after: Any) -> Edit:
     if isinstance(before, set):
         added, removed = after - before, before - after
         return (lambda now: {*after}) if before and not before & after else (lambda now: (now - removed) | added)
-    gone = [key for key in before if key not in after]
-    changed = {key: value for key, value in after.items() if key not in before or before[key] is not value}
-    if before and len(gone) == len(before):
-        return lambda now: {**after}
+    edit = assigned(before, after)
+    is_edit = before.keys() & after.keys() or not before
+    return edit if is_edit and same(edit(before), after) else lambda now: {**after}
 
-    def edited(now: dict[Any, Any]) -> dict[Any, Any]:
-        return {key: value for key, value in now.items() if key not in gone} | changed
 
-    return edited if same(edited(before), after) else lambda now: {**after}
+@dataclass(frozen=True)
+class Assigned:
+    """Edit of a dict, or of a module's attributes: these keys have these values, or are ``ABSENT``."""
+
+    values: Mapping[Any, Any]
+
+    def __call__(self, now: Mapping[Any, Any]) -> dict[Any, Any]:
+        return {key: value for key, value in {**now, **self.values}.items() if value is not ABSENT}
+
+
+def assigned(before: Mapping[Any, Any], after: Mapping[Any, Any]) -> Assigned:
+    """Find what was assigned or deleted, key by key."""
+    pairs = {key: (before.get(key, ABSENT), after.get(key, ABSENT)) for key in {**before, **after}}
+    return Assigned({key: new for key, (old, new) in pairs.items() if new is not old})
+
+
+@dataclass
+class TimedContents:
+    """A container that sections use: ``base`` are its contents before ``edits``, ``published`` those of the loop."""
+
+    held: Any
+    name: str
+    base: Any
+    published: Any
+    edits: list[tuple[Time, Edit]] = field(default_factory=list)
+    users: dict[int, bool] = field(default_factory=dict)  # minibatches in flight: whether they have read it
+
+    def taken(self) -> Any:
+        return taken(self.held)
+
+    def put(self, contents: Any) -> None:
+        put(self.held, contents)
+
+    def edit_of(self, before: Any, after: Any) -> Edit:
+        return edit_of(before, after)
+
+    def seen(self, sees: Callable[[Time], bool]) -> Any:
+        contents = self.base
+        for time, edit in self.edits:
+            if sees(time):
+                contents = self.edited(contents, edit)
+        return contents
+
+    def edited(self, contents: Any, edit: Edit) -> Any:
+        new, most = edit(contents), getattr(self.held, "maxlen", None)
+        return new[len(new) - most :] if most is not None and len(new) > most else new
+
+    def record(self, time: Time, edit: Edit) -> None:
+        self.edits.append((time, edit))
+        self.edits.sort(key=lambda each: each[0])
+
+    def settle(self, time: Time, seen_by_all: int) -> None:
+        """Record what the loop has changed, at ``time``; forget when what all see was changed."""
+        contents = self.taken()
+        if not same(contents, self.published):
+            self.record(time, self.edit_of(self.published, contents))
+        self.published = contents
+        while self.edits and self.edits[0][0][0] <= seen_by_all:
+            self.base = self.edited(self.base, self.edits.pop(0)[1])
+
+    def publish(self, edit: Edit) -> None:
+        """Let the loop see ``edit``."""
+        self.put(edit(self.taken()))
+        self.published = self.edited(self.published, edit)
+
+
+class TimedAttributes(TimedContents):
+    """The user's attributes of a module, of which ``held`` are all attributes."""
+
+    def taken(self) -> Any:
+        return users_attributes(self.held)
+
+    def put(self, contents: Any) -> None:
+        for name, value in self.edit_of(self.taken(), contents).values.items():
+            assign(self.held, name, value)
+
+    def edit_of(self, before: Any, after: Any) -> Assigned:
+        return assigned(before, after)
 
 
 def ends_of(contents: Any) -> Iterator[tuple[Any, Any]]:
@@ -99,8 +178,7 @@ def ends_of(contents: Any) -> Iterator[tuple[Any, Any]]:
         if isinstance(contents, list):
             yield from ((index, contents[index]) for index in range(start, len(contents)))
         else:
-            last = [*islice(reversed(contents.items()), len(contents) - start)]
-            yield from last
+            yield from islice(reversed(contents.items()), len(contents) - start)
 
 
 def overlapping(values: Sequence[Any]) -> set[int]:

@@ -21,7 +21,7 @@ from lightning_hetpipe.lightning_private import (
     set_saving_interval,
 )
 from lightning_hetpipe.redirect import Redirect
-from lightning_hetpipe.rules.shares import common_waves, covered
+from lightning_hetpipe.rules.waves import common_waves, covered
 from lightning_hetpipe.run.together import check_steps
 from lightning_hetpipe.workers.synchroniser import Synchroniser
 

@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
@@ -31,13 +31,16 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lightning_hetpipe.capture.contents import ABSENT, assign
+from lightning_hetpipe.capture.contents import ABSENT
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.pipeline.user.user_section import SectionBetween, UserSection
 from lightning_hetpipe.pipeline.values import equal
 from lightning_hetpipe.rules.versions import Versions
 from lightning_hetpipe.run.extensions.container_contents import (
-    Edit,
+    Assigned,
+    Time,
+    TimedAttributes,
+    TimedContents,
     edit_of,
     ends_of,
     is_container,
@@ -50,46 +53,16 @@ from lightning_hetpipe.run.extensions.watched_attributes import WatchedAttribute
 from lightning_hetpipe.run.lifecycle import Around, Extension
 from lightning_hetpipe.torch_private.tensors import version_counter
 
-Time = tuple[int, float]
-"""A minibatch, and which section of its user code: 0 is the hooks around its transfer, 1 the first of its step."""
-
 _CALLBACKS = -1.0  # before every section of the minibatch
 _DEPTH = 2
 """Steps from the module at which contents count: an attribute's, and those of what it holds."""
 
 
 @dataclass
-class _Container:
-    """A container that sections use: ``base`` are its contents before ``edits``, ``published`` those of the loop."""
-
-    held: Any
-    name: str
-    base: Any
-    published: Any
-    edits: list[tuple[Time, Edit]] = field(default_factory=list)
-    users: dict[int, bool] = field(default_factory=dict)  # minibatches in flight: whether they have read it
-
-    def seen(self, sees: Callable[[Time], bool]) -> Any:
-        contents = self.base
-        for time, edit in self.edits:
-            if sees(time):
-                contents = self.edited(contents, edit)
-        return contents
-
-    def edited(self, contents: Any, edit: Edit) -> Any:
-        new, most = edit(contents), getattr(self.held, "maxlen", None)
-        return new[len(new) - most :] if most is not None and len(new) > most else new
-
-    def record(self, time: Time, before: Any, after: Any) -> None:
-        self.edits.append((time, edit_of(before, after)))
-        self.edits.sort(key=lambda edit: edit[0])
-
-
-@dataclass
 class _OpenContainer:
     """A container within a section: the loop's contents, those at the start, and whether the section only fills it."""
 
-    container: _Container
+    container: TimedContents
     loops: Any
     start: Any
     is_filled: bool
@@ -123,6 +96,7 @@ class _Copied:
         return bool(value.tobytes() != self.original.tobytes())
 
 
+@dataclass(eq=False)
 class Attributes(Extension):
     """The attributes of ``module``, the LightningModule or a part of it that runs as user code.
 
@@ -133,23 +107,19 @@ class Attributes(Extension):
     one thread at a time may use this, the one that holds the lock over user code.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        versions: Callable[[], Versions],
-        way_out: str = "set in_flight=1",
-        versioned: Callable[[], Mapping[str, Tensor]] = dict,
-    ) -> None:
-        self._held = vars(module)
-        self._kind = type(module).__name__
-        self._versions = versions
-        self._way_out = way_out
-        self._versioned = versioned
+    module: nn.Module
+    versions: Callable[[], Versions]
+    way_out: str = "set in_flight=1"
+    versioned: Callable[[], Mapping[str, Tensor]] = dict
+
+    def __post_init__(self) -> None:
+        self._held = vars(self.module)
+        self._kind = type(self.module).__name__
         self._is_inside = False  # within a section
-        self._watched = WatchedAttributes(module, self)
+        self._watched = WatchedAttributes(self.module, self)
         self._now: Time | None = None
         self._constant: dict[str, bool] = {}  # names of tensors: whether the first section left them as they were
-        self.emptied(versions().empty_at)
+        self.emptied(self.versions().empty_at)
 
     def transferring(self, minibatch: int) -> Around:
         return self.seen(minibatch, 0)
@@ -160,16 +130,16 @@ class Attributes(Extension):
 
     def emptied(self, version: int) -> None:
         """The pipeline starts empty at ``version``: all see what the module holds."""
-        self._is_idle = not self._versions().runs_ahead
-        self._published = self._users()
-        self._set: dict[str, list[tuple[Time, Any]]] = {}
-        self._containers: dict[int, _Container] = {}
+        self._is_idle = not self.versions().runs_ahead
+        held = users_attributes(self._held)
+        self._own = TimedAttributes(self._held, "", held, held)
+        self._containers: dict[int, TimedContents] = {}
         self._lent: dict[int, list[_Copied]] = {}
         self._read: dict[Hashable, set[Time]] = {}
         self._failure: SettingError | None = None
         self._arrays = self._find_arrays()
-        self._aliases = overlapping([*_data_in(self._published.values())]) if not self._is_idle else set()
-        for name in self._published:
+        self._aliases = overlapping([*_data_in(held.values())]) if not self._is_idle else set()
+        for name in held:
             self._watched.add(name)
 
     def closed(self) -> None:
@@ -179,24 +149,9 @@ class Attributes(Extension):
         """Step ``version`` is over: what callbacks have set belongs to it."""
         if self._is_idle:
             return
-        now = self._users()
-        time = self._versions().first_reader(version), _CALLBACKS
-        for name in now.keys() | self._published.keys():
-            before, value = self._published.get(name, ABSENT), now.get(name, ABSENT)
-            if value is not before:
-                self._record(name, time, before, value)
-        self._published = now
-        seen_by_all = self._versions().version(version + 1)
-        for name, assignments in self._set.items():
-            old = [index for index, ((minibatch, _), _) in enumerate(assignments) if minibatch <= seen_by_all]
-            self._set[name] = assignments[old[-1] :] if old else assignments
-        for container in self._containers.values():
-            contents = taken(container.held)
-            if not same(contents, container.published):
-                container.record(time, container.published, contents)
-            container.published = contents
-            while container.edits and container.edits[0][0][0] <= seen_by_all:
-                container.base = container.edited(container.base, container.edits.pop(0)[1])
+        time = self.versions().first_reader(version), _CALLBACKS
+        for container in (self._own, *self._containers.values()):
+            container.settle(time, self.versions().version(version + 1))
             container.users = {user: reads for user, reads in container.users.items() if user > version}
         self._containers = {key: each for key, each in self._containers.items() if each.edits or each.users}
         self._lent = {user: copies for user, copies in self._lent.items() if user > version}
@@ -207,16 +162,10 @@ class Attributes(Extension):
         """Lightning's loop is at step ``minibatch``, and sees what that has set."""
         if self._failure is not None:  # a stage may have ended the minibatch before its last section failed
             raise self._failure
-        for name, assignments in self._set.items():
-            for (owner, section), value in assignments:
-                if owner == minibatch and section != _CALLBACKS:
-                    self._put(name, value)
-                    assign(self._published, name, value)
-        for container in self._containers.values():
+        for container in (self._own, *self._containers.values()):
             for (owner, section), edit in container.edits:
                 if owner == minibatch and section != _CALLBACKS:
-                    put(container.held, edit(taken(container.held)))
-                    container.published = container.edited(container.published, edit)
+                    container.publish(edit)
 
     @contextmanager
     def seen(self, minibatch: int, number: int) -> Iterator[None]:
@@ -232,14 +181,9 @@ class Attributes(Extension):
         if self._is_idle:
             return
         time = (minibatch, float(number))
-        loops = self._users()
-        seen = {name: self._seen(name, time) for name in self._set}
-        for name in loops.keys() | self._published.keys():  # callbacks may have set more, which is not published yet
-            seen.setdefault(name, self._published.get(name, ABSENT))
-        self._swapped = {name: loops.get(name, ABSENT) for name in seen if loops.get(name, ABSENT) is not seen[name]}
-        for name in self._swapped:
-            self._put(name, seen[name])
-        self._at_start = self._users()
+        self._loops = self._own.taken()
+        self._at_start = self._own.seen(lambda then: self._sees(then, time))
+        self._own.put(self._at_start)
         for name in self._at_start:
             self._watched.add(name)
         self._assigned: set[str] = set()
@@ -264,20 +208,18 @@ class Attributes(Extension):
             for each in self._opened.values():
                 container, contents = each.container, taken(each.container.held)
                 if not same(contents, each.start):
-                    container.record(time, each.start, contents)
+                    container.record(time, container.edit_of(each.start, contents))
                     self._check_readers(container.name, id(container.held), time)
                 if not same(contents, each.loops):
                     put(container.held, each.loops)
         finally:
-            left = self._users()
-            for name in left.keys() | self._at_start.keys() | self._assigned:
-                before, value = self._at_start.get(name, ABSENT), left.get(name, ABSENT)
-                if value is not before or name in self._assigned:
-                    self._record(name, time, self._published.get(name, ABSENT), value)
-                    self._check_readers(name, name, time)
-                    self._swapped.setdefault(name, before)
-            for name, value in self._swapped.items():
-                self._put(name, value)
+            left = self._own.taken()
+            assigned = {name: left.get(name, ABSENT) for name in self._assigned}
+            if values := {**self._own.edit_of(self._at_start, left).values, **assigned}:
+                self._own.record(time, Assigned(values))
+            for name in values:
+                self._check_readers(name, name, time)
+            self._own.put(self._loops)
         if self._failure is not None:
             raise self._failure
 
@@ -299,7 +241,9 @@ class Attributes(Extension):
                 )
         if self._now is None or is_known:
             return
-        is_own = self._reads(name, name, [time for time, _ in self._set.get(name, ())])
+        edits = self._own.edits
+        times = [time for time, edit in edits if isinstance(edit, Assigned) and name in edit.values]
+        is_own = self._reads(name, name, times)
         value = self._held.get(name)
         if is_container(value):
             if fills(value):
@@ -312,17 +256,17 @@ class Attributes(Extension):
 
     def _find_arrays(self) -> dict[int, tuple[Any, str]]:
         """Each array in the memory of a live tensor of which minibatches have others, with its name, by its ``id``."""
-        arrays = [each for each in _data_in(self._published.values()) if isinstance(each, np.ndarray)]
+        arrays = [each for each in _data_in(self._own.published.values()) if isinstance(each, np.ndarray)]
         if not arrays:
             return {}
-        versioned = self._versioned().items()
+        versioned = self.versioned().items()
         # While nothing runs ahead of the optimizer's steps, weights are as they were.
         tensors = [pair for pair in versioned if not (self._is_idle and isinstance(pair[1], nn.Parameter))]
         near = overlapping([*arrays, *(tensor for _, tensor in tensors)])
         pairs = ((array, path, tensor) for array in arrays if id(array) in near for path, tensor in tensors)
         return {id(array): (array, path) for array, path, tensor in pairs if overlapping([array, tensor])}
 
-    def _open(self, name: str, held: Any, fills: bool = False) -> _Container:
+    def _open(self, name: str, held: Any, fills: bool = False) -> TimedContents:
         """Have ``held`` contain what this section sees; nothing, if the section only ``fills`` it."""
         assert self._now is not None
         now, added = self._now, None
@@ -334,7 +278,7 @@ class Attributes(Extension):
         loops = taken(held)
         container = self._containers.get(id(held))
         if container is None:
-            container = self._containers[id(held)] = _Container(held, name, loops, loops)
+            container = self._containers[id(held)] = TimedContents(held, name, loops, loops)
         container.users.setdefault(now[0], False)
         start = type(loops)() if fills else container.seen(lambda time: self._sees(time, now))
         if not same(start, loops):
@@ -381,7 +325,7 @@ class Attributes(Extension):
             version = version_counter(copied)
         if copied is not None:
             _exchange(holder, key, value, copied)
-        self._copied.append(_Copied(name, holder, key, value, copied, version, is_own))
+        self._copied.append(_Copied(name, holder, key, value, copied, version=version, is_own=is_own))
 
     def _end_copies(self, time: Time) -> None:
         for each in self._lent.setdefault(time[0], []):
@@ -406,7 +350,7 @@ class Attributes(Extension):
 
     def _sees(self, time: Time, reader: Time) -> bool:
         (owner, section), (minibatch, number) = time, reader
-        return owner <= self._versions().version(minibatch) or (owner <= minibatch and section <= number)
+        return owner <= self.versions().version(minibatch) or (owner <= minibatch and section <= number)
 
     def _is_late(self, time: Time, reader: Time) -> bool:
         """Tell whether a plain run shows what was set at ``time`` to ``reader``, which does not see it here."""
@@ -437,29 +381,8 @@ class Attributes(Extension):
 
     def _fail(self, why: str, way_out: str | None = None) -> SettingError:
         """Make this section fail, and all later ones, even if user code swallows the error."""
-        self._failure = self._failure or SettingError(f"{why}; {way_out or self._way_out}")
+        self._failure = self._failure or SettingError(f"{why}; {way_out or self.way_out}")
         return self._failure
-
-    # Assignments.
-
-    def _seen(self, name: str, reader: Time) -> Any:
-        newest = self._published.get(name, ABSENT)
-        for time, value in self._set[name]:  # in order of time
-            if self._sees(time, reader):
-                newest = value
-        return newest
-
-    def _record(self, name: str, time: Time, before: Any, value: Any) -> None:
-        assignments = self._set.setdefault(name, [((self._versions().empty_at, _CALLBACKS), before)])
-        assignments[:] = [(then, old) for then, old in assignments if then != time]
-        assignments.append((time, value))
-        assignments.sort(key=lambda assignment: assignment[0])
-
-    def _users(self) -> dict[str, Any]:
-        return users_attributes(self._held)
-
-    def _put(self, name: str, value: Any) -> None:
-        assign(self._held, name, value)
 
 
 def _data_in(values: Iterable[Any], depth: int = _DEPTH) -> Iterator[Any]:

@@ -1,24 +1,121 @@
-"""The timeline of a fit: recorded while it runs, then written into the run's folder and shown on TensorBoard."""
+"""Sections of Lightning's thread by name: what it does for the pipeline, for Lightning's profilers and the timeline.
+
+The timeline of a fit is recorded while it runs, then written into the run's folder and shown on TensorBoard.
+"""
 
 from __future__ import annotations
 
 import itertools
 import json
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
 
 import lightning as L
 from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.profilers import PassThroughProfiler, Profiler, PyTorchProfiler
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from torch.profiler import record_function
 
 from lightning_hetpipe.lightning_private import begun_minibatches
 from lightning_hetpipe.pipeline.recorder import Recorder, Window
+from lightning_hetpipe.pipeline.stage import BeforePass
 from lightning_hetpipe.pipeline.user.user_section import UserSection
 from lightning_hetpipe.reporting.timeline import Timeline
-from lightning_hetpipe.rules.spans import FORWARD
-from lightning_hetpipe.run.extensions.thread_sections import WAIT, ThreadSections
-from lightning_hetpipe.run.lifecycle import Around
+from lightning_hetpipe.rules.schedule import FORWARD
+from lightning_hetpipe.run.lifecycle import NOTHING, Around, Extension
+
+PREFIX = "[HetPipe]"
+"""Prefix of our names, as Lightning has "[Strategy]" and "[Callback]" before its own."""
+
+FETCH, EVALUATION, WAIT = "fetch", "evaluation", "wait_for_minibatch"
+
+
+class ThreadSections(Extension):
+    """Names what is done around each event in Lightning's thread."""
+
+    def open(self, name: str, minibatch: int) -> Around:
+        """Open around section ``name``, done for ``minibatch`` or after the step of that number."""
+        raise NotImplementedError
+
+    def fetching(self, minibatch: int) -> Around:
+        return self.open(FETCH, minibatch)
+
+    def transferring(self, minibatch: int) -> Around:
+        return self.open("look_ahead", minibatch)
+
+    def waiting(self, minibatch: int) -> Around:
+        return self.open(WAIT, minibatch)
+
+    def synchronising(self, version: int) -> Around:
+        return self.open("synchronise", version)
+
+    def publishing(self, version: int) -> Around:
+        return self.open("publish", version)
+
+    def draining(self, minibatch: int) -> Around:
+        return self.open("drain", minibatch)
+
+    def evaluating(self, minibatch: int) -> Around:
+        return self.open(EVALUATION, minibatch)
+
+
+@dataclass(eq=False)
+class ProfiledSections(ThreadSections):
+    """Tells ``profiler`` of sections.
+
+    Profilers are not made for several threads: SimpleProfiler and AdvancedProfiler keep one start for each name, and
+    AdvancedProfiler ends what runs already. So they hear of Lightning's thread alone, and of one section at a time.
+    What stages compute is shown to PyTorchProfiler, whose ranges belong to threads.
+    """
+
+    profiler: Profiler
+
+    def open(self, name: str, minibatch: int) -> Around:
+        """Open around it; of what has a name of Lightning's own, profilers hear already."""
+        return NOTHING if name in (FETCH, EVALUATION) else self._told(PREFIX + name)
+
+    @contextmanager
+    def _told(self, name: str) -> Iterator[None]:
+        self.profiler.start(name)
+        try:
+            yield
+        finally:
+            self.profiler.stop(name)
+
+
+def profiled_sections(trainer: L.Trainer) -> list[Extension]:
+    """Extension that tells ``trainer``'s profiler of sections; none where it has no profiler."""
+    profiler = _profiler(trainer)
+    return [] if profiler is None or isinstance(profiler, PassThroughProfiler) else [ProfiledSections(profiler)]
+
+
+def _profiler(trainer: L.Trainer) -> Profiler | None:
+    profiler: Profiler | None = getattr(trainer, "profiler", None)  # set by a connector, without declaring it
+    return profiler
+
+
+def shown_to_profiler(before: BeforePass | None, trainer: L.Trainer) -> BeforePass | None:
+    """``before``, with what names passes where PyTorchProfiler looks, if that is asked for."""
+    if not isinstance(_profiler(trainer), PyTorchProfiler):
+        return before
+
+    def passes(stage: int, work: str, minibatch: int) -> Callable[[], None]:
+        shown: Any = record_function(f"{PREFIX}stage {stage} {work}", str(minibatch))
+        shown.__enter__()
+        after = None if before is None else before(stage, work, minibatch)
+
+        def passed() -> None:
+            if after is not None:
+                after()
+            shown.__exit__(None, None, None)
+
+        return passed
+
+    return passes
 
 
 class Recording(ThreadSections):
@@ -39,8 +136,15 @@ class Recording(ThreadSections):
         self.passes = self._recorder.around
         """Adds the recording of passes to what stages call before they compute."""
 
-    def open(self, name: str, minibatch: int) -> Around:
-        return _Recorded(self._recorder, name, minibatch)
+    @contextmanager
+    def open(self, name: str, minibatch: int) -> Iterator[None]:
+        self._recorder.enter(name, minibatch)
+        begins_step = False  # as after a wait for a minibatch
+        try:
+            yield
+            begins_step = name == WAIT
+        finally:
+            self._recorder.leave(begins_step)
 
     def section(self, minibatch: int) -> UserSection:
         return self._recorder.section(minibatch)
@@ -58,10 +162,17 @@ class Recording(ThreadSections):
 
     def timeline(self, devices: Sequence[str], in_flight: int) -> Timeline:
         """The timeline so far, of stages on ``devices``."""
-        recorder, worker = self._recorder, self._virtual_worker
+        recorder = self._recorder
         recorder.pause()
-        versions, zero = recorder.versions(), recorder.zero_date
-        return Timeline(recorder.spans(), len(devices), in_flight, worker, versions, zero, tuple(devices))
+        return Timeline(
+            recorder.spans(),
+            len(devices),
+            in_flight,
+            self._virtual_worker,
+            versions=recorder.versions(),
+            zero=recorder.zero_date,
+            devices=tuple(devices),
+        )
 
     def show(self, timeline: Timeline) -> None:
         """Writes ``timeline`` where users look for it, unless that was done.
@@ -118,21 +229,6 @@ class Recording(ThreadSections):
         with files.open(path, "w") as file:
             json.dump(timeline.to_chrome_trace(), file)
         return path
-
-
-class _Recorded:
-    """Section ``name`` of Lightning's thread; after a wait for a minibatch comes Lightning's own step."""
-
-    def __init__(self, recorder: Recorder, name: str, minibatch: int) -> None:
-        self._recorder = recorder
-        self._name = name
-        self._minibatch = minibatch
-
-    def __enter__(self) -> None:
-        self._recorder.enter(self._name, self._minibatch)
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._recorder.leave(self._name == WAIT and kind is None)
 
 
 def _paths(name: str) -> Iterator[str]:

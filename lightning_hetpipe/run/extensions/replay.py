@@ -15,9 +15,8 @@ Attributes of a metric (its states, ``update_count``) read in ``training_step`` 
 from __future__ import annotations
 
 import inspect
-import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import lightning as L
@@ -27,11 +26,12 @@ from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.pipeline.threads import PerThread
 from lightning_hetpipe.pipeline.user.batch_in_flight import BatchInFlight
 from lightning_hetpipe.redirect import Redirect
-from lightning_hetpipe.run.extensions.recorded_calls import (
+from lightning_hetpipe.run.extensions.metric_calls import (
     CHANGES,
     LogCall,
     MetricCall,
     Record,
+    ShadowMetric,
     caller,
     child_ids,
     find_metrics,
@@ -39,28 +39,23 @@ from lightning_hetpipe.run.extensions.recorded_calls import (
     is_metric,
     methods_of,
 )
-from lightning_hetpipe.run.extensions.shadow_metric import ShadowMetric
 from lightning_hetpipe.run.lifecycle import Around, Extension
 from lightning_hetpipe.torch_private.tensors import pytree
 
 
-class _ThreadRecord(threading.local):
-    """State of the current thread."""
+class Replay(Extension):
+    """Records what the user's step on ``module`` logs and counts; makes these calls at its own step, in ``context``.
 
-    replaying = False
-
-
-class CallRecorder:
-    """Records the calls of ``log``, ``log_dict`` and metrics that sections of user code make; makes them when told to.
-
-    Until :meth:`close`, stand-ins for these methods are in ``module``. User code must not be concurrent: a ``replay``
+    Until this is closed, stand-ins for these methods are in ``module``. User code must not be concurrent: a ``replay``
     and the sections of user code inside ``recording`` exclude each other, and records are begun in the order of their
     minibatches.
     """
 
-    def __init__(self, module: L.LightningModule) -> None:
+    def __init__(self, module: L.LightningModule, context: Callable[[], Around] = nullcontext) -> None:
         self._module = module
-        self._here = _ThreadRecord()
+        self._context = context
+        self._records: dict[int, Record] = {}  # of minibatches in flight
+        self._replaying: PerThread[bool] = PerThread()
         self._record: PerThread[Record] = PerThread()
         self._open: list[Record] = []  # begun and not fully replayed, in order of minibatches
         self._log = {name: Redirect(module, name, self._on_log) for name in ("log", "log_dict")}
@@ -69,7 +64,20 @@ class CallRecorder:
         self._shadows: dict[int, ShadowMetric] = {}  # by id of the metric
         self._find_metrics()
 
-    def close(self) -> None:
+    @contextmanager
+    def user_step(self, minibatch: int) -> Iterator[None]:
+        with self.recording() as self._records[minibatch]:
+            yield
+
+    def finished(self, minibatch: BatchInFlight, args: Sequence[Any]) -> None:
+        with self._context():
+            self.replay(self._records.pop(minibatch.number))
+
+    def discarded(self) -> None:
+        while self._records:
+            self.discard(self._records.popitem()[1])
+
+    def closed(self) -> None:
         """Removes every stand-in, and what is recorded and was not replayed. The module is as it was before."""
         self._remove_metrics()
         for redirect in self._log.values():
@@ -102,21 +110,19 @@ class CallRecorder:
 
         Raises whatever they raise, with a note that names the line of ``training_step`` that made the call.
         """
-        here = self._here
-        here.replaying = True
         try:
             while record.calls:
                 call = record.calls.popleft()
                 try:
-                    if isinstance(call, LogCall):
-                        self._log[call.method].original(*call.args, **call.kwargs)
-                    else:
-                        call.replay(self._shadows[id(call.metric)].with_draws)
+                    with self._replaying.holding(True):
+                        if isinstance(call, LogCall):
+                            self._log[call.method].original(*call.args, **call.kwargs)
+                        else:
+                            call.replay(self._shadows[id(call.metric)].drawing)
                 except Exception as error:
                     error.add_note(call.where)
                     raise
         finally:
-            here.replaying = False
             if record in self._open:
                 self._open.remove(record)
 
@@ -156,7 +162,7 @@ class CallRecorder:
     def _on_metric(self, redirect: Redirect, *args: Any, **kwargs: Any) -> Any:
         record, shadow = self._record.get(), self._shadows[id(redirect.owner)]
         if record is None:
-            if redirect.name in CHANGES and not self._here.replaying:
+            if redirect.name in CHANGES and not self._replaying.get():
                 shadow.drop()
             return redirect.original(*args, **kwargs)
         # One clone serves both: with its graph for the value returned now, without it for the replay.
@@ -166,29 +172,3 @@ class CallRecorder:
         value = shadow.call(call, live, (earlier for open_ in self._open for earlier in open_.metric_calls))
         record.calls.append(call)
         return value
-
-
-class Replay(Extension):
-    """Records what the user's step on ``module`` logs and counts; makes these calls at its own step, in ``context``."""
-
-    def __init__(self, module: L.LightningModule, context: Callable[[], Around]) -> None:
-        self._calls = CallRecorder(module)
-        self._context = context
-        self._records: dict[int, Record] = {}  # of minibatches in flight
-
-    @contextmanager
-    def user_step(self, minibatch: int) -> Iterator[None]:
-        with self._calls.recording() as record:
-            self._records[minibatch] = record
-            yield
-
-    def finished(self, minibatch: BatchInFlight, args: Sequence[Any]) -> None:
-        with self._context():
-            self._calls.replay(self._records.pop(minibatch.number))
-
-    def discarded(self) -> None:
-        while self._records:
-            self._calls.discard(self._records.popitem()[1])
-
-    def closed(self) -> None:
-        self._calls.close()

@@ -1,67 +1,71 @@
-"""Values that user code reaches from its module, and that all minibatches in flight share.
+"""Values that minibatches, or batches of an evaluation, share: what they reach from the module, and what they hand on.
 
 Each minibatch has its own attributes, and its own contents of what they hold (``module_attributes.py``). Values that
 lie deeper have one state for all minibatches: an object in a dict in a list, an attribute of a submodule, a view of
 another tensor's memory. A step that changes such a value is refused by name.
+
+In training, a step is also refused if it reads what the step before sets after a later call of a pipelined module. An
+evaluation notices on its first batch what batches hand on, and runs them one by one, as in a plain run.
 """
 
 from __future__ import annotations
 
 import inspect
+from array import array
 from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from types import CodeType, FunctionType
 from typing import Any
 
-from torch import nn
+import numpy as np
+from torch import Tensor, nn
 from torchmetrics import Metric
 
-from lightning_hetpipe.capture.effects import copy_of, same_contents
+from lightning_hetpipe.capture.contents import CONTAINERS, attributes_of, bytes_of, plain_attributes, same
 from lightning_hetpipe.capture.noticed_calls import PACKAGES, is_users, line_that_names
-from lightning_hetpipe.capture.plain_attributes import plain_attributes
-from lightning_hetpipe.capture.reached_values import ReachedValues, is_value, names_in, told
+from lightning_hetpipe.capture.reached_values import Moment, ReachedValues, is_value, names_in, told
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.pipeline.user.user_section import SectionBetween, UserSection
+from lightning_hetpipe.pipeline.values import equal
 from lightning_hetpipe.rules.versions import Versions
-from lightning_hetpipe.run.extensions.watched_attributes import users_attributes
+from lightning_hetpipe.run.extensions.watched_attributes import WatchedAttributes, fills, users_attributes
 from lightning_hetpipe.run.lifecycle import Extension
+from lightning_hetpipe.torch_private.tensors import version_counter
 
 _NOT_USERS = {"torch", "lightning", "pytorch_lightning", "torchmetrics", "builtins"}
 _COMPARED = 64
 """Sections, from an empty pipeline on, in which contents of tensors and of large arrays are compared as well."""
 
 
+@dataclass(eq=False)
 class SharedValues(Extension):
     """Refuses changes, by the user's step, of values that minibatches in flight share.
 
     Comes before the :class:`Attributes` of a run: what those keep apart is as it was when they have left.
 
-    Args:
+    Attributes:
         module: The LightningModule.
         pieces: The pipelined modules, whose stages run without user code.
         versions: Gives the versions that minibatches use.
         way_out: What a user can do, for the error.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        pieces: Collection[nn.Module],
-        versions: Callable[[], Versions],
-        way_out: str = "set in_flight=1",
-    ) -> None:
-        self._module = module
-        self._versions = versions
-        self._way_out = way_out
-        inside = {part for piece in pieces for part in piece.modules()}
+    module: nn.Module
+    pieces: Collection[nn.Module]
+    versions: Callable[[], Versions]
+    way_out: str = "set in_flight=1"
+
+    def __post_init__(self) -> None:
+        inside = {part for piece in self.pieces for part in piece.modules()}
         self._parts = [
             (path, part)
-            for path, part in module.named_modules()
+            for path, part in self.module.named_modules()
             if path and part not in inside and not isinstance(part, Metric)
         ]
-        self._kinds = {type(part) for part in (module, *(part for _, part in self._parts))}
+        self._kinds = {type(part) for part in (self.module, *(part for _, part in self._parts))}
         self._functions: list[FunctionType] = []
-        self._before: tuple[list[tuple[Any, ...]], list[tuple[str, Any, Any]]] | None = None
+        self._before: Moment | None = None
         self._roots: dict[str, Any]
         self.emptied(0)
 
@@ -80,28 +84,23 @@ class SharedValues(Extension):
             raise self._failure
 
     def enter(self) -> None:
-        held = vars(self._module)
+        held = vars(self.module)
         if replaced := {name for name, value in self._roots.items() if held.get(name) is not value}:
             self._replaced |= replaced  # by each minibatch, which has its own then
             self._find()
         self._sections += 1
-        plain = self._reached.plain.items() if self._sections <= _COMPARED else ()
-        copies = [(path, each, copy_of(each)) for path, each in plain]
-        self._before = self._reached.now(), copies
+        self._before = self._reached.now(copied=self._sections <= _COMPARED)
 
     def leave(self, minibatch: int) -> None:
         if self._before is None:  # `enter` has failed
             return
-        (values, copies), self._before = self._before, None
-        changed = told(self._reached.differences(values)) or next(
-            (path for path, each, copy in copies if not same_contents(each, copy)), None
-        )
+        changed, self._before = told(self._before.differences()), None
         if changed is not None and self._failure is None:
             line = line_that_names([each.__code__ for each in self._functions], changed.partition(" ")[0])
             self._failure = SettingError(
-                f"the step of batch {minibatch} changes {changed} of {type(self._module).__name__}"
+                f"the step of batch {minibatch} changes {changed} of {type(self.module).__name__}"
                 f"{f' ({line})' if line else ''}, which batches in flight share, so that what a batch reads there would"
-                f" depend on timing; {self._way_out}"
+                f" depend on timing; {self.way_out}"
             )
         if self._failure is not None:
             raise self._failure
@@ -111,17 +110,17 @@ class SharedValues(Extension):
         self._reached = ReachedValues((), ())
 
     def _find(self) -> None:
-        held = vars(self._module)
+        held = vars(self.module)
         self._reached, self._roots = ReachedValues((), ()), {}
-        if not self._versions().runs_ahead:
+        if not self.versions().runs_ahead:
             return
         self._roots = {name: each for name, each in users_attributes(held).items() if name not in self._replaced}
-        left_out = [*self._module.parameters(), *self._module.buffers(), *self._module.modules(), held["_trainer"]]
+        left_out = [*self.module.parameters(), *self.module.buffers(), *self.module.modules(), held["_trainer"]]
         roots = {**self._roots, "hparams": held.get("_hparams")}
         known = -1
         while len(self._kinds) > known:  # objects of other classes may be reached by these classes' methods
             known = len(self._kinds)
-            found = functions_of(self._kinds, roots.values(), type(self._module).__module__.partition(".")[0])
+            found = functions_of(self._kinds, roots.values(), type(self.module).__module__.partition(".")[0])
             self._functions = sorted(found, key=lambda each: "step" not in each.__name__)  # first named in an error
             names = names_in(code for each in self._functions for code in _codes(each.__code__))
             self._reached = ReachedValues(names, left_out, only_ends=True)
@@ -165,3 +164,112 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
 
 def _top(value: type | FunctionType) -> str:
     return (value.__module__ or "").partition(".")[0]
+
+
+SHARED = "what batches in flight would share"
+"""Name for a global, or what else is no module's own, in a message."""
+
+DEPTH = 4
+"""Containers in each other whose items are compared."""
+
+ITEMS = 10_000
+"""Most items of an attribute that are compared."""
+
+
+class CarriedState:
+    """Reads and changes of the first batch of an evaluation of ``root``, while this is open.
+
+    Args:
+        root: The LightningModule.
+        calls: The modules that were called so far, and may turn out to be pieces.
+    """
+
+    def __init__(self, root: nn.Module, calls: Collection[nn.Module]) -> None:
+        self._root = root
+        self._calls = calls
+        self._parts = {part: name for name, part in root.named_modules() if not isinstance(part, Metric)}
+        self._contents = {part: _contents_of_attributes(part) for part in self._parts}
+        self._buffers = {name: (version_counter(each), each.clone()) for name, each in root.named_buffers()}
+        self._watched: dict[nn.Module, _Reads] = {}
+
+    def watch(self, parts: Iterable[nn.Module]) -> None:
+        """Watch who reads and sets attributes of ``parts``."""
+        for part in parts:
+            self._watched.setdefault(part, _Reads(part, self._calls))
+
+    def close(self) -> None:
+        """Watch none any more."""
+        for reads in self._watched.values():
+            reads.attributes.close()
+
+    def found(self, pieces: Collection[nn.Module]) -> str | None:
+        """The first thing that the batch has left for the next one, which could miss it while both are in flight, if
+        ``pieces`` are pipelined; None if there is none."""
+        inside = {part for piece in pieces for part in piece.modules()}
+        own = {id(buffer) for piece in pieces for buffer in piece.buffers()}
+        for name, buffer in self._root.named_buffers():
+            counter, before = self._buffers.get(name, (-1, buffer))
+            if id(buffer) not in own and (counter != version_counter(buffer) or not equal(before, buffer)):
+                return f"the buffer '{name}'"
+        for part, reads in self._watched.items():
+            if part not in inside and (attribute := reads.late([call in pieces for call in self._calls])) is not None:
+                return self._told(part, attribute)
+        for part, earlier in self._contents.items():
+            now = _contents_of_attributes(part) if part not in inside else {}
+            for attribute in earlier.keys() & now.keys():
+                if _is_carried(earlier[attribute], now[attribute], self._watched.get(part), attribute):
+                    return self._told(part, attribute)
+        return None
+
+    def _told(self, part: nn.Module, attribute: str) -> str:
+        return f"'{'.'.join(filter(None, [self._parts.get(part), attribute]))}'"
+
+
+class _Reads:
+    """Reads and assignments of the attributes of ``part``, each with the number of ``calls`` before it."""
+
+    def __init__(self, part: nn.Module, calls: Collection[nn.Module]) -> None:
+        self._part = part
+        self._calls = calls
+        self.read: dict[str, int] = {}
+        self._set: dict[str, int] = {}
+        self.attributes = WatchedAttributes(part, self)
+        for name in plain_attributes(part):
+            self.attributes.add(name)
+
+    def reads(self, name: str) -> None:
+        if name not in self._set and not fills(vars(self._part).get(name)):
+            self.read.setdefault(name, len(self._calls))
+
+    def sets(self, name: str) -> None:
+        self._set[name] = len(self._calls)
+
+    def late(self, is_piece: list[bool]) -> str | None:
+        """The first attribute that is set behind the call of a piece before which it is read."""
+        return next((name for name, at in self.read.items() if any(is_piece[at : self._set.get(name, 0)])), None)
+
+
+def _contents_of_attributes(part: nn.Module) -> dict[str, Any]:
+    users = users_attributes(plain_attributes(part)).items()
+    return {name: (value, *_contents(value, DEPTH, iter(range(ITEMS)))) for name, value in users}
+
+
+def _contents(value: Any, depth: int, left: Iterator[int]) -> Iterator[Any]:
+    """Yield the items of ``value``, to be compared, as long as there are numbers ``left``."""
+    if isinstance(value, Tensor):
+        yield version_counter(value)
+    elif isinstance(value, np.ndarray | bytearray | array):
+        yield bytes_of(value)
+    elif depth and not isinstance(value, nn.Module | type | str | bytes) and not callable(value):
+        held: Any = value if isinstance(value, (*CONTAINERS, tuple)) else attributes_of(value)
+        items = held.items() if isinstance(held, dict) else ((None, item) for item in held)
+        for _, (key, item) in zip(left, items, strict=False):
+            yield (key, item, *_contents(item, depth - 1, left))
+
+
+def _is_carried(before: tuple[Any, ...], now: tuple[Any, ...], reads: _Reads | None, attribute: str) -> bool:
+    """Tell whether the next batch may read what was changed of an attribute, with its contents ``before`` and now."""
+    if reads is not None and before[0] is not now[0]:
+        return False  # `_Reads.late` has looked at this
+    adds = type(before[0]) in CONTAINERS and len(now) > len(before) and same(now[: len(before)], before)
+    return not same(before, now) and not (adds and reads is not None and attribute not in reads.read)

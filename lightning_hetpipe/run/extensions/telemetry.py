@@ -1,9 +1,14 @@
-"""Telemetry of a fit: metrics on the Trainer's loggers while it runs, and the report at its end."""
+"""Telemetry of a fit: metrics on the Trainer's loggers while it runs, the report at its end, and the pace.
+
+The pace is the minibatches per second that a virtual worker would make if it never waited for others.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import lightning as L
@@ -17,30 +22,25 @@ from lightning_hetpipe.reporting.report import Meter, RunReport
 from lightning_hetpipe.run.lifecycle import Extension
 
 
+@dataclass(eq=False)
 class Telemetry(Extension):
     """Counts the minibatches of ``engine``, and the time of its training.
 
-    Args:
+    Attributes:
         trainer: Whose loggers are told.
         engine: The pipeline.
         layout: The stages that it runs.
         synchronisation: Gives the metrics of the virtual workers' synchronisation.
     """
 
-    def __init__(
-        self,
-        trainer: L.Trainer,
-        engine: Engine,
-        layout: Layout,
-        synchronisation: Callable[[], Mapping[str, float]] = dict,
-    ) -> None:
-        self._trainer = trainer
-        self._engine = engine
-        self._layout = layout
-        self._synchronisation = synchronisation
-        self._meter = Meter(len(engine.stages))
-        self._staleness = 0
-        self._logged = 0
+    trainer: L.Trainer
+    engine: Engine
+    layout: Layout
+    synchronisation: Callable[[], Mapping[str, float]] = dict
+    _staleness = _logged = 0
+
+    def __post_init__(self) -> None:
+        self._meter = Meter(len(self.engine.stages))
 
     def start(self) -> None:
         """Training goes on from here in the pipeline: what comes before is no time of training."""
@@ -52,7 +52,7 @@ class Telemetry(Extension):
     def finished(self, minibatch: BatchInFlight, args: Sequence[Any]) -> None:
         assert isinstance(minibatch, Minibatch)
         self._meter.count(args[0] if args else None, minibatch.seconds)
-        self._staleness = self._engine.versions.steps(minibatch.number)
+        self._staleness = self.engine.versions.steps(minibatch.number)
 
     def published(self, version: int) -> None:
         self._log(version)
@@ -67,22 +67,100 @@ class Telemetry(Extension):
 
     def epoch_ends(self) -> None:
         self._meter.stop()
-        self._log(begun_minibatches(self._trainer)[0])
+        self._log(begun_minibatches(self.trainer)[0])
 
     def _log(self, number: int) -> None:
         """Logs the metrics after minibatch ``number``, at the Trainer's interval; not before the first counted one."""
-        every = log_interval(self._trainer)
+        every = log_interval(self.trainer)
         if not every or number % every or number == self._logged or not self._meter.minibatches:
             return
         self._logged = number
-        metrics = self._meter.interval([stage.stream.busy_seconds() for stage in self._engine.stages])
-        for index, stage in enumerate(self._engine.stages):
+        metrics = self._meter.interval([stage.stream.busy_seconds() for stage in self.engine.stages])
+        for index, stage in enumerate(self.engine.stages):
             metrics[f"hetpipe/stage_{index}/memory_bytes"] = float(stage.memory.most_lately())
         metrics["hetpipe/staleness"] = float(self._staleness)
-        metrics.update(self._synchronisation())
-        for logger in self._trainer.loggers:
-            logger.log_metrics(metrics, step=max(0, self._trainer.global_step - 1))  # as Lightning counts them
+        metrics.update(self.synchronisation())
+        for logger in self.trainer.loggers:
+            logger.log_metrics(metrics, step=max(0, self.trainer.global_step - 1))  # as Lightning counts them
 
     def report(self) -> RunReport:
         """The numbers so far."""
-        return self._layout.report(self._engine, self._meter)
+        return self.layout.report(self.engine, self._meter)
+
+
+FEWEST = 2
+"""Minibatches on which a pace can be based."""
+
+
+@dataclass(eq=False)
+class Pace(Extension):
+    """Measures an epoch. Its first minibatch does not count, which fills the pipeline, or is watched.
+
+    While Lightning's thread pauses (waits for others, evaluates, saves), what is in flight goes on. So only the time
+    counts as lost in which nothing moved, and with it the time that the pipeline takes to fill again: from the end of
+    the last minibatch in flight to the end of the first one that comes after, which is not counted either.
+
+    Attributes:
+        in_flight: Gives the minibatches in flight.
+        now: Gives the time in seconds, as minibatches have it.
+    """
+
+    in_flight: Callable[[], Iterable[BatchInFlight]]
+    now: Callable[[], float] = time.perf_counter
+
+    def __post_init__(self) -> None:
+        self.epoch_begins(1)
+
+    def epoch_begins(self, first: int) -> None:
+        self._first: float | None = None
+        self._seconds = 0.0  # up to the last step
+        self._minibatches = 0
+        self._lost = 0.0
+        self._paused = False
+        self._resumed_at = 0.0
+        self._awaited = 0  # the minibatch with which the pipeline is full again
+
+    def stepped(self, version: int) -> None:
+        """Count a minibatch, whose step is over."""
+        now = self.now()
+        if self._first is None:
+            self._first = now
+        else:
+            self._minibatches += 1
+        self._seconds = now - self._first - self._lost
+
+    def finished(self, minibatch: BatchInFlight, args: Sequence[Any]) -> None:
+        """Note when ``minibatch`` was done, which is before Lightning's thread takes it."""
+        if minibatch.number == self._awaited:
+            self._awaited = 0
+            self._lost += minibatch.ended_at - self._resumed_at
+            self._minibatches -= 1
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Lightning's thread does something else than training; within another pause it is part of that."""
+        if self._paused:
+            yield
+            return
+        start, self._paused = self.now(), True
+        try:
+            yield
+        finally:
+            self._paused = False
+            self._count_pause(start)
+
+    def _count_pause(self, start: float) -> None:
+        if self._first is None or self._awaited:
+            return
+        flying = list(self.in_flight())
+        if all(minibatch.ended for minibatch in flying):
+            self._resumed_at = self.now()
+            self._lost += self._resumed_at - max([start, *(minibatch.ended_at for minibatch in flying)])
+            self._awaited = max((minibatch.number for minibatch in flying), default=-1) + 1
+
+    @property
+    def rate(self) -> float | None:
+        """Minibatches per second of the epoch so far; None if there are too few."""
+        if self._first is None or self._minibatches < FEWEST:
+            return None
+        return self._minibatches / self._seconds if self._seconds > 0 else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import lightning as L
@@ -26,12 +27,12 @@ from lightning_hetpipe.lightning_private import (
 )
 from lightning_hetpipe.redirect import Redirect
 from lightning_hetpipe.run.extensions.intervals import Intervals
-from lightning_hetpipe.run.extensions.pace import Pace
+from lightning_hetpipe.run.extensions.telemetry import Pace
 from lightning_hetpipe.run.lifecycle import Extension
 from lightning_hetpipe.run.missed_data import EpochShare, MissedData
 from lightning_hetpipe.run.preemption import LEAVES, NOTHING, Preemption
 from lightning_hetpipe.run.together import check_batches, check_shares, minibatches_per_step
-from lightning_hetpipe.workers.nameless_file import NamelessFile
+from lightning_hetpipe.workers.coming_back import NamelessFile
 from lightning_hetpipe.workers.shared_data import deal_among, let_be_long
 from lightning_hetpipe.workers.synchroniser import Computing, Synchroniser
 
@@ -51,48 +52,44 @@ def within(count: int) -> int:
     return count + BEGIN + 2
 
 
+@dataclass(eq=False)
 class WavesAndCuts(Extension):
     """Has virtual workers synchronise at the ends of waves, and fully at cuts: where all hold the same weights.
 
     Cuts are evaluations, checkpoints and ends of epochs.
 
-    Args:
+    Attributes:
         trainer: Lightning's.
         synchroniser: The fit's.
         preemption: Ends the fit at a cut, if it is told to.
-        synchronising: Opened around synchronisation, in which user code may run.
+        around: Opened around synchronisation, in which user code may run.
         computing: Opened around what is computed in it.
-        waiting: Opened around any other wait for virtual workers.
+        around_waits: Opened around any other wait for virtual workers.
         pace: Measures this virtual worker's rate, where shares follow rates.
     """
 
-    def __init__(
-        self,
-        trainer: L.Trainer,
-        synchroniser: Synchroniser,
-        preemption: Preemption,
-        synchronising: Callable[[], AbstractContextManager[None]],
-        computing: Computing = nullcontext,
-        waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
-        pace: Pace | None = None,
-    ) -> None:
-        self._trainer = trainer
-        self._synchroniser = synchroniser
-        self._preemption = preemption
-        self._synchronising = synchronising
-        self._computing = computing
+    trainer: L.Trainer
+    synchroniser: Synchroniser
+    preemption: Preemption
+    around: Callable[[], AbstractContextManager[None]]
+    computing: Computing = nullcontext
+    around_waits: Callable[[], AbstractContextManager[None]] = nullcontext
+    pace: Pace | None = None
+
+    def __post_init__(self) -> None:
+        trainer, synchroniser = self.trainer, self.synchroniser
         self._running = False  # an epoch
         self._evaluates = False
         self._compared = False
         self._intervals: Intervals | None = None  # of virtual worker 0, where shares may be unequal
-        self._pace = pace
-        self._pausing: Callable[[], AbstractContextManager[None]] = nullcontext if pace is None else pace.pause
+        pause: Callable[[], AbstractContextManager[None]] = nullcontext if self.pace is None else self.pace.pause
+        self._pausing = pause
         self._loop = 0
         self._dealt = [*synchroniser.group.seats.taken]  # the virtual workers that have the data of the epoch
         self._known = {*self._dealt}  # those that have ever taken part
         self._coming: dict[int, int] = {}  # ready to come back, each with its incarnation
         self._missed = MissedData()
-        synchroniser.group.waiting = waiting
+        synchroniser.group.waiting = self.around_waits
         self._redirects = [
             Redirect(trainer, "save_checkpoint", self._on_save),
             Redirect(trainer.fit_loop.epoch_loop, "on_run_start", self._on_epoch),
@@ -106,37 +103,37 @@ class WavesAndCuts(Extension):
             redirect.remove()
         if self._intervals is not None:
             self._intervals.close()
-        self._synchroniser.group.waiting = nullcontext
+        self.synchroniser.group.waiting = nullcontext
 
     def epoch_begins(self, first: int) -> None:
         if not self._compared:
             self._compare()
         self._compared = self._running = True
-        if self._number(BEGIN) < self._synchroniser.last_cut:
+        if self._number(BEGIN) < self.synchroniser.last_cut:
             self._loop += 1
-        with self._synchronising():
-            share = EpochShare.of(self._trainer).told
-            shares = self._synchroniser.begin(self._number(BEGIN), first - 1, self._computing, share)
+        with self.around():
+            share = EpochShare.of(self.trainer).told
+            shares = self.synchroniser.begin(self._number(BEGIN), first - 1, self.computing, share)
         self._missed.begin(shares)
 
     def _compare(self) -> None:
         """See that virtual workers can train together on the data that each has."""
-        shares = self._synchroniser.shares
+        shares = self.synchroniser.shares
         if shares is None:
-            check_batches(self._trainer, self._synchroniser.group)
-        elif (why := shares.why_not(train_loaders(self._trainer))) is not None:
+            check_batches(self.trainer, self.synchroniser.group)
+        elif (why := shares.why_not(train_loaders(self.trainer))) is not None:
             rank_zero_info(f"shares stay equal: {why}")
-            self._synchroniser.shares = None
-            check_batches(self._trainer, self._synchroniser.group)
+            self.synchroniser.shares = None
+            check_batches(self.trainer, self.synchroniser.group)
         else:
-            check_shares(self._trainer, shares)
-            self._intervals = Intervals(self._trainer, self._synchroniser)
+            check_shares(self.trainer, shares)
+            self._intervals = Intervals(self.trainer, self.synchroniser)
 
     def _on_epoch(self, redirect: Redirect, *args: Any) -> None:
         """The loop knows how much of the epoch is done."""
         if self._intervals is not None:
             self._intervals.begin()
-        self._mark(begun_minibatches(self._trainer)[1])
+        self._mark(begun_minibatches(self.trainer)[1])
         redirect.original(*args)
 
     def _meet(self) -> bool:
@@ -145,49 +142,49 @@ class WavesAndCuts(Extension):
         After the last minibatch of an epoch, others may still have waves to go, and wait for the last wave of this one
         before they come here: so this is a cut.
         """
-        if self._intervals is None or not self._running or self._evaluates or self._trainer.interrupted:
+        if self._intervals is None or not self._running or self._evaluates or self.trainer.interrupted:
             return True
-        if self._intervals.is_last() and not in_a_step(self._trainer):
+        if self._intervals.is_last() and not in_a_step(self.trainer):
             with self._pausing():
                 self._cut(LAST_SAVE)
         return self._intervals.ends_wave()
 
     def placed(self) -> None:
-        self._synchroniser.follow()
+        self.synchroniser.follow()
 
     def stepped(self, version: int) -> None:
         """Push the update and take the merged weights, at the end of a wave (law L3)."""
         self._end_if_agreed()  # during the validation that has just ended, if at all
-        if not self._synchroniser.ends_wave(version):
+        if not self.synchroniser.ends_wave(version):
             return
         with self._pausing():
-            with self._synchronising():
-                cuts = self._synchroniser.synchronise(self._computing, self._preemption.wish > NOTHING)
-            self._preemption.wave_ends()
+            with self.around():
+                cuts = self.synchroniser.synchronise(self.computing, self.preemption.wish > NOTHING)
+            self.preemption.wave_ends()
             self._tell_missed()
             if cuts:
                 self._cut(self._place_of(version), version)
                 self._agree_on_end()
                 self._end_if_agreed()
-            if self._preemption.wish == LEAVES:
-                self._preemption.leave_unless_all_end()
+            if self.preemption.wish == LEAVES:
+                self.preemption.leave_unless_all_end()
 
     def _agree_on_end(self) -> None:
         """At a cut: agree whether to end there, as virtual worker 0 was told to."""
-        self._preemption.agree(self._synchroniser.group.gather(self._preemption.wish, "a signal's cut"))
+        self.preemption.agree(self.synchroniser.group.gather(self.preemption.wish, "a signal's cut"))
 
     def _end_if_agreed(self) -> None:
-        if self._preemption.agreed:
+        if self.preemption.agreed:
             with self._redirects[0].suspended():  # this is the cut to save at
-                self._preemption.end()
+                self.preemption.end()
 
     @contextmanager
     def evaluating(self, minibatch: int) -> Iterator[None]:
         """All evaluate the same weights, and buffers."""
-        at_the_end = validates_at_the_end(self._trainer) or self._is_last_of_unequal()
+        at_the_end = validates_at_the_end(self.trainer) or self._is_last_of_unequal()
         with self._pausing():
             self._cut(LAST_VALIDATION if at_the_end else None)
-            put_back = self._synchroniser.borrow_buffers()
+            put_back = self.synchroniser.borrow_buffers()
             self._evaluates = True
             try:
                 yield
@@ -201,13 +198,13 @@ class WavesAndCuts(Extension):
 
         Virtual worker 0's decision on the shares of the next epoch is that of all, who have the same rates.
         """
-        rate = None if self._pace is None else self._pace.rate
+        rate = None if self.pace is None else self.pace.rate
         self._cut(END)
         self._running = False
-        self._synchroniser.take_buffers()
-        trainer = self._trainer
+        self.synchroniser.take_buffers()
+        trainer = self.trainer
         stops = trainer.should_stop or 0 <= trainer.max_steps <= trainer.global_step
-        group, wish = self._synchroniser.group, self._preemption.wish
+        group, wish = self.synchroniser.group, self.preemption.wish
         found = group.gather([stops, wish, rate, group.index, group.seats.ready()], "the end of an epoch")
         if any(stop for stop, *_ in found) and not stops:
             trainer.should_stop = True
@@ -216,12 +213,12 @@ class WavesAndCuts(Extension):
         self._coming = {vw: incarnation for *_, coming in found for vw, incarnation in coming.items()}
         every = minibatches_per_step(trainer, trainer.current_epoch + 1)
         rates = {index: rate for _, _, rate, index, _ in found}
-        if self._intervals is not None and self._synchroniser.divide(rates, every):
-            rank_zero_info(f"shares from epoch {trainer.current_epoch + 1} on: {self._synchroniser.told_shares()}")
+        if self._intervals is not None and self.synchroniser.divide(rates, every):
+            rank_zero_info(f"shares from epoch {trainer.current_epoch + 1} on: {self.synchroniser.told_shares()}")
             recount_batches(trainer)
-        self._preemption.agree([wish for _, wish, *_ in found])
+        self.preemption.agree([wish for _, wish, *_ in found])
         if wish == LEAVES:
-            self._preemption.leave_unless_all_end()
+            self.preemption.leave_unless_all_end()
         if self._coming:  # they are dealt when the next epoch begins; if there is none, a test is divided among these
             group.seats.taken = seats
         else:
@@ -229,31 +226,31 @@ class WavesAndCuts(Extension):
 
     def _mark(self, minibatch: int) -> None:
         """All have come to a cut after ``minibatch`` of the epoch."""
-        self._missed.mark(self._synchroniser.group.weights.member.clock, minibatch)
+        self._missed.mark(self.synchroniser.group.weights.member.clock, minibatch)
 
     def _tell_missed(self) -> None:
         """Tell, on virtual worker 0, what those that were lost in this epoch have left of their data."""
-        for vw, clock in self._synchroniser.group.newly_lost().items():
-            if self._trainer.is_global_zero and vw in self._dealt:
-                lengths, epoch = self._synchroniser.lengths, self._trainer.current_epoch
+        for vw, clock in self.synchroniser.group.newly_lost().items():
+            if self.trainer.is_global_zero and vw in self._dealt:
+                lengths, epoch = self.synchroniser.lengths, self.trainer.current_epoch
                 sentence, samples = self._missed.report(vw, clock, lengths, epoch)
-                self._synchroniser.missed_samples += samples
+                self.synchroniser.missed_samples += samples
                 if sentence:
                     say(sentence)
 
     def _on_next_epoch(self, redirect: Redirect, *args: Any) -> None:
         """The epoch before is over with its evaluations, checkpoints and hooks: lost ones may come back here."""
-        if self._synchroniser.group.seats.returning is not None:
+        if self.synchroniser.group.seats.returning is not None:
             self._take_part()
         coming, self._coming = self._coming, {}
         if coming:
             self._readmit(coming)
         redirect.original(*args)
-        validate_in_epoch(self._trainer)
+        validate_in_epoch(self.trainer)
 
     def _take_part(self) -> None:
         """Go on as the others, in a process that has come back: all that they do from here on, they do together."""
-        trainer, group = self._trainer, self._synchroniser.group
+        trainer, group = self.trainer, self.synchroniser.group
         self._compare()
         self._compared, self._loop = True, group.weights.member.cut // LOOP
         begin_next_epoch(trainer)
@@ -265,7 +262,7 @@ class WavesAndCuts(Extension):
 
     def _on_validation_loaders(self, redirect: Redirect, *args: Any) -> None:
         """A process that comes back makes them alone: the others have made theirs, or make them later."""
-        group = self._synchroniser.group
+        group = self.synchroniser.group
         if group.seats.returning is None:
             redirect.original(*args)
             return
@@ -276,13 +273,13 @@ class WavesAndCuts(Extension):
             group.interrupted = interrupted
 
     def _readmit(self, coming: Mapping[int, int]) -> None:
-        trainer, group = self._trainer, self._synchroniser.group
+        trainer, group = self.trainer, self.synchroniser.group
         with self._pausing(), closing(NamelessFile()) as file:
             group.seats.agreed[LOADERS] = loaders_made(trainer)
             metrics = trainer.callback_metrics.items()
             group.seats.agreed[METRICS] = [(name, torch.as_tensor(value).cpu()) for name, value in metrics]
-            self._synchroniser.save_for_returning(file.path)
-            with self._synchronising():
+            self.synchroniser.save_for_returning(file.path)
+            with self.around():
                 # Live weights stay as they are: what hooks have changed is shared when the epoch begins.
                 back = group.readmit(coming, file.path, self._number(0))
         for vw in back:
@@ -293,7 +290,7 @@ class WavesAndCuts(Extension):
 
     def _deal(self, seats: Sequence[int], epoch: int) -> None:
         """Deal the data of ``epoch``, the next one, among ``seats``, where these are others than those that have it."""
-        group, trainer = self._synchroniser.group, self._trainer
+        group, trainer = self.synchroniser.group, self.trainer
         if [*seats] == self._dealt:
             return
         self._dealt, group.seats.taken = [*seats], seats
@@ -310,8 +307,8 @@ class WavesAndCuts(Extension):
 
     def _on_save(self, redirect: Redirect, *args: Any, **kwargs: Any) -> None:
         """A checkpoint within an epoch is a cut. After an exception nobody waits for anybody."""
-        if self._running and not self._trainer.interrupted:
-            if in_a_step(self._trainer):
+        if self._running and not self.trainer.interrupted:
+            if in_a_step(self.trainer):
                 raise SettingError(
                     "a checkpoint is saved in the middle of a step, where virtual workers hold different weights and"
                     " cannot wait for each other; save it in on_train_batch_end, or at the end of an epoch"
@@ -319,8 +316,8 @@ class WavesAndCuts(Extension):
             if not self._meet():
                 raise SettingError(
                     "a checkpoint is saved within a wave, where virtual workers with unequal shares are at different"
-                    f" places; save it after a multiple of {self._synchroniser.wave} minibatches on virtual worker"
-                    f" {self._synchroniser.group.index}, by ModelCheckpoint(every_n_train_steps=...), which waits for"
+                    f" places; save it after a multiple of {self.synchroniser.wave} minibatches on virtual worker"
+                    f" {self.synchroniser.group.index}, by ModelCheckpoint(every_n_train_steps=...), which waits for"
                     " that, or at the end of an epoch"
                 )
             with self._pausing():
@@ -331,18 +328,18 @@ class WavesAndCuts(Extension):
 
     def _cut(self, place: int | None = None, version: int | None = None) -> None:
         """Cut once at each place of each epoch; by default after minibatch ``version``, or the last that has begun."""
-        version = begun_minibatches(self._trainer)[0] if version is None else version
+        version = begun_minibatches(self.trainer)[0] if version is None else version
         number = self._number(self._place_of(version) if place is None else place)
-        with self._synchronising():
-            cut = self._synchroniser.cut(number, version, self._computing)
+        with self.around():
+            cut = self.synchroniser.cut(number, version, self.computing)
         if cut:
             if self._intervals is None:  # else waves are whole ones, but for the last
-                begun, in_epoch = begun_minibatches(self._trainer)
+                begun, in_epoch = begun_minibatches(self.trainer)
                 self._mark(in_epoch - begun + version)
-            self._synchroniser.take_averages(averages(self._trainer))
+            self.synchroniser.take_averages(averages(self.trainer))
 
     def _place_of(self, version: int) -> int:
-        begun, in_epoch = begun_minibatches(self._trainer)
+        begun, in_epoch = begun_minibatches(self.trainer)
         minibatch = in_epoch - begun + version
         waves = minibatch if self._intervals is None else self._intervals.wave(minibatch)
         assert waves is not None, "it ends a wave, as nothing else may cut"
@@ -353,4 +350,4 @@ class WavesAndCuts(Extension):
         return self._intervals is not None and self._intervals.is_last()
 
     def _number(self, place: int) -> int:
-        return self._loop * LOOP + self._trainer.current_epoch * EPOCH + place
+        return self._loop * LOOP + self.trainer.current_epoch * EPOCH + place

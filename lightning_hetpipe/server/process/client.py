@@ -21,7 +21,7 @@ from lightning_hetpipe.server.process.waits import LONGEST_WAIT, Cancelled, Kept
 from lightning_hetpipe.server.protocol import messages
 from lightning_hetpipe.server.protocol.identifiers import COORDINATOR, LocalFault, PeerFailed, Refusal, RemoteFault
 from lightning_hetpipe.server.protocol.member import Ask, AskShards, Body, Goal, Member, MemberState
-from lightning_hetpipe.server.transport.interface import CallRefused, Channel, Unreachable
+from lightning_hetpipe.server.transport.interface import CallRefused, Channel, Received, Room, Unreachable
 
 TIME_TO_LEAVE = 10.0
 """Seconds for which a VW repeats that it leaves, as the coordinator may be starting again; then its lease runs out."""
@@ -104,8 +104,7 @@ class Client:
         self._heart_channel = channels[COORDINATOR] if heart is None else heart
         self._held = HeldWeights(signature.parameters, placement)
         self._part = b""
-        self._gathered = b""
-        self._result = bytearray()
+        self._gathered = bytearray()
         self._join_timeout = longest_wait if join_timeout is None else join_timeout
         self._name = name
         self._pool = self._new_pool()
@@ -199,10 +198,9 @@ class Client:
         self._do(begin)
         gathered = self.member.gathered
         assert gathered is not None
-        self._gathered = bytes(self._result)
         found, start = {}, 0
         for each in gathered.parts:
-            found[each.vw] = self._gathered[start : start + each.size]
+            found[each.vw] = bytes(self._gathered[start : start + each.size])
             start += each.size
         return found
 
@@ -239,7 +237,7 @@ class Client:
         self,
         message: messages.Request,
         body: Sequence[memoryview] = (),
-        into: Sequence[memoryview] = (),
+        into: Room = (),
         timeout: float | None = None,
         channel: Channel | None = None,
     ) -> messages.Answer | RemoteFault | None:
@@ -345,17 +343,13 @@ class Client:
                 self.pause()
 
     def _ask(self, action: Ask) -> messages.Answer | RemoteFault | None:
-        body: Sequence[memoryview] = ()
-        into: Sequence[memoryview] = ()
-        if action.body is Body.PART:
-            body = [memoryview(self._part)]
-        elif action.body is Body.GATHERED:
-            body = [memoryview(self._gathered)]
-        elif action.body is Body.RESULT:
-            assert self.member.gathered is not None
-            self._result = bytearray(self.member.gathered.size)
-            into = [memoryview(self._result)]
-        return self.ask(action.message, body, into)
+        if action.body is not Body.PART:
+            return self.ask(action.message, [memoryview(self._gathered)] if action.body is Body.GATHERED else ())
+        received = Received()
+        answer = self.ask(action.message, [memoryview(self._part)], received)
+        if isinstance(answer, messages.Gathered):
+            self._gathered = received.content
+        return answer
 
     def _ask_shards(self, action: AskShards) -> dict[int, messages.Answer | RemoteFault]:
         newest = self.member.newest

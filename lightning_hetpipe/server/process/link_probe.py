@@ -12,7 +12,7 @@ from statistics import median
 import numpy as np
 
 from lightning_hetpipe.planning.model.cluster import Link
-from lightning_hetpipe.server.transport.interface import LINK, CallRefused, Channel, Reply
+from lightning_hetpipe.server.transport.interface import LINK, CallRefused, Channel, IncomingCall, Reply
 
 LARGEST = 64 << 20
 """Bytes of the largest transfer; with it, a transfer of 100 GB/s takes about half a millisecond."""
@@ -67,19 +67,19 @@ class LinkProbe:
     def __init__(self) -> None:
         self._buffer: memoryview | None = None
 
-    def open(self, size: int) -> memoryview:
-        """Return room for a body of ``size`` bytes."""
+    def serve(self, call: IncomingCall) -> Reply:
+        """Answer a call whose header is the number of bytes to send back."""
+        call.receive(self._room(call.size))
+        if not call.header.isdigit():
+            raise CallRefused(f"malformed: {call.header[:40]!r} is no number of bytes")
+        return Reply(b"", [self._room(int(call.header[:20]))])
+
+    def _room(self, size: int) -> memoryview:
         if size > LARGEST:
             raise CallRefused(f"malformed: {size} bytes are more than a measurement takes, {LARGEST}")
         if self._buffer is None:
             self._buffer = memoryview(np.zeros(LARGEST, np.uint8))  # type: ignore[arg-type]  # arrays are buffers
         return self._buffer[:size]
-
-    def run(self, header: bytes) -> Reply:
-        """Answer a call whose header is the number of bytes to send back."""
-        if not header.isdigit():
-            raise CallRefused(f"malformed: {header[:40]!r} is no number of bytes")
-        return Reply(b"", [self.open(int(header[:20]))])
 
 
 def link_to(channel: Channel, largest: int = LARGEST) -> Link:

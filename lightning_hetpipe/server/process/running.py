@@ -46,7 +46,7 @@ def serve(
     """Serve until a signal or the parent's end; must be called in the main thread.
 
     Args:
-        handler: its method ``close``, if it has one, is called in the end, to wake whatever waits in ``run``.
+        handler: its method ``close``, if it has one, is called in the end, to wake whatever waits in ``serve``.
         address: where to listen.
         security: certificates and token.
         ready: called with the address, which has the port that the server got, once it serves.

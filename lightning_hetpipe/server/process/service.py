@@ -15,10 +15,9 @@ from typing import Any, get_args
 from lightning_hetpipe.server.protocol import messages
 from lightning_hetpipe.server.protocol.coordinator import Coordinator
 from lightning_hetpipe.server.protocol.decisions import Note, ignore
-from lightning_hetpipe.server.protocol.gathers import LIMIT
 from lightning_hetpipe.server.protocol.identifiers import Refusal, RemoteFault
 from lightning_hetpipe.server.protocol.shard import Shard
-from lightning_hetpipe.server.transport.interface import CallRefused, Reply
+from lightning_hetpipe.server.transport.interface import CallRefused, IncomingCall, Reply
 
 COORDINATOR_METHOD = "coordinator"
 SHARD_METHOD = "shard"
@@ -29,7 +28,6 @@ class Service:
 
     Args:
         lease: seconds of silence after which a VW is left out.
-        gather_limit: bytes of one VW's part of a gather.
         longest_wait: seconds for which a request waits.
         gone: of the service whose place this one takes, its `gone`.
         note: receives every decision of the coordinator about weights; must not wait.
@@ -39,14 +37,13 @@ class Service:
         self,
         lease: float,
         *,
-        gather_limit: int = LIMIT,
         longest_wait: float = 2.0,
         gone: Mapping[int, int] | None = None,
         note: Note = ignore,
     ) -> None:
         epoch = secrets.token_hex(8)
         self._longest_wait = min(longest_wait, lease / 3)  # a VW that waits is not heard
-        self._coordinator = Coordinator(epoch, lease, gather_limit, gone, note)
+        self._coordinator = Coordinator(epoch, lease, gone, note)
         self._closed = False
         self._changed = threading.Condition()
         self._shard = Shard(epoch)
@@ -94,51 +91,41 @@ class Service:
             self._closed = True
             self._changed.notify_all()
 
-    def open(self, method: str, header: bytes, size: int, offered: memoryview | None = None) -> memoryview:
+    def serve(self, call: IncomingCall) -> Reply:
+        message: object = None
         try:
-            message = _read(method, header)
+            message = _read(call.method, call.header)
             if isinstance(message, messages.ShardRequest):
-                with self._shard_lock:
-                    return self._shard.open(message, size, offered)
+                return self._serve_shard(message, call)
             with self._changed:
-                self._coordinator.check(message, size)
-        except RemoteFault as fault:
-            raise CallRefused(fault.text) from fault
-        return memoryview(bytearray(size))
-
-    def abandoned(self, method: str, header: bytes, body: memoryview) -> None:
-        message = _read(method, header)
-        if isinstance(message, messages.ShardRequest):
-            with self._shard_lock:
-                self._shard.abandoned(message)
-
-    def run(self, method: str, header: bytes, body: memoryview) -> Reply:
-        message = _read(method, header)
-        try:
-            if isinstance(message, messages.ShardRequest):
-                return self._run_shard(message, body)
-            return self._run_coordinator(message, bytes(body))
+                self._coordinator.check(message, call.size)
+            body = memoryview(bytearray(call.size))
+            call.receive(body)
+            return self._run_coordinator(message, body)
         except RemoteFault as fault:
             # A VW that its own launch has ended meanwhile, as by Ctrl-C, is no stranger at the door.
             silent = (Refusal.STALE, Refusal.FAILED, Refusal.LEFT_OUT, Refusal.RUNS)
             cannot_join = isinstance(message, messages.Join) and fault.refusal not in silent
             raise CallRefused(fault.text, turned_away=str(fault) if cannot_join else "") from fault
 
-    def _run_shard(self, message: messages.ShardRequest, body: memoryview) -> Reply:
-        if isinstance(message, messages.StageUpdate):
-            try:
+    def _serve_shard(self, message: messages.ShardRequest, call: IncomingCall) -> Reply:
+        with self._shard_lock:
+            body = self._shard.open(message, call.size, call.offered)
+        try:
+            call.receive(body)
+            if isinstance(message, messages.StageUpdate):
                 self._shard.examine(message, body)  # without the lock: others' updates are read at the same time
-            except RemoteFault:
-                with self._shard_lock:
-                    self._shard.abandoned(message)
-                raise
+        except BaseException:
+            with self._shard_lock:
+                self._shard.abandoned(message)
+            raise
         with self._shard_lock:
             answer, weights = self._shard.run(message, body)
         # The weights are sent without the lock. Nothing changes them during this VW's read lease; if that ended with
         # the VW's lease, what it reads may be torn, and the coordinator tells it so before it uses them.
         return Reply(messages.encode(answer), weights)
 
-    def _run_coordinator(self, message: messages.Request, body: bytes) -> Reply:
+    def _run_coordinator(self, message: messages.Request, body: memoryview) -> Reply:
         with self._changed:
             try:
                 began = now = time.monotonic()

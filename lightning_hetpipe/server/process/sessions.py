@@ -8,6 +8,7 @@ import re
 import threading
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any
 
@@ -54,35 +55,23 @@ class Sessions:
         self._closed = threading.Event()
         self._sweeper: threading.Thread | None = None
 
-    def open(self, method: str, header: bytes, size: int, offered: memoryview | None = None) -> memoryview:
-        if method == interface.STATUS:
-            return memoryview(bytearray(size if size <= interface.HEADER_LIMIT else 0))
-        if method == interface.LINK:
-            return self._link_probe.open(size)
-        name, method = _parts(method)
-        return self._service_of(name).open(method, header, size, offered)
-
-    def run(self, method: str, header: bytes, body: memoryview) -> interface.Reply:
-        if method == interface.STATUS:
+    def serve(self, call: interface.IncomingCall) -> interface.Reply:
+        if call.method == interface.STATUS:
             return interface.Reply(json.dumps(self.status()).encode())
-        if method == interface.LINK:
-            return self._link_probe.run(header)
-        name, method = _parts(method)
+        if call.method == interface.LINK:
+            return self._link_probe.serve(call)
+        name, method = _parts(call.method)
         service = self._service_of(name)
-        if method == SHARD_METHOD and name != self._loaded and len(body):  # sessions without weights replace nothing
-            self._free_others(name)
         try:
-            return service.run(method, header, body)
+            reply = service.serve(replace(call, method=method))
         finally:
             self._clear(name, service)
-
-    def abandoned(self, method: str, header: bytes, body: memoryview) -> None:
-        if method not in (interface.STATUS, interface.LINK):
-            name, method = _parts(method)
-            self._service_of(name).abandoned(method, header, body)
+        if method == SHARD_METHOD and name != self._loaded and call.size:  # sessions without weights replace nothing
+            self._free_others(name)
+        return reply
 
     def close(self) -> None:
-        """Wake whatever waits in ``run``; end the thread that clears sessions, and the log."""
+        """Wake whatever waits in ``serve``; end the thread that clears sessions, and the log."""
         self._closed.set()
         for service in self._known().values():
             service.close()
@@ -145,7 +134,7 @@ class Sessions:
             self._clear(name, service)
 
     def _sweep(self) -> None:
-        """Clear sessions whose members were killed, of which ``run`` sees nothing."""
+        """Clear sessions whose members were killed, of which ``serve`` sees nothing."""
         while not self._closed.wait(self._lease):
             self._clear_all()
 

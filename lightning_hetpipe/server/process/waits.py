@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import mmap
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lightning_hetpipe.server.protocol import messages
 from lightning_hetpipe.server.protocol.identifiers import PeerFailed, Refusal, RemoteFault
+from lightning_hetpipe.server.transport.interface import Received, Room
 
 if TYPE_CHECKING:
     from lightning_hetpipe.server.process.client import Client
@@ -59,8 +62,8 @@ class Wait:
             raise ServersSilent(f"{who} for {longest_wait:g} s for {awaited}; set a longer timeout if it may")
 
 
-Content = bytes | Callable[[], bytes]
-"""Bytes to leave with a coordinator, or what gives them."""
+Content = bytes | Path
+"""Bytes to leave with a coordinator, or a file that has them."""
 
 
 class KeptContent:
@@ -83,7 +86,7 @@ class KeptContent:
 
         Args:
             name: Its name.
-            content: The bytes, or where they are large and kept elsewhere, what gives them.
+            content: The bytes, or if they are many, a file, which must stay as it is.
         """
         if content is None:
             self._left.pop(name, None)
@@ -99,7 +102,7 @@ class KeptContent:
                 self._client.ask(messages.KeepBytes(*self._me, name), _bytes_of(content))
                 sent = content
 
-    def recall(self, name: str, seconds: float | None = None) -> bytes | None:
+    def recall(self, name: str, seconds: float | None = None) -> bytes | bytearray | None:
         """Return what is kept under ``name``; waits until something is, for so many ``seconds``: then None.
 
         Raises:
@@ -108,23 +111,15 @@ class KeptContent:
             RemoteFault: this VW was left out.
             Cancelled: after ``cancel``.
         """
-        while (answer := self._until_answered(messages.AskForKept(*self._me, name), seconds=seconds)) is not None:
-            assert isinstance(answer, messages.KeptSize)
-            found = bytearray(answer.size)
-            try:
-                self._until_answered(messages.FetchKept(*self._me, name, answer.size), into=[memoryview(found)])
-            except RemoteFault as fault:
-                if fault.refusal is not Refusal.STALE:
-                    raise
-            else:
-                return bytes(found)
-        return None
+        received = Received()
+        answer = self._until_answered(messages.Recall(*self._me, name), into=received, seconds=seconds)
+        return None if answer is None else received.content
 
     def _until_answered(
         self,
         message: messages.AboutKept,
         body: Sequence[memoryview] = (),
-        into: Sequence[memoryview] = (),
+        into: Room = (),
         seconds: float | None = None,
     ) -> messages.Answer | None:
         """The coordinator's answer to ``message``, asked again until it has one; None after so many ``seconds``."""
@@ -150,5 +145,7 @@ class KeptContent:
 
 def _bytes_of(content: Content | None) -> Sequence[memoryview]:
     """The body of a message that leaves ``content``; none takes away what was left before."""
-    found = content() if callable(content) else content
-    return [memoryview(found)] if found else ()
+    if isinstance(content, Path):
+        with content.open("rb") as file:
+            return [memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))]
+    return [memoryview(content)] if content else ()

@@ -20,7 +20,7 @@ from typing import Any
 from lightning_hetpipe.server.protocol import messages
 from lightning_hetpipe.server.protocol.commit_log import CommitLog
 from lightning_hetpipe.server.protocol.decisions import GenerationBegan, Note, ignore
-from lightning_hetpipe.server.protocol.gathers import LIMIT, Gathers, KeptBytes
+from lightning_hetpipe.server.protocol.gathers import Bytes, Gathers, KeptBytes
 from lightning_hetpipe.server.protocol.identifiers import MOST_VIRTUAL_WORKERS, Refusal, RemoteFault
 from lightning_hetpipe.server.protocol.messages import Answer, Request
 from lightning_hetpipe.server.protocol.recovery import Recovery, decide, newest_pull
@@ -42,7 +42,6 @@ class Coordinator:
     Args:
         epoch: random id of the server's start.
         lease: seconds of silence after which a VW is left out.
-        gather_limit: bytes of one VW's part of a gather.
         gone: of VWs that have left or were left out before this coordinator took over, the last incarnation.
         note: receives every decision about weights.
     """
@@ -51,7 +50,6 @@ class Coordinator:
         self,
         epoch: str,
         lease: float,
-        gather_limit: int = LIMIT,
         gone: Mapping[int, int] | None = None,
         note: Note = ignore,
     ) -> None:
@@ -63,8 +61,8 @@ class Coordinator:
         self._leases = Leases(lease)
         self._roster = Roster(self._leases, gone or {}, self._replace)
         self._note = note
-        self._gathers = Gathers(gather_limit)
-        self._kept = KeptBytes(gather_limit)
+        self._gathers = Gathers()
+        self._kept = KeptBytes()
         self._joins: dict[int, messages.Join] = {}
         """Reports for the next generation."""
         self._newcomers: dict[int, messages.Join] = {}
@@ -126,8 +124,6 @@ class Coordinator:
         """Refuse a body before memory is taken for it."""
         if isinstance(message, messages.Gather):
             self._gathers.check(size)
-        elif isinstance(message, messages.KeepBytes):
-            self._kept.check(size)
         elif isinstance(message, messages.Join):
             claimed, gathered = message.signature.virtual_workers, message.report.gathered
             if not 1 <= claimed <= MOST_VIRTUAL_WORKERS:
@@ -136,12 +132,12 @@ class Coordinator:
             if size != (gathered.size if gathered else 0):
                 raise RemoteFault(Refusal.MALFORMED, f"{size} bytes do not come with such a Join")
             self._gathers.check(size // claimed)
-        elif size:
+        elif size and not isinstance(message, messages.KeepBytes):
             raise RemoteFault(Refusal.MALFORMED, f"{size} bytes do not come with a {type(message).__name__}")
 
     def handle(
-        self, message: Request, now: float, body: bytes = b"", *, again: bool = False
-    ) -> tuple[Answer, Sequence[bytes]]:
+        self, message: Request, now: float, body: Bytes = b"", *, again: bool = False
+    ) -> tuple[Answer, Sequence[Bytes]]:
         """Return the answer and its body.
 
         Args:
@@ -249,7 +245,7 @@ class Coordinator:
 
     # Beginning of a generation.
 
-    def _join(self, message: messages.Join, body: bytes, now: float) -> Answer:
+    def _join(self, message: messages.Join, body: Bytes, now: float) -> Answer:
         vw = message.vw
         if message.attempt < self._reports.get(vw, 0):
             raise RemoteFault(Refusal.STALE, f"VW {vw} has joined again since")
@@ -300,7 +296,7 @@ class Coordinator:
         if isinstance(found, list):
             return found
         if all(join.report.gathered is None for join in self._joins.values()):
-            self._gathers = Gathers(self._gathers.limit)  # an older result is another launch's, or is given anew
+            self._gathers = Gathers()  # an older result is another launch's, or is given anew
         assert self._roster.signature is not None
         for each in found.missing if self._roster.signature.parameters else ():  # other sessions may be left silently
             if not self._roster.has_gone(each.vw, each.incarnation):
@@ -379,7 +375,7 @@ class Coordinator:
 
     # Requests of members.
 
-    def _serve(self, message: messages.MemberRequest, body: bytes) -> tuple[Answer, Sequence[bytes]]:
+    def _serve(self, message: messages.MemberRequest, body: Bytes) -> tuple[Answer, Sequence[Bytes]]:
         if message.generation != self.generation or self.phase is Phase.JOINING:
             raise RemoteFault(Refusal.GENERATION, "a server was lost; the VW has to join again")
         if message.vw not in self._attempts:
@@ -405,7 +401,7 @@ class Coordinator:
             return messages.Granted(*at, clock, clock if log.slowest is None else log.slowest, log.cut_at), ()
         elif isinstance(message, messages.Arrive):
             return self._arrive(log, message), ()
-        elif isinstance(message, messages.Gather | messages.Fetch):
+        elif isinstance(message, messages.Gather):
             return self._gather(log, message, body)
         self._admit()
         return self._roster.done(), ()
@@ -420,13 +416,9 @@ class Coordinator:
         late = [vw for vw in sorted(log.clock) if vw not in log.waits]
         return messages.NotYet(f"VW {', '.join(map(str, late))} to come to cut {message.cut}")
 
-    def _gather(
-        self, log: CommitLog, message: messages.Gather | messages.Fetch, body: bytes
-    ) -> tuple[Answer, Sequence[bytes]]:
+    def _gather(self, log: CommitLog, message: messages.Gather, body: Bytes) -> tuple[Answer, Sequence[Bytes]]:
         name = (message.cut, message.ordinal)
-        if isinstance(message, messages.Fetch):
-            return self._gathers.result(name)
         self._gathers.give(message.vw, name, body, log.clock.keys(), log.waits)
         if missing := self._gathers.missing(name, log.clock.keys(), log.waits):
             return messages.NotYet(f"VW {', '.join(map(str, missing))} in gather {name}"), ()
-        return self._gathers.result(name)[0], ()
+        return self._gathers.result(name)

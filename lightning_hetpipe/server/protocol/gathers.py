@@ -4,7 +4,7 @@ A gather is named by (cut, ordinal). Its members are those who are live when it 
 it is complete when each of them has given its part, has left, or has come to a later cut meanwhile. The last result is
 kept until the next one is complete: then everyone who needs it has it, since it had to go on from there.
 
-Bound: a part has at most ``limit`` bytes, and there are at most two gathers, one complete and one open: 2 N ``limit``.
+Bound: a part has at most `LIMIT` bytes, and there are at most two gathers, one complete and one open: 2 N `LIMIT`.
 """
 
 from __future__ import annotations
@@ -15,27 +15,29 @@ from lightning_hetpipe.server.protocol import messages
 from lightning_hetpipe.server.protocol.identifiers import Refusal, RemoteFault
 
 Name = tuple[int, int]
+Bytes = bytes | memoryview
 
 LIMIT = 64 << 20
-"""Default limit of a part, in bytes; more is gathered in several gathers."""
+"""Largest part, in bytes; more is gathered in several gathers."""
 
 
 class Gathers:
-    """Gathers of one generation after the other; ``limit`` is the largest part, in bytes."""
+    """Gathers of one generation after the other."""
 
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
-        self._open: dict[Name, dict[int, bytes]] = {}
+    limit = LIMIT
+
+    def __init__(self) -> None:
+        self._open: dict[Name, dict[int, Bytes]] = {}
         self._members: dict[Name, frozenset[int]] = {}
         self._given: dict[int, Name] = {}
         self._name: Name = (-1, -1)
-        self._parts: dict[int, bytes] = {}
+        self._parts: dict[int, Bytes] = {}
 
     def check(self, size: int) -> None:
         if size > self.limit:
             raise RemoteFault(Refusal.TOO_LARGE, f"{size} bytes in a gather are more than the {self.limit} allowed")
 
-    def give(self, vw: int, name: Name, part: bytes, live: Collection[int], waits: Mapping[int, int]) -> None:
+    def give(self, vw: int, name: Name, part: Bytes, live: Collection[int], waits: Mapping[int, int]) -> None:
         """Take the VW's part, once; ``waits`` says at which cut a VW waits."""
         self.check(len(part))
         if name == self._name and vw in self._parts:
@@ -65,14 +67,12 @@ class Gathers:
             self._name, self._parts = name, self._open.pop(name)
         return missing
 
-    def result(self, name: Name) -> tuple[messages.Gathered, list[bytes]]:
-        """Result, and the parts in VW order."""
-        if name != self._name:
-            raise RemoteFault(Refusal.STALE, f"the result of gather {name} is not kept any more")
+    def result(self, name: Name) -> tuple[messages.Gathered, list[Bytes]]:
+        """Result of a gather that :meth:`missing` has found complete, and the parts in VW order."""
         parts = tuple(messages.GatherPart(vw, len(self._parts[vw])) for vw in sorted(self._parts))
         return messages.Gathered(*name, parts), [self._parts[part.vw] for part in parts]
 
-    def restore(self, gathered: messages.Gathered, body: bytes) -> None:
+    def restore(self, gathered: messages.Gathered, body: Bytes) -> None:
         """Take over a result that a VW has kept, if it is newer; open gathers begin anew."""
         self._open.clear()
         self._members.clear()
@@ -87,34 +87,23 @@ class Gathers:
 
 
 class KeptBytes:
-    """Bytes by name; ``limit`` is the largest number for one name."""
+    """Bytes by name, of any size."""
 
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
-        self._kept: dict[str, bytes] = {}
+    def __init__(self) -> None:
+        self._kept: dict[str, Bytes] = {}
 
     @property
     def names(self) -> list[str]:
         return sorted(self._kept)
 
-    def check(self, size: int) -> None:
-        if size > self.limit:
-            raise RemoteFault(Refusal.TOO_LARGE, f"{size} bytes to keep are more than the {self.limit} allowed")
-
-    def serve(self, message: messages.AboutKept, body: bytes) -> tuple[messages.Answer, Sequence[bytes]]:
+    def serve(self, message: messages.AboutKept, body: Bytes) -> tuple[messages.Answer, Sequence[Bytes]]:
         """Return the answer and its body."""
         if isinstance(message, messages.KeepBytes):
             self._kept.pop(message.name, None)
-            if body:
+            if len(body):
                 self._kept[message.name] = body
             return messages.Done(), ()
         content = self._kept.get(message.name)
-        if content is None and isinstance(message, messages.FetchKept):  # whose answer would have a body
-            raise RemoteFault(Refusal.STALE, f"'{message.name}' is not kept any more")
         if content is None:
             return messages.NotYet(f"'{message.name}', which VW 0 leaves"), ()
-        if isinstance(message, messages.AskForKept):
-            return messages.KeptSize(len(content)), ()
-        if message.size != len(content):
-            raise RemoteFault(Refusal.STALE, f"'{message.name}' has other bytes now")
-        return messages.KeptSize(len(content)), [content]
+        return messages.Done(), [content]

@@ -14,8 +14,7 @@
     PULL      Pull                               READ, when it gets a read lease
     READ      Read                   to shards   PULLED
     PULLED    Pulled                             IDLE; the weights that were read are the last pull now
-    GATHER    Gather + part                      FETCH, when all have given theirs
-    FETCH     Fetch                              IDLE
+    GATHER    Gather + part                      IDLE, when all have given theirs
     IDLE      nothing
 
 A lost server refuses a request in any state (``Refusal.GENERATION``). Then the VW goes through HELLO and JOIN back to
@@ -54,7 +53,6 @@ class MemberState(Enum):
     READ = "read"
     PULLED = "pulled"
     GATHER = "gather"
-    FETCH = "fetch"
     IDLE = "idle"
 
 
@@ -78,8 +76,7 @@ class Body(Enum):
     INCOMING = "incoming"
     """Received: weights."""
     PART = "part"
-    RESULT = "result"
-    """Received: the result of a gather."""
+    """Sent: a part of a gather. Received: its result."""
     GATHERED = "gathered"
     """Sent: the result of the last gather."""
 
@@ -154,8 +151,8 @@ class Member:
         self._arrival = (0, False)
         self._closed = 0
         self._name = (0, 0)
-        self._kept: messages.Gathered | None = None
         self.gathered: messages.Gathered | None = None
+        """The last complete gather."""
         self._term = 0
         self._attempt = 0
         self.read_lease = 0
@@ -249,8 +246,6 @@ class Member:
                 return Ask(messages.Pulled(*here, self.read_lease))
             case MemberState.GATHER:
                 return Ask(messages.Gather(*here, *self._name), Body.PART)
-            case MemberState.FETCH:
-                return Ask(messages.Fetch(*here, *self._name), Body.RESULT)
         return None
 
     def _shard_request(self, server: int) -> messages.ShardRequest:
@@ -309,9 +304,6 @@ class Member:
                 self._pulled()
             case MemberState.GATHER, messages.Gathered():
                 self.gathered = answer
-                self.state = MemberState.FETCH
-            case MemberState.FETCH, messages.Gathered() if answer == self.gathered:
-                self._kept = answer
                 self._done()
             case _:
                 raise RemoteFault(
@@ -346,7 +338,7 @@ class Member:
                 self.state = MemberState.PULLED
 
     def _refused(self, fault: RemoteFault) -> None:
-        overtaken = fault.refusal is Refusal.STALE and self.state not in (MemberState.GATHER, MemberState.FETCH)
+        overtaken = fault.refusal is Refusal.STALE and self.state is not MemberState.GATHER
         if fault.refusal is Refusal.GENERATION or overtaken:
             self._hello()
         elif fault.refusal is Refusal.FAILED:
@@ -366,25 +358,19 @@ class Member:
 
     def _to_join(self) -> None:
         self._attempt += 1
-        pending = self._pending is not None
-        self._joining = messages.Join(
-            self.vw,
-            self.incarnation,
-            self._attempt,
-            self._signature,
-            messages.Report(
-                self._term,
-                self.commit_index,
-                self.clock if self._pending is None else self._pending,
-                pending,
-                self.cut,
-                self._cut_clock,
-                self.cut_at,
-                self._kept,
-            ),
-            tuple(self._holdings[server].content for server in range(len(self._placement))),
-            self._returns,
+        report = messages.Report(
+            term=self._term,
+            commit_index=self.commit_index,
+            clock=self.clock if self._pending is None else self._pending,
+            pending=self._pending is not None,
+            cut=self.cut,
+            cut_clock=self._cut_clock,
+            cut_at=self.cut_at,
+            gathered=self.gathered,
         )
+        contents = tuple(self._holdings[server].content for server in range(len(self._placement)))
+        me = (self.vw, self.incarnation, self._attempt)
+        self._joining = messages.Join(*me, self._signature, report, contents, self._returns)
         self.state = MemberState.JOIN
 
     def _joined(self, answer: messages.Joined) -> None:

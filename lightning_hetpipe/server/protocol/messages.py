@@ -52,7 +52,7 @@ class GatherPart:
 
 @dataclass(frozen=True)
 class Gathered:
-    """A complete gather. Its parts follow each other in the body of the answer to ``Fetch``."""
+    """A complete gather. Its parts follow each other in the body."""
 
     cut: int
     ordinal: int
@@ -77,17 +77,17 @@ class Report:
         gathered: the last gather of which it has the result, which is the request's body.
     """
 
-    term: int
-    commit_index: identifiers.CommitIndex | None
-    clock: int
-    pending: bool
-    cut: int
-    cut_clock: int
-    cut_at: int
-    gathered: Gathered | None
+    term: int = 0
+    commit_index: identifiers.CommitIndex | None = None
+    clock: int = 0
+    pending: bool = False
+    cut: int = 0
+    cut_clock: int = 0
+    cut_at: int = -1
+    gathered: Gathered | None = None
 
 
-NOTHING = Report(0, None, 0, False, 0, 0, -1, None)
+NOTHING = Report()
 """Report of a VW that has just started. Cut 0 is the start."""
 
 
@@ -166,14 +166,6 @@ class Gather(InGeneration):
 
 
 @dataclass(frozen=True)
-class Fetch(InGeneration):
-    """Ask for the result of a gather, whose size ``Gathered`` has told."""
-
-    cut: int
-    ordinal: int
-
-
-@dataclass(frozen=True)
 class Heartbeat(InGeneration):
     """The VW is alive."""
 
@@ -186,18 +178,10 @@ class KeepBytes(FromMember):
 
 
 @dataclass(frozen=True)
-class AskForKept(FromMember):
-    """Ask for the size of what is kept under ``name``, once something is."""
+class Recall(FromMember):
+    """Ask for what is kept under ``name``, once something is: the body of the answer."""
 
     name: str
-
-
-@dataclass(frozen=True)
-class FetchKept(FromMember):
-    """Ask for what is kept under ``name``, whose ``size`` ``KeptSize`` has told."""
-
-    name: str
-    size: int
 
 
 @dataclass(frozen=True)
@@ -349,25 +333,18 @@ class Closed:
 
 
 @dataclass(frozen=True)
-class KeptSize:
-    """So many bytes are kept; they are the body of the answer to ``FetchKept``."""
-
-    size: int
-
-
-@dataclass(frozen=True)
 class Holding:
     """Content of a shard: a generation, or the epoch of a server that has just started."""
 
     content: str
 
 
-AboutKept = KeepBytes | AskForKept | FetchKept
-MemberRequest = Loaded | Pushed | Pull | Pulled | Arrive | Gather | Fetch | Heartbeat
+AboutKept = KeepBytes | Recall
+MemberRequest = Loaded | Pushed | Pull | Pulled | Arrive | Gather | Heartbeat
 Request = Join | MemberRequest | Leave | AboutKept
 """Requests to the coordinator."""
 ShardRequest = Hello | Load | StageUpdate | Read
-Answer = Done | NotYet | Joined | LoadNow | Granted | Closed | Gathered | Holding | KeptSize
+Answer = Done | NotYet | Joined | LoadNow | Granted | Closed | Gathered | Holding
 Message = Request | ShardRequest | Answer
 
 _CODEC = Codec((*Request.__args__, *ShardRequest.__args__, *Answer.__args__), HEADER_LIMIT)

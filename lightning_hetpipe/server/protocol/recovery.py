@@ -11,7 +11,7 @@ that the others have left behind is left out.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from lightning_hetpipe.server.protocol.commit_log import CommitLog, Membership
@@ -98,19 +98,16 @@ def decide(
         term, count, included, tuple(UpdateId(vw, members[vw].incarnation, -1) for vw in sorted(members))
     )
     cut, cut_clock = max((join.report.cut, join.report.cut_clock) for join in members.values())
+    gone_since = [member for member in (last.members if last else ()) if member.vw not in members]
     return Recovery(
-        base,
-        holder,
-        {vw: _membership(join, base, cut, cut_clock, holder) for vw, join in members.items()},
-        cut,
-        cut_clock,
-        max(join.report.cut_at for join in members.values()),
-        _lost(members, base, former, last),
-        tuple(
-            UpdateId(member.vw, member.incarnation, _waves(base, member))
-            for member in (last.members if last else ())
-            if member.vw not in members
-        ),
+        base=base,
+        holder=holder,
+        members={vw: _membership(join, base, cut, cut_clock, holder) for vw, join in members.items()},
+        cut=cut,
+        cut_clock=cut_clock,
+        cut_at=max(join.report.cut_at for join in members.values()),
+        lost=_lost(members, base, former, gone_since),
+        missing=tuple(UpdateId(each.vw, each.incarnation, _waves(base, each)) for each in gone_since),
     )
 
 
@@ -137,7 +134,7 @@ def _membership(join: Join, base: CommitIndex, cut: int, cut_clock: int, holder:
 
 
 def _lost(
-    members: Mapping[int, Join], base: CommitIndex, former: CommitLog | None, last: CommitIndex | None
+    members: Mapping[int, Join], base: CommitIndex, former: CommitLog | None, gone: Sequence[UpdateId]
 ) -> tuple[Lost, ...]:
     """Updates that are known to have been pushed, and are neither in the base nor pushed again."""
     if former is not None:
@@ -147,7 +144,6 @@ def _lost(
             for update in former.newest
             if update.vw not in held and not base.includes(update)
         )
-    gone = [member for member in (last.members if last else ()) if member.vw not in members]
     return tuple(Lost(member.vw, member.incarnation, _waves(base, member), -1) for member in gone)
 
 

@@ -7,6 +7,7 @@ from dataclasses import fields
 from typing import Any
 
 from lightning_hetpipe.server.protocol import messages
+from lightning_hetpipe.server.protocol.gathers import Bytes
 from lightning_hetpipe.server.protocol.identifiers import Refusal, RemoteFault
 from lightning_hetpipe.server.protocol.recovery import check
 
@@ -156,7 +157,7 @@ def _described(parameter: messages.Parameter) -> str:
     return f"{parameter.dtype} {list(parameter.shape)}{sent}"
 
 
-Serve = Callable[[Any, bytes], tuple[messages.Answer, Sequence[bytes]]]
+Serve = Callable[[Any, Bytes], tuple[messages.Answer, Sequence[Bytes]]]
 
 CIRCLE = (
     "all virtual workers wait for each other; call what needs all of them, such as a metric with sync_dist=True or a"

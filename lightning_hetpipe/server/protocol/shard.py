@@ -167,16 +167,14 @@ class Shard:
     """
     Args:
         epoch: random id of the server's start.
-        limit: bytes of weights that the shard may hold; ``None`` for no limit.
     """
 
-    def __init__(self, epoch: str, limit: int | None = None) -> None:
+    def __init__(self, epoch: str) -> None:
         self.content = epoch
         self.loaded = False
         self.applied = 0
         """Commits of the generation that have been added."""
         self.staged: dict[int, StagedUpdate] = {}
-        self._limit = limit
         self._weights = block_of(0)
         self._views: list[Tensor] = []
         self._last: dict[int, UpdateId] = {}
@@ -270,8 +268,6 @@ class Shard:
         wanted = ShardLayout(message.parameters, update=False).size
         if size != wanted:
             raise RemoteFault(Refusal.MALFORMED, f"{size} bytes of weights for parameters of {wanted} bytes")
-        if self._limit is not None and size > self._limit:
-            raise RemoteFault(Refusal.TOO_LARGE, f"{size} bytes of weights are more than the {self._limit} allowed")
 
     def _load(self, message: messages.Load, body: memoryview) -> None:
         self._weight_layout = ShardLayout(message.parameters, update=False)

@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from enum import Enum
-from typing import Any, NoReturn
+from functools import partial
+from types import NoneType, UnionType
+from typing import Any, NoReturn, get_args, get_origin, get_type_hints
 
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.server.transport.rejections import printable
@@ -37,6 +39,7 @@ class Codec:
 
     def __init__(self, kinds: Iterable[type[Any]], limit: int) -> None:
         self._kinds = {kind.__name__: kind for kind in kinds}
+        self._readers = {name: _reader(kind) for name, kind in self._kinds.items()}
         self._limit = limit
 
     def encode(self, message: object) -> bytes:
@@ -47,9 +50,9 @@ class Codec:
         kind = type(message)
         if self._kinds.get(kind.__name__) is not kind:
             raise ValueError(f"{kind.__name__} is not a message")
-        value = {kind.__name__: dataclasses.asdict(message)}  # type: ignore[call-overload]  # the kinds are dataclasses
+        options: Any = {"allow_nan": False, "ensure_ascii": False, "separators": (",", ":"), "default": _plain}
         try:
-            text = json.dumps(value, allow_nan=False, ensure_ascii=False, separators=(",", ":"), default=_enum).encode()
+            text = json.dumps({kind.__name__: message}, **options).encode()
         except (TypeError, ValueError) as error:
             raise ValueError(f"{kind.__name__} cannot be sent: {error}") from error
         if len(text) > self._limit:
@@ -81,6 +84,10 @@ class Codec:
         if kind is None:
             _refuse(f"its kind is {name[:40]!r}")
         try:
+            return self._readers[name](fields)
+        except (KeyError, TypeError, SettingError):
+            pass  # the settings model says what is wrong
+        try:
             return check(name, fields, kind, _WIRE)
         except SettingError as error:
             _refuse(printable(str(error)))  # it may have a key of a stranger's
@@ -90,9 +97,44 @@ def _refuse(why: str) -> NoReturn:
     raise Malformed(f"a message is malformed: {why}")
 
 
-def _enum(value: object) -> str:
+def _reader(hint: Any) -> Callable[[Any], Any]:
+    """Make a function that reads values as ``hint`` says, several times as fast as the settings model.
+
+    The function raises a TypeError, KeyError or SettingError for what is not sent by `Codec.encode`.
+    """
+    origin, parts = get_origin(hint), get_args(hint)
+    if origin is UnionType:
+        (present,) = [_reader(part) for part in parts if part is not NoneType]
+        return lambda value: None if value is None else present(value)
+    if origin is tuple:
+        item = _reader(parts[0])
+        return lambda value: tuple([item(each) for each in _of_type(list, value)])
+    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
+        hints = get_type_hints(hint, include_extras=True)
+        readers = [(field.name, _reader(hints[field.name])) for field in dataclasses.fields(hint)]
+
+        def record(value: Any) -> Any:
+            if len(_of_type(dict, value)) != len(readers):
+                raise TypeError
+            return hint(*[read(value[name]) for name, read in readers])
+
+        return record
+    if hint in (bool, int, str):
+        return partial(_of_type, hint)
+    return lambda value: check("", value, hint, _WIRE)
+
+
+def _of_type(kind: type, value: Any) -> Any:
+    if type(value) is not kind:
+        raise TypeError
+    return value
+
+
+def _plain(value: object) -> object:
+    if dataclasses.is_dataclass(value):
+        return vars(value)
     if isinstance(value, Enum):
-        return str(value.value)
+        return value.value
     raise TypeError(f"a field of type {type(value).__name__} is not supported")
 
 

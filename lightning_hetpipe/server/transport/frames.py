@@ -11,11 +11,12 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass
 from enum import Enum
-from typing import TypeVar
+from typing import Annotated, Self
 
 from lightning_hetpipe.server.transport.codec import Codec, Malformed
 from lightning_hetpipe.server.transport.interface import HEADER_LIMIT, RELEASE
 from lightning_hetpipe.server.transport.shared_memory import Place
+from lightning_hetpipe.settings import Bounds
 
 CHUNK = 1 << 20
 """Bytes of a body in one message. Measured: gRPC copies a message several times, and these copies stay in the cache;
@@ -24,7 +25,9 @@ with 4 MiB the same body takes a third more of CPU time."""
 OVERHEAD = 4096
 """Bytes that a frame may have beside its header."""
 
-_MAGIC = b"HPT\x05"  # the last byte is the version of all that is sent, the protocol's messages included
+ANY_SIZE = -1
+
+_MAGIC = b"HPT\x06"  # the last byte is the version of all that is sent, the protocol's messages included
 _PREFIX = struct.Struct(">4sI")
 
 
@@ -40,80 +43,63 @@ class Outcome(Enum):
     change nothing when they are repeated may be made like that."""
 
 
+class _Frame:
+    """Fields in a first message, in front of the header."""
+
+    def pack(self, header: bytes) -> bytes:
+        """Encode, with ``header`` behind. Raises ValueError for fields or a header that are too long."""
+        if len(header) > HEADER_LIMIT:
+            raise ValueError(f"{len(header)} bytes of header are more than a call takes")
+        text = _CODEC.encode(self)
+        return b"".join((_PREFIX.pack(_MAGIC, len(text)), text, header))
+
+    @classmethod
+    def unpack(cls, message: bytes) -> tuple[Self, bytes]:
+        """Decode fields and the header from untrusted bytes. Raises Malformed."""
+        what = f"an {cls.__name__.lower()}"
+        if len(message) < _PREFIX.size:
+            raise Malformed(f"{what} is cut off")
+        magic, length = _PREFIX.unpack_from(message)
+        if magic != _MAGIC:
+            other = f", but of version {magic[-1]} of these messages" if magic[:-1] == _MAGIC[:-1] else ""
+            raise Malformed(
+                f"this is not {what} of version {_MAGIC[-1]}{other}; client and server must be of one release of"
+                f" lightning-hetpipe, and this process is of {RELEASE}"
+            )
+        end = _PREFIX.size + length
+        if end > min(len(message), OVERHEAD) or len(message) - end > HEADER_LIMIT:
+            raise Malformed(f"{what} is not as long as it says")
+        frame = _CODEC.decode(message[_PREFIX.size : end])
+        if not isinstance(frame, cls):
+            raise Malformed(f"this is not {what}")
+        return frame, message[end:]
+
+
 @dataclass(frozen=True)
-class Opening:
+class Opening(_Frame):
     """First message of a call.
 
     Attributes:
         size: bytes of the request's body.
-        room: bytes that the caller has reserved for the reply's body.
+        room: bytes that the caller has reserved for the reply's body; `ANY_SIZE` if it makes room for whatever comes.
         place: where the request's body lies, if it does not follow.
         accepts_place: whether the reply may give the place of its body instead of the body.
     """
 
     method: str
-    size: int
-    room: int
+    size: Annotated[int, Bounds(0)]
+    room: Annotated[int, Bounds(ANY_SIZE)]
     place: Place | None = None
     accepts_place: bool = False
 
-    def pack(self, header: bytes) -> bytes:
-        """Encode, with ``header`` behind. Raises ValueError for a method or a header that is too long."""
-        if len(header) > HEADER_LIMIT or len(self.method) > 255:
-            raise ValueError(f"{len(header)} bytes of header, {len(self.method)} of method are more than a call takes")
-        return _pack(self, header)
-
-    @staticmethod
-    def unpack(message: bytes) -> tuple[Opening, bytes]:
-        """Decode an opening and its header from untrusted bytes. Raises Malformed."""
-        opening, header = _unpack(Opening, message)
-        if min(opening.size, opening.room) < 0 or len(opening.method) > 255:
-            raise Malformed("an opening's fields are out of range")
-        return opening, header
-
 
 @dataclass(frozen=True)
-class Answer:
+class Answer(_Frame):
     """First message of an answer; ``size`` and ``place`` are those of the reply's body."""
 
     outcome: Outcome
     size: int = 0
     place: Place | None = None
 
-    def pack(self, header: bytes) -> bytes:
-        """Encode, with ``header`` behind."""
-        return _pack(self, header)
 
-    @staticmethod
-    def unpack(message: bytes) -> tuple[Answer, bytes]:
-        """Decode an answer and its header from a server's bytes. Raises Malformed."""
-        return _unpack(Answer, message)
-
-
-Frame = TypeVar("Frame", Opening, Answer)
 _CODEC = Codec((Opening, Answer), OVERHEAD - _PREFIX.size)
-
-
-def _pack(frame: Opening | Answer, header: bytes) -> bytes:
-    text = _CODEC.encode(frame)
-    return b"".join((_PREFIX.pack(_MAGIC, len(text)), text, header))
-
-
-def _unpack(kind: type[Frame], message: bytes) -> tuple[Frame, bytes]:
-    what = f"an {kind.__name__.lower()}"
-    if len(message) < _PREFIX.size:
-        raise Malformed(f"{what} is cut off")
-    magic, length = _PREFIX.unpack_from(message)
-    if magic != _MAGIC:
-        other = f", but of version {magic[-1]} of these messages" if magic[:-1] == _MAGIC[:-1] else ""
-        raise Malformed(
-            f"this is not {what} of version {_MAGIC[-1]}{other}; client and server must be of one release of"
-            f" lightning-hetpipe, and this process is of {RELEASE}"
-        )
-    end = _PREFIX.size + length
-    if end > min(len(message), OVERHEAD) or len(message) - end > HEADER_LIMIT:
-        raise Malformed(f"{what} is not as long as it says")
-    frame = _CODEC.decode(message[_PREFIX.size : end])
-    if not isinstance(frame, kind):
-        raise Malformed(f"this is not {what}")
-    return frame, message[end:]

@@ -10,10 +10,10 @@ from dataclasses import replace
 
 from lightning_hetpipe.server.transport.body_buffers import Filling, flat, portions, total
 from lightning_hetpipe.server.transport.codec import Malformed
-from lightning_hetpipe.server.transport.frames import CHUNK, Answer, Opening, Outcome
+from lightning_hetpipe.server.transport.frames import ANY_SIZE, CHUNK, Answer, Opening, Outcome
 from lightning_hetpipe.server.transport.grpc_import import grpc
 from lightning_hetpipe.server.transport.grpc_server import BEARER, LIMITS, LONGEST, MANY, ONE, SERVICE, SHOWN, TOKEN
-from lightning_hetpipe.server.transport.interface import RELEASE, TIMEOUT, CallRefused, Unreachable
+from lightning_hetpipe.server.transport.interface import RELEASE, TIMEOUT, CallRefused, Room, Unreachable
 from lightning_hetpipe.server.transport.rejections import printable
 from lightning_hetpipe.server.transport.security import Security, is_loopback, split
 from lightning_hetpipe.server.transport.shared_memory import LEAST, NoBlock, Place, Views, place_of
@@ -84,15 +84,16 @@ class GrpcChannel:
         method: str,
         header: bytes,
         body: Sequence[memoryview] = (),
-        into: Sequence[memoryview] = (),
+        into: Room = (),
         timeout: float = TIMEOUT,
     ) -> bytes:
         """As `Channel.call` says."""
         timeout = min(timeout, LONGEST / 2)  # servers refuse longer deadlines
         deadline = time.monotonic() + timeout
-        opening = Opening(method, total(body), total(into))
+        room = into if callable(into) else flat(into)
+        opening = Opening(method, total(body), ANY_SIZE if callable(room) else total(room))
         try:
-            answer, header = self._answer(opening, header, flat(body), flat(into), deadline)
+            answer, header = self._answer(opening, header, flat(body), room, deadline)
         except grpc.RpcError as error:
             raise self._meaning(error) from None
         except Malformed as error:
@@ -110,7 +111,7 @@ class GrpcChannel:
         self._views.close()
 
     def _answer(
-        self, opening: Opening, header: bytes, body: list[memoryview], into: list[memoryview], deadline: float
+        self, opening: Opening, header: bytes, body: list[memoryview], into: Room, deadline: float
     ) -> tuple[Answer, bytes]:
         """Return the answer with its header, after its body, if it has one, was written ``into``."""
         place = place_of(body) if self._shares else None
@@ -120,7 +121,7 @@ class GrpcChannel:
             if call[0].outcome is not Outcome.PLACE_UNREADABLE:
                 return call
             self._give_up(call[1].decode(errors="replace"))
-        elif not opening.size and (not opening.room or (self._shares and opening.room >= LEAST)):
+        elif not (opening.size or callable(into)) and (not into or (self._shares and opening.room >= LEAST)):
             answer, said = self._ask(replace(opening, accepts_place=opening.room > 0), header, deadline)
             if answer.outcome is not Outcome.REPLY_WITHOUT_PLACE and self._filled(answer, into):
                 return answer, said
@@ -135,7 +136,7 @@ class GrpcChannel:
             raise Unreachable(f"the channel to {self.address} was closed") from None
         return Answer.unpack(answer)
 
-    def _filled(self, answer: Answer, into: list[memoryview]) -> bool:
+    def _filled(self, answer: Answer, into: Sequence[memoryview]) -> bool:
         """Copy the reply's body from where it lies; False where this process cannot see it."""
         if answer.outcome is not Outcome.REPLY or not into:
             return True
@@ -150,7 +151,7 @@ class GrpcChannel:
         return True
 
     def _stream(
-        self, opening: Opening, header: bytes, body: list[memoryview], into: list[memoryview], deadline: float
+        self, opening: Opening, header: bytes, body: list[memoryview], into: Room, deadline: float
     ) -> tuple[Answer, bytes]:
         """Make a call whose bodies come in chunks."""
         messages = requests(opening.pack(header), body)
@@ -202,15 +203,15 @@ def requests(opening: bytes, body: Sequence[memoryview]) -> Iterator[bytes]:
         yield b"".join(portion)
 
 
-def received(replies: Iterator[bytes], into: Sequence[memoryview]) -> tuple[Answer, bytes]:
+def received(replies: Iterator[bytes], into: Room) -> tuple[Answer, bytes]:
     """Read the answer with its header, and the reply's body ``into``; to the end, as only that says that all is well.
 
     Raises:
         Malformed: if it is no answer, or its body has another size.
     """
     answer, header = Answer.unpack(next(replies, b""))
-    filling = Filling(into)
     if answer.outcome is Outcome.REPLY:
+        filling = Filling(flat(into(answer.size)) if callable(into) else into)
         if answer.size != filling.left or answer.place is not None:
             raise Malformed(f"a reply of {answer.size} bytes instead of {filling.left}")
         while filling.left:

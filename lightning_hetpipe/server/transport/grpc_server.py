@@ -4,16 +4,24 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any, NoReturn, Self
 
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.server.transport.body_buffers import Filling, copy, flat, portions, total
 from lightning_hetpipe.server.transport.call_threads import CallThreads
 from lightning_hetpipe.server.transport.codec import Malformed
-from lightning_hetpipe.server.transport.frames import CHUNK, OVERHEAD, Answer, Opening, Outcome
+from lightning_hetpipe.server.transport.frames import ANY_SIZE, CHUNK, OVERHEAD, Answer, Opening, Outcome
 from lightning_hetpipe.server.transport.grpc_import import grpc
-from lightning_hetpipe.server.transport.interface import HEADER_LIMIT, RELEASE, CallRefused, Handler, Reply
+from lightning_hetpipe.server.transport.interface import (
+    HEADER_LIMIT,
+    RELEASE,
+    CallRefused,
+    Handler,
+    IncomingCall,
+    Reply,
+    SenderGone,
+)
 from lightning_hetpipe.server.transport.rejections import Rejections, printable
 from lightning_hetpipe.server.transport.security import Security, split
 from lightning_hetpipe.server.transport.shared_memory import NoBlock, Views, place_of
@@ -69,7 +77,7 @@ class GrpcServer:
 
         Args:
             security: certificates and token; the default has none, and so allows only loopback addresses.
-            calls: number of calls to serve at once, those that wait in ``run`` included.
+            calls: number of calls to serve at once, those that wait in the handler included.
 
         Raises:
             SettingError: if the address is malformed, or open without certificates.
@@ -178,6 +186,8 @@ class GrpcServer:
             yield Answer(Outcome.PLACE_UNREADABLE).pack(str(no).encode())
         except Malformed as error:
             _malformed(context, str(error))
+        except SenderGone:
+            return
         except CallRefused as no:
             if no.turned_away:
                 self._rejections.note(context.peer(), no.turned_away)
@@ -194,35 +204,28 @@ class GrpcServer:
             offered = self._views.look(opening.place)
             if offered.nbytes != size:
                 raise Malformed(f"a body of {size} bytes lies where {offered.nbytes} are")
-        with _guard(method):
-            body = self._handler.open(method, header, size, offered)
-        whole = False
-        try:
-            with _guard(method):
-                if body.nbytes != size:
-                    raise ValueError(f"the handler opened {body.nbytes} bytes for {size}")
+
+        def receive(memory: memoryview) -> None:
+            if memory.nbytes != size:
+                raise ValueError(f"the handler opened {memory.nbytes} bytes for {size}")
             if offered is None:
-                _receive(messages or iter(()), flat([body]), size)
-            elif body is not offered:
-                copy(body, offered)
-            whole = context.is_active()
-        finally:
-            if not whole:
-                with suppress(CallRefused), _guard(method):
-                    self._handler.abandoned(method, header, body)
-        if not whole:
-            return
+                _receive(messages or iter(()), flat([memory]), size)
+            elif memory is not offered:
+                copy(memory, offered)
+            if not context.is_active():
+                raise SenderGone
+
         with _guard(method):
-            reply = self._handler.run(method, header, body)
+            reply = self._handler.serve(IncomingCall(method, header, size, receive, offered))
         yield from _reply(reply, opening, messages)
 
 
 @contextmanager
 def _guard(method: str) -> Iterator[None]:
-    """Log any error of the handler but a refusal, and refuse the call."""
+    """Log any error of the handler's own but a refusal, and refuse the call."""
     try:
         yield
-    except CallRefused:
+    except (CallRefused, Malformed, SenderGone):
         raise
     except Exception as error:
         _LOG.error("hetpipe server: %s failed", method, exc_info=error)
@@ -241,7 +244,7 @@ def _receive(messages: Iterator[bytes], into: list[memoryview], size: int) -> No
 def _reply(reply: Reply, opening: Opening, messages: Iterator[bytes] | None) -> Iterator[bytes]:
     body = flat(reply.body)
     size = total(body)
-    if size != opening.room:
+    if opening.room not in (size, ANY_SIZE):
         raise CallRefused(f"the reply has a body of {size} bytes, and the caller room for {opening.room}")
     place = place_of(body) if opening.accepts_place else None
     if messages is None and size and place is None:

@@ -6,7 +6,8 @@ gRPC carries them (``grpc_server``, ``grpc_channel``); bodies in memory that bot
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from importlib import metadata
 from typing import NamedTuple, Protocol
 
@@ -48,33 +49,59 @@ class Reply(NamedTuple):
 
     header: bytes
     body: Sequence[memoryview] = ()
-    """Contiguous. Read where it lies, also after ``run`` has returned: the handler must have agreed with its clients on
-    when it changes."""
+    """Contiguous. Read where it lies, also after ``serve`` has returned: the handler must have agreed with its clients
+    on when it changes."""
+
+
+Room = Sequence[memoryview] | Callable[[int], Sequence[memoryview]]
+"""Memory for a reply's body: as large as that must be, or a function that makes it for the size that the reply has."""
+
+
+class Received:
+    """Room for a reply's body of any size, which is its ``content`` then."""
+
+    def __init__(self) -> None:
+        self.content = bytearray()
+
+    def __call__(self, size: int) -> list[memoryview]:
+        self.content = bytearray(size)
+        return [memoryview(self.content)]
+
+
+class SenderGone(Exception):
+    """The body of a call did not arrive, or not whole; nobody waits for an answer."""
+
+
+@dataclass(frozen=True)
+class IncomingCall:
+    """A call, as the server side has it.
+
+    Attributes:
+        method, header: As of `Channel.call`.
+        size: bytes of the body.
+        receive: fills as many contiguous, writable bytes with the body. Raises `SenderGone`, or what the transport
+            raises for a malformed body; the handler lets these exceptions pass.
+        offered: the whole body in the client's memory, where that can be seen. ``receive`` copies nothing into just
+            this memory. The handler may keep it, also when the client dies; but it must have agreed with the client
+            on how long the client leaves it unchanged, and must not write to it.
+    """
+
+    method: str
+    header: bytes
+    size: int
+    receive: Callable[[memoryview], None]
+    offered: memoryview | None = None
 
 
 class Handler(Protocol):
-    """Server side, called from several threads of the transport at once; may block until its client gives up.
+    """Server side, called from several threads of the transport at once; may block until its client gives up."""
 
-    Each call is one ``open`` and, if that returns, either one ``run`` or one ``abandoned``. A `CallRefused` raised in
-    ``open`` or ``run`` reaches the client as one; any other exception is logged, and refuses the call too.
-    """
+    def serve(self, call: IncomingCall) -> Reply:
+        """Serve ``call``: refuse it before memory is taken for its body, or receive the body.
 
-    def open(self, method: str, header: bytes, size: int, offered: memoryview | None = None) -> memoryview:
-        """Return ``size`` contiguous, writable bytes for the request's body, or refuse before any of it is kept.
-
-        Args:
-            offered: the whole body in the client's memory, where that can be seen. If just this is returned nothing is
-                copied, and the handler may keep it, also when the client dies; but it must have agreed with the client
-                on how long the client leaves it unchanged, and must not write to it.
+        Raises:
+            CallRefused: reaches the client as one. Any other exception is logged, and refuses the call as well.
         """
-        ...
-
-    def run(self, method: str, header: bytes, body: memoryview) -> Reply:
-        """Serve the request; ``body`` is what ``open`` returned, now filled, and belongs to the handler."""
-        ...
-
-    def abandoned(self, method: str, header: bytes, body: memoryview) -> None:
-        """Take ``body``, partly filled, back: its sender is gone."""
         ...
 
 
@@ -86,7 +113,7 @@ class Channel(Protocol):
         method: str,
         header: bytes,
         body: Sequence[memoryview] = (),
-        into: Sequence[memoryview] = (),
+        into: Room = (),
         timeout: float = TIMEOUT,
     ) -> bytes:
         """Call the server's handler and return its reply's header.
@@ -97,7 +124,7 @@ class Channel(Protocol):
             method: a name that the handler knows.
             header: at most `HEADER_LIMIT` bytes.
             body: contiguous; read while the call lasts, or for longer where the handler keeps what it is offered.
-            into: where to write the reply's body, which must be exactly as large; undefined if this raises.
+            into: where to write the reply's body; undefined if this raises.
             timeout: seconds for the whole call.
 
         Raises:

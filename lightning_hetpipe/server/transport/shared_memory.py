@@ -144,7 +144,8 @@ def place_of(buffers: Sequence[memoryview]) -> Place | None:
         end += len(buffer)
     for first, own in _own.copy().items():
         if first <= start and end <= first + own.size:
-            return Place(_network(), os.getpid(), own.descriptor, own.inode, own.secret, start - first, end - start)
+            own_block = _network(), os.getpid(), own.descriptor, own.inode, own.secret
+            return Place(*own_block, start=start - first, size=end - start)
     return None
 
 

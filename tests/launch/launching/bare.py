@@ -44,12 +44,12 @@ sys.modules["lightning_hetpipe"] = _package
 
 from lightning_hetpipe.errors import SettingError, VirtualWorkerLost  # noqa: E402
 from lightning_hetpipe.launch import children, parent_watch  # noqa: E402
+from lightning_hetpipe.launch.ends import lost_workers  # noqa: E402
 from lightning_hetpipe.launch.launcher import Launcher, check_processes  # noqa: E402
-from lightning_hetpipe.launch.lost_workers import lost_workers  # noqa: E402
 from lightning_hetpipe.launch.ranks import Rank, Role  # noqa: E402
 from lightning_hetpipe.lightning_private import TunerExit  # noqa: E402
 
-parent_watch.this_child()  # as the package's own import does
+parent_watch.this_child()  # as the constructor of the strategy does
 
 __all__ = [
     "Launcher",

@@ -1,17 +1,31 @@
-"""Modules that the user has compiled: by ``torch.compile``, looked through, as stages run layers of their own; by
-``torch.jit``, run as they are, and refused where stages would have to run them."""
+"""Modules that the user has prepared for another way to run: compiled, scripted, or with gradient checkpointing.
+
+- By torch.compile: looked through, because stages run layers of their own.
+- By torch.jit: run as they are, and refused where stages would have to run them.
+- With gradient checkpointing as Hugging Face's models have it: stages compute such layers again in their backward.
+  gradient_checkpointing_enable() sets two attributes of each part, and a hook that lets frozen embeddings take part.
+"""
 
 from __future__ import annotations
 
+import inspect
 import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from lightning_hetpipe.errors import PipelineRefusal, SettingError
 from lightning_hetpipe.redirect import Redirect
-from lightning_hetpipe.torch_private.modules import COMPILED_CALL, behind_compile, call_uncompiled
+from lightning_hetpipe.torch_private.modules import (
+    COMPILED_CALL,
+    behind_compile,
+    call_uncompiled,
+    without_checkpoint_hooks,
+)
 
 
 def look_through(root: nn.Module, *, stages_compile: bool = False) -> list[Redirect]:
@@ -32,7 +46,7 @@ def look_through(root: nn.Module, *, stages_compile: bool = False) -> list[Redir
             f"'{next(iter(found))}' is compiled by torch.compile; while HetPipeStrategy trains, {instead}", stacklevel=2
         )
     return [
-        Redirect(module, COMPILED_CALL, _call) if behind_compile(module) is None else Redirect(module, "forward", _run)
+        Redirect(module, COMPILED_CALL if behind_compile(module) is None else "forward", _run_uncompiled)
         for module in found.values()
     ]
 
@@ -75,11 +89,39 @@ def refuse_scripted(name: str, module: nn.Module) -> None:
             )
 
 
-def _call(redirect: Redirect, *args: Any, **kwargs: Any) -> Any:
-    return call_uncompiled(redirect.owner, *args, **kwargs)
-
-
-def _run(redirect: Redirect, *args: Any, **kwargs: Any) -> Any:
+def _run_uncompiled(redirect: Redirect, *args: Any, **kwargs: Any) -> Any:
     behind = behind_compile(redirect.owner)
-    assert behind is not None
-    return behind(*args, **kwargs)
+    return call_uncompiled(redirect.owner, *args, **kwargs) if behind is None else behind(*args, **kwargs)
+
+
+_ENABLED = "gradient_checkpointing"
+_FUNCTION = "_gradient_checkpointing_func"
+_SETTINGS = {"preserve_rng_state"} | {
+    name
+    for name, parameter in inspect.signature(checkpoint).parameters.items()
+    if parameter.kind is inspect.Parameter.KEYWORD_ONLY
+}
+"""Keywords of ``torch.utils.checkpoint.checkpoint`` itself."""
+
+
+def is_checkpointed(module: nn.Module) -> bool:
+    """Tell whether ``module``, or a part of it, is to be computed again in its backward."""
+    return any(_FUNCTION in vars(part) and getattr(part, _ENABLED, False) for part in module.modules())
+
+
+@contextmanager
+def without_checkpoints(module: nn.Module) -> Iterator[None]:
+    """Within it, the parts of ``module`` run as if gradient checkpointing was off."""
+    with ExitStack() as stack:
+        for part in module.modules():
+            if (function := vars(part).get(_FUNCTION)) is not None:
+                stack.enter_context(without_checkpoint_hooks(part))
+                stack.callback(vars(part).__setitem__, _FUNCTION, function)
+                vars(part)[_FUNCTION] = _call_directly
+            elif isinstance(part, nn.Embedding):
+                stack.enter_context(without_checkpoint_hooks(part))
+        yield
+
+
+def _call_directly(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return function(*args, **{name: value for name, value in kwargs.items() if name not in _SETTINGS})

@@ -1,16 +1,22 @@
-"""The virtual workers that a run has lost and gone on without: each is named, and the program exits with 1.
+"""Ends of a run: without virtual workers that it has lost, or as it was told to end.
 
-That is so however the processes were started: our launcher sees a child's process end, and where torchrun, SLURM or the
-like started them the coordinator of the servers says that a lease has run out. Of each node, one process speaks and
-exits so: the first that is left.
+A run that has gone on without virtual workers names each of them, and the program exits with 1. Our launcher sees the
+process of a child end. If torchrun, SLURM or the like started the processes, the coordinator of the servers says that a
+lease has run out. On each node, the first process that is left speaks, and exits with 1.
 """
 
 from __future__ import annotations
 
 import atexit
+import signal
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from multiprocessing.util import Finalize
+from types import FrameType
+
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_hetpipe.errors import say
 from lightning_hetpipe.server.process.signals import exit_now
@@ -125,3 +131,47 @@ def went_on_without(who: str, how: str) -> str:
 
 lost_workers = LostWorkers()
 """Those that this process knows of."""
+
+
+# Ends that were asked for.
+
+TERMINATED = 128 + signal.SIGTERM
+"""The exit code of a program that SIGTERM has ended, as shells report it."""
+
+INTERRUPTED = 128 + signal.SIGINT
+"""Likewise of one that Ctrl-C has ended."""
+
+REASON = "told to end"
+"""Reason that the others are told where a virtual worker leaves them."""
+
+
+@contextmanager
+def left_to_others() -> Iterator[None]:
+    """Within it, in the main thread, SIGTERM ends this process only when it comes again, and SLURM's signals do not."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {each: signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)}
+
+    def told(number: int, frame: FrameType | None) -> None:
+        signal.signal(number, before[signal.SIGTERM])
+
+    for each in before:
+        signal.signal(each, told if each is signal.SIGTERM else signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
+
+
+class ToldToEnd(SIGTERMException):
+    """Raised once a run that was told to end is saved, or may be left.
+
+    Args:
+        alone: This virtual worker leaves, and the others go on without it; else all end, at a cut.
+    """
+
+    def __init__(self, alone: bool = False) -> None:
+        super().__init__(TERMINATED)
+        self.alone = alone

@@ -1,0 +1,283 @@
+"""A module's metrics, and calls of metrics and ``self.log`` that ``training_step`` makes ahead of its step.
+
+Shadow metrics: copies of torchmetrics objects that answer ahead of time.
+
+While a ``training_step`` runs ahead of Lightning's loop, a call such as ``self.acc(preds, target)`` goes to the
+*shadow* of ``self.acc``: a copy that is ahead of it by exactly the calls that wait for their replay. So batch values,
+and values of ``compute()``, are those of a plain run; the metric itself stays at Lightning's step and is called there.
+
+What it costs: the tensors passed are cloned and kept until their step, each call runs twice, and the states exist twice
+(a list state's elements too, unless the metric appends its arguments as they are). A ``compute()`` in
+``training_step`` is compared at its step with what the metric itself says, which waits for the device.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torchmetrics import Metric, MetricCollection
+from torchmetrics.wrappers import MetricTracker
+
+from lightning_hetpipe.accelerator import accelerates, default_generators
+from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.torch_private.modules import children
+from lightning_hetpipe.torch_private.tensors import pytree
+from lightning_hetpipe.workers.shared_metrics import is_shared
+
+_NOT_THE_USER = (
+    *("lightning_hetpipe.run.", "lightning_hetpipe.redirect", "lightning_hetpipe.pipeline."),
+    *("lightning.", "torch.", "torchmetrics."),
+)
+
+READS = ("compute", "compute_all", "best_metric")
+CHANGES = ("forward", "update", "reset", "merge_state", "increment", "reset_all")
+
+
+def is_metric(value: object) -> bool:
+    """Tell whether ``value`` has the interface of a metric (collections and trackers are no ``Metric``)."""
+    return isinstance(value, (Metric, MetricCollection, MetricTracker))
+
+
+def find_metrics(root: nn.Module) -> list[nn.Module]:
+    """Every metric below ``root``: submodules, and what lists, tuples, sets and dicts among attributes hold."""
+    found: dict[int, nn.Module] = {}
+
+    def look(value: object, depth: int) -> None:
+        if is_metric(value):
+            assert isinstance(value, nn.Module)
+            found.update((id(inner), inner) for inner in value.modules() if is_metric(inner))
+        elif depth and isinstance(value, (list, tuple, set, frozenset, dict)):
+            for item in value.values() if isinstance(value, dict) else value:
+                look(item, depth - 1)
+
+    for module in root.modules():
+        for value in list(vars(module).values()):  # its submodules are in one of them, a dict
+            look(value, 4)
+    return list(found.values())
+
+
+def methods_of(metric: nn.Module) -> list[str]:
+    """The methods of ``metric`` that read or change its state."""
+    return [name for name in (*CHANGES, *READS) if hasattr(metric, name)]
+
+
+def group(metrics: Iterable[nn.Module]) -> Iterator[dict[int, nn.Module]]:
+    """Metrics by ``id``, those that share any submodule in one group: their copies must share its copy."""
+    groups: list[tuple[set[int], dict[int, nn.Module]]] = []
+    for metric in metrics:
+        parts, members = {id(part) for part in metric.modules()}, {id(metric): metric}
+        apart = []
+        for other_parts, other_members in groups:
+            if parts.isdisjoint(other_parts):
+                apart.append((other_parts, other_members))
+            else:
+                parts, members = parts | other_parts, {**other_members, **members}
+        groups = [*apart, (parts, members)]
+    return (members for _, members in groups)
+
+
+def child_ids(module: nn.Module) -> list[int]:
+    """Changes when a child, or a member of a ModuleList or ModuleDict among them, was replaced: a cheap look per step.
+
+    Ids suffice: the metrics known so far are kept alive, so a new one has another id.
+    """
+    ids: list[int] = []
+    for child in children(module):
+        ids.append(id(child))
+        if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
+            ids.extend(map(id, children(child)))
+    return ids
+
+
+@dataclass(eq=False)
+class LogCall:
+    """``self.log`` or ``self.log_dict``, called ahead of its step. Tensors are detached and cloned."""
+
+    method: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    where: str
+
+
+@dataclass(eq=False)
+class MetricCall:
+    """A method called on a metric ahead of its step. ``args`` and ``kwargs`` are the caller's, detached and cloned.
+
+    Attributes:
+        where: The line of the user's code.
+        draws: The generators' states before the call, if it drew random numbers.
+        answer: The value that the caller was given, of a method that reads.
+    """
+
+    metric: nn.Module
+    method: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    where: str
+    draws: list[Tensor] | None = None
+    answer: Any = field(default=None, repr=False)
+
+    def replay(self, drawing: Callable[[list[Tensor] | None], AbstractContextManager[None]]) -> None:
+        """Calls the metric itself, within ``drawing``, which sets the generators to given states.
+
+        Raises:
+            SettingError: if a value that was read ahead of time turns out to be another one.
+        """
+        with drawing(self.draws):
+            answer = getattr(self.metric, self.method)(*self.args, **self.kwargs)
+        if self.method in READS and not _same(answer, self.answer):
+            raise SettingError(
+                f"training_step read {type(self.metric).__name__}.{self.method}() ahead of time, but the metric was "
+                "changed outside training_step before that step; log the metric object itself "
+                "(self.log(name, metric)), or set in_flight=1"
+            )
+
+
+@dataclass(eq=False)
+class Record:
+    """The calls of one minibatch's ``training_step`` that wait for their step, in order."""
+
+    calls: deque[LogCall | MetricCall] = field(default_factory=deque)
+
+    @property
+    def metric_calls(self) -> list[MetricCall]:
+        """The calls of metrics."""
+        return [call for call in self.calls if isinstance(call, MetricCall)]
+
+
+def caller() -> str:
+    """The line of the user's code that makes the call which is being recorded."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(_NOT_THE_USER):
+        frame = frame.f_back
+    return f"recorded at {frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Equality of two answers of a metric, up to the rounding in which repeated reductions on a GPU differ."""
+    ones, one_spec = pytree.tree_flatten(one)
+    others, other_spec = pytree.tree_flatten(other)
+    return one_spec == other_spec and all(_same_leaf(a, b) for a, b in zip(ones, others, strict=True))
+
+
+def _same_leaf(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one.shape == other.shape and torch.allclose(one.to(other), other, equal_nan=True)
+    return bool(one == other or (one != one and other != other))  # NaN is the same answer as NaN
+
+
+class ShadowMetric:
+    """A copy of metrics that belong together (sharing members), ahead of them by the calls that wait for replay."""
+
+    def __init__(self, modules: dict[int, nn.Module]) -> None:
+        self._modules = modules
+        self._copies: dict[int, nn.Module] | None = None
+        self._generators = [torch.default_generator]
+        devices = {module.device for module in modules.values() if isinstance(module, Metric)}
+        used = sorted({device.index or 0 for device in devices if accelerates(device)})
+        self._generators += [default_generators()[index] for index in used]
+
+    def drop(self) -> None:
+        """Forgets the copy: the metrics were changed otherwise than by replay. The next call makes a new one."""
+        self._copies = None
+
+    def call(self, call: MetricCall, live: tuple[Any, Any], pending: Iterable[MetricCall]) -> Any:
+        """Makes ``call`` on the copy, with the ``live`` arguments (which may require grad); returns its value."""
+        self._refuse_synchronisation(call)
+        if self._copies is None:
+            self._copies = self._copy()
+            for earlier in pending:
+                if id(earlier.metric) in self._modules:
+                    self._apply(earlier, (earlier.args, earlier.kwargs), earlier.draws)
+        before = [generator.get_state() for generator in self._generators]
+        try:
+            value = self._apply(call, live, None)
+        except BaseException:
+            self.drop()
+            raise
+        if any(not torch.equal(state, gen.get_state()) for state, gen in zip(before, self._generators, strict=True)):
+            call.draws = before
+        if call.method in READS:
+            call.answer = pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), value)
+        return value
+
+    @contextmanager
+    def drawing(self, draws: list[Tensor] | None) -> Iterator[None]:
+        """Within it, the numbers that were drawn ahead of time are drawn again; the generators stay where they are."""
+        with ExitStack() as stack:
+            for generator, state in zip(self._generators, draws or (), strict=False):
+                stack.callback(generator.set_state, generator.get_state())
+                generator.set_state(state)
+            yield
+
+    def _apply(self, call: MetricCall, arguments: tuple[Any, Any], draws: list[Tensor] | None) -> Any:
+        assert self._copies is not None
+        method = getattr(self._copies[id(call.metric)], call.method)
+        args, kwargs = arguments
+        with self.drawing(draws):
+            value = method(*args, **kwargs)
+        if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in pytree.tree_leaves((arguments, value))):
+            for module in self._copies.values():
+                _cut_graphs(module)
+        return value
+
+    def _copy(self) -> dict[int, nn.Module]:
+        memo: dict[int, Any] = {}
+        for module in self._modules.values():
+            memo.update(_copied_otherwise(module))
+        copy.deepcopy(list(self._modules.values()), memo)
+        return {key: memo[key] for key in self._modules}
+
+    def _refuse_synchronisation(self, call: MetricCall) -> None:
+        for metric in self._modules.values():
+            if not isinstance(metric, Metric):
+                continue
+            reads = call.method in READS and metric.sync_on_compute
+            if (reads or metric.dist_sync_on_step) and is_shared(metric):
+                raise SettingError(
+                    f"{type(metric).__name__}.{call.method}() in training_step would synchronise virtual workers ahead "
+                    "of Lightning's loop; log the metric object itself (self.log(name, metric)), make it with "
+                    "sync_on_compute=False and dist_sync_on_step=False, or set in_flight=1"
+                )
+
+
+def _copied_otherwise(module: nn.Module) -> Iterator[tuple[int, Tensor]]:
+    """Tensors that a deep copy should not clone, by ``id``, with what to take instead.
+
+    Parameters (of a metric's own frozen network) and the elements of list states are never changed in place, so they
+    are shared. A tensor that hangs on an autograd graph cannot be deep-copied, so it is cloned without its graph.
+    """
+    for leaf in pytree.tree_leaves(list(vars(module).values())):
+        if isinstance(leaf, nn.Parameter):
+            yield id(leaf), leaf
+        elif isinstance(leaf, Tensor) and _has_graph(leaf):
+            yield id(leaf), leaf.detach().clone()
+    if isinstance(module, Metric):
+        for state in module.metric_state.values():
+            if isinstance(state, list):
+                yield from ((id(item), item.detach()) for item in state if isinstance(item, Tensor))
+
+
+def _cut_graphs(module: nn.Module) -> None:
+    """Detaches what a call left in ``module``, so that a copy does not keep a minibatch's graph alive."""
+    for name, value in list(vars(module).items()):
+        if isinstance(value, list):
+            # A list state grows at its end, and may be long: what comes before was cut after earlier calls.
+            for index in range(len(value) - 1, -1, -1):
+                if not _has_graph(value[index]):
+                    break
+                value[index] = value[index].detach()
+        elif isinstance(value, (Tensor, tuple, dict)) and any(map(_has_graph, pytree.tree_leaves(value))):
+            vars(module)[name] = pytree.tree_map_only(Tensor, Tensor.detach, value)
+
+
+def _has_graph(value: object) -> bool:
+    return isinstance(value, Tensor) and value.grad_fn is not None
