@@ -28,7 +28,7 @@ from lightning_hetpipe.planning.model.units import in_bytes
 from lightning_hetpipe.reporting.report import batch_size
 from lightning_hetpipe.rules.versions import Versions
 from lightning_hetpipe.run.extensions.outside_parameters import OutsideParameters
-from lightning_hetpipe.run.lifecycle import Extension
+from lightning_hetpipe.run.lifecycle import Around, Extension
 from lightning_hetpipe.run.run_settings import RunSettings, check_resumed, nothing_to_recompute, trains_frozen_later
 from lightning_hetpipe.run.staleness_warning import check_staleness, has_batch_norm
 from lightning_hetpipe.run.user_step import UserStep
@@ -77,7 +77,7 @@ class FirstMinibatch(Extension):
     """Watches the first minibatch of a fit in Lightning's own thread, and decides once its gradients are there.
 
     Then it calls ``begin`` for a pipeline; or ``stay``, which has something else take its place, where hand-overs would
-    eat the gain of one.
+    eat the gain of one. ``state`` gives a minibatch what its user code has of the process, if it has its own.
     """
 
     trainer: L.Trainer
@@ -87,6 +87,7 @@ class FirstMinibatch(Extension):
     step: UserStep
     synchroniser: Synchroniser | NoSynchroniser
     operands: OperandsTogether
+    state: Callable[[int], Around]
     begin: Begin
     stay: Callable[[], None]
 
@@ -120,7 +121,7 @@ class FirstMinibatch(Extension):
         check_memory(self._module, self.trainer.optimizers[0], settings.memory)
         settings.waited_in()
         overflow = Overflow(self._module, settings.spread, settings.memory, self.trainer.optimizers, self._finetuned)
-        with self._watch.watching(), self.operands.told(overflow):
+        with self._watch.watching(), self.operands.told(overflow), self.state(minibatch):
             yield
         self._waited = settings.waited_in()
 

@@ -41,7 +41,7 @@ from lightning_hetpipe.pipeline.operands import OperandsTogether
 from lightning_hetpipe.pipeline.random.generators import RandomGenerators
 from lightning_hetpipe.pipeline.stage import StageSettings
 from lightning_hetpipe.pipeline.user.minibatch import Minibatch
-from lightning_hetpipe.pipeline.user.user_section import ProcessState
+from lightning_hetpipe.pipeline.user.user_section import ProcessState, own_state
 from lightning_hetpipe.placement.decision import Decision
 from lightning_hetpipe.placement.layout import Layout, move_to_devices
 from lightning_hetpipe.redirect import Redirect
@@ -52,7 +52,6 @@ from lightning_hetpipe.run.around_step import AroundStep, RateCorrection
 from lightning_hetpipe.run.driver import Driver
 from lightning_hetpipe.run.evaluation import Evaluation
 from lightning_hetpipe.run.extensions.minibatch_state import (
-    InlineRandomStates,
     LossScale,
     ModulesApart,
     RandomStates,
@@ -68,7 +67,7 @@ from lightning_hetpipe.run.extensions.telemetry import Pace, Telemetry
 from lightning_hetpipe.run.extensions.waves_and_cuts import WavesAndCuts
 from lightning_hetpipe.run.first_minibatch import FirstMinibatch
 from lightning_hetpipe.run.gradients import clip_by_norm
-from lightning_hetpipe.run.lifecycle import Extension
+from lightning_hetpipe.run.lifecycle import NOTHING, Extension
 from lightning_hetpipe.run.look_ahead import before_transfer, prepared
 from lightning_hetpipe.run.piece_calls import PieceCalls, Structure
 from lightning_hetpipe.run.prediction import Prediction, prediction_of
@@ -286,11 +285,13 @@ class Fit(TrainerRun):
             generators=self._generators,
             step=self._user_step,
             synchroniser=self._synchroniser,
+            # The user's step draws the same numbers where a run is resumed, as in a runner.
+            state=lambda number: own_state(self._state(number)) if settings.may_run_ahead else NOTHING,
             begin=self._begin,
             stay=self._stay,
             operands=self._operands,
         )
-        return [*([InlineRandomStates(self._state)] if settings.may_run_ahead else []), first]
+        return [first]
 
     def _run_compiled(self) -> None:
         """Let modules that the user has compiled run compiled again."""

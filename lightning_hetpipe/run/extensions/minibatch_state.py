@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lightning_hetpipe.lightning_private import counters, counters_ahead, set_counters
 from lightning_hetpipe.pipeline.random.generators import RandomGenerators, attached
-from lightning_hetpipe.pipeline.user.user_section import ProcessSection, ProcessState, UserSection, own_state
+from lightning_hetpipe.pipeline.user.user_section import ProcessSection, ProcessState, UserSection
 from lightning_hetpipe.run.lifecycle import Around, Extension
 
 
@@ -78,19 +78,6 @@ class RandomStates(Extension):
 
     def section(self, minibatch: int) -> UserSection:
         return ProcessSection(self._state(minibatch))
-
-
-class InlineRandomStates(Extension):
-    """Gives the user's step in Lightning's own thread random states of its minibatch, as sections in runners have.
-
-    So it draws the same numbers where a run is resumed. ``state`` makes those of a minibatch.
-    """
-
-    def __init__(self, state: Callable[[int], ProcessState]) -> None:
-        self._state = state
-
-    def inline_step(self, minibatch: int) -> Around:
-        return own_state(self._state(minibatch))
 
 
 class ModulesApart(Extension):
