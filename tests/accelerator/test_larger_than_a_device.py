@@ -21,7 +21,6 @@ from lightning_hetpipe.pipeline.engine import Engine
 from lightning_hetpipe.pipeline.memory import PlannedMemory
 from lightning_hetpipe.pipeline.operands import OperandsTogether
 from lightning_hetpipe.placement import planner
-from lightning_hetpipe.placement.planner import Planner
 from lightning_hetpipe.placement.spread import spread
 from lightning_hetpipe.planning.model.catalogue import FRAGMENTED
 from lightning_hetpipe.planning.model.cluster import LEAST_MEMORY
@@ -147,13 +146,13 @@ def test_weights_are_stashed_where_a_prediction_lacks_room(
     told = list[str]()
     monkeypatch.setattr("lightning_hetpipe.run.first_minibatch.rank_zero_info", told.append)
     loader = DataLoader(TensorDataset(torch.randn(40, 192, generator=torch.Generator().manual_seed(3))), 4)
-    estimate = Planner._estimate
+    estimate = planner._estimate
 
     def noting(*args: Any) -> Estimate:
         planned.append(estimate(*args))
         return planned[-1]
 
-    monkeypatch.setattr(Planner, "_estimate", noting)
+    monkeypatch.setattr(planner, "_estimate", noting)
     monkeypatch.setattr(planner, "layer_seconds", lambda *_: [1e-3] * 4)  # as measured times differ from fit to fit
     stashed = stashing(stages=4, in_flight=4, cluster=cluster(*LARGE) if declared else None)
     trainer_on(accelerator, stashed).fit(small(), loader)
