@@ -12,6 +12,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import ConfigCompositionException, MissingConfigException, OverrideParseException
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
+from lightning_hetpipe.cli.config_checks import unknown_at_top
 from lightning_hetpipe.cli.start_up import ConsoleScript
 from lightning_hetpipe.errors import closest
 from lightning_hetpipe.launch.command import OVERRIDE, WITH_VALUE
@@ -75,7 +76,7 @@ def _wrong_override(error: BaseException, arguments: Sequence[str], program: Con
         if key in program.groups and not each.is_delete() and not isinstance(each.value(), str | list):
             return f"{line} names no option of {key}; choose one of those that {program.name} --help lists."
         if not each.is_add() and not re.match(rf"(hydra|{'|'.join(program.read)})\b", key):
-            return str(unknown(key, "", program.read))
+            return str(unknown_at_top(key, program))
     if isinstance(error, ConfigCompositionException) and (gone := [each for each in parsed if each.is_delete()]):
         lines, keys = " ".join(str(each.input_line) for each in gone), " or ".join(each.key_or_group for each in gone)
         return f"{lines} takes nothing away, as there is no {keys}, or it is null; leave that out."

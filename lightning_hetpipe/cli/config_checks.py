@@ -137,7 +137,19 @@ def _check_top(given: Mapping[str, Any], program: ConsoleScript) -> None:
                 f"{key}{first_key(node)} is not read there",
                 "if a file of yours sets it, begin that file with the line '# @package _global_'",
             )
-        raise unknown(str(key), "", program.read, rest=first_key(node))
+        raise unknown_at_top(str(key), program, first_key(node))
+
+
+def unknown_at_top(key: str, program: ConsoleScript, rest: str = "") -> SettingError:
+    """Make the error for a ``key`` at the top that nothing reads there; the strategy may have a setting of that name.
+
+    Args:
+        program: Whose configuration it is.
+        rest: Keys below ``key``, as in "[0].name".
+    """
+    if "strategy" in program.groups and key in declared(locate(EARLY[_STRATEGY])).parameters:
+        return SettingError(f"{key}{rest} is not a setting", f"did you mean strategy.{key}{rest}?")
+    return unknown(key, "", program.read, rest=rest)
 
 
 def _check_needed(key: str, value: Any, program: ConsoleScript) -> None:

@@ -33,6 +33,8 @@ def run(program: str, *arguments: str, folder: Path) -> tuple[int, str, str]:
     ("program", "arguments", "said"),
     [
         ("train", ["modle=gpt"], "modle is not a setting; did you mean model?"),
+        ("train", ["in_flight=6"], "in_flight is not a setting; did you mean strategy.in_flight?"),
+        ("plan", ["stages=2"], "stages is not a setting; did you mean strategy.stages?"),
         ("train", ["+sead=3"], "sead is not a setting; did you mean seed?"),
         ("train", ["strategy.in_fligt=6"], "strategy.in_fligt is not a setting; did you mean strategy.in_flight?"),
         ("train", ["strategy=plain", "strategy.in_fligt=6"], "did you mean strategy.in_flight?"),
