@@ -13,11 +13,10 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any, Generic, NoReturn, Protocol, TypeVar
 
-from lightning_hetpipe.lightning_private import DataFetcher, with_workers
+from lightning_hetpipe.lightning_private import DataFetcher
 from lightning_hetpipe.pipeline.user.batch_in_flight import BatchInFlight, current
 from lightning_hetpipe.pipeline.user.runner_pool import RunnerPool
 from lightning_hetpipe.pipeline.user.user_section import UserSection
-from lightning_hetpipe.redirect import Redirect
 from lightning_hetpipe.run.lifecycle import Extension, Extensions
 from lightning_hetpipe.run.look_ahead import LookAhead
 
@@ -44,8 +43,8 @@ class Loop(Protocol):
     def prepare(self, batch: Any, dataloader_idx: int) -> Any:
         """Moves ``batch`` to the devices, with all hooks."""
 
-    def submit(self, number: int, batch: Any, ahead: int, batch_idx: int, dataloader_idx: int) -> None:
-        """Puts minibatch ``number`` in flight, ``ahead`` minibatches after the next one."""
+    def submit(self, number: int, batch: Any, batch_idx: int, dataloader_idx: int) -> None:
+        """Puts minibatch ``number`` in flight."""
 
 
 class NoPipeline:
@@ -84,6 +83,7 @@ class Driver(Generic[F]):
     Attributes:
         extensions: Told of each event.
         restarts: Whether the pipeline starts empty at the next version, for whatever reason.
+        copies_batches: Whether the loader was seen to put a batch into the memory of an earlier one.
     """
 
     def __init__(self, loop: Loop) -> None:
@@ -91,7 +91,7 @@ class Driver(Generic[F]):
         self.restarts = False
         self.copies_batches = False
         self._over = -1  # the last step of which `stepped` was told
-        self._loop = loop
+        self.loop = loop
         self._pipeline: RunnerPool[F] | NoPipeline = NoPipeline()
 
     def start(self, pipeline: RunnerPool[F]) -> None:
@@ -112,7 +112,7 @@ class Driver(Generic[F]):
         """One run of Lightning's loop over ``fetcher``: an epoch."""
         self.restarts = True
         self._over = -1  # a search for a learning rate has the same numbers again
-        self.extensions.tell(Extension.epoch_begins, self._loop.begun() + 1)
+        self.extensions.tell(Extension.epoch_begins, self.loop.begun() + 1)
         if looks_ahead:
             ahead = LookAhead(fetcher, self)
             try:
@@ -183,7 +183,7 @@ class Driver(Generic[F]):
     @contextmanager
     def evaluating(self, drains: bool = True) -> Iterator[None]:
         """Around an evaluation: what is in flight waits; without ``drains`` nothing ever is."""
-        number = self._loop.begun()
+        number = self.loop.begun()
         if drains:
             with self.extensions.around(Extension.draining, number):
                 self.drain()
@@ -193,7 +193,7 @@ class Driver(Generic[F]):
     @contextmanager
     def synchronising(self) -> Iterator[None]:
         """Raise ``synchronising`` around a synchronisation with other virtual workers, in which user code may run."""
-        with self.extensions.around(Extension.synchronising, self._loop.begun()), self.unlocked():
+        with self.extensions.around(Extension.synchronising, self.loop.begun()), self.unlocked():
             yield
 
     def offer(self) -> None:
@@ -221,29 +221,19 @@ class Driver(Generic[F]):
     # What the look-ahead asks.
 
     def runs_ahead(self) -> bool:
-        return self._pipeline.in_flight > 1 and self._loop.runs_ahead()
+        """Tell whether several batches may be in flight in this epoch."""
+        return self._pipeline.in_flight > 1 and self.loop.runs_ahead()
 
     def next_batch(self) -> None:
+        """Lightning asks for a batch: the step before it is over."""
         if self.runs_ahead():
-            self.publish(self._loop.begun())
+            self.publish(self.loop.begun())
         elif not isinstance(self._pipeline, NoPipeline):  # hooks may change weights until the step publishes them
-            self._step_over(self._loop.begun())
+            self._step_over(self.loop.begun())
 
     def ahead_limit(self) -> int:
-        return max(1, self._loop.limit(self._pipeline.in_flight))
-
-    def fetching(self, ahead: int) -> AbstractContextManager[None]:
-        return self.extensions.around(Extension.fetching, self._loop.begun() + 1 + ahead)
-
-    def prepare(self, batch: Any, ahead: int, dataloader_idx: int) -> Any:
-        with self.extensions.around(Extension.transferring, self._loop.begun() + 1 + ahead):
-            return self._loop.prepare(batch, dataloader_idx)
-
-    def submit(self, batch: Any, ahead: int, batch_idx: int, dataloader_idx: int) -> None:
-        self._loop.submit(self._loop.begun() + 1 + ahead, batch, ahead, batch_idx, dataloader_idx)
-
-    def on_iterators(self, fetcher: DataFetcher) -> list[Redirect]:
-        return with_workers(fetcher, self.unlocked, self.drain)
+        """Number of batches, from the one that Lightning asks for, that may be in flight now."""
+        return max(1, self.loop.limit(self._pipeline.in_flight))
 
     # What the loop asks.
 

@@ -251,14 +251,14 @@ class Fit(TrainerRun):
     def prepare(self, batch: Any, dataloader_idx: int) -> Any:
         return prepared(batch, 0, self._trainer, self._precision)
 
-    def submit(self, number: int, batch: Any, ahead: int, batch_idx: int, dataloader_idx: int) -> None:
+    def submit(self, number: int, batch: Any, batch_idx: int, dataloader_idx: int) -> None:
         if batch is None:
             raise SettingError(
                 "train_dataloader yielded None, for which no minibatch can be in flight; leave such batches out, or set"
                 " in_flight=1"
             )
-        in_epoch = begun_minibatches(self._trainer)[1]
-        self._steps.submit(number, step_arguments(self._trainer, batch, in_epoch + ahead))
+        begun, in_epoch = begun_minibatches(self._trainer)
+        self._steps.submit(number, step_arguments(self._trainer, batch, in_epoch + number - begun - 1))
 
     # The pipeline.
 
@@ -399,16 +399,16 @@ class Fit(TrainerRun):
         telemetry = Telemetry(trainer, engine, layout, self._synchroniser.metrics)
         self._report = lambda: replace(telemetry.report(), taken_apart=apart.reasons)
         self._steps = steps = PipelinedSteps(
-            trainer,
             driver,
+            self._around,
+            trainer,
             engine,
-            user_step=self._user_step,
+            training_step=self._user_step,
             loss_scale=self._loss_scale,
             evaluation=self._evaluation,
-            first=number,
+            last=number,
             moved=moved,
             apart=bool(apart),
-            around=self._around,
         )
         add(steps, Structure(driver, engine, calls, context, self._evaluation.is_worth_it), telemetry)
         self._lacking = engine.lacking
