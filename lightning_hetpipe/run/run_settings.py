@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.lightning_private import callbacks_of
 from lightning_hetpipe.pipeline.recorder import Window
 from lightning_hetpipe.pipeline.stage import BeforePass
 from lightning_hetpipe.placement.decision import Decide
@@ -236,5 +237,4 @@ def check_optimizer(optimizer: torch.optim.Optimizer, way_out: str) -> None:
 
 def trains_frozen_later(trainer: L.Trainer) -> bool:
     """Return True if a callback of Lightning's may unfreeze weights; which ones and when, only the callback knows."""
-    callbacks = getattr(trainer, "callbacks", [])  # set by a connector, without declaring it
-    return any(isinstance(callback, BaseFinetuning) for callback in callbacks)
+    return bool(callbacks_of(trainer, BaseFinetuning))

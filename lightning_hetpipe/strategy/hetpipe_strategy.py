@@ -53,7 +53,7 @@ from lightning_hetpipe.strategy import compile_setting, meta_weights, relations
 from lightning_hetpipe.strategy.checkpoints import ReplacingCheckpointIO, filled
 from lightning_hetpipe.strategy.planned_devices import PlannedDevices
 from lightning_hetpipe.strategy.relations import Count
-from lightning_hetpipe.strategy.saved_states import note_in_flight, note_last_changes
+from lightning_hetpipe.strategy.saved_states import LAST_CHANGES, note
 from lightning_hetpipe.strategy.shared_checkpoints import SharedCheckpoints
 from lightning_hetpipe.strategy.virtual_workers import VirtualWorkers
 from lightning_hetpipe.strategy.wsp_callback import Address, WSPCallback
@@ -448,8 +448,10 @@ class HetPipeStrategy(ParallelStrategy):
         """Write one file, of virtual worker 0, which each one's state of training is in; called on all."""
         if self._in_flight_now() > 1 and isinstance(current(), Minibatch):
             raise run_settings.saving_ahead()
-        note_in_flight(checkpoint, self._run.trained_in_flight(self.last_run.in_flight))
-        note_last_changes(checkpoint, self._run.last_changes())
+        if (in_flight := self._run.trained_in_flight(self.last_run.in_flight)) > 1:
+            note(checkpoint, "in_flight", in_flight)
+        if changes := self._run.last_changes():
+            checkpoint[LAST_CHANGES] = [*changes]
         self._checkpoints.add(checkpoint, filepath, self.lightning_module, type(self.precision_plugin).__qualname__)
         native = partial(super().save_checkpoint, checkpoint, filepath, storage_options)
         self._checkpoints.write(checkpoint, filepath, native)

@@ -24,7 +24,7 @@ from lightning_hetpipe.launch.node_hosts import ServingNodes
 from lightning_hetpipe.launch.parent_watch import this_child
 from lightning_hetpipe.launch.ranks import Rank, Role, WorkerRange, announce, count_nodes, find_rank
 from lightning_hetpipe.launch.wsp_settings import WSPSettings
-from lightning_hetpipe.lightning_private import recount_batches, train_loaders
+from lightning_hetpipe.lightning_private import callbacks_of, recount_batches, train_loaders
 from lightning_hetpipe.planning.model.cluster import Cluster
 from lightning_hetpipe.planning.plan.document import Plan
 from lightning_hetpipe.rules.waves import whole_steps
@@ -163,7 +163,7 @@ class VirtualWorkers:
 
     def settings(self) -> WSPSettings:
         """Those of the WSPCallback that the strategy or the Trainer has, or of the plan."""
-        given = [callback for callback in getattr(self._trainer, "callbacks", []) if isinstance(callback, WSPCallback)]
+        given = callbacks_of(self._trainer, WSPCallback)
         if self.wsp is not None and self.wsp not in given:
             given.append(self.wsp)
         wsp = (relations.only_wsp(given) or WSPCallback()).settings
@@ -212,8 +212,7 @@ class VirtualWorkers:
                 " many batches"
             )
             return
-        callbacks: list[L.Callback] = getattr(trainer, "callbacks", [])  # set by a connector, without declaring it
-        if any(isinstance(callback, LearningRateFinder) for callback in callbacks):
+        if callbacks_of(trainer, LearningRateFinder):
             rank_zero_info("shares stay equal: a search for a learning rate waits for all after every step")
             return
         if self.rank.index:
