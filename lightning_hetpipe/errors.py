@@ -15,6 +15,9 @@ from collections.abc import Iterable
 FIRST_UNTESTED = {"torch": (2, 16), "lightning": (2, 7)}
 """First minor versions of libraries that this release was not tested with: ``make compat`` tests those below."""
 
+_COMPARED = 100
+"""Letters of a wrong name that are compared with known names: the time grows with their number."""
+
 NOTICE_AFTER = 15.0
 """Seconds after which a person is told of a wait for other processes."""
 
@@ -24,20 +27,32 @@ class _UserError(Exception):
 
 
 class SettingError(_UserError):
-    """A setting, or a model, that this release cannot honour. The message says what to change.
+    """A setting, or a model, that this release cannot honour.
 
     Once Lightning is loaded it is a ``MisconfigurationException``, too (``strategy.registration``).
+
+    Args:
+        message: Names the setting and its value.
+        way_out: What to change, as the end of the sentence. Empty if the message says it.
     """
+
+    way_out = ""
+    _joint = "; "
+
+    def __init__(self, message: str = "", way_out: str = "") -> None:
+        super().__init__(message)
+        if way_out:
+            self.way_out = way_out
+
+    def __str__(self) -> str:
+        return f"{super().__str__()}{self._joint}{self.way_out}" if self.way_out else super().__str__()
 
 
 class PipelineRefusal(SettingError):
-    """Refusal of what a pipeline cannot train, and a run without one can: the message ends with its ``way_out``."""
+    """Refusal of what a pipeline cannot train, and a run without one can. Its ``way_out`` names settings that train it,
+    once the run is known."""
 
-    way_out = ""
-    """Settings that train it, as the end of a sentence; empty until the run is known."""
-
-    def __str__(self) -> str:
-        return f"{super().__str__()}, or {self.way_out}" if self.way_out else super().__str__()
+    _joint = ", or "
 
 
 class PipelineStalled(RuntimeError):
@@ -77,15 +92,14 @@ class Discarded(BaseException):
 
 
 def of_file(setting: str, error: SettingError, advice: str) -> SettingError:
-    """``error``, whose text begins with a file's path, for a user who gave that file as ``setting``.
+    """Return ``error``, whose message begins with a file's path, for a user who gave that file as ``setting``.
 
     Args:
         setting: Its name.
         error: What is wrong with the file.
-        advice: What to do, where the error does not say.
+        advice: Way out, if the error has none.
     """
-    text = str(error)
-    return SettingError(f"{setting}={text}" if "; " in text else f"{setting}={text}; {advice}")
+    return SettingError(f"{setting}={error.args[0]}", error.way_out or advice)
 
 
 def reason_of(error: Exception) -> str:
@@ -114,7 +128,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 def closest(name: str, known: Iterable[str]) -> str | None:
     """Return the known name that is most like ``name``, or None if none is."""
-    return next(iter(difflib.get_close_matches(name, list(known), n=1)), None)
+    return next(iter(difflib.get_close_matches(name[:_COMPARED], list(known), n=1)), None)
 
 
 def of_import(error: RuntimeError) -> RuntimeError | SettingError:

@@ -24,7 +24,7 @@ from functools import cache, cached_property
 from types import NoneType, SimpleNamespace, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from lightning_hetpipe.errors import SettingError, closest, nearest
+from lightning_hetpipe.errors import SettingError, closest
 
 MOST = 10**9
 """Largest number of a setting that counts waves, minibatches or steps; messages carry it in 64 bits."""
@@ -115,12 +115,14 @@ class Style:
         literals: Words for True, False and None.
         made: Class of the object that a mapping stands for, Any if nobody can tell; other values as they are.
         builds: Whether records are made of mappings.
+        whole: Name of what has no path; empty for that of the class that is read.
     """
 
     show: Callable[[str, Any], str]
     literals: Mapping[Any, str]
     made: Callable[[Any], Any] = lambda value: value
     builds: bool = True
+    whole: str = ""
 
 
 PYTHON = Style(lambda path, value: f"{path}={value!r}", {True: "True", False: "False", None: "None"})
@@ -133,7 +135,7 @@ class Declared:
     Attributes:
         owner: The class or function.
         parameters: By name, or by :class:`Key`.
-        hints: Annotations likewise; none if they cannot be evaluated.
+        hints: Annotations likewise, if they can be evaluated.
         takes_any: True if any other name is taken as well (``**kwargs``).
         trusted: True if annotations that name classes hold.
         secrets: Names of arguments whose values are not shown.
@@ -153,10 +155,7 @@ class Declared:
         except (TypeError, ValueError):  # some builtins have none
             return cls(owner, {}, {}, takes_any=True)
         has_constructor = inspect.isclass(owner) and owner.__init__ is not object.__init__  # a named tuple has none
-        try:
-            hints = get_type_hints(owner.__init__ if has_constructor else owner, include_extras=True)
-        except Exception:  # a name that is imported for type checkers only, say
-            hints = {}
+        hints = dict(_hints(owner.__init__ if has_constructor else owner, owner.__module__))
         by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
         names = {name: mark.name for name, hint in hints.items() for mark in _parts(hint)[1] if isinstance(mark, Key)}
         return cls(
@@ -197,7 +196,8 @@ class Declared:
         """Refuse ``values`` that lack an argument without a default."""
         for name, each in self.parameters.items():
             if each.default is each.empty and name not in values:
-                raise SettingError(f"{inner(path, name)} is missing, {owner} needs it; give {inner(path, name)}=...")
+                setting = inner(path, name)
+                raise SettingError(f"{setting} is missing, {owner} needs it", f"give {setting}=...")
 
     @cached_property
     def _of_ours(self) -> Declared:
@@ -205,13 +205,22 @@ class Declared:
 
     def record(self, values: Mapping[str, Any], path: str, style: Style) -> Any:
         """Make the owner of ``values``; where the style builds nothing, return these."""
-        found = self._of_ours.check(values, path, name := path or self.owner.__name__, style)
+        found = self._of_ours.check(values, path, name := path or style.whole or self.owner.__name__, style)
         self.check_whole(values, path, name)
         given = {self.parameters[key].name: each for key, each in found.items()}
         return self.owner(**given) if style.builds else values
 
 
 declared: Callable[[Callable[..., Any]], Declared] = cache(Declared.by)
+
+
+def _hints(function: Any, module: str | None) -> Iterator[tuple[str, Any]]:
+    """Yield names and evaluated annotations; ``module`` may import what the function's own does for type checkers."""
+    names = getattr(sys.modules.get(module or ""), "__dict__", {})
+    for name, written in inspect.get_annotations(function).items():
+        with suppress(Exception):  # a class of Lightning's that is not loaded, say
+            alone = SimpleNamespace(__annotations__={name: written})
+            yield from get_type_hints(alone, getattr(function, "__globals__", names), names, True).items()
 
 
 def read(owner: type, values: Mapping[str, Any]) -> SimpleNamespace:
@@ -257,9 +266,9 @@ def check(path: str, value: Any, hint: Any, style: Style = PYTHON, *, secret: bo
         return _read(path, value, hint, style)
     except _Misfit:
         names = [name for mark in _parts(hint)[1] if isinstance(mark, Choices) for name in mark.names]
-        near = nearest(value, names) if isinstance(value, str) else ""
+        near = closest(value, names) if isinstance(value, str) else None
         shown = path if secret else style.show(path, value)
-        raise SettingError(f"{shown} must be {words(hint, style)}{near}") from None
+        raise SettingError(f"{shown} must be {words(hint, style)}", f"did you mean '{near}'?" if near else "") from None
 
 
 def inner(path: str, name: str) -> str:
@@ -271,7 +280,7 @@ def unknown(key: str, path: str, known: list[str], owner: str = "", rest: str = 
     """Make the error for a key that nothing reads: ``key`` at ``path`` with ``rest``, instead of one of ``known``."""
     name = f"{inner(path, key)}{rest}"
     if (near := closest(key, known)) is not None:
-        return SettingError(f"{name} is not a setting; did you mean {inner(path, near)}{rest}?")
+        return SettingError(f"{name} is not a setting", f"did you mean {inner(path, near)}{rest}?")
     place = owner or path or "the configuration"
     return SettingError(f"{name} is not a setting, and {place} has {', '.join(known) or 'none'}")
 
@@ -316,10 +325,8 @@ def _take_apart(hint: Any) -> Parts:
         inner, *marks = get_args(hint)
         members, others = _take_apart(inner)
         return members, (*marks, *others)
-    members = [hint]
-    while unions := [each for each in members if get_origin(each) in (Union, UnionType)]:
-        members = [part for each in members for part in (get_args(each) if each in unions else (each,))]
-    return [(member, get_origin(member) or member) for member in members], ()
+    union = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)  # whose members are no unions
+    return [(member, get_origin(member) or member) for member in union], ()
 
 
 def _words(hint: Any, style: Style) -> Iterator[str]:

@@ -1,41 +1,54 @@
-"""Attribution of errors: finds the setting that has caused the error of a job, and says it in the settings' words."""
+"""Attribution of errors: finds the setting that has caused the error of a job, and says it in the settings' words.
+
+Whether a setting is at fault follows from the error's class and from where it was raised. Only which of Lightning's
+settings is named first follows from Lightning's text.
+"""
 
 from __future__ import annotations
 
+import linecache
 import os
 import re
+import sys
 from collections.abc import Iterator
-from itertools import product
 from types import TracebackType
-from typing import Any
 
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
-from lightning_hetpipe.cli.start_up import ConsoleScript
-from lightning_hetpipe.cli.targets import as_given, is_interpolation, items, sections
+from lightning_hetpipe.cli.targets import as_given, is_interpolation, nodes, sections, written
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.settings import unknown
 
 _OUTER = ("strategy", "trainer", "model", "data")
+_OF_TRAINER = ("accumulate_grad_batches",)
+"""Settings of the Trainer that a plan follows, which makes none."""
 _LITERALS = {"None": "null", "True": "true", "False": "false"}
 _ARGUMENT = re.compile(r"(?<![\w.(])(\w+)(\[[^\]]*\]|)=(None\b|True\b|False\b|'[^']*'|)")
 _WAY_OUT = re.compile(r"\b(leave|set) (\w+)(?= (?:out|to)\b)")
 _INTERPOLATION = re.compile(r"\$\{([\w.]+)\}")
+_CHECKPOINTS = "lightning.pytorch.trainer.connectors.checkpoint_connector"
+_ACCELERATORS = ("lightning.pytorch.accelerators", "lightning.fabric.accelerators")
+_CHECKS = {(f"{__package__}.config_checks", name) for name in ("check", "check_targets")}
+"""Its errors, and those that commands raise themselves, are in the settings' words."""
+_FIT = ("lightning.pytorch.trainer.trainer", "fit")
+_LONGEST = 200  # characters that are quoted of an error whose text may go on for pages
+_LIBRARIES = {"torch", "lightning", "lightning_hetpipe", "lightning_utilities", "torchmetrics", "fsspec", "numpy"}
+_LIBRARIES |= {"hydra", "omegaconf", "__main__", *sys.stdlib_module_names}  # __main__ is this command, run as a module
 
 
-def attributed(error: Exception, config: DictConfig, program: ConsoleScript) -> SettingError | None:
+def attributed(error: Exception, config: DictConfig) -> SettingError | None:
     """The error in words of the configuration, its cause; None if the program is at fault, or users' code."""
+    calls = [(module, tb.tb_frame.f_code.co_name) for tb, module in frames(error.__traceback__)]
     said: str | None
     if isinstance(error, SettingError):
-        raised_in = [module for _, module in frames(error.__traceback__)][-1:]
-        said = " ".join(str(error).split())
-        if not any(module.startswith(__package__) for module in raised_in):
+        said = one_line(error)
+        if not _CHECKS.intersection(calls) and not any(module.startswith(__package__) for module, _ in calls[-1:]):
             said = in_settings(said, config)
     elif isinstance(error, OmegaConfBaseException):
         said = _interpolation(error)
     else:
-        said = _refused_argument(error, config) or program.sentence(error, config) or _path(error, config)
+        said = _refused_key(error, calls, config) or _lightnings(error, calls, config) or _path(error, config)
     if said is None:
         return None
     found = SettingError(said)
@@ -48,6 +61,10 @@ def frames(tb: TracebackType | None) -> Iterator[tuple[TracebackType, str]]:
     while tb is not None:
         yield tb, str(tb.tb_frame.f_globals.get("__name__", ""))
         tb = tb.tb_next
+
+
+def one_line(error: BaseException) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
 
 
 def in_settings(message: str, config: DictConfig) -> str:
@@ -70,26 +87,28 @@ def _settings(config: DictConfig) -> dict[str, str]:
 
     What a section takes from elsewhere, as ``${cluster}``, is set there.
     """
-    ordered = sorted(
-        sections(config), key=lambda section: _OUTER.index(section.path) if section.path in _OUTER else len(_OUTER)
-    )
     found: dict[str, str] = {}
-    for inner, given in product((False, True), (True, False)):
-        for section in [section for section in ordered if (section.path not in _OUTER) is inner]:
-            written = (name for name, value in section.given.items() if not is_interpolation(value))
-            for name in written if given else section.declared.parameters:
+    every = sections(config)
+    outer = [section for path in _OUTER for section in every if section.path == path]
+    for group in (outer, [section for section in every if section.path not in _OUTER]):
+        for section in group:
+            for name in (name for name, value in section.given.items() if not is_interpolation(value)):
+                found.setdefault(name, f"{section.path}.{name}")
+        for section in group:
+            others = _OF_TRAINER if section.path == "trainer" else ()
+            for name in section.loaded.parameters if section.loaded else others:
                 elsewhere = _INTERPOLATION.fullmatch(str(section.given.get(name)))
                 found.setdefault(name, elsewhere[1] if elsewhere else f"{section.path}.{name}")
     return found
 
 
-def _refused_argument(error: Exception, config: DictConfig) -> str | None:
+def _refused_key(error: Exception, calls: list[tuple[str, str]], config: DictConfig) -> str | None:
     """The sentence for a key that a `_target_` took, as it takes any, and something behind it has refused."""
-    match = re.search(r"unexpected keyword argument '(\w+)'", str(error)) if isinstance(error, TypeError) else None
-    for section in sections(config) if match is not None else ():
-        own = section.declared
-        if match is not None and own.takes_any and match[1] in section.given.keys() - own.parameters:
-            return str(unknown(match[1], section.path, list(own.parameters), str(section.target)))
+    for section in sections(config) if isinstance(error, TypeError) and _FIT not in calls else ():
+        own = section.loaded
+        if own is not None and own.takes_any:
+            for key in section.given.keys() - own.parameters.keys():
+                return str(unknown(key, section.path, list(own.parameters), str(section.target)))
     return None
 
 
@@ -97,8 +116,10 @@ def _path(error: Exception, config: DictConfig) -> str | None:
     """The sentence for a file or folder that cannot be used, where a setting is its path, or one on the way to it."""
     if not isinstance(error, OSError) or not isinstance(error.filename, str):
         return None
-    wanted = os.path.abspath(error.filename)
-    for setting, value in _texts(as_given(config), ""):
+    wanted, given = os.path.abspath(error.filename), as_given(config)
+    for setting, key, value, _ in nodes(given, given):
+        if not isinstance(value, str) or not value or key == "_target_" or is_interpolation(value):
+            continue
         path = os.path.abspath(value)
         denied = isinstance(error, PermissionError) or not os.path.isdir(path)
         if wanted == path or (wanted.startswith(path + os.sep) and denied):
@@ -106,16 +127,72 @@ def _path(error: Exception, config: DictConfig) -> str | None:
     return None
 
 
-def _texts(node: Any, path: str) -> Iterator[tuple[str, str]]:
-    """Every text in a plain configuration that is written there, not taken from elsewhere by an interpolation."""
-    for inner, key, value in items(node, path):
-        if isinstance(value, str) and value and key != "_target_" and not is_interpolation(value):
-            yield inner, value
-        yield from _texts(value, inner)
-
-
 def _interpolation(error: OmegaConfBaseException) -> str:
     """The sentence for `${data.context}` where the data that was chosen has no context, say."""
     first = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
     key = str(error.full_key or "")
     return f"{key}: {first}; give {key}=..., or choose an experiment that has it" if key else first
+
+
+def _lightnings(error: Exception, calls: list[tuple[str, str]], config: DictConfig) -> str | None:
+    """The sentence for what Lightning refuses on purpose, and for checkpoints that it cannot restore."""
+    if (exceptions := sys.modules.get("lightning.pytorch.utilities.exceptions")) is None:
+        return None
+    if isinstance(error, exceptions.MisconfigurationException):
+        return _with_setting(error, config)
+    if not {module.partition(".")[0] for module, _ in calls} <= _LIBRARIES:
+        return None
+    restoring = _CHECKPOINTS in dict(calls) and (_CHECKPOINTS, "dump_checkpoint") not in calls
+    if restoring and config.get("ckpt_path") is not None:
+        return _checkpoint(error, config, read_by_torch="torch.serialization" in dict(calls))
+    if not calls[-1][0].startswith("lightning."):
+        return None
+    if isinstance(error, ModuleNotFoundError) and any(module.startswith(_ACCELERATORS) for module, _ in calls):
+        return f"trainer.accelerator={config.trainer.accelerator}: {one_line(error)}; or set it to cpu, gpu or auto."
+    if _is_raise(error):
+        return _with_setting(error, config)
+    return f"trainer: {one_line(error)}" if isinstance(error, TypeError | ValueError) and _FIT not in calls else None
+
+
+def _with_setting(error: Exception, config: DictConfig) -> str:
+    """Lightning's own text, with the setting in front where the text names one."""
+    text = one_line(error)
+    named: list[tuple[int, str]] = []
+    valued: list[str] = []
+    of_lightning = ("trainer", "callbacks", "logger")
+    plain = [
+        (f"{section.path}.{name}", name, value)
+        for section in sections(config)
+        if section.path.startswith(of_lightning) and str(section.target).startswith("lightning.")
+        for name, value in section.given.items()
+        if not isinstance(value, dict) and not is_interpolation(value)
+    ]
+    for setting, name, value in plain:
+        place = re.search(rf"`{name}`|\b{name}=|(?<!\w){name}(?!\w)", text)
+        has_value = value != "" and re.search(rf"(?<![\w.-]){re.escape(str(value))}(?![\w.])", text) is not None
+        if place is not None and (has_value or place[0] != name):
+            named.append((place.start(), f"{setting}={written(value)}: {text}"))
+        elif has_value and isinstance(value, str):
+            valued.append(f"{setting}={value}: {text}")
+    return min(named)[1] if named else valued[0] if len(valued) == 1 else text
+
+
+def _checkpoint(error: Exception, config: DictConfig, read_by_torch: bool) -> str:
+    """The sentence for an error while Lightning restored `ckpt_path`."""
+    path, text = config.ckpt_path, one_line(error)
+    if holds := re.search(r"Unsupported global: GLOBAL (\S+)", text):
+        return (
+            f"ckpt_path={path} holds a {holds[1]}, which torch reads only from files that one trusts; if you trust this"
+            " one, set TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1 in the environment."
+        )
+    reason = f"{type(error).__name__}: {text[:_LONGEST]}{'...' if len(text) > _LONGEST else ''}"
+    return (
+        f"ckpt_path={path} cannot be restored ({'torch cannot read it, ' if read_by_torch else ''}{reason}); give a"
+        " checkpoint of this model and this trainer, or ckpt_path=null to begin anew."
+    )
+
+
+def _is_raise(error: Exception) -> bool:
+    """Return whether a `raise` statement has raised it, not an operation that failed."""
+    *_, (last, _) = frames(error.__traceback__)
+    return linecache.getline(last.tb_frame.f_code.co_filename, last.tb_lineno).strip().startswith("raise")

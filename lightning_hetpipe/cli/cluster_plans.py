@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.launch.wsp_settings import WSPSettings
 from lightning_hetpipe.planning.allocation.allocator import Allocation, Allocator
 from lightning_hetpipe.planning.allocation.grouping_search import best_allocation
 from lightning_hetpipe.planning.allocation.groupings import GROUPINGS, PLACED
@@ -33,8 +34,8 @@ WORTH = 0.8
 COMPARE = "compare"
 """Value that stands for all allocations side by side."""
 
-SIDE_BY_SIDE = (("np", "size"), ("hd", "size"), ("ed", "size"), ("ed", "local"))
-"""The paper's allocations: grouping and placement of parameters."""
+SIDE_BY_SIDE = (("np", "size"), ("hd", "size"), ("ed", "size"), ("ed", "local"), (PLACED, "local"))
+"""The paper's allocations and that of placed layers: grouping and placement of parameters."""
 
 _HEADER = [
     "allocation",
@@ -80,15 +81,9 @@ def compared(
     for each in shares:
         for name, placement in SIDE_BY_SIDE:
             try:
-                grouping = GROUPINGS[name](allocator.cluster, allocator.speed)
+                yield Compared(name, placement, each, _allocated(allocator, name, each, placement))
             except SettingError as error:
                 yield Compared(name, placement, each, None, str(error))
-                continue
-            yield Compared(name, placement, each, allocator.allocate(name, grouping, shares=each, placement=placement))
-        try:
-            yield Compared(PLACED, "local", each, placed(allocator, shares=each))
-        except SettingError as error:
-            yield Compared(PLACED, "local", each, None, str(error))
         best = best_allocation(allocator, shares=each, placements=CANDIDATES, told=told)
         yield Compared("auto", best.placement, each, best)
 
@@ -109,27 +104,6 @@ def comparison(those: Sequence[Compared]) -> str:
             rows.append([*start, *map(str, figures), moved, rate])
     refusals = dict.fromkeys(f"- {each.refusal}" for each in those if each.refusal)
     return "\n".join([*aligned(rows, left=(0, 1, 2)), *refusals])
-
-
-@dataclass(frozen=True)
-class ClusterSettings:
-    """Settings of a cluster's plan.
-
-    Attributes:
-        allocation: One of :data:`ALLOCATIONS`, or :data:`COMPARE`.
-        shares: Whether faster virtual workers get longer waves; None where nobody said.
-        placement: Of parameters; None where nobody said.
-        clock_distance: D.
-        wave: W; None where it follows from Nm.
-        copies: Copies of the weights that devices keep of their last synchronisation.
-    """
-
-    allocation: str
-    shares: bool | None
-    placement: str | None
-    clock_distance: int
-    wave: int | None
-    copies: float
 
 
 @dataclass(frozen=True)
@@ -154,43 +128,65 @@ class ClusterPlans:
 
 
 def cluster_plans(
-    settings: ClusterSettings, problem: PlanningProblem, in_flight: int | None, policies: Sequence[WeightPolicy]
+    allocation: str,
+    wsp: WSPSettings,
+    problem: PlanningProblem,
+    in_flight: int | None,
+    policies: Sequence[WeightPolicy],
 ) -> ClusterPlans:
     """Plan all virtual workers under the first of the weight ``policies`` under which they fit.
+
+    Args:
+        allocation: One of :data:`ALLOCATIONS`, or :data:`COMPARE`.
+        wsp: Synchronisation that is asked for.
+        problem: Of one virtual worker.
+        in_flight: Nm, unless the plan chooses it.
+        policies: In the order of preference.
 
     Raises:
         SettingError: for an allocation that the cluster does not have.
     """
+    from lightning_hetpipe.workers.weight_copies import copies_kept  # with torch
+
     for weights in policies:
         allocator = Allocator(
-            replace(problem, optimizer=problem.state + settings.copies, weights=weights),
+            replace(problem, optimizer=problem.state + copies_kept(wsp.update_dtype), weights=weights),
             in_flight=in_flight,
-            clock_distance=settings.clock_distance,
-            wave=settings.wave,
+            clock_distance=wsp.clock_distance,
+            wave=None if wsp.wave == "auto" else wsp.wave,
         )
-        found = _planned(settings, allocator)
+        found = _planned(allocation, wsp, allocator)
         if found.chosen.fits:
             break
     return found
 
 
-def _planned(settings: ClusterSettings, allocator: Allocator) -> ClusterPlans:
-    shares = settings.shares is not False
-    if settings.allocation == COMPARE:
-        others = tuple(compared(allocator, (False, True) if settings.shares is None else (shares,), _told))
+def _planned(allocation: str, wsp: WSPSettings, allocator: Allocator) -> ClusterPlans:
+    shares = "shares" in wsp.left_out or wsp.shares != "equal"
+    asked = None if "placement" in wsp.left_out else wsp.placement
+    if allocation == COMPARE:
+        others = tuple(compared(allocator, (False, True) if "shares" in wsp.left_out else (shares,), _told))
         chosen = others[-1].found
         assert chosen is not None, "the search refuses nothing"
         return ClusterPlans(chosen, others)
-    if settings.allocation == "auto":
-        placements = CANDIDATES if settings.placement is None else (settings.placement,)
+    if allocation == "auto":
+        placements = CANDIDATES if asked is None else (asked,)
         return ClusterPlans(best_allocation(allocator, shares=shares, placements=placements, told=_told), ())
-    if settings.allocation == PLACED:
-        found = placed(allocator, shares=shares, placement=settings.placement or "local")
+    return ClusterPlans(_allocated(allocator, allocation, shares, asked), ())
+
+
+def _allocated(allocator: Allocator, name: str, shares: bool, placement: str | None) -> Allocation:
+    """Make the allocation ``name``.
+
+    Raises:
+        SettingError: if the cluster does not have it.
+    """
+    if name == PLACED:
+        found = placed(allocator, shares=shares, placement=placement or "local")
         assert found is not None, "there is no floor"
-        return ClusterPlans(found, ())
-    grouping = GROUPINGS[settings.allocation](allocator.cluster, allocator.speed)
-    placement = settings.placement or "size"
-    return ClusterPlans(allocator.allocate(settings.allocation, grouping, shares=shares, placement=placement), ())
+        return found
+    grouping = GROUPINGS[name](allocator.cluster, allocator.speed)
+    return allocator.allocate(name, grouping, shares=shares, placement=placement or "size")
 
 
 def _told(line: str) -> None:

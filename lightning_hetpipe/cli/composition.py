@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from contextlib import suppress
+from itertools import pairwise
 from operator import itemgetter
 
-from hydra.errors import MissingConfigException, OverrideParseException
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import ConfigCompositionException, MissingConfigException, OverrideParseException
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
 from lightning_hetpipe.cli.start_up import ConsoleScript
@@ -14,18 +17,8 @@ from lightning_hetpipe.errors import closest
 from lightning_hetpipe.launch.command import OVERRIDE, WITH_VALUE
 from lightning_hetpipe.settings import unknown
 
-_NO_OPTION = re.compile(r"\+*(?P<group>\w[\w/@]*)=(?P<value>null|true|false|[\d.]*)", re.IGNORECASE)
-_UNKNOWN = re.compile(r"Could not (?:override|append to config|find match) [^']*'([\w@/]+)'")
 _MERGING = re.compile(r"Error merging override ((.*?)(?:=.*)?)$")
-_SAID = {
-    re.compile(r"Ambiguous value for argument '([^=]*)=(.*?)' .*"): (
-        r"\1=\2 is several values; add -m to run with each of them, or write \1=[\2] for a list."
-    ),
-    re.compile(r"Could not delete from config\. '(\S+)'.*"): (
-        r"~\1 takes nothing away, as there is no \1, or it is null; leave that out."
-    ),
-}
-"""Texts of Hydra that name no way out, and what is said instead."""
+_SWEEPS = {"-m", "--multirun", "hydra.mode=MULTIRUN"}
 
 
 def refusal(error: BaseException, arguments: Sequence[str], program: ConsoleScript) -> str:
@@ -38,8 +31,7 @@ def refusal(error: BaseException, arguments: Sequence[str], program: ConsoleScri
         arguments: the command line's.
         program: whose configuration it is.
     """
-    text = " ".join(str(error).split()).replace("++", "")  # which `settled` put there
-    cause = error.__cause__
+    text, cause = " ".join(str(error).split()).replace("++", ""), error.__cause__  # "++" is of `settled`
     if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options:
         group, _, name = error.missing_cfg_file.rpartition("/")
         near = closest(name, list(error.options))
@@ -55,8 +47,6 @@ def refusal(error: BaseException, arguments: Sequence[str], program: ConsoleScri
     if isinstance(cause, ConfigKeyError) and "." in (cause.full_key or "") and cause.parent_node is not None:
         section, _, key = str(cause.full_key).rpartition(".")  # of a mapping on the command line, a key in it
         return str(unknown(key, section, list(map(str, cause.parent_node))))
-    if match := _UNKNOWN.match(text):
-        return str(unknown(match[1], "", program.read))
     if match := _MERGING.match(text):
         reason = _first_line(cause or error)
         if reason.startswith("Cannot merge"):
@@ -68,16 +58,34 @@ def refusal(error: BaseException, arguments: Sequence[str], program: ConsoleScri
                 f"{failed.filename} cannot be used ({failed.strerror}); give a folder that can be written as"
                 " hydra.run.dir=..., or hydra.sweep.dir=... with -m."
             )
-    if text.startswith("Config group override must be"):  # which says neither what it was nor what to write
-        for match in filter(None, map(_NO_OPTION.fullmatch, arguments)):
-            if match["group"] in program.groups:
-                choose = f"choose one of those that {program.name} --help lists."
-                return f"{match[0]} names no option of {match['group']}; {choose}"
-        return f"{' '.join(arguments)} cannot be read; write section.key=value."
-    for pattern, said in _SAID.items():
-        if match := pattern.fullmatch(text):
-            return match.expand(said)
+    with suppress(OverrideParseException):  # of what Hydra has not come to
+        text = _wrong_override(error, arguments, program) or text
     return text or type(error).__name__
+
+
+def _wrong_override(error: BaseException, arguments: Sequence[str], program: ConsoleScript) -> str | None:
+    """The sentence for the first override that cannot be right, whatever the files say."""
+    overrides = [argument for argument, is_override in _told_apart(arguments) if is_override]
+    parsed = OverridesParser.create().parse_overrides(overrides)
+    for each in parsed:
+        key, line = each.key_or_group, str(each.input_line).lstrip("+")
+        if each.is_sweep_override() and not _SWEEPS.intersection(arguments):
+            several = line.partition("=")[2]
+            return f"{line} is several values; add -m to run with each of them, or write {key}=[{several}] for a list."
+        if key in program.groups and not each.is_delete() and not isinstance(each.value(), str | list):
+            return f"{line} names no option of {key}; choose one of those that {program.name} --help lists."
+        if not each.is_add() and not re.match(rf"(hydra|{'|'.join(program.read)})\b", key):
+            return str(unknown(key, "", program.read))
+    if isinstance(error, ConfigCompositionException) and (gone := [each for each in parsed if each.is_delete()]):
+        lines, keys = " ".join(str(each.input_line) for each in gone), " or ".join(each.key_or_group for each in gone)
+        return f"{lines} takes nothing away, as there is no {keys}, or it is null; leave that out."
+    return None
+
+
+def _told_apart(arguments: Sequence[str]) -> list[tuple[str, bool]]:
+    """Each argument, and whether it is an override."""
+    pairs = pairwise(["", *arguments])
+    return [(each, OVERRIDE.match(each) is not None and before not in WITH_VALUE) for before, each in pairs]
 
 
 def _first_line(error: BaseException) -> str:
@@ -87,7 +95,7 @@ def _first_line(error: BaseException) -> str:
 # section.key=value; not hydra.*, which is Hydra's own, and nothing that bears a prefix (+, ++, ~) already.
 _PLAIN = re.compile(r"(?!hydra\.)[A-Za-z_]\w*(\.\w+)+=")
 # A value with a = in it that is nothing of Hydra's own grammar (quoted, escaped, a list, a mapping, a sweep).
-_WITH_EQUALS = re.compile(r"(\+{0,2}[A-Za-z_][\w.]*)=([^'\"\[{(,\\]*=[^'\"\[{(,\\]*)")
+_WITH_EQUALS = re.compile(r"^(\+{0,2}[A-Za-z_][\w.]*)=([^'\"\[{(,\\]*=[^'\"\[{(,\\]*)\Z")
 # What says which stages there are, and what of an experiment's strategy it takes the place of.
 _PLANS = (
     (re.compile(r"\+{0,2}strategy\.plan=(?!null$)"), ("strategy.stages", "strategy.in_flight")),
@@ -116,13 +124,6 @@ def settled(arguments: list[str]) -> list[str]:
 
     A value that holds a `=`, as the names of Lightning's checkpoints do, gets the quotes that Hydra wants around it.
     """
-    quoted = [
-        _WITH_EQUALS.sub(r"\1='\2'", argument) if _WITH_EQUALS.fullmatch(argument) else argument
-        for argument in arguments
-    ]
+    quoted = [_WITH_EQUALS.sub(r"\1='\2'", argument) for argument in arguments]
     marked = [f"++{argument}" if _PLAIN.match(argument) else argument for argument in quoted]
-    is_override = [
-        OVERRIDE.match(argument) is not None and before not in WITH_VALUE
-        for before, argument in zip(["", *marked], marked, strict=False)
-    ]
-    return [argument for _, argument in sorted(zip(is_override, marked, strict=True), key=itemgetter(0))]
+    return [argument for argument, _ in sorted(_told_apart(marked), key=itemgetter(1))]

@@ -1,58 +1,124 @@
-"""Checks of a composed configuration before anything is built: names and types of settings against signatures."""
+"""Checks of a composed configuration before anything is built: names and values of settings against declarations.
+
+Settings of ours come first, without Lightning. The sections of other packages are imported after that.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Annotated, Any
+from inspect import isclass
+from typing import Annotated, Any, Literal
 
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_hetpipe import settings
 from lightning_hetpipe.cli.start_up import ConsoleScript
-from lightning_hetpipe.cli.targets import YAML, ConfigSection, as_given, is_interpolation, is_section, items, sections
+from lightning_hetpipe.cli.targets import (
+    EARLY,
+    YAML,
+    ConfigSection,
+    as_given,
+    is_interpolation,
+    is_section,
+    known_early,
+    locate,
+    nodes,
+    sections,
+)
 from lightning_hetpipe.errors import SettingError
-from lightning_hetpipe.settings import Bounds, unknown
+from lightning_hetpipe.launch.wsp_settings import WSPSettings
+from lightning_hetpipe.settings import Bounds, Declared, declared, unknown
 
-_LISTS = ("callbacks", "logger")
-"""Arguments of the Trainer that may be sections by name, of which it gets a list."""
+GROUPS = ("model", "data", "trainer", "callbacks", "logger", "strategy", "cluster", "experiment")
+SETTINGS: Mapping[str, Any] = {
+    "seed": Annotated[int | None, Bounds(0, 2**32 - 1)],  # what numpy takes
+    "tags": list[str],
+    "monitor": str | None,
+    "monitor_mode": Literal["min", "max"],
+    "output_dir": str,
+}
+"""Values at the top that all configurations with a Trainer have."""
+
+BUILT = ("model", "data", "trainer")
+"""Sections that a run needs."""
+
+BY_NAME = ("logger", "callbacks")
+"""Arguments of the Trainer that are lists there and have names in a configuration, so that each can be overridden."""
+
+_REFERENCE = re.compile(r"\$\{oc\.select:([\w.]+),.*\}")
+_STRATEGY = "lightning_hetpipe.HetPipeStrategy"
+_BOUNDS = {
+    # Beyond these Lightning divides by them, or trains on in ways that nobody can have meant, without a word.
+    "trainer.accumulate_grad_batches": Bounds(1),
+    "trainer.check_val_every_n_epoch": Bounds(1),
+    "trainer.gradient_clip_val": Bounds(0),
+    "trainer.log_every_n_steps": Bounds(0),
+    "trainer.min_epochs": Bounds(0),
+    "trainer.min_steps": Bounds(0),
+    "trainer.num_sanity_val_steps": Bounds(-1),
+}
 
 
-def check(
-    config: DictConfig, program: ConsoleScript, needs: Sequence[str] = (), bounds: Mapping[str, Bounds] | None = None
-) -> None:
-    """Refuse settings that nothing reads, that are missing or of the wrong type, or whose `_target_` does not exist.
+def check(config: DictConfig, program: ConsoleScript, needs: Sequence[str] = ()) -> None:
+    """Refuse settings of ours that nothing reads, that are missing or of the wrong type, without Lightning.
 
     Args:
         config: Composed.
         program: Whose configuration it is.
         needs: The sections that must be there.
-        bounds: Bounds of numbers that the `_target_` does not declare, by their paths.
 
     Raises:
         SettingError: one sentence that names the setting and, where one is near, the name that was meant.
-        OmegaConfBaseException: for an interpolation that cannot be resolved.
+        OmegaConfBaseException: for an interpolation that cannot be resolved; it names the key.
     """
     found = sections(config)
     values: Any = OmegaConf.to_container(config, resolve=True)
-    _check_top(config, values, program)
+    _check_top(as_given(config), program)
     for missing in sorted(OmegaConf.missing_keys(config)):
-        raise SettingError(f"{missing} has no value; give {missing}=...")
-    for key in needs:
-        if values.get(key) is None:
-            choose = (
-                "choose an experiment, such as experiment=digits" if "experiment" in program.groups else "leave it in"
-            )
-            raise SettingError(f"No {key} is configured; {choose}.")
-        if not is_section(values[key]) or values[key]["_target_"] is None:
-            example = "lightning_hetpipe.Cluster" if key == "cluster" else "the.dotted.path of what to build"
-            raise SettingError(f"{key} has no _target_; give {key}._target_={example}.")
+        raise SettingError(f"{missing} has no value", f"give {missing}=...")
+    for key in [*needs, *(["cluster"] if values.get("cluster") is not None else [])]:
+        _check_needed(key, values.get(key), program)
     for path in ("security", "strategy.wsp.security"):
         _refuse_token(config, path)
-    for referring in (False, True):  # values before references to them, so that an error names where a value stands
-        for section in found:
-            _check_section(section, referring, bounds or {})
+    trainer = values.get("trainer") or {}
+    if isinstance(strategy := values.get("strategy"), dict) and strategy.get("_target_") is None:
+        if isinstance(asked := trainer.get("strategy"), dict) and asked.get("_target_") is None:
+            raise SettingError("strategy has no _target_", "choose strategy=hetpipe, or strategy=plain")
+        declared(locate(EARLY[_STRATEGY])).check(strategy, "strategy", "HetPipeStrategy", YAML)
+    for section in _values_first(found):
+        _check_section(*section, known_early(section[0].target))
+    for key, hint in program.settings.items():
+        if key in values:
+            elsewhere = _REFERENCE.fullmatch(str(as_given(config)[key]))
+            settings.check(elsewhere[1] if elsewhere else key, values[key], hint, YAML)
+    for name in BY_NAME:
+        _check_named(name, trainer.get(name), by_group=is_interpolation(as_given(config).get("trainer", {}).get(name)))
+
+
+def check_targets(config: DictConfig) -> None:
+    """Import what every `_target_` names, and refuse arguments that it does not take.
+
+    Raises:
+        SettingError: one sentence that names the setting.
+    """
+    for section in _values_first(sections(config)):
+        _check_strategy(section[0])
+        _check_section(*section, section[0].declared)
+
+
+def synchronisation(config: DictConfig) -> WSPSettings:
+    """Return the checked settings of ``strategy.wsp``; their defaults if something else is configured.
+
+    Raises:
+        SettingError: for settings that exclude each other.
+    """
+    from lightning_hetpipe.strategy.arguments import WSPArguments  # servers and hosts have none
+
+    section: Any = OmegaConf.to_container(OmegaConf.select(config, "strategy.wsp") or DictConfig({}), resolve=True)
+    is_ours = section.pop("_target_", None) == "lightning_hetpipe.WSPCallback"
+    return WSPArguments(**section if is_ours else {}).settings
 
 
 def first_key(value: Any) -> str:
@@ -60,22 +126,28 @@ def first_key(value: Any) -> str:
     return f".{next(iter(value))!s}" if isinstance(value, dict) and value else ""
 
 
-def _check_top(config: DictConfig, values: Mapping[str, Any], program: ConsoleScript) -> None:
-    """Refuse what stands at the top and is neither read nor used by an interpolation, or is of the wrong type."""
-    given = as_given(config)
+def _check_top(given: Mapping[str, Any], program: ConsoleScript) -> None:
+    """Refuse what stands at the top and is neither read nor used by an interpolation."""
     for key, node in given.items():
         misplaced = key == "experiment" or (isinstance(node, dict) and any(name in node for name in program.read))
         if key in program.settings or (key in program.groups and key != "experiment") or _is_used(str(key), given):
             continue
         if misplaced:
             raise SettingError(
-                f"{key}{first_key(node)} is not read there; if a file of yours sets it, begin that file with the line"
-                " '# @package _global_'."
+                f"{key}{first_key(node)} is not read there",
+                "if a file of yours sets it, begin that file with the line '# @package _global_'",
             )
         raise unknown(str(key), "", program.read, rest=first_key(node))
-    for key, hint in program.settings.items():
-        if key in values:
-            settings.check(key, values[key], hint, YAML)
+
+
+def _check_needed(key: str, value: Any, program: ConsoleScript) -> None:
+    if value is None:
+        can_choose = "experiment" in program.groups
+        choose = "choose an experiment, such as experiment=digits" if can_choose else "leave it in"
+        raise SettingError(f"No {key} is configured", choose)
+    if not is_section(value) or value["_target_"] is None:
+        example = "lightning_hetpipe.Cluster" if key == "cluster" else "the.dotted.path of what to build"
+        raise SettingError(f"{key} has no _target_", f"give {key}._target_={example}.")
 
 
 def _refuse_token(config: DictConfig, path: str) -> None:
@@ -83,32 +155,59 @@ def _refuse_token(config: DictConfig, path: str) -> None:
     security = OmegaConf.select(config, path)
     token = security.get("token") if isinstance(security, DictConfig) else None
     if token is not None and not OmegaConf.is_interpolation(security, "token"):
-        raise SettingError(
-            f"{path}.token stands in the configuration, where others can read it; set HETPIPE_TOKEN instead."
-        )
+        stands = f"{path}.token stands in the configuration, where others can read it"
+        raise SettingError(stands, "set HETPIPE_TOKEN instead")
 
 
-def _check_section(section: ConfigSection, referring: bool, bounds: Mapping[str, Bounds]) -> None:
+def _values_first(found: Sequence[ConfigSection]) -> list[tuple[ConfigSection, bool]]:
+    """Each section for its values, and again for its references to others: an error names where a value stands."""
+    return [(section, referring) for referring in (False, True) for section in found]
+
+
+def _check_section(section: ConfigSection, referring: bool, own: Declared | None) -> None:
     path, target = section.path, section.target
     if target is None:
-        raise SettingError(f"{path}._target_=null names nothing to build; leave it out with {path}=null.")
-    by_name = {key for key in _LISTS if isinstance(section.values.get(key), dict) and path == "trainer"}
+        raise SettingError(f"{path}._target_=null names nothing to build", f"leave it out with {path}=null")
+    if own is None:
+        return
+    by_name = {key for key in BY_NAME if isinstance(section.values.get(key), dict) and path == "trainer"}
     arguments = {
         key: value
         for key, value in section.values.items()
         if is_interpolation(section.given[key]) is referring and (key not in by_name or is_section(value))
     }
-    declared = section.declared
-    bounded = {
-        name: Annotated[hint, bounds[f"{path}.{name}"]] if f"{path}.{name}" in bounds else hint
-        for name, hint in declared.hints.items()
-    }
-    replace(declared, hints=bounded).check(arguments, path, target, YAML)
+    bounds = {name: _BOUNDS[f"{path}.{name}"] for name in own.hints if f"{path}.{name}" in _BOUNDS}
+    bounded = {name: Annotated[hint, bounds[name]] if name in bounds else hint for name, hint in own.hints.items()}
+    replace(own, hints=bounded).check(arguments, path, target, YAML)
     if not section.partial:
-        declared.check_whole(section.values, path, target)
+        own.check_whole(section.values, path, target)
 
 
-def _is_used(key: str, node: Any) -> bool:
-    if is_interpolation(node):
-        return re.search(rf"\b{re.escape(key)}\b", node) is not None
-    return any(_is_used(key, value) for _, _, value in items(node, ""))
+def _check_strategy(section: ConfigSection) -> None:
+    """Refuse a section of another strategy that has kept settings of HetPipeStrategy."""
+    if section.path != "strategy" or section.target is None or section.target == _STRATEGY:
+        return
+    ours, found = declared(locate(_STRATEGY)), section.declared
+    foreign = [key for key in section.values if key in ours.parameters.keys() - found.parameters.keys()]
+    if foreign and not (isclass(found.owner) and issubclass(found.owner, ours.owner)):  # type: ignore[arg-type]
+        raise SettingError(
+            f"strategy._target_={section.target} does not take strategy.{foreign[0]}, which is HetPipeStrategy's",
+            "for another strategy give its name to the Trainer, as in strategy=plain trainer.strategy=ddp",
+        )
+
+
+def _check_named(group: str, given: Any, *, by_group: bool) -> None:
+    """Refuse sections by name that do not come from the group, and among them what is no section: a wrong name."""
+    if not isinstance(given, dict) or is_section(given):
+        return
+    if not by_group:
+        setting = f"{group}{first_key(given)}"
+        raise SettingError(f"trainer.{setting} is not read there", f"give {setting}=...")
+    known = [name for name, value in given.items() if value is None or is_section(value)]
+    for name in [name for name in given if name not in known]:
+        raise unknown(name, group, known, rest=first_key(given[name]))
+
+
+def _is_used(key: str, given: Any) -> bool:
+    word = re.compile(rf"\b{re.escape(key)}\b")
+    return any(is_interpolation(text) and word.search(text) is not None for _, _, text, _ in nodes(given, given))

@@ -17,11 +17,15 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from lightning_hetpipe.cli.attribution import attributed, frames
+from lightning_hetpipe.cli.attribution import attributed, frames, one_line
 from lightning_hetpipe.cli.composition import refusal, settled
 from lightning_hetpipe.cli.start_up import FAILED, INTERRUPTED, TERMINATED, WRONG_SETTING, ConsoleScript
-from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.errors import SettingError, of_import
 from lightning_hetpipe.launch.parent_watch import this_child
+from lightning_hetpipe.server.process.server_process import ServerLost
+from lightning_hetpipe.server.process.waits import ServersSilent
+from lightning_hetpipe.server.protocol.identifiers import PeerFailed
+from lightning_hetpipe.server.transport.interface import CallRefused, Unreachable
 
 T = TypeVar("T")
 
@@ -84,11 +88,11 @@ def job(run: Callable[[DictConfig], T], config: DictConfig, program: ConsoleScri
     except SystemExit as end:
         if isinstance(end.__context__, KeyboardInterrupt):  # Lightning turns Ctrl-C into exit code 1
             raise KeyboardInterrupt from None
-        if program.exit_code(end) == TERMINATED:
+        if _known_code(end) == TERMINATED:
             raise _Terminated from end
         raise
     except Exception as error:
-        found = attributed(error, config, program) or error
+        found = attributed(error, config) or error
         if HydraConfig.get().mode != RunMode.MULTIRUN:
             raise _JobFailed from found
         if _wants_all():
@@ -109,11 +113,12 @@ def report(error: BaseException, program: ConsoleScript, *, started: bool = True
         started: Whether the job had started. Earlier errors come of the command line and of configuration files.
         arguments: The command line's.
     """
-    one_line = " ".join(str(error).split())
     if isinstance(error, SettingError):
-        text, code = f"{program.name}: {one_line}\n{_HINT}", WRONG_SETTING
-    elif (known := program.exit_code(error)) is not None:
-        text, code = f"{program.name}: {one_line}", known
+        text, code = f"{program.name}: {one_line(error)}\n{_HINT}", WRONG_SETTING
+    elif (known := _known_code(error)) is not None:
+        text, code = f"{program.name}: {one_line(error)}", known
+    elif isinstance(error, RuntimeError) and (said := of_import(error)) is not error:
+        text, code = f"{program.name}: {said}", FAILED
     elif not started:
         text, code = f"{program.name}: {refusal(error, arguments, program)}\n{_HINT}", WRONG_SETTING
     else:
@@ -124,6 +129,18 @@ def report(error: BaseException, program: ConsoleScript, *, started: bool = True
     if child is None or not child.failed(error, text):
         print(text, file=sys.stderr)
     return code
+
+
+def _known_code(error: BaseException) -> int | None:
+    """Exit code for a signal, and for what befell servers or another virtual worker; None for other errors."""
+    lightnings = sys.modules.get("lightning.pytorch.utilities.exceptions")
+    if lightnings is not None and isinstance(error, lightnings.SIGTERMException):
+        return TERMINATED
+    if isinstance(error, PeerFailed):  # its own error was printed when it was heard of
+        from lightning_hetpipe.launch import launcher  # with Lightning
+
+        return WRONG_SETTING if WRONG_SETTING in launcher.finish(failed=True).values() else FAILED
+    return FAILED if isinstance(error, ServersSilent | ServerLost | CallRefused | Unreachable) else None
 
 
 def _wants_all() -> bool:

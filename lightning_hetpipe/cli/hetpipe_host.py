@@ -7,7 +7,7 @@ from omegaconf import DictConfig
 
 from lightning_hetpipe.cli import config_checks
 from lightning_hetpipe.cli.entry import enter, job
-from lightning_hetpipe.cli.serving import SIGNALS, address, announcing, check_token, refuse_sweeps, security_of
+from lightning_hetpipe.cli.serving import SIGNALS, address, announcing, refuse_sweeps, security_of
 from lightning_hetpipe.cli.start_up import ConsoleScript
 
 PROGRAM = ConsoleScript("hetpipe-host", ("security",), {"address": address(7071)})
@@ -34,8 +34,7 @@ def run(config: DictConfig) -> None:
         SettingError: for a setting that is unknown or wrong, or an address that cannot be had.
     """
     config_checks.check(config, PROGRAM)
-    security = security_of(config)
-    check_token(config, security, "hosts")
+    security = security_of(config, "hosts")
     from lightning_hetpipe.hosts.host_device import told_devices  # only now: --help needs no torch
     from lightning_hetpipe.hosts.host_server import serve
     from lightning_hetpipe.server.process.running import end

@@ -8,35 +8,34 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import hydra
 from omegaconf import DictConfig
 
-from lightning_hetpipe.cli import measured_links
+from lightning_hetpipe.cli import config_checks
 from lightning_hetpipe.cli.cluster_plans import cluster_plans, remarks, unused
 from lightning_hetpipe.cli.entry import enter, job
 from lightning_hetpipe.cli.plan_inputs import (
     PROGRAM,
+    allocation_of,
     check,
     check_types,
     cluster_of,
-    cluster_settings,
     joins,
     of_strategy,
     profile_of,
     wanted,
 )
 from lightning_hetpipe.cli.start_up import FAILED
-from lightning_hetpipe.cli.targets import written
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.placement.progress import on_terminal
 from lightning_hetpipe.planning.model.catalogue import known
-from lightning_hetpipe.planning.model.cluster import Cluster
 from lightning_hetpipe.planning.model.estimate import Estimate
 from lightning_hetpipe.planning.model.profile import Profile
+from lightning_hetpipe.planning.model.stage_memory import planned_policies
 from lightning_hetpipe.planning.model.units import digits, in_bytes
 from lightning_hetpipe.planning.plan import profile_file
 from lightning_hetpipe.planning.plan.document import Plan
@@ -47,7 +46,6 @@ from lightning_hetpipe.planning.search.problem import PlanningProblem
 from lightning_hetpipe.reporting.plots import draw
 from lightning_hetpipe.reporting.timeline import Timeline
 from lightning_hetpipe.rules.versions import POLICIES, Versions, WeightPolicy
-from lightning_hetpipe.run.automatic import planned_policies
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -91,6 +89,8 @@ def measure(config: DictConfig) -> None:
                 f"measure=links measures this machine and makes no plan, so that {given} has no effect; leave one of"
                 " both out."
             )
+    from lightning_hetpipe.cli import measured_links  # with torch
+
     measured_links.run(config)
 
 
@@ -112,77 +112,56 @@ def run(config: DictConfig) -> float | None:
     in_flight, given = asked.pop("in_flight"), asked.pop("weights")
     problem = PlanningProblem(profile, cluster, optimizer=optimizer, **asked)
     policies = chosen if given is None else [given]
+    wsp, allocation = config_checks.synchronisation(config), allocation_of(config, cluster)
 
     names = [layer.name for layer in profile.layers]
     guessed = {device.name for device in devices if profile.name_of(device) in profile.estimated}
-    if (settings := cluster_settings(config, cluster)) is not None:
-        if joins(config):
-            raise SettingError(
-                f"split={written(config.split)} joins devices of one virtual worker, and this plan is for several; set"
-                " strategy.virtual_workers=1, or leave split out"
-            )
-        found = cluster_plans(settings, replace(problem, spread=False), in_flight, policies)
+    others: Callable[[], Sequence[str]] = tuple
+    if allocation is not None:
+        found = cluster_plans(allocation, wsp, replace(problem, spread=False), in_flight, policies)
+        lacking = [found.chosen.choices[number] for number in found.chosen.unfit]
         plan = Plan.of_allocation(found.chosen, profile.model, names, cluster, guessed, nominal=nominal)
-        folder = _show(config, plan, [*remarks(found, cluster), *_estimates(profile)], measured)
-        if not found.chosen.fits:
-            _advise(found.chosen.choices[found.chosen.unfit[0]])
-            return None
-        plan.save(folder / "plan.json")
-        print(f"plan     {folder / 'plan.json'}\n{_picture(lambda: found.draw(plan, cluster), folder)}")
-        return found.chosen.rate
+        lines, rate, figure = remarks(found, cluster), found.chosen.rate, partial(found.draw, plan, cluster)
+    else:
+        search = plan_with_groups if joins(config) else best_plan
 
-    search = plan_with_groups if joins(config) else best_plan
+        @cache
+        def plan_for(policy: WeightPolicy) -> Estimate:
+            with on_terminal(f"searching for a plan, weights='{policy.name}'", None) as tick:
+                return search(replace(problem, weights=policy, progress=tick), in_flight)
 
-    @cache
-    def plan_for(policy: WeightPolicy) -> Estimate:
-        with on_terminal(f"searching for a plan, weights='{policy.name}'", None) as tick:
-            return search(replace(problem, weights=policy, progress=tick), in_flight)
-
-    for policy in policies:
-        choice = plan_for(policy)
-        if choice.fits:
-            break
-    stages_given = problem.stages is not None
-    distance = of_strategy(config, "wsp.clock_distance") or 0
-    plan = Plan.of(choice, profile.model, names, cluster, guessed, clock_distance=distance, nominal=nominal)
-    lines = _remarks(choice, cluster, cluster.assumed([stage.slot for stage in choice.stages]), stages_given)
-
-    def others() -> list[str]:
-        if len(devices) == 1 or in_flight == 1:  # all policies are the same
-            return []
-        several = compared_policies([*policies, *planned_policies(optimizer)])
-        return ["", *side_by_side(several, plan_for, in_flight, problem.every)]
-
-    if joins(config) and not profile.widths:
-        lines.append(
-            "- no devices are joined, as the profile has no times of parts of layers; measure it with split=true"
+        for policy in policies:
+            choice = plan_for(policy)
+            if choice.fits:
+                break
+        lacking = [] if choice.fits else [choice]
+        plan = Plan.of(
+            choice, profile.model, names, cluster, guessed, clock_distance=wsp.clock_distance, nominal=nominal
         )
-    folder = _show(config, plan, ["", *lines, *_estimates(profile)], measured, others)
-    if not choice.fits:
-        _advise(choice)
-        return None
-    plan.save(folder / "plan.json")
-    print(f"plan     {folder / 'plan.json'}\n{_picture(lambda: draw(_timeline(choice)), folder)}")
-    return choice.rate
+        lines, rate, figure = _remarks(choice, problem), choice.rate, partial(_drawn, choice)
+        if joins(config) and not profile.widths:
+            why = "the profile has no times of parts of layers; measure it with split=true"
+            lines.append(f"- no devices are joined, as {why}")
+        if len(devices) > 1 and in_flight != 1:  # else all policies are the same
+            several = compared_policies([*policies, *planned_policies(optimizer)])
+            others = partial(side_by_side, several, plan_for, in_flight, problem.every)
 
-
-def _show(
-    config: DictConfig, plan: Plan, lines: Sequence[str], measured: Profile, others: Callable[[], Sequence[str]] = tuple
-) -> Path:
-    """Print the plan, remarks and other plans, and make the run's folder, with the profile where one was measured.
-
-    The others are searched once the plan is printed, as that may take several times as long.
-    """
+    lines += _estimates(profile)
     if of_strategy(config, "compile"):
-        lines = [*lines, "- strategy.compile is not in these times: layers are measured without compilation"]
+        lines.append("- strategy.compile is not in these times: layers are measured without compilation")
     print(plan, *lines, sep="\n", flush=True)
-    print(*others(), "", sep="\n")
+    print(*others(), "", sep="\n")  # once the plan is printed, as this may take several times as long
     folder = Path(config.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
     if config.profile is None:
         profile_file.save(measured, folder / "profile.json")
         print(f"profile  {folder / 'profile.json'}")
-    return folder
+    if lacking:
+        _advise(lacking[0])
+        return None
+    plan.save(folder / "plan.json")
+    print(f"plan     {folder / 'plan.json'}\n{_picture(figure, folder)}")
+    return rate
 
 
 def _advise(choice: Estimate) -> None:
@@ -197,12 +176,13 @@ def _advise(choice: Estimate) -> None:
     _unfit.append(choice)
 
 
-def _remarks(choice: Estimate, cluster: Cluster, links: Sequence[str], stages_given: bool) -> list[str]:
-    """Remarks below the table: reasons, assumed links, unused devices."""
-    lines = [f"- {reason}" for reason in (*choice.reasons, *links)]
+def _remarks(choice: Estimate, problem: PlanningProblem) -> list[str]:
+    """Lines below the table: reasons, assumed links, unused devices."""
+    links = problem.cluster.assumed([stage.slot for stage in choice.stages])
     why = "no layer is left for it" if choice.spread else "no plan with it is faster"
-    why = "strategy.stages leaves it out" if stages_given else why
-    return lines + unused(choice.idle if choice.fits else (), cluster, why)
+    why = why if problem.stages is None else "strategy.stages leaves it out"
+    idle = unused(choice.idle if choice.fits else (), problem.cluster, why)
+    return ["", *(f"- {reason}" for reason in (*choice.reasons, *links)), *idle]
 
 
 def _estimates(profile: Profile) -> list[str]:
@@ -230,9 +210,9 @@ def _picture(figure: Callable[[], Figure], folder: Path) -> str:
     return f"picture  {folder / 'plan.png'}"
 
 
-def _timeline(choice: Estimate) -> Timeline:
-    times = [stage.times for stage in choice.stages]
-    return Timeline.simulated(choice.simulation, times, choice.in_flight, [str(stage.slot) for stage in choice.stages])
+def _drawn(choice: Estimate) -> Figure:
+    times, slots = [stage.times for stage in choice.stages], [str(stage.slot) for stage in choice.stages]
+    return draw(Timeline.simulated(choice.simulation, times, choice.in_flight, slots))
 
 
 _HEADER = ["weights", "in flight", "minibatches per second", "memory of all stages", "steps stale"]
@@ -261,7 +241,7 @@ def side_by_side(
         else:
             needs = f"needs trainer.accumulate_grad_batches={policy.least_window(in_flight)}"
             rows.append([policy.name, "", "", "", needs])
-    return aligned([_HEADER, *rows], left=(0, len(_HEADER) - 1))
+    return ["", *aligned([_HEADER, *rows], left=(0, len(_HEADER) - 1))]
 
 
 def _policy_row(policy: WeightPolicy, choice: Estimate) -> list[str]:

@@ -13,12 +13,12 @@ from omegaconf import DictConfig
 
 from lightning_hetpipe.cli import config_checks
 from lightning_hetpipe.cli.entry import enter, job
-from lightning_hetpipe.cli.serving import SIGNALS, address, announcing, check_token, refuse_sweeps, security_of
-from lightning_hetpipe.cli.start_up import FAILED, ConsoleScript
+from lightning_hetpipe.cli.serving import SIGNALS, address, announcing, refuse_sweeps, security_of
+from lightning_hetpipe.cli.start_up import ConsoleScript
 from lightning_hetpipe.cli.targets import built
 from lightning_hetpipe.planning.model.units import in_bytes
 from lightning_hetpipe.planning.plan.table import aligned
-from lightning_hetpipe.server.transport.interface import STATUS, CallRefused, Unreachable
+from lightning_hetpipe.server.transport.interface import STATUS, CallRefused
 from lightning_hetpipe.server.transport.security import Security
 from lightning_hetpipe.settings import Bounds
 
@@ -26,7 +26,6 @@ PROGRAM = ConsoleScript(
     "hetpipe-server",
     ("security", "service"),
     {"command": Literal["serve", "status"], "address": address(5000), "timeout": Annotated[float, Bounds(0.001)]},
-    exit_code=lambda error: FAILED if isinstance(error, CallRefused | Unreachable) else None,
 )
 
 _COMMANDS = ("serve", STATUS)
@@ -56,11 +55,11 @@ def run(config: DictConfig) -> None:
         CallRefused, Unreachable: by the server that is asked.
     """
     config_checks.check(config, PROGRAM, needs=("service",))
-    security = security_of(config)
+    config_checks.check_targets(config)
     if config.command == STATUS:
-        print(laid_out(ask(config.address, security, config.timeout)))
+        print(laid_out(ask(config.address, security_of(config), config.timeout)))
     else:
-        _serve(config, security)
+        _serve(config, security_of(config, "servers"))
 
 
 def ask(server: str, security: Security, timeout: float) -> dict[str, Any]:
@@ -85,7 +84,6 @@ def ask(server: str, security: Security, timeout: float) -> dict[str, Any]:
 
 
 def _serve(config: DictConfig, security: Security) -> NoReturn:
-    check_token(config, security, "servers")
     from lightning_hetpipe.server.process.running import end, serve
 
     handler: Any = built(config, "service", object)

@@ -1,53 +1,25 @@
-"""hetpipe-train: builds model, data and trainer from a Hydra configuration, trains, tests and prints a summary."""
+"""hetpipe-train: trains what a Hydra configuration says. Wrong settings of ours end it before Lightning is loaded."""
 
 from __future__ import annotations
 
-import os
-import shlex
-import shutil
 import sys
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from copy import deepcopy
-from pathlib import Path
-from typing import Any, SupportsFloat
 
 import hydra
-import lightning as L
-import torch
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
-from lightning.pytorch.callbacks import Checkpoint, LearningRateMonitor, ModelSummary, ProgressBar, TQDMProgressBar
-from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
-from lightning.pytorch.utilities.model_helpers import is_overridden
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, OmegaConf
 
-from lightning_hetpipe import HetPipeStrategy
-from lightning_hetpipe.cli import trainer_checks, trainer_errors
+from lightning_hetpipe.cli import config_checks
 from lightning_hetpipe.cli.composition import planned
 from lightning_hetpipe.cli.entry import enter, job
 from lightning_hetpipe.cli.start_up import ConsoleScript
-from lightning_hetpipe.cli.targets import built, hyperparameters
-from lightning_hetpipe.launch import launcher, supervision
+from lightning_hetpipe.launch import supervision
 from lightning_hetpipe.launch.command import quoted, this_program
-from lightning_hetpipe.reporting.report import RunReport
+from lightning_hetpipe.strategy import relations
 
 PROGRAM = ConsoleScript(
-    "hetpipe-train",
-    trainer_checks.GROUPS,
-    {**trainer_checks.SETTINGS, "test": bool, "ckpt_path": str | None},
-    trainer_errors.sentence,
-    trainer_errors.exit_code,
+    "hetpipe-train", config_checks.GROUPS, {**config_checks.SETTINGS, "test": bool, "ckpt_path": str | None}
 )
-
-_SWITCHES: dict[str, type] = {
-    "enable_progress_bar": ProgressBar,
-    "enable_checkpointing": Checkpoint,
-    "enable_model_summary": ModelSummary,
-    "logger": LearningRateMonitor,
-}
-"""The callbacks of the configuration that are left out where a switch of the Trainer is off."""
-
 
 _supervised_code = 0
 """Exit code of the process that has trained, where this one has supervised it."""
@@ -73,24 +45,19 @@ def _application(config: DictConfig) -> float | None:
 
 
 def _job(config: DictConfig) -> float | None:
-    """Run, and leave none of the processes that this has started to the next job of a sweep.
-
-    With ``restarts`` another process runs, which is started again where it is lost; not in a sweep.
-    """
+    """Check the settings and train. With ``restarts`` another process does, unless this is a job of a sweep."""
     restarts = _restarts(config)
     if restarts and supervision.can_supervise() and HydraConfig.get().mode != RunMode.MULTIRUN:
         _supervise(restarts)
         return None
-    try:
-        outcome = run(config)
-    except launcher.WasLeftOut:
-        launcher.finish()  # without virtual worker 0 others end, too, and may be saving the run
-        raise
-    except BaseException:
-        launcher.finish(failed=True)
-        raise
-    launcher.finish()
-    return outcome
+    config_checks.check(config, PROGRAM, config_checks.BUILT)
+    config_checks.synchronisation(config)
+    if OmegaConf.select(config, "strategy._target_") is not None:
+        relations.plan(config.strategy.get("plan"))
+    config_checks.check_targets(config)
+    from lightning_hetpipe.cli import training  # with Lightning
+
+    return training.job(config)
 
 
 def _restarts(config: DictConfig) -> int:
@@ -116,153 +83,6 @@ def _supervise(restarts: int) -> None:
         program.command, program.folder, restarts, lambda path: [f"ckpt_path={quoted(path)}"], supervision.own_number()
     )
     _supervised_code = supervisor.run()
-
-
-def run(config: DictConfig) -> float | None:
-    """Check the configuration, train, test the best checkpoint and print the summary.
-
-    Raises:
-        SettingError: for a setting that is unknown, missing or of the wrong kind.
-        SIGTERMException: if the process was told to end, with Lightning's own clean-up done.
-    """
-    trainer_checks.check(config, PROGRAM)
-    if config.get("seed") is not None:
-        L.seed_everything(config.seed, workers=True, verbose=False)
-    config = deepcopy(config)  # errors are attributed to what stood in the caller's
-    _strip(config)
-    model = built(config, "model", L.LightningModule)
-    data = built(config, "data", L.LightningDataModule)
-    settings = hyperparameters(config)
-    trainer = built(config, "trainer", L.Trainer, **_lists(config))
-    try:
-        for logger in trainer.loggers:
-            getattr(logger, "experiment", None)  # made first, so that an error says what cannot be made
-            logger.log_hyperparams(settings)
-        trainer.fit(model, datamodule=data, ckpt_path=config.get("ckpt_path"))
-    except BaseException:
-        _end_progress_bars(trainer)
-        raise
-    last_run = trainer.strategy.last_run if isinstance(trainer.strategy, HetPipeStrategy) else None
-    checkpoint: Any = trainer.checkpoint_callback
-    best: str = getattr(checkpoint, "best_model_path", "")
-    metrics = dict(trainer.callback_metrics)
-    if config.get("test", True) and is_overridden("test_step", model) and is_overridden("test_dataloader", data):
-        trainer.test(model, datamodule=data, ckpt_path=best or None, verbose=False)
-        metrics = dict(trainer.callback_metrics)
-    if trainer.is_global_zero:
-        print(
-            summary(
-                last_run,
-                metrics,
-                torch_threads=None if isinstance(trainer.strategy, HetPipeStrategy) else torch.get_num_threads(),
-                checkpoint=best,
-                loggers=trainer.loggers,
-            )
-        )
-    best_score = getattr(checkpoint, "best_model_score", None)
-    return None if best_score is None else float(best_score)
-
-
-def _lists(config: DictConfig) -> dict[str, Any]:
-    """Build loggers and callbacks as lists, which Lightning takes; they have names so that each can be overridden."""
-    lists: dict[str, Any] = {}
-    for name, kind in trainer_checks.LISTS.items():
-        named = config.trainer.get(name)
-        if isinstance(named, DictConfig) and "_target_" not in named:
-            lists[name] = [built(config, f"{name}.{key}", kind) for key in map(str, named) if named[key] is not None]
-    settings = {**config.trainer, **lists}
-    off = tuple(kind for switch, kind in _SWITCHES.items() if settings.get(switch) in (False, []))
-    if "callbacks" in lists:
-        lists["callbacks"] = [callback for callback in lists["callbacks"] if not isinstance(callback, off)]
-    with open_dict(config):
-        for name in lists:
-            del config.trainer[name]  # instantiate merges, and a mapping does not merge with a list
-    return lists
-
-
-def _strip(config: DictConfig) -> None:
-    """Switch off what the configuration has and `trainer.barebones` excludes, as Lightning lists it."""
-    if config.trainer.get("barebones") is True:
-        with open_dict(config):
-            config.trainer.update({**dict.fromkeys(_SWITCHES, False), "log_every_n_steps": 0})
-
-
-def _end_progress_bars(trainer: L.Trainer) -> None:
-    """Close progress bars, so that an error begins on a line of its own and no bar is drawn over it."""
-    shown = trainer.progress_bar_callback
-    if isinstance(shown, TQDMProgressBar):
-        for name in ("val_progress_bar", "train_progress_bar"):
-            with suppress(TypeError):  # none was made yet
-                getattr(shown, name).close()
-
-
-def summary(
-    run: RunReport | None,
-    metrics: Mapping[str, SupportsFloat],
-    *,
-    torch_threads: int | None = None,
-    checkpoint: str = "",
-    loggers: Sequence[Logger] = (),
-) -> str:
-    """The text, several lines.
-
-    Args:
-        run: the strategy's report; None for a strategy that makes none, which leaves the table of stages out.
-        metrics: Lightning's, by name; those of the last part of the run (test, else val, else train) are shown.
-        torch_threads: of each torch operation in a run without the pipeline, to be told beside its stages'; None leaves
-            it out.
-        checkpoint: path of the best checkpoint; empty if there is none.
-        loggers: the Trainer's; it is said where files of TensorBoard and of metrics as CSV are.
-    """
-    lines = [""]
-    rows: list[tuple[str, str]] = []
-    if run is not None:
-        lines += [run.table, ""]
-        rows.append(("samples per second", run.throughput))
-    rows += results(metrics)
-    if torch_threads is not None:
-        rows.append(("torch threads", f"{torch_threads}; stages of a pipeline use OMP_NUM_THREADS each, by default 1"))
-    if checkpoint:
-        rows.append(("checkpoint", _relative(checkpoint)))
-    for logger in loggers:
-        if isinstance(logger, CSVLogger):
-            rows.append(("metrics", _relative(logger.experiment.metrics_file_path)))
-        elif isinstance(logger, TensorBoardLogger):
-            rows.append(("to see the curves", f"{_tensorboard()} --logdir {shlex.quote(_relative(logger.log_dir))}"))
-    width = max((len(label) for label, _ in rows), default=0)
-    return "\n".join(lines + [f"{label:<{width}}   {value}" for label, value in rows])
-
-
-def results(metrics: Mapping[str, SupportsFloat]) -> list[tuple[str, str]]:
-    """The metrics of the latest part of the run that logged any, in words."""
-    for part in ("test", "val", "train"):
-        found = [(name, float(value)) for name, value in metrics.items() if name.startswith(part)]
-        if found:
-            return [(_words(name), f"{value:.2%}" if _is_accuracy(name) else f"{value:.4g}") for name, value in found]
-    return []
-
-
-def _is_accuracy(name: str) -> bool:
-    return "acc" in name.replace("/", "_").lower().split("_") or "accuracy" in name.lower()
-
-
-def _words(name: str) -> str:
-    words = name.replace("/", " ").replace("_", " ").split()
-    return " ".join("accuracy" if word == "acc" else word for word in words)
-
-
-def _relative(path: str) -> str:
-    """Shorten a path to one relative to the working directory, where that is shorter."""
-    try:
-        return min(os.path.relpath(path), path, key=len)
-    except ValueError:  # another drive
-        return path
-
-
-def _tensorboard() -> str:
-    """The command: by name where the shell finds it, else by path, as in a virtual environment not activated."""
-    beside = Path(sys.executable).with_name("tensorboard")
-    return shlex.quote(_relative(str(beside))) if not shutil.which("tensorboard") and beside.exists() else "tensorboard"
 
 
 if __name__ == "__main__":

@@ -13,14 +13,13 @@ import torch
 from omegaconf import DictConfig
 
 from lightning_hetpipe.accelerator import accelerates, all_devices
-from lightning_hetpipe.cli.targets import built
+from lightning_hetpipe.cli.config_checks import synchronisation
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.placement.device_placement import discovered_cluster
 from lightning_hetpipe.planning.model.cluster import Link, Node
 from lightning_hetpipe.planning.model.units import in_bandwidth, in_seconds
 from lightning_hetpipe.server.process.link_probe import LARGEST, link_to, slower, timed_link
 from lightning_hetpipe.server.transport.interface import CallRefused, Unreachable
-from lightning_hetpipe.strategy.wsp_callback import WSPCallback
 
 FILE = "cluster.yaml"
 
@@ -82,9 +81,7 @@ def _link_line(key: str, links: Collection[Link], what: str) -> list[str]:
 def _links_to_servers(config: DictConfig) -> dict[str, Link]:
     from lightning_hetpipe.server.transport.grpc_channel import GrpcChannel  # only now: --help needs no gRPC
 
-    if not (config.get("strategy") and config.strategy.get("wsp")):
-        return {}
-    settings = built(config, "strategy.wsp", WSPCallback).settings
+    settings = synchronisation(config)
     security = settings.security.from_environment()
     found = {}
     for address in settings.servers or ():

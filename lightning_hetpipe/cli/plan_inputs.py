@@ -4,35 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import deepcopy
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import lightning as L
 from hydra.core.hydra_config import HydraConfig
-from lightning.pytorch.callbacks import BaseFinetuning
 from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 
-from lightning_hetpipe import HetPipeStrategy
-from lightning_hetpipe.cli import trainer_checks, trainer_errors
-from lightning_hetpipe.cli.cluster_plans import COMPARE, ClusterSettings
+from lightning_hetpipe.cli import config_checks
+from lightning_hetpipe.cli.cluster_plans import COMPARE
 from lightning_hetpipe.cli.start_up import ConsoleScript
 from lightning_hetpipe.cli.targets import built, locate, written
 from lightning_hetpipe.errors import SettingError, of_file
-from lightning_hetpipe.placement.device_placement import discovered_cluster
 from lightning_hetpipe.placement.progress import on_terminal
 from lightning_hetpipe.planning.model.catalogue import PRECISIONS, gpus, known, nearest_gpu
 from lightning_hetpipe.planning.model.cluster import PCIE, Cluster, Devices, DeviceSlot, Latency, LinkGiven, Node
 from lightning_hetpipe.planning.model.profile import Profile
+from lightning_hetpipe.planning.model.stage_memory import planned_policies
 from lightning_hetpipe.planning.model.units import seconds_of
 from lightning_hetpipe.planning.plan import profile_file
 from lightning_hetpipe.planning.plan.profile_file import ProfileCache
 from lightning_hetpipe.rules.versions import POLICIES, WeightPolicy
-from lightning_hetpipe.run.automatic import planned_policies
 from lightning_hetpipe.settings import Length, declared
 from lightning_hetpipe.settings import check as check_value
-from lightning_hetpipe.strategy.profiling_strategy import Profiled, ProfilingStrategy
-from lightning_hetpipe.strategy.profiling_strategy import profile as profile_model
-from lightning_hetpipe.strategy.wsp_callback import WSPCallback
-from lightning_hetpipe.workers.weight_copies import copies_kept
+from lightning_hetpipe.strategy.arguments import HetPipeArguments
+
+if TYPE_CHECKING:
+    import lightning as L
+
+    from lightning_hetpipe.strategy.profiling_strategy import Profiled
 
 
 def _is_precision(value: Any) -> bool:
@@ -41,22 +39,26 @@ def _is_precision(value: Any) -> bool:
 
 PROGRAM = ConsoleScript(
     "hetpipe-plan",
-    trainer_checks.GROUPS,
+    config_checks.GROUPS,
     {
-        **trainer_checks.SETTINGS,
+        **config_checks.SETTINGS,
         "measure": Literal["links"] | None,
         "profile": str | None,
         "devices": Annotated[Any, Length(1), "null, or at least one device, such as devices=[RTX-3090]"],
         "link": LinkGiven,
         "optimizer": str | float,
-        "split": Any,
+        "split": Annotated[
+            bool | Literal["auto"],
+            "true, auto or false: hetpipe-plan chooses the devices and shares of each stage itself",
+        ],
         "ordered": bool,
         "synchronise": Latency,
         "precision": Annotated[Any, _is_precision, f"one of {', '.join(PRECISIONS)}"],
     },
-    trainer_errors.sentence,
-    trainer_errors.exit_code,
 )
+
+_OF_OTHERS = ("model", "data", "trainer", "callbacks", "logger", "experiment")
+"""Groups whose sections are of other packages, most of them of Lightning's."""
 
 _SILENT = {
     "logger": False,
@@ -70,9 +72,14 @@ _SILENT = {
 """Settings of the Trainer that switch off what measuring layers does not need."""
 
 
-def check_types(config: DictConfig) -> None:
-    """Refuse settings that are unknown or of the wrong type, whether or not a plan needs them."""
-    trainer_checks.check(config, PROGRAM, ())
+def check_types(config: DictConfig, needs: Sequence[str] = ()) -> None:
+    """Refuse settings that are unknown or of the wrong type, whether or not a plan needs them.
+
+    Sections of other packages are checked if they are needed, or if the command line changes one.
+    """
+    config_checks.check(config, PROGRAM, needs)
+    if needs or any(map(_is_given, _OF_OTHERS)):
+        config_checks.check_targets(config)
 
 
 def check(config: DictConfig) -> None:
@@ -86,18 +93,25 @@ def check(config: DictConfig) -> None:
             "profile=null and no model is configured; give profile=FILE, or choose an experiment, such as"
             " experiment=digits."
         )
-    trainer_checks.check(config, PROGRAM, () if config.get("profile") is not None else trainer_checks.BUILT)
+    check_types(config, () if config.get("profile") is not None else config_checks.BUILT)
     if config.devices is not None and config.cluster is not None:
         raise SettingError(f"devices={config.devices} is given together with a cluster; leave one of them out.")
+    if not isinstance(stages := of_strategy(config, "stages"), int | str):
+        raise SettingError(
+            f"strategy.stages={stages} is for several virtual workers; give the stages of one, or strategy.stages=auto."
+        )
     if (workers := of_strategy(config, "virtual_workers")) != 1:
         raise SettingError(
             f"strategy.virtual_workers={workers}: how many there are follows from the allocation; give"
             " strategy.allocation=np, ed, hd, placed or auto, or strategy.virtual_workers=1 for one over all devices."
         )
-    if OmegaConf.select(config, "strategy._target_") == "lightning_hetpipe.HetPipeStrategy":
-        # which refuses what makes no sense
-        built(config, "strategy", HetPipeStrategy, cluster=None, plan=None, allocation="auto")
-    joins(config)
+    config_checks.synchronisation(config)
+    if joins(config) and config.ordered:
+        name = "strategy.split" if OmegaConf.is_interpolation(config, "split") else "split"
+        raise SettingError(
+            f"ordered=true gives each stage one device, and {name}={written(config.split)} joins devices; leave one of"
+            " them out."
+        )
     if _is_given("strategy.plan") and config.strategy.plan is not None:
         raise SettingError(
             f"strategy.plan={config.strategy.plan} is for hetpipe-train; leave it out, as hetpipe-plan makes a plan of"
@@ -129,6 +143,10 @@ def profile_of(config: DictConfig) -> tuple[Profile, str | float, Sequence[Weigh
 
 def _measured(config: DictConfig) -> Profiled:
     """Run the model's first minibatch as hetpipe-train would, and measure the layers."""
+    import lightning as L
+
+    from lightning_hetpipe.strategy import profiling_strategy
+
     config = deepcopy(config)
     if config.get("seed") is not None:
         L.seed_everything(config.seed, workers=True, verbose=False)
@@ -138,15 +156,17 @@ def _measured(config: DictConfig) -> Profiled:
         config.trainer.pop("callbacks", None)
         config.trainer.update(_SILENT)
         config.trainer.pop("strategy", None)
-    strategy = ProfilingStrategy(ProfileCache(), on_terminal, widths=joins(config), **kept)
+    strategy = profiling_strategy.ProfilingStrategy(ProfileCache(), on_terminal, widths=joins(config), **kept)
     model = built(config, "model", L.LightningModule)
     data = built(config, "data", L.LightningDataModule)
     trainer = built(config, "trainer", L.Trainer, strategy=strategy, callbacks=callbacks)
-    return profile_model(trainer, model, datamodule=data)
+    return profiling_strategy.profile(trainer, model, datamodule=data)
 
 
 def _finetuning(config: DictConfig) -> list[L.Callback]:
     """Build those of the Trainer's callbacks that have weights trained later than in the first minibatch."""
+    from lightning.pytorch.callbacks import BaseFinetuning
+
     found = OmegaConf.select(config, "trainer.callbacks")
     keys = [*found] if isinstance(found, DictConfig) else range(len(found)) if isinstance(found, ListConfig) else []
     paths = [f"trainer.callbacks.{key}" for key in keys if isinstance(found[key], DictConfig)]
@@ -161,17 +181,18 @@ def _finetuning(config: DictConfig) -> list[L.Callback]:
 def cluster_of(config: DictConfig, profile: Profile) -> tuple[Cluster, set[DeviceSlot]]:
     """The devices, and those whose memory a data sheet says."""
     if config.devices is not None:
-        given = _plain(config.devices)
-        names = [
-            each if isinstance(each, dict) else str(each) for each in (given if isinstance(given, list) else [given])
-        ]
-        link = check_value("link", _plain(config.link), LinkGiven)
+        values: Any = OmegaConf.to_container(config, resolve=True)
+        given = values["devices"] if isinstance(values["devices"], list) else [values["devices"]]
+        names = [each if isinstance(each, dict) else str(each) for each in given]
+        link = check_value("link", values["link"], LinkGiven)
         link = None if link == PCIE and not _is_given("link") else link
         cluster = Cluster([Node("here", check_value("devices", names, Devices), link)])
         if (name := _strange(cluster, profile)) is not None:
             raise SettingError(f"devices=[{name}] is {_unknown(name, profile)}")
     elif config.cluster is None:
-        cluster = discovered_cluster()
+        from lightning_hetpipe.placement import device_placement  # with torch
+
+        cluster = device_placement.discovered_cluster()
         if (name := _strange(cluster, profile)) is not None:
             raise SettingError(
                 f"profile={config.profile} has no times of this machine's '{name}', but of"
@@ -189,8 +210,8 @@ def cluster_of(config: DictConfig, profile: Profile) -> tuple[Cluster, set[Devic
     return filled, {other for one, other in pairs if one.device.memory != other.device.memory}
 
 
-def cluster_settings(config: DictConfig, cluster: Cluster) -> ClusterSettings | None:
-    """Settings of a plan of all virtual workers; None where it is of one.
+def allocation_of(config: DictConfig, cluster: Cluster) -> str | None:
+    """Return the allocation of a plan of all virtual workers; None for a plan of one.
 
     An allocation asks for it; without one, a cluster of several nodes has its allocations compared, unless
     ``strategy.virtual_workers=1`` or ``ordered=true`` mean one virtual worker.
@@ -211,20 +232,17 @@ def cluster_settings(config: DictConfig, cluster: Cluster) -> ClusterSettings | 
         )
     else:
         allocation = config.strategy.allocation
-    wave, shares = of_strategy(config, "wsp.wave"), of_strategy(config, "wsp.shares")
-    if shares not in (None, "equal", "auto"):
+    if isinstance(shares := config_checks.synchronisation(config).shares, tuple):
         raise SettingError(
-            f"strategy.wsp.shares={written(shares)} is what a plan of several virtual workers decides; give equal, or"
-            " auto, or strategy.virtual_workers=1 for a plan of one."
+            f"strategy.wsp.shares={[*shares]} is what a plan of several virtual workers decides; give equal, or auto,"
+            " or strategy.virtual_workers=1 for a plan of one."
         )
-    return ClusterSettings(
-        allocation,
-        shares != "equal" if _is_given("strategy.wsp.shares") else None,
-        of_strategy(config, "wsp.placement") if _is_given("strategy.wsp.placement") else None,
-        of_strategy(config, "wsp.clock_distance") or 0,
-        None if wave == "auto" else wave,
-        copies_kept(of_strategy(config, "wsp.update_dtype")),
-    )
+    if joins(config):
+        raise SettingError(
+            f"split={written(config.split)} joins devices of one virtual worker, and this plan is for several; set"
+            " strategy.virtual_workers=1, or leave split out"
+        )
+    return allocation
 
 
 def _strange(cluster: Cluster, profile: Profile) -> str | None:
@@ -241,35 +259,14 @@ def _unknown(name: str, profile: Profile, way_out: str = "") -> str:
     return f"neither in the profile, which has {profiled}, nor in the catalogue of GPUs{alike}"
 
 
-def _plain(value: Any) -> Any:
-    return OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
-
-
 def of_strategy(config: DictConfig, key: str) -> Any:
     """Return a setting of the strategy, or its default if another strategy is configured."""
-    own = declared(WSPCallback if key.startswith("wsp.") else HetPipeStrategy).parameters[key.removeprefix("wsp.")]
-    return OmegaConf.select(config, f"strategy.{key}", default=own.default)
+    return OmegaConf.select(config, f"strategy.{key}", default=declared(HetPipeArguments).parameters[key].default)
 
 
 def joins(config: DictConfig) -> bool:
-    """Tell whether a plan may join devices into groups that divide layers.
-
-    Raises:
-        SettingError: for a value of ``split`` that a plan cannot follow.
-    """
-    name = "strategy.split" if OmegaConf.is_interpolation(config, "split") else "split"
-    value = config.split
-    if value not in (True, False, "auto"):
-        raise SettingError(
-            f"{name}={written(value)} must be true, auto or false: hetpipe-plan chooses the devices and shares of each"
-            " stage itself; set split=auto, or leave it out."
-        )
-    if value and config.ordered:
-        raise SettingError(
-            f"ordered=true gives each stage one device, and {name}={written(value)} joins devices; leave one of them"
-            " out."
-        )
-    return bool(value)
+    """Return whether a plan may join devices into groups that divide layers."""
+    return bool(config.split)
 
 
 def _is_given(setting: str) -> bool:

@@ -33,30 +33,22 @@ def address(port: int) -> Any:
     return Annotated[str, f"host:port, such as 127.0.0.1:{port} or [::1]:{port}"]
 
 
-def security_of(config: DictConfig) -> Security:
-    """Return the ``security`` of ``config``.
+def security_of(config: DictConfig, served: str = "") -> Security:
+    """Return the ``security`` of ``config``, with which ``served`` (such as "servers") are open to others, if any.
 
     Raises:
-        SettingError: which names the setting, also if the security does not suffice for the address.
+        SettingError: if it does not suffice for the address.
     """
     security: Any = OmegaConf.to_container(config.security, resolve=True)
     declared(Security).check(security, "security", style=YAML)
     found = Security(**security)
     found.check(config.address)
-    return found
-
-
-def check_token(config: DictConfig, security: Security, served: str) -> None:
-    """Refuse an address that is open to others without a token, for what is ``served``.
-
-    Raises:
-        SettingError: which says so.
-    """
-    if security.token is None and not is_loopback(split(config.address)[0]):
+    if served and found.token is None and not is_loopback(split(config.address)[0]):
         raise SettingError(
             f"address={config.address} is open to other machines, and HETPIPE_TOKEN is not set, so that anybody there"
             f" could call; set it to a long random value, the same for all {served} and virtual workers."
         )
+    return found
 
 
 def announcing(program: ConsoleScript, security: Security, served: str) -> Callable[[str], None]:

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from omegaconf import DictConfig
-
 import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
-
-from lightning_hetpipe.errors import of_import
+from typing import Any
 
 WRONG_SETTING = 2
 FAILED = 1
@@ -29,15 +23,11 @@ class ConsoleScript:
         name: As it is called.
         groups: Sections at the top, most of them files to choose from.
         settings: Values at the top of its configuration, with their annotations.
-        sentence: Explains an error of a library in words of the configuration; None if no setting is at fault.
-        exit_code: Exit code for an error whose text says all; None for a bug, which is shown with its traceback.
     """
 
     name: str
     groups: tuple[str, ...]
     settings: Mapping[str, Any]
-    sentence: Callable[[Exception, DictConfig], str | None] = lambda error, config: None
-    exit_code: Callable[[BaseException], int | None] = lambda error: None
 
     @property
     def read(self) -> list[str]:
@@ -46,16 +36,12 @@ class ConsoleScript:
 
 
 def _start(name: str) -> None:
-    """Load the modules of ``name``, torch and Lightning among them, and run it."""
+    """Load the modules of ``name``, and run it."""
     try:
         main = import_module(f"lightning_hetpipe.cli.{name.replace('-', '_')}").main
     except KeyboardInterrupt:
         print(f"\n{name}: interrupted.", file=sys.stderr)
         sys.exit(INTERRUPTED)
-    except RuntimeError as error:
-        if (said := of_import(error)) is error:
-            raise
-        sys.exit(f"{name}: {said}.")
     main()
 
 

@@ -6,6 +6,7 @@ The sections of a configuration are its mappings with a `_target_`.
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import import_module
@@ -21,6 +22,12 @@ from lightning_hetpipe.settings import Declared, Style, declared
 
 _HYDRA = {"_target_", "_partial_", "_recursive_", "_convert_", "_args_"}
 _PLAIN: dict[Any, str] = {None: "null", True: "true", False: "false"}
+EARLY = {
+    "lightning_hetpipe.HetPipeStrategy": "lightning_hetpipe.strategy.arguments.HetPipeArguments",
+    "lightning_hetpipe.WSPCallback": "lightning_hetpipe.strategy.arguments.WSPArguments",
+    **{name: name for name in (f"lightning_hetpipe.{each}" for each in ("Cluster", "Device", "Link", "Node"))},
+}
+"""What declares the arguments of our public classes, and is imported without Lightning."""
 
 
 def locate(target: str, path: str = "") -> Callable[..., Any]:
@@ -54,14 +61,17 @@ def locate(target: str, path: str = "") -> Callable[..., Any]:
     return found  # type: ignore[no-any-return]
 
 
+def known_early(target: str | None) -> Declared | None:
+    """Return what ``target`` declares, if that is known without Lightning."""
+    return declared(locate(EARLY[target])) if target in EARLY else None
+
+
 def _not_found(target: str, path: str, reason: str, parent: object, part: str) -> SettingError:
     near = closest(part, [name for name in dir(parent) if not name.startswith("_")]) if parent is not None else None
-    advice = "it is looked for in the working directory and among the installed packages."
+    advice = "it is looked for in the working directory and among the installed packages"
     if near is not None:
-        advice = (
-            f"did you mean {target.removesuffix(part)}{near}?" if target.endswith(part) else f"did you mean {near}?"
-        )
-    return SettingError(f"{path}._target_={target} cannot be found, {reason}; {advice}")
+        advice = f"did you mean {target.removesuffix(part) if target.endswith(part) else ''}{near}?"
+    return SettingError(f"{path}._target_={target} cannot be found, {reason}", advice)
 
 
 T = TypeVar("T")
@@ -112,6 +122,11 @@ class ConfigSection:
     def declared(self) -> Declared:
         return declared(locate(str(self.target), self.path))
 
+    @property
+    def loaded(self) -> Declared | None:
+        """Its declaration, as far as it is known without loading Lightning."""
+        return self.declared if "lightning.pytorch" in sys.modules else known_early(self.target)
+
 
 def sections(config: DictConfig) -> list[ConfigSection]:
     """Every section, each where it is written, not where an interpolation repeats it.
@@ -119,7 +134,13 @@ def sections(config: DictConfig) -> list[ConfigSection]:
     Raises:
         OmegaConfBaseException: for an interpolation that cannot be resolved; it names the key.
     """
-    return list(_sections(as_given(config), OmegaConf.to_container(config, resolve=True), ""))
+    found = []
+    for path, _, given, value in nodes(as_given(config), OmegaConf.to_container(config, resolve=True)):
+        if is_section(given):
+            written, resolved = ({str(k): v for k, v in each.items() if k not in _HYDRA} for each in (given, value))
+            partial = bool(value.get("_partial_") or value.get("_args_"))
+            found.append(ConfigSection(path, written, resolved, value["_target_"], partial))
+    return found
 
 
 def as_given(config: DictConfig) -> Any:
@@ -147,11 +168,13 @@ def is_interpolation(value: Any) -> bool:
     return isinstance(value, str) and "${" in value
 
 
-def items(node: Any, path: str) -> Iterator[tuple[str, Any, Any]]:
-    """The path, key and value of whatever a mapping or a list holds."""
-    if isinstance(node, dict | list):
-        for key, value in node.items() if isinstance(node, dict) else enumerate(node):
-            yield f"{path}.{key}" if path else str(key), key, value
+def nodes(given: Any, values: Any, path: str = "") -> Iterator[tuple[str, Any, Any, Any]]:
+    """Path, key, text and resolved value of whatever a mapping or list holds, and of what these hold."""
+    keys = [*given] if isinstance(given, dict) else range(len(given)) if isinstance(given, list) else ()
+    for key in keys:
+        inner = f"{path}.{key}" if path else str(key)
+        yield inner, key, given[key], values[key]
+        yield from nodes(given[key], values[key], inner)
 
 
 def written(value: Any) -> str:
@@ -180,12 +203,3 @@ YAML = Style(
     builds=False,
 )
 """Words of a configuration."""
-
-
-def _sections(given: Any, values: Any, path: str) -> Iterator[ConfigSection]:
-    if isinstance(given, dict) and "_target_" in given:
-        written, resolved = ({str(k): v for k, v in node.items() if k not in _HYDRA} for node in (given, values))
-        partial = bool(values.get("_partial_") or values.get("_args_"))
-        yield ConfigSection(path, written, resolved, values["_target_"], partial)
-    for inner, key, value in items(given, path):
-        yield from _sections(value, values[key] if isinstance(value, dict | list) else None, inner)

@@ -7,10 +7,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from typing import TYPE_CHECKING
 
-import lightning as L
-from lightning.pytorch.callbacks import RichProgressBar
 from tqdm import tqdm
+
+if TYPE_CHECKING:
+    import lightning as L
+    from lightning.pytorch.callbacks import RichProgressBar
 
 MOMENT = 1.0
 """Seconds, before which no bar is drawn."""
@@ -40,6 +43,8 @@ def on_terminal(what: str, of: int | None) -> Iterator[Callable[[], object]]:
 
 def of_trainer(trainer: L.Trainer) -> Bar:
     """Bar as the user wants it in this process."""
+    from lightning.pytorch.callbacks import RichProgressBar  # hetpipe-plan has bars without Lightning
+
     own = trainer.progress_bar_callback
     if own is None or not trainer.is_global_zero:
         return hidden

@@ -57,9 +57,6 @@ THIN = 0.004
 POINTS = 200
 """Points of a curve of utilisation."""
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 IDLE_COLOUR = "#EEEEEE"
 """Colour of a device without a stage."""
@@ -194,13 +191,6 @@ def _write(axes: Axes, text: str, place: int, left: float, right: float, width: 
         axes.text(centre, place, text, ha="center", va="center", fontsize="x-small", clip_on=True)
 
 
-def _utilisation(row: Sequence[Span], starts: np.ndarray[Any, Any], ends: np.ndarray[Any, Any]) -> Any:
-    """``Timeline.utilisation`` of many intervals at once, from how much was computed until any time."""
-    when = np.array([time for span in row for time in (span.start, span.end)] or [0.0])
-    computed = np.cumsum([part for span in row for part in (0.0, span.end - span.start)] or [0.0])
-    return (np.interp(ends, when, computed) - np.interp(starts, when, computed)) / np.maximum(ends - starts, 1e-12)
-
-
 def _draw_curves(axes: Axes, timeline: Timeline, start: float, end: float) -> None:
     from matplotlib.ticker import MaxNLocator
 
@@ -210,7 +200,7 @@ def _draw_curves(axes: Axes, timeline: Timeline, start: float, end: float) -> No
     began, ended = timeline.extent
     edges = np.maximum(began, times - half), np.minimum(ended, times + half)
     for stage in range(timeline.stages):
-        busy = 100 * _utilisation(timeline.row(stage), *edges)
+        busy = 100 * timeline.utilisation(stage, *edges)
         style = "-" if stage < len(LINES) else "--"
         axes.plot(
             1000 * (times - start), busy, color=LINES[stage % len(LINES)], linestyle=style, label=f"stage {stage}"

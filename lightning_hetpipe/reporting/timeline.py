@@ -10,6 +10,8 @@ from operator import attrgetter
 from os import PathLike
 from typing import Any
 
+import numpy as np
+
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.planning.model.simulate import Simulation, StageTimes
 from lightning_hetpipe.reporting.trace import chrome_trace
@@ -135,10 +137,12 @@ class Timeline:
                 turn = turn and stage == turns and before.minibatch == after.minibatch
                 yield Span(stage, TURN if turn else IDLE, after.minibatch, before.end, after.start)
 
-    def utilisation(self, stage: int, start: float, end: float) -> float:
-        """The fraction of the time from ``start`` to ``end`` in which ``stage`` computed, 0 to 1."""
-        computed = sum(max(0.0, min(span.end, end) - max(span.start, start)) for span in self.row(stage))
-        return computed / (end - start) if end > start else 0.0
+    def utilisation(self, stage: int, start: Any, end: Any) -> Any:
+        """The fraction of the time from ``start`` to ``end`` in which ``stage`` computed, 0 to 1: numbers or arrays."""
+        row = self.row(stage)
+        when = [time for span in row for time in (span.start, span.end)] or [0.0]
+        until = np.cumsum([part for span in row for part in (0.0, span.end - span.start)] or [0.0])
+        return (np.interp(end, when, until) - np.interp(start, when, until)) / np.maximum(end - start, 1e-12)
 
     def flights(self) -> dict[int, tuple[float, float]]:
         """Start (first user code, or forward) and end (last backward) of each minibatch's time in flight."""

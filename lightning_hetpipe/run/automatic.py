@@ -18,7 +18,6 @@ from torch.optim import SGD, Adam, Adamax, Muon, NAdam, Optimizer, RAdam, RMSpro
 
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.lightning_private import has_step_hooks
-from lightning_hetpipe.planning.model.stage_memory import plain_name
 from lightning_hetpipe.rules.versions import POLICIES, STASH, WeightPolicy
 from lightning_hetpipe.run.around_step import Correction
 from lightning_hetpipe.run.prediction import PREFERRED, prediction_of
@@ -34,16 +33,6 @@ AVERAGED = 0.5
 
 MEASURED = (SGD, RMSprop, Adam, Adamax, NAdam, RAdam, Muon, Rprop)
 """Optimizers that were seen to learn no worse from predicted weights; Rprop learns nothing from stashed ones."""
-
-_BY_NAME = {
-    "sgd_momentum": "spectrain",
-    "adam": "xpipe",
-    "adamw": "xpipe",
-    "amsgrad": "xpipe",
-    **dict.fromkeys(
-        ("adamax", "muon", "nadam", "radam", "rmsprop_momentum", "rmsprop_momentum_centered", "rprop"), "pipeoptim"
-    ),
-}
 
 
 @dataclass(frozen=True)
@@ -88,12 +77,6 @@ def automatic_policy(optimizer: Optimizer, *, clipped: bool) -> Automatic:
     short = clipped and isinstance(optimizer, SGD)  # whose steps are as long as gradients are large
     corrected = None if short or policy == "xpipe" else CORRECTED
     return Automatic(POLICIES[policy], f"the optimizer is {name}", corrected)
-
-
-def planned_policies(optimizer: str | float) -> list[WeightPolicy]:
-    """Policies for an optimizer by its name in the memory model, of which the first is taken that fits."""
-    policy = POLICIES[_BY_NAME.get(plain_name(optimizer), STASH.name)] if isinstance(optimizer, str) else STASH
-    return [*dict.fromkeys([policy, STASH])]
 
 
 def _steps_as_torch(optimizer: Optimizer) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 
@@ -11,19 +11,6 @@ from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.torch_private.compiler import cpp_compiler_error, inductor_modes, inductor_options_error
 
 INDUCTOR = "inductor"
-_TAKEN = ("backend", "mode", "dynamic", "options")
-
-
-def _are_taken(value: Mapping[str, Any]) -> bool:
-    return all(name in _TAKEN for name in value)
-
-
-Backend = Annotated[str, bool, "the name of a backend of torch.compile"]
-Options = Annotated[
-    Mapping[str, Any],
-    _are_taken,
-    f"some of torch.compile's arguments {', '.join(_TAKEN)}, such as {{'mode': 'max-autotune-no-cudagraphs'}}",
-]
 
 
 def options(value: bool | str | Mapping[str, Any]) -> dict[str, Any] | None:

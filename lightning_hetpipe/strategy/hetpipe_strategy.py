@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import lightning as L
 import torch
-from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment, TorchCheckpointIO
-from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.plugins.precision import Precision
+from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
+from lightning.fabric.plugins import ClusterEnvironment as ClusterEnvironment  # as these, for HetPipeArguments's hints
+from lightning.pytorch.accelerators import Accelerator as Accelerator
+from lightning.pytorch.plugins.precision import Precision as Precision
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 
-from lightning_hetpipe.capture.piece_search import CAPTURE_TIMEOUT
 from lightning_hetpipe.lightning_private import (
     average_on_host,
     evaluating_loop,
@@ -36,27 +34,22 @@ from lightning_hetpipe.pipeline.user.batch_in_flight import current
 from lightning_hetpipe.pipeline.user.minibatch import Minibatch
 from lightning_hetpipe.placement import emulated_speeds
 from lightning_hetpipe.placement.optimizer_states import load_state
-from lightning_hetpipe.planning.allocation.groupings import ALLOCATIONS
-from lightning_hetpipe.planning.model.cluster import Cluster
-from lightning_hetpipe.planning.plan.document import Plan
 from lightning_hetpipe.reporting.report import RunReport
-from lightning_hetpipe.rules.versions import POLICIES
 from lightning_hetpipe.run import run_settings, together
 from lightning_hetpipe.run.evaluation import Evaluation
 from lightning_hetpipe.run.fit import Fit
 from lightning_hetpipe.run.look_ahead import ReadyBatch
 from lightning_hetpipe.run.run_settings import RunSettings
 from lightning_hetpipe.run.trainer_run import TrainerRun
-from lightning_hetpipe.server.protocol.identifiers import MOST_VIRTUAL_WORKERS
-from lightning_hetpipe.settings import MOST, Bounds, Choices, Duration, Length, read, seconds
+from lightning_hetpipe.settings import read, seconds
 from lightning_hetpipe.strategy import compile_setting, meta_weights, relations
+from lightning_hetpipe.strategy.arguments import HetPipeArguments
 from lightning_hetpipe.strategy.checkpoints import ReplacingCheckpointIO, filled
 from lightning_hetpipe.strategy.planned_devices import PlannedDevices
-from lightning_hetpipe.strategy.relations import Count
 from lightning_hetpipe.strategy.saved_states import LAST_CHANGES, note
 from lightning_hetpipe.strategy.shared_checkpoints import SharedCheckpoints
 from lightning_hetpipe.strategy.virtual_workers import VirtualWorkers
-from lightning_hetpipe.strategy.wsp_callback import Address, WSPCallback
+from lightning_hetpipe.strategy.wsp_callback import WSPCallback as WSPCallback
 from lightning_hetpipe.workers import collectives
 from lightning_hetpipe.workers.shared_data import InjectedRank
 
@@ -76,7 +69,7 @@ class _SettingOf:
         setattr(getattr(strategy, self._part), self._name, value)
 
 
-class HetPipeStrategy(ParallelStrategy):
+class HetPipeStrategy(HetPipeArguments, ParallelStrategy):
     """Trains one LightningModule as a pipeline over devices that need not match, exactly.
 
     Minibatch p computes its loss and its gradients on the weights after minibatch p - Nm, on every stage (HetPipe, Park
@@ -163,66 +156,35 @@ class HetPipeStrategy(ParallelStrategy):
     in_flight, split = _SettingOf("_devices", "in_flight"), _SettingOf("_devices", "split")
     recompute, compile = _SettingOf("_devices", "recompute"), _SettingOf("_devices", "compile")
 
-    def __init__(
-        self,
-        stages: Count | Annotated[Sequence[Count], "a list with one for each virtual worker"] = "auto",
-        in_flight: Count = "auto",
-        virtual_workers: Annotated[int, Bounds(1, MOST_VIRTUAL_WORKERS)] | relations.FewestAndMost = 1,
-        weights: Annotated[str, Choices(("auto", *POLICIES))] = "auto",
-        module: Annotated[str, "the name of a module"]
-        | Annotated[Sequence[str], Length(1), "a list of names"]
-        | None = None,
-        plan: Plan | Annotated[str | os.PathLike[str], "the path of one"] | None = None,
-        cluster: Cluster | None = None,
-        allocation: Annotated[str, Choices(ALLOCATIONS)] = "auto",
-        compile: bool | compile_setting.Backend | compile_setting.Options = False,
-        recompute: bool = False,
-        split: bool | Literal["auto"] | relations.SharesOfStages = False,
-        timeline: bool | relations.Minibatches = False,
-        stage_hosts: Annotated[
-            Mapping[Any, Address],
-            Length(1),
-            "the address of a host for each node of a plan, such as {'attic': '10.0.0.2:7071'}",
-        ]
-        | None = None,
-        lr_correction: Annotated[int, Bounds(1, MOST)] | Literal["auto"] | None = "auto",
-        wsp: WSPCallback | None = None,
-        timeout: Duration = timedelta(minutes=5),
-        capture_timeout: Duration = CAPTURE_TIMEOUT,
-        grace: Duration = timedelta(seconds=30),
-        accelerator: Accelerator | None = None,
-        parallel_devices: list[torch.device] | None = None,
-        cluster_environment: ClusterEnvironment | None = None,
-        checkpoint_io: CheckpointIO | None = None,
-        precision_plugin: Precision | None = None,
-    ) -> None:
-        given = read(HetPipeStrategy, locals())
-        super().__init__(
-            accelerator=accelerator,
-            parallel_devices=parallel_devices,
-            cluster_environment=cluster_environment,
-            checkpoint_io=filled(checkpoint_io),
-            precision_plugin=precision_plugin,
+    def _take(self, arguments: Mapping[str, Any]) -> None:
+        given = read(HetPipeStrategy, arguments)
+        ParallelStrategy.__init__(
+            self,
+            accelerator=given.accelerator,
+            parallel_devices=given.parallel_devices,
+            cluster_environment=given.cluster_environment,
+            checkpoint_io=filled(given.checkpoint_io),
+            precision_plugin=given.precision_plugin,
         )
+        self.weights, self.lr_correction = given.weights, given.lr_correction
+        self.module: list[str] | None = [given.module] if isinstance(given.module, str) else given.module
+        self.capture_timeout, self.grace = seconds(given.capture_timeout), seconds(given.grace)
+        self._timeline = None if given.timeline is False else Window()
+        if not isinstance(given.timeline, bool):
+            first, last = given.timeline
+            self._timeline = Window(first, last, relations.LONGEST)
+        self._asked_in_flight = given.in_flight != "auto"
         self._workers = workers = VirtualWorkers(given, relations.plan(given.plan), self._in_flight_now)
-        workers.place(cluster_environment, parallel_devices, 1)
+        workers.place(given.cluster_environment, given.parallel_devices, 1)
         self._devices = PlannedDevices(given, workers)
         self._checkpoints = SharedCheckpoints(workers)
-        self.weights, self.lr_correction = weights, lr_correction
-        self.module = [module] if isinstance(module, str) else module and [*module]
-        self.capture_timeout, self.grace = seconds(capture_timeout), seconds(grace)
         self.num_nodes = 1
         self.last_run = RunReport()
-        self._timeline = None if timeline is False else Window()
-        if not isinstance(timeline, bool):
-            first, last = timeline
-            self._timeline = Window(first, last, relations.LONGEST)
         self._run = TrainerRun()
         self._wanted: RunSettings | None = None
         self._overrides: dict[str, Any] = {}
         """Settings of runs that strategies which do something else with them put here."""
         self._before_pass: BeforePass | None = None
-        self._asked_in_flight = in_flight != "auto"
         self._undo = ExitStack()
 
     @classmethod

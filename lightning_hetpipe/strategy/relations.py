@@ -1,7 +1,7 @@
 """Relations between the settings of a run: which exclude each other, and what a plan says of them.
 
-Each setting by itself is declared in the signatures of ``HetPipeStrategy`` and ``WSPCallback``; their longer types are
-here.
+Each setting by itself is declared in ``strategy/arguments.py``. Its longer types are here. This module loads neither
+torch nor Lightning.
 """
 
 from __future__ import annotations
@@ -11,20 +11,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 from types import SimpleNamespace
-from typing import Annotated, Any, Literal, TypeVar
-
-import torch
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 from lightning_hetpipe.errors import SettingError, nearest, of_file
-from lightning_hetpipe.launch.ranks import Rank, WorkerRange
 from lightning_hetpipe.launch.wsp_settings import WSPSettings
 from lightning_hetpipe.planning.plan.document import Plan
 from lightning_hetpipe.rules.channel_layouts import is_share
 from lightning_hetpipe.rules.versions import POLICIES
 from lightning_hetpipe.rules.waves import whole_steps
 from lightning_hetpipe.server.protocol.identifiers import MOST_VIRTUAL_WORKERS
+from lightning_hetpipe.server.transport.security import split
 from lightning_hetpipe.settings import MOST, Bounds, Length, check
-from lightning_hetpipe.strategy.host_setting import StageHosts, serving_nodes
+
+if TYPE_CHECKING:
+    from lightning_hetpipe.launch.ranks import Rank, WorkerRange
+    from lightning_hetpipe.strategy.host_setting import StageHosts
 
 T = TypeVar("T")
 
@@ -52,6 +53,26 @@ def _is_stage(value: Any) -> bool:
 def _are_shares(value: Sequence[float]) -> bool:
     return all(map(is_share, value)) and any(value)
 
+
+def _are_taken(value: Mapping[str, Any]) -> bool:
+    return all(name in _TAKEN for name in value)
+
+
+def _is_address(value: str) -> bool:
+    try:
+        return split(value)[1] > 0
+    except SettingError:
+        return False
+
+
+_TAKEN = ("backend", "mode", "dynamic", "options")
+Backend = Annotated[str, bool, "the name of a backend of torch.compile"]
+CompileOptions = Annotated[
+    Mapping[str, Any],
+    _are_taken,
+    f"some of torch.compile's arguments {', '.join(_TAKEN)}, such as {{'mode': 'max-autotune-no-cudagraphs'}}",
+]
+Address = Annotated[str, _is_address, "host:port with a port from 1 to 65535, such as '10.0.0.1:5000'"]
 
 FewestAndMost = Annotated[Sequence[int], _is_range, "the fewest and the most of them, as (1, 3)"]
 Minibatches = Annotated[
@@ -153,7 +174,7 @@ def stages_as_planned(asked: Stages | list[Stages], plan: Plan) -> Stages | list
 
 def most_workers(virtual_workers: int | WorkerRange) -> int:
     """The largest number that the setting allows."""
-    return virtual_workers.most if isinstance(virtual_workers, WorkerRange) else virtual_workers
+    return virtual_workers if isinstance(virtual_workers, int) else virtual_workers.most
 
 
 def check_cluster(virtual_workers: int) -> None:
@@ -259,6 +280,8 @@ def workers_as_planned(
     Raises:
         SettingError: for another number in ``virtual_workers``, and for what is planned but cannot be run.
     """
+    from lightning_hetpipe.strategy.host_setting import serving_nodes  # with Lightning
+
     on_nodes = plan.workers_on_nodes
     check_host_nodes(hosts, plan)
     leading = [count for count in on_nodes.values() if count]
@@ -329,6 +352,8 @@ def _shown(value: Any) -> str:
 
 def run_seed() -> int:
     """Seed of the run's random numbers: PL_GLOBAL_SEED, else torch's own."""
+    import torch
+
     seed = os.environ.get("PL_GLOBAL_SEED")
     return int(seed) if seed else torch.initial_seed()
 

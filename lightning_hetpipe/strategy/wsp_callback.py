@@ -2,36 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from datetime import timedelta
-from typing import Annotated, Any, Literal
-
 import lightning as L
 
-from lightning_hetpipe.errors import SettingError
-from lightning_hetpipe.launch.wsp_settings import WSPSettings
-from lightning_hetpipe.rules.parameter_placement import PLACEMENTS
-from lightning_hetpipe.server.transport.security import Security, split
-from lightning_hetpipe.settings import MOST, Bounds, Choices, Duration, Length, read, seconds
-from lightning_hetpipe.strategy.relations import check_lengths
+from lightning_hetpipe.strategy.arguments import WSPArguments
 
 
-def _is_address(value: str) -> bool:
-    try:
-        return split(value)[1] > 0
-    except SettingError:
-        return False
-
-
-def _are_distinct(values: Sequence[str]) -> bool:
-    return len({*values}) == len(values)
-
-
-Address = Annotated[str, _is_address, "host:port with a port from 1 to 65535, such as '10.0.0.1:5000'"]
-_Length = Annotated[int, Bounds(1, MOST)]
-
-
-class WSPCallback(L.Callback):
+class WSPCallback(WSPArguments, L.Callback):
     """Settings of the synchronisation of virtual workers; given to the Trainer as a callback, or to the strategy.
 
     Args:
@@ -65,44 +41,3 @@ class WSPCallback(L.Callback):
     Raises:
         SettingError: one sentence that names the setting, its value and the way out.
     """
-
-    def __init__(
-        self,
-        clock_distance: Annotated[int, Bounds(0, MOST)] | None = None,
-        wave: _Length | Literal["auto"] = "auto",
-        shares: Annotated[
-            Sequence[_Length], Length(1), "the minibatches in a wave of each virtual worker, such as [4, 8]"
-        ]
-        | Literal["equal", "auto"]
-        | None = None,
-        aggregate: Annotated[str, Choices(("sum", "mean"))] = "sum",
-        update_dtype: Annotated[str, Choices(("bfloat16", "float16", "float32"))] | None = None,
-        servers: Annotated[
-            Sequence[Address], Length(1), _are_distinct, "a list of addresses, each once, such as ['10.0.0.1:5000']"
-        ]
-        | None = None,
-        placement: Annotated[str, Choices(PLACEMENTS)] | None = None,
-        security: Security | Mapping[str, Any] | None = None,
-        lease: Duration = timedelta(seconds=30),
-        end_timeout: Duration | None = None,
-        join_timeout: Duration = timedelta(minutes=10),
-        restarts: Annotated[int, Bounds(0, MOST)] = 0,
-    ) -> None:
-        given = read(WSPCallback, locals())
-        check_lengths(wave, shares)
-        if security is not None and not isinstance(security, Security):
-            _ = given.security.from_environment().encrypted  # raises where files are missing
-        own_wave = None if wave == "auto" else wave
-        planned = {"clock_distance": clock_distance, "wave": own_wave, "shares": shares, "placement": placement}
-        values: dict[str, Any] = {
-            "clock_distance": clock_distance or 0,
-            "shares": tuple(shares) if shares is not None and not isinstance(shares, str) else shares or "equal",
-            "servers": None if servers is None else tuple(servers),
-            "placement": placement or "size",
-            "security": given.security or Security(),
-            "lease": seconds(lease),
-            "end_timeout": None if end_timeout is None else seconds(end_timeout),
-            "join_timeout": seconds(join_timeout),
-            "left_out": frozenset(name for name, value in planned.items() if value is None),
-        }
-        self.settings = WSPSettings(**{**vars(given), **values})

@@ -180,7 +180,7 @@ def test_ctrl_c_before_it_trains_ends_with_130(ends: Ends, monkeypatch: pytest.M
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("lightning_hetpipe.cli.trainer_checks.check", interrupted)
+    monkeypatch.setattr("lightning_hetpipe.cli.config_checks.check", interrupted)
     _, error = ends(130)
     assert error == "\nhetpipe-train: interrupted.\n"
 

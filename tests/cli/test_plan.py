@@ -17,8 +17,9 @@ from lightning.pytorch.callbacks import BaseFinetuning
 from matplotlib.figure import Figure
 
 from lightning_hetpipe import Cluster, Node, Plan
-from lightning_hetpipe.cli import hetpipe_plan, plan_inputs
+from lightning_hetpipe.cli import hetpipe_plan
 from lightning_hetpipe.cli.hetpipe_plan import main
+from lightning_hetpipe.placement import device_placement
 from lightning_hetpipe.planning.model.catalogue import fragmented
 from lightning_hetpipe.planning.model.profile import LayerBytes, LayerWidths, Profile, Times
 from lightning_hetpipe.planning.plan.profile_file import load, save
@@ -342,7 +343,7 @@ def test_without_matplotlib_there_is_a_plan_and_no_picture(
 
 
 def test_a_profile_without_this_machines_devices(plan: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan_inputs, "discovered_cluster", lambda: Cluster([Node("here", ["cpu"])]))
+    monkeypatch.setattr(device_placement, "discovered_cluster", lambda: Cluster([Node("here", ["cpu"])]))
     _, error = plan("profile=p.json", code=2)
     assert error.startswith("hetpipe-plan: profile=p.json has no times of this machine's 'cpu', but of RTX-3090, V100-")
     assert "devices=[RTX-3090,T4], or cluster=mixed_box." in error

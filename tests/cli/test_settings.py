@@ -11,7 +11,7 @@ from hydra import compose, initialize_config_module
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_hetpipe import HetPipeStrategy, WSPCallback
-from lightning_hetpipe.cli import trainer_checks
+from lightning_hetpipe.cli import config_checks
 from lightning_hetpipe.cli.composition import settled
 from lightning_hetpipe.cli.hetpipe_train import PROGRAM
 from lightning_hetpipe.cli.targets import as_given, hyperparameters
@@ -29,7 +29,8 @@ def _configuration() -> Iterator[None]:
 
 
 def check(config: DictConfig) -> None:
-    trainer_checks.check(config, PROGRAM)
+    config_checks.check(config, PROGRAM, config_checks.BUILT)
+    config_checks.check_targets(config)
 
 
 def composed(*overrides: str) -> DictConfig:

@@ -4,7 +4,7 @@ import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
-from lightning_hetpipe.cli.hetpipe_train import summary
+from lightning_hetpipe.cli.training import summary
 from lightning_hetpipe.reporting.report import RunReport, StageReport
 
 

@@ -176,6 +176,8 @@ TOGETHER = [  # settings that exclude each other, or are of no use here; files o
     command("plan", [*T4, "cluster=mixed_box"], "devices", "['T4']", "a cluster", "leave one of them out"),
     command("plan", [*T4, "strategy.virtual_workers=2"], "strategy.virtual_workers", "2",
             "strategy.allocation=np, ed, hd"),
+    command("plan", [*T4, "strategy.stages=[1,2]"], "strategy.stages", "[1, 2]", "stages of one",
+            "strategy.stages=auto"),
     command("plan", [*P], "profile", "p.json", "'cpu'", "RTX-3090, V100-16", "devices=[RTX-3090,T4]",
             "cluster=mixed_box"),
     command("plan", [*T4, "ordered=true", "split=auto"], "split", "auto", "ordered=true", "leave one of them out"),

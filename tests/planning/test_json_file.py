@@ -37,6 +37,13 @@ def test_a_record_is_read_as_it_was_written(tmp_path: Path) -> None:
         read(tmp_path / "a.json", Stages, 2)
 
 
+@pytest.mark.parametrize("version", [True, 1.0, "1", None])
+def test_a_version_is_a_whole_number(tmp_path: Path, version: object) -> None:
+    (tmp_path / "a.json").write_text(json.dumps({"schema_version": version, "stages": []}))
+    with pytest.raises(SettingError, match=rf"schema_version={json.dumps(version)} must be 1"):
+        read(tmp_path / "a.json", Stages, 1)
+
+
 @pytest.mark.parametrize("value", [True, None, "1", float("nan"), float("inf"), -1, "", [1], 10**400])
 def test_a_value_knows_where_it_stands(tmp_path: Path, value: object) -> None:
     (tmp_path / "a.json").write_text(json.dumps({"stages": [{"time_s": value}]}))
@@ -47,7 +54,8 @@ def test_a_value_knows_where_it_stands(tmp_path: Path, value: object) -> None:
 @pytest.mark.parametrize(
     ("value", "says"),
     [
-        ({}, "a.json: stages is missing"),
+        ({}, "a.json: stages is missing, the file needs it"),
+        ({"zzz": 3}, "a.json: zzz is not a setting, and the file has stages"),
         ({"stages": [{"time": 1}]}, "a.json: stages[0].time is not a setting; did you mean stages[0].time_s?"),
         ({"stages": 3}, "a.json: stages=3 must be [a mapping of time_s, name, ...]"),
     ],

@@ -203,7 +203,8 @@ class Allocator:
         in_flight = self._least(grouping, plans)
         if in_flight is None:
             choices = [plans.plan(group, 1 if self.in_flight is None else self.in_flight) for group in grouping]
-            return Allocation(name, grouping, tuple(choices), (1,) * len(choices), placement, (), self._distance, None)
+            lengths, where = (1,) * len(choices), (placement, (), self._distance)
+            return Allocation(name, grouping, tuple(choices), lengths, *where, simulation=None)
         found: list[Allocation] = []
         for more in range(HIDING + 1):
             if not self.problem.versions(in_flight + more).is_possible:
@@ -349,4 +350,13 @@ def _pipeline(
             forwards[segment] = Crossing(nbytes / profile.called(splits[index]), source, target)
             gradients[segment - 1] = Crossing(nbytes / profile.called(splits[index] - 1), target, source)
     devices = {index: slot for index, slot in enumerate(slots) if slot in shared}
-    return WorkerPipeline(parts, wave, step_on(profile, slots, splits), visits, forwards, gradients, weights, devices)
+    return WorkerPipeline(
+        parts,
+        wave,
+        step=step_on(profile, slots, splits),
+        visits=visits,
+        forwards=forwards,
+        gradients=gradients,
+        weights=weights,
+        devices=devices,
+    )

@@ -186,8 +186,18 @@ class StageBytes:
         return float(self._base[first, end] + (buffers + load.waiting) * self._trained[first, end] + moving)
 
 
-Room: TypeAlias = Callable[[int], tuple[Fits, Fits]]
-"""For a kind of device, whether a stage has room on it, by its boundaries; the same for the last stage."""
+@dataclass(frozen=True)
+class Room:
+    """Room of the devices for stages, by their boundaries.
+
+    Attributes:
+        fits: For a kind of device, whether a stage has room on it; the same for the last stage.
+        before, last: Bytes of all stages but the last one, and of that.
+    """
+
+    fits: Callable[[int], tuple[Fits, Fits]]
+    before: Floats
+    last: Floats
 
 
 @dataclass(frozen=True)

@@ -43,6 +43,7 @@ from itertools import pairwise
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.planning.model.profile import LayerBytes, UserBytes
 from lightning_hetpipe.planning.model.simulate import StageLoad
+from lightning_hetpipe.rules.versions import POLICIES, STASH, WeightPolicy
 
 OPTIMIZERS: Mapping[str, float] = {
     "sgd": 0,
@@ -82,6 +83,24 @@ COPIES = ("sgd", "nadam", "adadelta", "rmsprop")
 def plain_name(optimizer: str) -> str:
     """Name of the optimizer in :data:`OPTIMIZERS`, whatever its weight decay."""
     return optimizer.lower().removesuffix(WEIGHT_DECAY)
+
+
+_PREDICTED = {
+    "sgd_momentum": "spectrain",
+    "adam": "xpipe",
+    "adamw": "xpipe",
+    "amsgrad": "xpipe",
+    **dict.fromkeys(
+        ("adamax", "muon", "nadam", "radam", "rmsprop_momentum", "rmsprop_momentum_centered", "rprop"), "pipeoptim"
+    ),
+}
+"""Weight policies that predict what an optimizer does, by its name."""
+
+
+def planned_policies(optimizer: str | float) -> list[WeightPolicy]:
+    """Policies for an optimizer by its name in the memory model, of which the first is taken that fits."""
+    policy = POLICIES[_PREDICTED.get(plain_name(optimizer), STASH.name)] if isinstance(optimizer, str) else STASH
+    return [*dict.fromkeys([policy, STASH])]
 
 
 def step_bytes(optimizer: str | float) -> float:

@@ -19,7 +19,7 @@ def _shown(path: str, value: Any) -> str:
     return f"{path or 'the file'}={text if len(text) <= 40 else f'{text[:37]}...'}"
 
 
-JSON = Style(_shown, {True: "true", False: "false", None: "null"})
+JSON = Style(_shown, {True: "true", False: "false", None: "null"}, whole="the file")
 """Words of a JSON file."""
 
 
@@ -33,15 +33,16 @@ def read(path: str | os.PathLike[str], hint: Any, version: int | None = None) ->
         value = check("", json.loads(Path(path).read_text(encoding="utf-8")), dict, JSON)
         if version is not None and "schema_version" not in value:
             raise SettingError("schema_version is missing")
-        if version is not None and (found := value.pop("schema_version")) != version:
-            raise SettingError(f"schema_version={json.dumps(found)} must be {version} for this release; make it anew")
+        if version is not None and json.dumps(found := value.pop("schema_version")) != str(version):
+            said = f"schema_version={json.dumps(found)} must be {version} for this release"
+            raise SettingError(said, "make it anew")
         return check("", value, hint, JSON)
     except OSError as error:
-        raise SettingError(f"{os.fspath(path)} cannot be read ({error.strerror}); give another file") from error
+        raise SettingError(f"{os.fspath(path)} cannot be read ({error.strerror})", "give another file") from error
     except SettingError as error:
-        raise SettingError(f"{os.fspath(path)}: {error}") from error
+        raise SettingError(f"{os.fspath(path)}: {error.args[0]}", error.way_out) from error
     except (ValueError, RecursionError) as error:
-        raise SettingError(f"{os.fspath(path)} is no JSON ({error}); give another file") from error
+        raise SettingError(f"{os.fspath(path)} is no JSON ({error})", "give another file") from error
 
 
 def plain(value: Any) -> Any:

@@ -152,7 +152,8 @@ class PlanningProblem:
             most = math.inf if limit is None else limit * share
             return before <= most, last <= most
 
-        return lambda kind: fits(self.costs.kinds[kind].device.memory)
+        held = (self._bytes.of((StageLoad(number, 0, 1),), copies) for number in (in_flight, 1))
+        return Room(lambda kind: fits(self.costs.kinds[kind].device.memory), *held)
 
     @cached_property
     def _bytes(self) -> StageBytes:

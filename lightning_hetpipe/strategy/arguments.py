@@ -1,0 +1,137 @@
+"""Declarations of all settings: the constructors of ``HetPipeStrategy`` and ``WSPCallback``.
+
+They are apart from those classes, whose bases are Lightning's: commands check settings before they load Lightning.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from lightning_hetpipe.launch.wsp_settings import WSPSettings
+from lightning_hetpipe.planning.allocation.groupings import ALLOCATIONS
+from lightning_hetpipe.planning.model.cluster import Cluster
+from lightning_hetpipe.planning.plan.document import Plan
+from lightning_hetpipe.rules.parameter_placement import PLACEMENTS
+from lightning_hetpipe.rules.versions import POLICIES
+from lightning_hetpipe.server.protocol.identifiers import MOST_VIRTUAL_WORKERS
+from lightning_hetpipe.server.transport.security import Security
+from lightning_hetpipe.settings import MOST, Bounds, Choices, Duration, Length, read, seconds
+from lightning_hetpipe.strategy.relations import (
+    Address,
+    Backend,
+    CompileOptions,
+    Count,
+    FewestAndMost,
+    Minibatches,
+    SharesOfStages,
+    check_lengths,
+)
+
+if TYPE_CHECKING:
+    import torch
+    from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+    from lightning.pytorch.accelerators import Accelerator
+    from lightning.pytorch.plugins.precision import Precision
+
+    from lightning_hetpipe.strategy.wsp_callback import WSPCallback
+
+_WaveLength = Annotated[int, Bounds(1, MOST)]
+
+
+class HetPipeArguments:
+    """Constructor of ``HetPipeStrategy``, whose docstring says what each setting means."""
+
+    def __init__(
+        self,
+        stages: Count | Annotated[Sequence[Count], "a list with one for each virtual worker"] = "auto",
+        in_flight: Count = "auto",
+        virtual_workers: Annotated[int, Bounds(1, MOST_VIRTUAL_WORKERS)] | FewestAndMost = 1,
+        weights: Annotated[str, Choices(("auto", *POLICIES))] = "auto",
+        module: Annotated[str, "the name of a module"]
+        | Annotated[Sequence[str], Length(1), "a list of names"]
+        | None = None,
+        plan: Plan | Annotated[str | os.PathLike[str], "the path of one"] | None = None,
+        cluster: Cluster | None = None,
+        allocation: Annotated[str, Choices(ALLOCATIONS)] = "auto",
+        compile: bool | Backend | CompileOptions = False,
+        recompute: bool = False,
+        split: bool | Literal["auto"] | SharesOfStages = False,
+        timeline: bool | Minibatches = False,
+        stage_hosts: Annotated[
+            Mapping[Any, Address],
+            Length(1),
+            "the address of a host for each node of a plan, such as {'attic': '10.0.0.2:7071'}",
+        ]
+        | None = None,
+        lr_correction: Annotated[int, Bounds(1, MOST)] | Literal["auto"] | None = "auto",
+        wsp: WSPCallback | None = None,
+        timeout: Duration = timedelta(minutes=5),
+        capture_timeout: Duration = 60.0,
+        grace: Duration = timedelta(seconds=30),
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+    ) -> None:
+        self._take(locals())
+
+    def _take(self, arguments: Mapping[str, Any]) -> None:
+        """Check and keep ``arguments``."""
+        raise NotImplementedError
+
+
+def _are_distinct(values: Sequence[str]) -> bool:
+    return len({*values}) == len(values)
+
+
+class WSPArguments:
+    """Constructor of ``WSPCallback``, whose docstring says what each setting means.
+
+    Attributes:
+        settings: Its checked arguments.
+    """
+
+    def __init__(
+        self,
+        clock_distance: Annotated[int, Bounds(0, MOST)] | None = None,
+        wave: _WaveLength | Literal["auto"] = "auto",
+        shares: Annotated[
+            Sequence[_WaveLength], Length(1), "the minibatches in a wave of each virtual worker, such as [4, 8]"
+        ]
+        | Literal["equal", "auto"]
+        | None = None,
+        aggregate: Annotated[str, Choices(("sum", "mean"))] = "sum",
+        update_dtype: Annotated[str, Choices(("bfloat16", "float16", "float32"))] | None = None,
+        servers: Annotated[
+            Sequence[Address], Length(1), _are_distinct, "a list of addresses, each once, such as ['10.0.0.1:5000']"
+        ]
+        | None = None,
+        placement: Annotated[str, Choices(PLACEMENTS)] | None = None,
+        security: Security | Mapping[str, Any] | None = None,
+        lease: Duration = timedelta(seconds=30),
+        end_timeout: Duration | None = None,
+        join_timeout: Duration = timedelta(minutes=10),
+        restarts: Annotated[int, Bounds(0, MOST)] = 0,
+    ) -> None:
+        given = read(WSPArguments, locals())
+        check_lengths(wave, shares)
+        if security is not None and not isinstance(security, Security):
+            _ = given.security.from_environment().encrypted  # raises where files are missing
+        own_wave = None if wave == "auto" else wave
+        planned = {"clock_distance": clock_distance, "wave": own_wave, "shares": shares, "placement": placement}
+        values: dict[str, Any] = {
+            "clock_distance": clock_distance or 0,
+            "shares": tuple(shares) if shares is not None and not isinstance(shares, str) else shares or "equal",
+            "servers": None if servers is None else tuple(servers),
+            "placement": placement or "size",
+            "security": given.security or Security(),
+            "lease": seconds(lease),
+            "end_timeout": None if end_timeout is None else seconds(end_timeout),
+            "join_timeout": seconds(join_timeout),
+            "left_out": frozenset(name for name, value in planned.items() if value is None),
+        }
+        self.settings = WSPSettings(**{**vars(given), **values})
