@@ -333,14 +333,8 @@ class Fit(TrainerRun):
             each for each in self._around if in_flight > 1 and each in (self._prediction, self._correction)
         ]
         moved = self._move(layout)
-        stages = StagesApart(
-            settings.hosts,
-            settings.security,
-            self._emulation,
-            settings.accelerators,
-            settings.nodes,
-            settings.virtual_worker if settings.virtual_workers > 1 else None,
-        )
+        worker = settings.virtual_worker if settings.virtual_workers > 1 else None
+        stages = StagesApart(settings.elsewhere, settings.security, self._emulation, worker)
         self._undo.callback(stages.close)
         engine = Engine(
             [(piece.name, piece.layers) for piece in pieces],

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_hetpipe.lightning_private import closure_loss
 from lightning_hetpipe.run.extensions.minibatch_state import LossScale
-from lightning_hetpipe.run.run_settings import check_loss, returned_none
+from lightning_hetpipe.run.run_settings import checked_loss
 
 
 class UserStep:
@@ -32,16 +32,8 @@ class UserStep:
         return output, self._loss_scale.scaled(number, self.loss_of(output))
 
     def loss_of(self, output: Any) -> Tensor:
-        """The loss in what the step returned.
-
-        Raises:
-            SettingError: where it is None, not a single number, or without a gradient.
-        """
-        loss = closure_loss(output, self._trainer.accumulate_grad_batches)
-        if loss is None:
-            raise returned_none()
-        check_loss(loss)
-        return loss
+        """The loss in what the step returned, which is checked."""
+        return checked_loss(closure_loss(output, self._trainer.accumulate_grad_batches))
 
     def default_dtype(self) -> torch.dtype | None:
         """The default dtype within ``training_step``, where the precision plugin makes it another one."""

@@ -454,8 +454,7 @@ class HetPipeStrategy(HetPipeArguments, ParallelStrategy):
         """Refuse a fit that cannot be."""
         run_settings.check_batchnorm(synchronises_batchnorm(self))
         if not wanted.is_spread:
-            run_settings.check_module(trainer.lightning_module, wanted.way_out)
-            run_settings.check_precision(self.precision_plugin)
+            run_settings.check_trained(trainer.lightning_module, self.precision_plugin, wanted.way_out)
         if self._workers.group is not None:
             together.check_together(trainer)
         if wanted.is_spread:
