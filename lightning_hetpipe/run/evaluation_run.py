@@ -235,13 +235,9 @@ class UnchangedWeights(Extension):
 
 
 class EvaluatedPieces(PieceForwards, Extension):
-    """Stands in for the ``forward`` of the evaluated modules.
+    """Stands in for the ``forward`` of the pieces of ``evaluation``; ``evaluator`` may run the ``pipelined`` ones.
 
-    Args:
-        evaluation: With its pieces, and their layout.
-        evaluator: Runs them.
-        pipelined: Those of the pieces that the pipeline may run.
-        tag: Names a batch, for random numbers.
+    ``tag`` names a batch, for random numbers.
     """
 
     def __init__(

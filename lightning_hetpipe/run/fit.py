@@ -81,15 +81,7 @@ from lightning_hetpipe.workers.synchroniser import NoSynchroniser, Synchroniser
 
 
 class Fit(TrainerRun):
-    """One ``fit``, with its validation.
-
-    Args:
-        trainer, precision: Lightning's.
-        settings: What the strategy was asked for.
-        run_seed: Seed of the run's random numbers.
-        synchroniser: What virtual workers share; has met the others.
-        reported: Is given the report, at the end of training.
-    """
+    """One ``fit``, with its validation; ``reported`` is given the report at the end of training."""
 
     def __init__(
         self,
@@ -300,8 +292,7 @@ class Fit(TrainerRun):
 
     def _spread_run(self, settings: RunSettings) -> SpreadRun:
         self._stays, self._looks_ahead = True, False
-        computed, optimizers = self._driver.computed, self._trainer.optimizers
-        run = SpreadRun(self._module, settings, computed, self._operands, optimizers)
+        run = SpreadRun(self._module, settings, self._driver.computed, self._operands)
         self._steps = SpreadSteps(self._driver, self._around)
         self._report = run.report
         self._lacking = lambda: spread_run.LACKING
@@ -440,11 +431,7 @@ class Fit(TrainerRun):
         return versions
 
     def _move(self, layout: Layout) -> bool:
-        """Moves layers to the stages' devices.
-
-        Returns:
-            Whether the last one's is another device than that of the last provisional stage.
-        """
+        """Move layers to the stages' devices. Return True if the last stage is on another device than provisionally."""
         moved: bool = layout.devices[-1] != self._trainer.strategy.root_device
         move_to_devices(layout, self._module, self._trainer.optimizers[0])
         self._driver.extensions.tell(Extension.placed)

@@ -38,10 +38,6 @@ from lightning_hetpipe.workers.weight_copies import copies_kept
 class PlannedDevices:
     """Finds the devices of this virtual worker's stages: the Trainer's, those of a cluster, or those of a plan.
 
-    Args:
-        given: Settings of ``HetPipeStrategy``.
-        workers: The virtual workers, with the plan.
-
     Raises:
         SettingError: for settings that contradict each other, or the plan.
     """

@@ -47,12 +47,7 @@ T = TypeVar("T")
 class VirtualWorkers:
     """Virtual workers of a run as this process sees them: its rank, and how all start, meet, share data and leave.
 
-    Each is one process. There is no process group.
-
-    Args:
-        given: Settings of ``HetPipeStrategy``.
-        plan: To be followed.
-        in_flight: Gives Nm of the training that runs.
+    Each is one process. There is no process group. ``in_flight`` gives Nm of the training that runs.
     """
 
     def __init__(self, given: SimpleNamespace, plan: Plan | None, in_flight: Callable[[], int]) -> None:
