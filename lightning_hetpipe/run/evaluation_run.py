@@ -235,7 +235,7 @@ class UnchangedWeights(Extension):
 
 
 class EvaluatedPieces(PieceForwards, Extension):
-    """Stands in for the ``forward`` of the pieces of ``evaluation``; ``evaluator`` may run the ``pipelined`` ones.
+    """Stands in for the ``forward`` of pieces of ``evaluation``, of which ``evaluator`` runs those ``pipelined``.
 
     ``tag`` names a batch, for random numbers.
     """

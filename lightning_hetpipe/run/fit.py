@@ -81,7 +81,7 @@ from lightning_hetpipe.workers.synchroniser import NoSynchroniser, Synchroniser
 
 
 class Fit(TrainerRun):
-    """One ``fit``, with its validation; ``reported`` is given the report at the end of training."""
+    """One ``fit``, with its validation. At the end of training it gives its report to ``reported``."""
 
     def __init__(
         self,

@@ -8,7 +8,7 @@ run. On several devices, the operands of each operation are brought together
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -109,10 +109,11 @@ class SpreadRun(Extension):
                     layer_types=[type(layer).__name__ for layer in layers.values()],
                     time_s=self._busy / max(1, self._meter.minibatches) if whole else 0.0,
                     busy=min(1.0, self._busy / seconds) if whole else None,
-                    parameters=_count(self.module.parameters() if whole else _parameters(layers.values())),
+                    parameters=sum(each.numel() for each in (self.module if whole else own).parameters()),
                     device_bytes=device_bytes(device),
                 )
                 for device, layers in stages
+                for own in [nn.ModuleList(layers.values())]
             ],
             spread=True,
         )
@@ -208,11 +209,3 @@ def _parts(modules: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
         for name, part in module.named_modules(prefix=path)
         if not any(True for _ in part.children()) or any(True for _ in part.parameters(recurse=False))
     }
-
-
-def _parameters(layers: Iterable[nn.Module]) -> Iterable[nn.Parameter]:
-    return nn.ModuleList(layers).parameters()
-
-
-def _count(parameters: Iterable[nn.Parameter]) -> int:
-    return sum(parameter.numel() for parameter in parameters)

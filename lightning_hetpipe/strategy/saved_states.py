@@ -69,8 +69,6 @@ def add_states(
     come one after the other, and virtual worker 0 keeps them in files without a name, until the checkpoint is written.
 
     Args:
-        checkpoint: What Lightning would save here, with states of optimizers.
-        group: The virtual workers.
         plugin: The precision plugin's key.
         rounded: What ``update_dtype`` has taken from the updates so far, to go into the next.
         folder: Where virtual worker 0 has room for files; by default the system's folder for temporary ones.
@@ -97,13 +95,8 @@ def take_state(
 
     Another number of virtual workers, or one whose state is missing, goes on from virtual worker 0's, and it is said.
 
-    Args:
-        checkpoint: As loaded from ``path``.
-        path: For errors.
-        resuming: Whether training goes on from it.
-
     Returns:
-        ``rounded``, as saved; empty if there was none.
+        ``rounded`` as saved, if training goes on from the checkpoint.
 
     Raises:
         SettingError: if the state cannot be read.

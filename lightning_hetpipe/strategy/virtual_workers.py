@@ -109,7 +109,7 @@ class VirtualWorkers:
         elif rank.size > 1 or rank.nodes > 1:
             self._launcher = Launcher(
                 rank,
-                self._told_to_children,
+                self._serve_children,
                 on_end=lambda local, code: program_group.note_end(rank.index - rank.local + local, code),
                 closed=program_group.end,
                 end_timeout=lambda: self.settings().end_timeout,
@@ -131,8 +131,8 @@ class VirtualWorkers:
         check_returning(self._trainer, self.rank.index)
         return returning.checkpoint
 
-    def _told_to_children(self) -> dict[str, str]:
-        """Starts the server of this launch, unless others were named; gives what children need to find it."""
+    def _serve_children(self) -> dict[str, str]:
+        """Start the server of this launch, unless others were named. Return what children need to find it."""
         self.check_shares()
         wsp, nodes = self.settings(), self._serving_nodes()
         if nodes is not None:
@@ -144,8 +144,8 @@ class VirtualWorkers:
         """The nodes of a plan, where some serve stages of virtual workers that others lead, and are to start hosts."""
         return host_setting.serving_nodes(self.plan, self._is_emulated, self.hosts)
 
-    def found_hosts(self) -> node_hosts.FoundHosts | None:
-        """Addresses at which nodes of this launch serve, where some do."""
+    def find_hosts(self) -> node_hosts.FoundHosts | None:
+        """Find the addresses at which nodes of this launch serve, if some do."""
         if (nodes := self._serving_nodes()) is None:
             return None
         return node_hosts.find(self.rank, self._environment, self.settings(), self.timeout, nodes)
@@ -179,7 +179,7 @@ class VirtualWorkers:
         """Meet the other virtual workers, if there are any. In a later run of the program they are together already."""
         self.failure = None
         self.check_shares()
-        hosts = self.found_hosts()
+        hosts = self.find_hosts()
         if self.rank.size == 1:
             return
         wsp = self.settings()
