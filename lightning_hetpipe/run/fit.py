@@ -190,7 +190,7 @@ class Fit(TrainerRun):
             self._prediction.restore(changes)
 
     def trained_in_flight(self, before: int) -> int:
-        return self.pipeline.in_flight
+        return 1 if self.pipeline is None else self.pipeline.in_flight
 
     # Lightning's step.
 
@@ -227,12 +227,12 @@ class Fit(TrainerRun):
 
     def runs_ahead(self) -> bool:
         engine = self.pipeline
-        return isinstance(engine, Engine) and self._versions(engine.versions.policy, engine.in_flight, 0).runs_ahead
+        return engine is not None and self._versions(engine.versions.policy, engine.in_flight, 0).runs_ahead
 
     def limit(self, in_flight: int) -> int:
         if self._trainer.should_stop:
             return 1
-        if isinstance(self.pipeline, Engine):
+        if self.pipeline is not None:
             in_flight = self.pipeline.versions.ahead(self.begun())
         max_steps, accumulate = self._trainer.fit_loop.epoch_loop.max_steps, self._trainer.accumulate_grad_batches
         if max_steps == -1:
@@ -408,7 +408,7 @@ class Fit(TrainerRun):
             self._synchroniser.let_go()
 
     def _most_steps(self) -> int:
-        return self.pipeline.versions.most_steps if isinstance(self.pipeline, Engine) else 0
+        return 0 if self.pipeline is None else self.pipeline.versions.most_steps
 
     def _moves(self) -> Moves:
         """Expected changes of parameters by the next step, with its own rate."""

@@ -463,4 +463,4 @@ class HetPipeStrategy(HetPipeArguments, ParallelStrategy):
             compile_setting.check(self.compile, self._devices.usable())
 
     def _in_flight_now(self) -> int:
-        return self._run.pipeline.in_flight
+        return 1 if self._run.pipeline is None else self._run.pipeline.in_flight

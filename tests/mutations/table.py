@@ -359,7 +359,7 @@ MUTATIONS = (
         "L8",
         "Lightning's thread keeps the lock while it waits",
         "run/driver.py",
-        "return self._pipeline.unlocked() if current() is None else nullcontext()",
+        "return nullcontext() if self._pipeline is None or current() is not None else self._pipeline.unlocked()",
         "return nullcontext()",
         ("tests/exact/test_data.py", "-k", "next_batch"),
     ),
