@@ -36,10 +36,9 @@ import inspect
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
-from functools import partial
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import lightning as L
 import torch
@@ -68,6 +67,8 @@ EvaluatingLoop = _EvaluationLoop | _PredictionLoop
 DataLoaderIterFetcher = _DataLoaderIterDataFetcher
 TunerExit = _TunerExitException
 
+C = TypeVar("C", bound=L.Callback)
+
 BEFORE_TRANSFER = "_on_before_batch_transfer"
 """The LightningModule's method through which the user's ``on_before_batch_transfer`` runs."""
 
@@ -80,10 +81,15 @@ def closure_loss(output: Any, divisor: int) -> Tensor | None:
     return ClosureResult.from_training_step_output(output, divisor).closure_loss
 
 
+def callbacks_of(trainer: L.Trainer | None, *kinds: type[C]) -> list[C]:
+    """The callbacks of ``trainer`` that are of one of the ``kinds``."""
+    callbacks: list[L.Callback] = getattr(trainer, "callbacks", [])  # set by a connector, without declaring it
+    return [each for each in callbacks if isinstance(each, kinds)]
+
+
 def averages(trainer: L.Trainer) -> list[Tensor]:
     """The averages of weights and buffers that callbacks keep."""
-    callbacks: list[L.Callback] = getattr(trainer, "callbacks", [])  # set by a connector, without declaring it
-    models = [callback._average_model for callback in callbacks if isinstance(callback, WeightAveraging)]
+    models = [callback._average_model for callback in callbacks_of(trainer, WeightAveraging)]
     return [tensor for model in models if model is not None for tensor in model.state_dict().values()]
 
 
@@ -92,16 +98,13 @@ def average_on_host(trainer: L.Trainer) -> Callable[[], None]:
 
     Lightning would have all of them on the root device. Returns the undoing.
     """
-    callbacks: list[L.Callback] = getattr(trainer, "callbacks", [])  # set by a connector, without declaring it
-    averaging = [each for each in callbacks if isinstance(each, WeightAveraging | StochasticWeightAveraging)]
-    changed = [callback for callback in averaging if callback._device is None]
-    _average_on(torch.device("cpu"), changed)
-    return partial(_average_on, None, changed)
-
-
-def _average_on(device: torch.device | None, callbacks: Sequence[WeightAveraging | StochasticWeightAveraging]) -> None:
-    for callback in callbacks:
-        callback._device = device
+    averaging: list[Any] = callbacks_of(trainer, WeightAveraging, StochasticWeightAveraging)
+    undo = ExitStack()
+    for callback in averaging:
+        if callback._device is None:
+            undo.callback(setattr, callback, "_device", None)
+            callback._device = torch.device("cpu")
+    return undo.close
 
 
 def begun_minibatches(trainer: L.Trainer) -> tuple[int, int]:

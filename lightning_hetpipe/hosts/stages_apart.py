@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from secrets import token_hex
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
@@ -26,34 +26,40 @@ from lightning_hetpipe.server.process.sessions import SessionChannel
 from lightning_hetpipe.server.transport.interface import Channel
 from lightning_hetpipe.server.transport.security import Security, is_loopback, joined, split
 
-NO_ACCELERATORS: Mapping[int, Sequence[tuple[int, str]]] = {}
-NO_NODES: Mapping[int, str] = {}
+
+class StageElsewhere(NamedTuple):
+    """Place of a stage on another machine.
+
+    Attributes:
+        address: Address of its host.
+        node: Name of the machine in the plan.
+        accelerators: Number and name, on that machine, of the accelerator that the stage is on, and then of each member
+            of its group; empty for a CPU.
+    """
+
+    address: str
+    node: str
+    accelerators: Sequence[tuple[int, str]]
 
 
 class StagesApart:
     """Makes stages, and knows those on other machines.
 
     Args:
-        addresses: Of the hosts of stages that are on other machines, by their numbers.
-        security: Certificates and token for these.
+        places: Places of stages on other machines, by their numbers.
+        security: Certificates and token for their hosts.
         emulation: Of the stages, where their devices are not here.
-        accelerators: Number and name, on their machines, of the accelerators that stages of ``addresses`` are on, and
-            then of each member of their groups.
-        nodes: Names of their machines in the plan.
         worker: Number of the virtual worker; None where there is but one.
     """
 
     def __init__(
         self,
-        addresses: Mapping[int, str],
+        places: Mapping[int, StageElsewhere],
         security: Security,
-        emulation: Emulation | None = None,
-        accelerators: Mapping[int, Sequence[tuple[int, str]]] = NO_ACCELERATORS,
-        nodes: Mapping[int, str] = NO_NODES,
-        worker: int | None = None,
+        emulation: Emulation | None,
+        worker: int | None,
     ) -> None:
-        self._addresses, self._security, self._emulation = addresses, security, emulation
-        self._accelerators, self._nodes = accelerators, nodes
+        self._places, self._security, self._emulation = places, security, emulation
         self._whose = "" if worker is None else f" of virtual worker {worker}"
         self._stages: list[RemoteStage] = []
         self._unreached: dict[int, str] = {}
@@ -70,7 +76,7 @@ class StagesApart:
         if stage is None:
             return HERE
         assert isinstance(channel, SessionChannel)
-        inside = is_loopback(split(channel.address)[0]) and not is_loopback(split(self._addresses[stage.index])[0])
+        inside = is_loopback(split(channel.address)[0]) and not is_loopback(split(self._places[stage.index].address)[0])
         why = f"{channel.address} is of this machine alone" if inside else stage.holder.cannot_reach(channel)
         if why is None:
             return stage.holder
@@ -86,7 +92,7 @@ class StagesApart:
         return next((stage for stage in self._stages if stage.has(parameter)), None)
 
     def _machine(self, stage: RemoteStage) -> str:
-        return split(self._addresses[stage.index])[0]
+        return split(self._places[stage.index].address)[0]
 
     def close(self) -> None:
         """End the hosts."""
@@ -100,8 +106,8 @@ class StagesApart:
         Raises:
             SettingError: if it is planned for another machine, and a layer has no graph.
         """
-        address = self._addresses.get(index)
-        if address is None:
+        place = self._places.get(index)
+        if place is None:
             return Stage(index=index, segments=segments, layers=layers, **more)
         try:
             CODE.write(layers_as_data([layers[number] for segment in segments for number in segment.layers]))
@@ -110,9 +116,8 @@ class StagesApart:
                 f"stage {index} is planned for another machine, and has to stay in this process, as {reason}; plan its"
                 " layers for the node of the last stage"
             ) from None
-        connect = partial(HostConnection, address, self._security, self._nodes.get(index, ""))
-        own = self._accelerators.get(index, ())
-        stage = RemoteStage(connect, own, index=index, segments=segments, layers=layers, **more)
+        connect = partial(HostConnection, place.address, self._security, place.node)
+        stage = RemoteStage(connect, place.accelerators, index=index, segments=segments, layers=layers, **more)
         stage.emulation, stage.whose = self._emulation, self._whose
         self._stages.append(stage)
         return stage
@@ -124,7 +129,7 @@ class StagesApart:
             SettingError: as it holds the loss, or a host has not got a device.
             torch.OutOfMemoryError: if a device has no room for the weights.
         """
-        for index in self._addresses:
+        for index in self._places:
             if not isinstance(stages[index], RemoteStage):
                 raise SettingError(
                     f"stage {index} is planned for another machine, and the loss follows it, which stays in this"
@@ -176,6 +181,6 @@ class StagesApart:
 
     def tell(self) -> None:
         """Say where stages on other machines are, once for all virtual workers."""
-        if self._addresses:
-            told = "; ".join(f"stage {index} is at {address}" for index, address in self._addresses.items())
+        if self._places:
+            told = "; ".join(f"stage {index} is at {address}" for index, (address, *_) in self._places.items())
             rank_zero_info(f"hetpipe: {told}")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -116,14 +117,13 @@ class Correction(NamedTuple):
     least: int = 1
 
 
+@dataclass(eq=False)
 class RateCorrection(AroundStep):
     """Multiplies the learning rates of ``optimizer`` by tau^(min(t / K, 1) - 1), within its steps only.
 
     Schedulers, loggers and checkpoints see the rates that the user has set.
 
-    Args:
-        optimizer: The optimizer.
-        setting: K, and the least tau.
+    Attributes:
         steps: Gives the largest number of optimizer steps that minibatches miss; tau is one more.
         update: Gives t, the number of updates so far.
 
@@ -131,20 +131,19 @@ class RateCorrection(AroundStep):
         SettingError: for an optimizer that takes no hooks.
     """
 
-    def __init__(
-        self, optimizer: torch.optim.Optimizer, setting: Correction, steps: Callable[[], int], update: Callable[[], int]
-    ) -> None:
-        check_hooks(optimizer, f"lr_correction={setting.updates}")
-        self._optimizer = optimizer
-        self._setting = setting
-        self._steps = steps
-        self._update = update
+    optimizer: torch.optim.Optimizer
+    setting: Correction
+    steps: Callable[[], int]
+    update: Callable[[], int]
+
+    def __post_init__(self) -> None:
+        check_hooks(self.optimizer, f"lr_correction={self.setting.updates}")
 
     @property
     def factor(self) -> float:
         """Factor of the next update's rates."""
-        left, steps = 1 - min(self._update() / self._setting.updates, 1.0), self._steps()
-        return float(max(1 + steps, self._setting.least) ** -left) if steps else 1.0
+        left, steps = 1 - min(self.update() / self.setting.updates, 1.0), self.steps()
+        return float(max(1 + steps, self.setting.least) ** -left) if steps else 1.0
 
     @property
     def is_secret(self) -> bool:
@@ -153,7 +152,7 @@ class RateCorrection(AroundStep):
     @contextmanager
     def stepping(self) -> Iterator[None]:
         """Open around what a step computes, or what depends on the next one's rate."""
-        factor, groups = self.factor, self._optimizer.param_groups
+        factor, groups = self.factor, self.optimizer.param_groups
         before = [group["lr"] for group in groups]
         if factor != 1.0:
             for group in groups:

@@ -7,17 +7,15 @@ one has been started, and until then lets the user's step run in Lightning's own
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
-from types import MappingProxyType
-from typing import Any, Generic, NoReturn, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
-from lightning_hetpipe.lightning_private import DataFetcher, with_workers
+from lightning_hetpipe.lightning_private import DataFetcher
 from lightning_hetpipe.pipeline.user.batch_in_flight import BatchInFlight, current
 from lightning_hetpipe.pipeline.user.runner_pool import RunnerPool
 from lightning_hetpipe.pipeline.user.user_section import UserSection
-from lightning_hetpipe.redirect import Redirect
 from lightning_hetpipe.run.lifecycle import Extension, Extensions
 from lightning_hetpipe.run.look_ahead import LookAhead
 
@@ -44,38 +42,8 @@ class Loop(Protocol):
     def prepare(self, batch: Any, dataloader_idx: int) -> Any:
         """Moves ``batch`` to the devices, with all hooks."""
 
-    def submit(self, number: int, batch: Any, ahead: int, batch_idx: int, dataloader_idx: int) -> None:
-        """Puts minibatch ``number`` in flight, ``ahead`` minibatches after the next one."""
-
-
-class NoPipeline:
-    """Stands in for the pipeline as long as the user's steps run in Lightning's own thread."""
-
-    in_flight = 1
-    minibatches: Mapping[int, Any] = MappingProxyType({})
-
-    def finish(self, number: int) -> NoReturn:
-        raise LookupError(f"minibatch {number} is not in flight")
-
-    def begin(self, version: int) -> None: ...
-
-    def publish(self, version: int) -> None: ...
-
-    def show(self, flight: Any) -> None: ...
-
-    def discard(self) -> None: ...
-
-    def drain(self) -> None: ...
-
-    def offer(self) -> None: ...
-
-    def close(self) -> None: ...
-
-    def unlocked(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def computing(self) -> AbstractContextManager[None]:
-        return nullcontext()
+    def submit(self, number: int, batch: Any, batch_idx: int, dataloader_idx: int) -> None:
+        """Puts minibatch ``number`` in flight."""
 
 
 class Driver(Generic[F]):
@@ -84,6 +52,7 @@ class Driver(Generic[F]):
     Attributes:
         extensions: Told of each event.
         restarts: Whether the pipeline starts empty at the next version, for whatever reason.
+        copies_batches: Whether the loader was seen to put a batch into the memory of an earlier one.
     """
 
     def __init__(self, loop: Loop) -> None:
@@ -91,8 +60,8 @@ class Driver(Generic[F]):
         self.restarts = False
         self.copies_batches = False
         self._over = -1  # the last step of which `stepped` was told
-        self._loop = loop
-        self._pipeline: RunnerPool[F] | NoPipeline = NoPipeline()
+        self.loop = loop
+        self._pipeline: RunnerPool[F] | None = None  # until then the user's steps run in Lightning's own thread
 
     def start(self, pipeline: RunnerPool[F]) -> None:
         """Start ``pipeline``, in which the user's steps run from the next minibatch on."""
@@ -104,7 +73,8 @@ class Driver(Generic[F]):
         with ExitStack() as stack:
             stack.callback(self.extensions.close)
             stack.callback(self.extensions.tell, Extension.discarded)
-            self._pipeline.close()
+            if self._pipeline is not None:
+                self._pipeline.close()
 
     # Lightning's loop.
 
@@ -112,7 +82,7 @@ class Driver(Generic[F]):
         """One run of Lightning's loop over ``fetcher``: an epoch."""
         self.restarts = True
         self._over = -1  # a search for a learning rate has the same numbers again
-        self.extensions.tell(Extension.epoch_begins, self._loop.begun() + 1)
+        self.extensions.tell(Extension.epoch_begins, self.loop.begun() + 1)
         if looks_ahead:
             ahead = LookAhead(fetcher, self)
             try:
@@ -126,11 +96,11 @@ class Driver(Generic[F]):
 
     def is_in_flight(self, number: int) -> bool:
         """Tell whether minibatch ``number`` was submitted, and is not finished."""
-        return number in self._pipeline.minibatches
+        return self._pipeline is not None and number in self._pipeline.minibatches
 
     def in_flight(self) -> list[BatchInFlight]:
         """The minibatches in flight, also those that are done and that Lightning's loop has not come to."""
-        return list(self._pipeline.minibatches.values())
+        return [] if self._pipeline is None else list(self._pipeline.minibatches.values())
 
     def step_inline(self, number: int, native: Callable[..., Any], args: Sequence[Any]) -> Any:
         """Run the user's step for minibatch ``number`` in Lightning's own thread, by its own step ``native``."""
@@ -146,6 +116,7 @@ class Driver(Generic[F]):
 
     def finish(self, number: int, args: Sequence[Any]) -> F:
         """Lightning's loop is at step ``number``, which is in flight, with ``args``; waits for it."""
+        assert self._pipeline is not None
         try:
             with self.extensions.around(Extension.waiting, number):
                 flight = self._pipeline.finish(number)
@@ -161,6 +132,7 @@ class Driver(Generic[F]):
 
     def publish(self, version: int) -> None:
         """Make the live weights ``version``, which minibatches find from now on."""
+        assert self._pipeline is not None
         tell, around = self.extensions.tell, self.extensions.around
         self._step_over(version)
         tell(Extension.settled, version)
@@ -177,13 +149,14 @@ class Driver(Generic[F]):
 
     def discard(self) -> None:
         """Drops what is in flight."""
-        self._pipeline.discard()
+        if self._pipeline is not None:
+            self._pipeline.discard()
         self.extensions.tell(Extension.discarded)
 
     @contextmanager
     def evaluating(self, drains: bool = True) -> Iterator[None]:
         """Around an evaluation: what is in flight waits; without ``drains`` nothing ever is."""
-        number = self._loop.begun()
+        number = self.loop.begun()
         if drains:
             with self.extensions.around(Extension.draining, number):
                 self.drain()
@@ -193,24 +166,26 @@ class Driver(Generic[F]):
     @contextmanager
     def synchronising(self) -> Iterator[None]:
         """Raise ``synchronising`` around a synchronisation with other virtual workers, in which user code may run."""
-        with self.extensions.around(Extension.synchronising, self._loop.begun()), self.unlocked():
+        with self.extensions.around(Extension.synchronising, self.loop.begun()), self.unlocked():
             yield
 
     def offer(self) -> None:
         """Let sections of user code that stages wait for run; called between Lightning's hooks."""
-        self._pipeline.offer()
+        if self._pipeline is not None:
+            self._pipeline.offer()
 
     def unlocked(self) -> AbstractContextManager[None]:
         """Give the lock over user code away during a wait of Lightning's thread; in a runner's thread do nothing."""
-        return self._pipeline.unlocked() if current() is None else nullcontext()
+        return nullcontext() if self._pipeline is None or current() is not None else self._pipeline.unlocked()
 
     def computing(self) -> AbstractContextManager[None]:
         """Give the lock over user code away while Lightning's thread computes without user code, as in a copy."""
-        return self._pipeline.computing()
+        return nullcontext() if self._pipeline is None else self._pipeline.computing()
 
     def drain(self) -> None:
         """Waits until nothing in flight moves."""
-        self._pipeline.drain()
+        if self._pipeline is not None:
+            self._pipeline.drain()
 
     def _step_over(self, version: int) -> None:
         """Raise ``stepped``, once for each step."""
@@ -221,29 +196,20 @@ class Driver(Generic[F]):
     # What the look-ahead asks.
 
     def runs_ahead(self) -> bool:
-        return self._pipeline.in_flight > 1 and self._loop.runs_ahead()
+        """Tell whether several batches may be in flight in this epoch."""
+        return self._pipeline is not None and self._pipeline.in_flight > 1 and self.loop.runs_ahead()
 
     def next_batch(self) -> None:
+        """Lightning asks for a batch: the step before it is over."""
         if self.runs_ahead():
-            self.publish(self._loop.begun())
-        elif not isinstance(self._pipeline, NoPipeline):  # hooks may change weights until the step publishes them
-            self._step_over(self._loop.begun())
+            self.publish(self.loop.begun())
+        elif self._pipeline is not None:  # hooks may change weights until the step publishes them
+            self._step_over(self.loop.begun())
 
     def ahead_limit(self) -> int:
-        return max(1, self._loop.limit(self._pipeline.in_flight))
-
-    def fetching(self, ahead: int) -> AbstractContextManager[None]:
-        return self.extensions.around(Extension.fetching, self._loop.begun() + 1 + ahead)
-
-    def prepare(self, batch: Any, ahead: int, dataloader_idx: int) -> Any:
-        with self.extensions.around(Extension.transferring, self._loop.begun() + 1 + ahead):
-            return self._loop.prepare(batch, dataloader_idx)
-
-    def submit(self, batch: Any, ahead: int, batch_idx: int, dataloader_idx: int) -> None:
-        self._loop.submit(self._loop.begun() + 1 + ahead, batch, ahead, batch_idx, dataloader_idx)
-
-    def on_iterators(self, fetcher: DataFetcher) -> list[Redirect]:
-        return with_workers(fetcher, self.unlocked, self.drain)
+        """Number of batches, from the one that Lightning asks for, that may be in flight now."""
+        assert self._pipeline is not None
+        return max(1, self.loop.limit(self._pipeline.in_flight))
 
     # What the loop asks.
 

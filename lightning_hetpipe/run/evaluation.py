@@ -49,14 +49,7 @@ _STAGES = {
 
 
 class Evaluation(TrainerRun):
-    """The runs of one of Lightning's evaluating loops.
-
-    Args:
-        trainer: Lightning's.
-        loop: Its loop.
-        precision: The precision plugin.
-        settings: What the strategy was asked for.
-        run_seed: Seed of the run's random numbers.
+    """The runs of one of Lightning's evaluating loops, ``loop``.
 
     Attributes:
         pieces: What a pipeline may run, once it is known.

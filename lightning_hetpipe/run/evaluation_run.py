@@ -150,7 +150,7 @@ class EvaluationRun:
     def prepare(self, batch: Any, dataloader_idx: int) -> Any:
         return prepared(batch, dataloader_idx, self._evaluation.trainer, self._evaluation.precision)
 
-    def submit(self, number: int, batch: Any, ahead: int, batch_idx: int, dataloader_idx: int) -> None:
+    def submit(self, number: int, batch: Any, batch_idx: int, dataloader_idx: int) -> None:
         evaluation, evaluator, hook = self._evaluation, self._evaluator, self._hook
         assert evaluator is not None
         args = evaluation_arguments(evaluation.loop, hook, batch, batch_idx, dataloader_idx)
@@ -235,13 +235,9 @@ class UnchangedWeights(Extension):
 
 
 class EvaluatedPieces(PieceForwards, Extension):
-    """Stands in for the ``forward`` of the evaluated modules.
+    """Stands in for the ``forward`` of pieces of ``evaluation``, of which ``evaluator`` runs those ``pipelined``.
 
-    Args:
-        evaluation: With its pieces, and their layout.
-        evaluator: Runs them.
-        pipelined: Those of the pieces that the pipeline may run.
-        tag: Names a batch, for random numbers.
+    ``tag`` names a batch, for random numbers.
     """
 
     def __init__(

@@ -20,6 +20,7 @@ from lightning_hetpipe.capture.pieces import named_pieces
 from lightning_hetpipe.capture.profiling import ProfilingInput
 from lightning_hetpipe.capture.watch import TrainingWatch
 from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.lightning_private import callbacks_of
 from lightning_hetpipe.pipeline.operands import OperandsTogether
 from lightning_hetpipe.pipeline.random.generators import RandomGenerators
 from lightning_hetpipe.placement.decision import Decision, without_gain
@@ -92,11 +93,10 @@ class FirstMinibatch(Extension):
     stay: Callable[[], None]
 
     def __post_init__(self) -> None:
-        callbacks = getattr(self.trainer, "callbacks", [])  # set by a connector, without declaring it
         self._module: L.LightningModule = self.trainer.lightning_module
         self._names = named_pieces(self._module, self.settings.module)
         self._finetuned = trains_frozen_later(self.trainer)
-        self._averaged = any(isinstance(callback, StochasticWeightAveraging) for callback in callbacks)
+        self._averaged = bool(callbacks_of(self.trainer, StochasticWeightAveraging))
         self._watch: TrainingWatch
         self._outside: OutsideParameters
         self._waited: str | None = None  # the call, in the step, in which virtual workers have waited for each other

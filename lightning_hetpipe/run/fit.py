@@ -81,15 +81,7 @@ from lightning_hetpipe.workers.synchroniser import NoSynchroniser, Synchroniser
 
 
 class Fit(TrainerRun):
-    """One ``fit``, with its validation.
-
-    Args:
-        trainer, precision: Lightning's.
-        settings: What the strategy was asked for.
-        run_seed: Seed of the run's random numbers.
-        synchroniser: What virtual workers share; has met the others.
-        reported: Is given the report, at the end of training.
-    """
+    """One ``fit``, with its validation. At the end of training it gives its report to ``reported``."""
 
     def __init__(
         self,
@@ -198,7 +190,7 @@ class Fit(TrainerRun):
             self._prediction.restore(changes)
 
     def trained_in_flight(self, before: int) -> int:
-        return self.pipeline.in_flight
+        return 1 if self.pipeline is None else self.pipeline.in_flight
 
     # Lightning's step.
 
@@ -235,12 +227,12 @@ class Fit(TrainerRun):
 
     def runs_ahead(self) -> bool:
         engine = self.pipeline
-        return isinstance(engine, Engine) and self._versions(engine.versions.policy, engine.in_flight, 0).runs_ahead
+        return engine is not None and self._versions(engine.versions.policy, engine.in_flight, 0).runs_ahead
 
     def limit(self, in_flight: int) -> int:
         if self._trainer.should_stop:
             return 1
-        if isinstance(self.pipeline, Engine):
+        if self.pipeline is not None:
             in_flight = self.pipeline.versions.ahead(self.begun())
         max_steps, accumulate = self._trainer.fit_loop.epoch_loop.max_steps, self._trainer.accumulate_grad_batches
         if max_steps == -1:
@@ -251,14 +243,14 @@ class Fit(TrainerRun):
     def prepare(self, batch: Any, dataloader_idx: int) -> Any:
         return prepared(batch, 0, self._trainer, self._precision)
 
-    def submit(self, number: int, batch: Any, ahead: int, batch_idx: int, dataloader_idx: int) -> None:
+    def submit(self, number: int, batch: Any, batch_idx: int, dataloader_idx: int) -> None:
         if batch is None:
             raise SettingError(
                 "train_dataloader yielded None, for which no minibatch can be in flight; leave such batches out, or set"
                 " in_flight=1"
             )
-        in_epoch = begun_minibatches(self._trainer)[1]
-        self._steps.submit(number, step_arguments(self._trainer, batch, in_epoch + ahead))
+        begun, in_epoch = begun_minibatches(self._trainer)
+        self._steps.submit(number, step_arguments(self._trainer, batch, in_epoch + number - begun - 1))
 
     # The pipeline.
 
@@ -300,8 +292,7 @@ class Fit(TrainerRun):
 
     def _spread_run(self, settings: RunSettings) -> SpreadRun:
         self._stays, self._looks_ahead = True, False
-        computed, optimizers = self._driver.computed, self._trainer.optimizers
-        run = SpreadRun(self._module, settings, computed, self._operands, optimizers)
+        run = SpreadRun(self._module, settings, self._driver.computed, self._operands)
         self._steps = SpreadSteps(self._driver, self._around)
         self._report = run.report
         self._lacking = lambda: spread_run.LACKING
@@ -333,14 +324,8 @@ class Fit(TrainerRun):
             each for each in self._around if in_flight > 1 and each in (self._prediction, self._correction)
         ]
         moved = self._move(layout)
-        stages = StagesApart(
-            settings.hosts,
-            settings.security,
-            self._emulation,
-            settings.accelerators,
-            settings.nodes,
-            settings.virtual_worker if settings.virtual_workers > 1 else None,
-        )
+        worker = settings.virtual_worker if settings.virtual_workers > 1 else None
+        stages = StagesApart(settings.elsewhere, settings.security, self._emulation, worker)
         self._undo.callback(stages.close)
         engine = Engine(
             [(piece.name, piece.layers) for piece in pieces],
@@ -399,16 +384,16 @@ class Fit(TrainerRun):
         telemetry = Telemetry(trainer, engine, layout, self._synchroniser.metrics)
         self._report = lambda: replace(telemetry.report(), taken_apart=apart.reasons)
         self._steps = steps = PipelinedSteps(
-            trainer,
             driver,
+            self._around,
+            trainer,
             engine,
-            user_step=self._user_step,
+            training_step=self._user_step,
             loss_scale=self._loss_scale,
             evaluation=self._evaluation,
-            first=number,
+            last=number,
             moved=moved,
             apart=bool(apart),
-            around=self._around,
         )
         add(steps, Structure(driver, engine, calls, context, self._evaluation.is_worth_it), telemetry)
         self._lacking = engine.lacking
@@ -423,7 +408,7 @@ class Fit(TrainerRun):
             self._synchroniser.let_go()
 
     def _most_steps(self) -> int:
-        return self.pipeline.versions.most_steps if isinstance(self.pipeline, Engine) else 0
+        return 0 if self.pipeline is None else self.pipeline.versions.most_steps
 
     def _moves(self) -> Moves:
         """Expected changes of parameters by the next step, with its own rate."""
@@ -446,11 +431,7 @@ class Fit(TrainerRun):
         return versions
 
     def _move(self, layout: Layout) -> bool:
-        """Moves layers to the stages' devices.
-
-        Returns:
-            Whether the last one's is another device than that of the last provisional stage.
-        """
+        """Move layers to the stages' devices. Return True if the last stage is on another device than provisionally."""
         moved: bool = layout.devices[-1] != self._trainer.strategy.root_device
         move_to_devices(layout, self._module, self._trainer.optimizers[0])
         self._driver.extensions.tell(Extension.placed)

@@ -12,10 +12,9 @@ import copy
 import weakref
 from collections import deque
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import lightning as L
 from lightning.pytorch.plugins.precision import Precision
@@ -29,12 +28,17 @@ from lightning_hetpipe.lightning_private import (
     loader_iterator,
     move_before_transfer,
     share_profiling,
+    with_workers,
 )
 from lightning_hetpipe.pipeline.values import tensors_of
 from lightning_hetpipe.redirect import Redirect
 from lightning_hetpipe.run.extensions.container_contents import overlapping
+from lightning_hetpipe.run.lifecycle import Extension
 from lightning_hetpipe.torch_private.subclasses import address_of
 from lightning_hetpipe.torch_private.tensors import pytree, version_counter
+
+if TYPE_CHECKING:
+    from lightning_hetpipe.run.driver import Driver
 
 
 class ReadyBatch:
@@ -70,41 +74,10 @@ class _Fetched:
     is_copy: bool
 
 
-class Ahead(Protocol):
-    """Interface of the driver for the look-ahead.
-
-    Attributes:
-        copies_batches: Whether the loader was seen to put a batch into the memory of an earlier one.
-    """
-
-    copies_batches: bool
-
-    def next_batch(self) -> None:
-        """Lightning asks for a batch: the step before it is over."""
-
-    def runs_ahead(self) -> bool:
-        """Tell whether several batches may be in flight in this epoch."""
-
-    def ahead_limit(self) -> int:
-        """Number of batches, from the one that Lightning asks for, that may be in flight now."""
-
-    def fetching(self, ahead: int) -> AbstractContextManager[None]:
-        """Opened around the fetch of the batch that is ``ahead`` batches after the one that Lightning asks for."""
-
-    def prepare(self, batch: Any, ahead: int, dataloader_idx: int) -> Any:
-        """Runs the transfer hooks of the batch that is ``ahead`` batches after the one that Lightning asks for."""
-
-    def submit(self, batch: Any, ahead: int, batch_idx: int, dataloader_idx: int) -> None:
-        """Submits the batch that is ``ahead`` batches after the one that Lightning asks for."""
-
-    def on_iterators(self, fetcher: DataFetcher) -> list[Redirect]:
-        """The fetcher has iterators now; gives what to remove at the end of the epoch."""
-
-
 class LookAhead(DataFetcher):
     """Stands before Lightning's fetcher ``inner`` for one epoch."""
 
-    def __init__(self, inner: DataFetcher, driver: Ahead) -> None:
+    def __init__(self, inner: DataFetcher, driver: Driver[Any]) -> None:
         super().__init__()
         self._combined_loader = inner.combined_loader
         self.iterator = inner.iterator
@@ -134,7 +107,7 @@ class LookAhead(DataFetcher):
             # Lightning has told us where a resumed epoch stands, and what to call around a fetch.
             self._inner.fetched = max(self._inner.fetched, self.fetched)
             share_profiling(self, self._inner)
-            self._redirects += self._driver.on_iterators(self._inner)
+            self._redirects += with_workers(self._inner, self._driver.unlocked, self._driver.drain)
             self._first = False
         self._driver.next_batch()
         if not self._driver.runs_ahead():
@@ -158,7 +131,8 @@ class LookAhead(DataFetcher):
                     raise
                 self._failure = error  # it surfaces at its own batch
                 break
-            self._driver.submit(fetched.ready.batch, len(self._waiting), fetched.batch_idx, fetched.dataloader_idx)
+            number = self._next_number()
+            self._driver.loop.submit(number, fetched.ready.batch, fetched.batch_idx, fetched.dataloader_idx)
             self._waiting.append(fetched)
         if len(self._waiting) > 1:  # memory that a loader fills again later belongs to a batch that is over
             self._first_batch = (None, {})
@@ -169,8 +143,7 @@ class LookAhead(DataFetcher):
     def _next_of_loop(self) -> tuple[Any, int, int]:
         """Get the next batch as Lightning's own fetcher gives it: hooks and transfer follow in Lightning's order."""
         try:
-            with self._driver.fetching(0):
-                fetched = next(self._inner)
+            fetched = self._fetch_of_inner()
             self._look_for_reuse(fetched[0])
             return fetched
         finally:
@@ -186,15 +159,25 @@ class LookAhead(DataFetcher):
         if ahead and self._states and iterator is not None:
             Redirect(self.combined_loader, LOADER_STATES, partial(_left, weakref.ref(iterator), self._states))
 
+    def _next_number(self) -> int:
+        """The minibatch of the batch that is fetched next."""
+        return self._driver.loop.begun() + 1 + len(self._waiting)
+
+    def _fetch_of_inner(self) -> tuple[Any, int, int]:
+        with self._driver.extensions.around(Extension.fetching, self._next_number()):
+            fetched: tuple[Any, int, int] = next(self._inner)
+            return fetched
+
     def _fetch(self) -> _Fetched:
-        with self._driver.fetching(len(self._waiting)):
-            batch, batch_idx, dataloader_idx = next(self._inner)
+        batch, batch_idx, dataloader_idx = self._fetch_of_inner()
         self._refuse_changed_memory(batch)
         self._look_for_reuse(batch)
         if is_copy := self._driver.copies_batches:
             batch = pytree.tree_map(_copied, batch)
+        with self._driver.extensions.around(Extension.transferring, self._next_number()):
+            ready = ReadyBatch(self._driver.loop.prepare(batch, dataloader_idx))
         return _Fetched(
-            ready=ReadyBatch(self._driver.prepare(batch, len(self._waiting), dataloader_idx)),
+            ready=ready,
             batch_idx=batch_idx,
             dataloader_idx=dataloader_idx,
             fetched=self._inner.fetched,

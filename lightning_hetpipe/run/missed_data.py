@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning as L
 from torch.utils.data import DataLoader
 
 from lightning_hetpipe.lightning_private import train_loaders
 
-Told = tuple[int, int | None, int | None, int | None]
-"""An :class:`EpochShare`, as virtual workers tell each other of it."""
 
-
-@dataclass(frozen=True)
-class EpochShare:
+class EpochShare(NamedTuple):
     """Share of virtual worker ``vw`` of an epoch.
 
     Attributes:
@@ -44,10 +39,6 @@ class EpochShare:
         except TypeError:  # that of an iterable dataset, which may tell its number of batches
             return cls(vw, batches)
 
-    @property
-    def told(self) -> Told:
-        return self.vw, self.batches, self.batch_size, self.samples
-
     def samples_of(self, minibatches: int) -> int | None:
         """Samples of the first ``minibatches``; None where nobody knows."""
         if self.batch_size is None or self.samples is None:
@@ -66,12 +57,12 @@ class MissedData:
         self._shares: dict[int, EpochShare] = {}
         self._marks: list[tuple[int, int]] = []
 
-    def begin(self, shares: Sequence[Told]) -> None:
+    def begin(self, shares: Sequence[Sequence[Any]]) -> None:
         """An epoch begins, or goes on, with the ``shares`` of those that are there.
 
         Whoever has had data dealt, and is gone by now, leaves as much as it had in the epoch before.
         """
-        self._shares |= {told[0]: EpochShare(*told) for told in shares}
+        self._shares |= {share[0]: EpochShare(*share) for share in shares}
         self._marks = []
 
     def mark(self, clock: int, minibatch: int) -> None:

@@ -32,9 +32,7 @@ from lightning_hetpipe.run.lifecycle import NOTHING, Around, Extension
 class PieceForwards:
     """Stands in for the ``forward`` of each of ``pieces``, until its ``interceptor`` is removed.
 
-    Args:
-        pieces: In the order of the user's step.
-        layout: Where their layers are.
+    Pieces are in the order of the user's step.
     """
 
     def __init__(self, pieces: Sequence[Piece], layout: Layout) -> None:
@@ -57,11 +55,6 @@ class PieceForwards:
 
 class PieceCalls(PieceForwards):
     """Stands in for the ``forward`` of each of ``pieces`` in a fit.
-
-    Args:
-        pieces: In the order of ``training_step``.
-        layout: Where their layers are.
-        generators: The run's random generators.
 
     Attributes:
         fingerprint: Of the live layers, as they were when the stages copied them.
@@ -139,9 +132,6 @@ class Structure(Extension):
     """Has the stages of ``engine`` follow the live layers that ``calls`` stands in for.
 
     Attributes:
-        driver: Drives ``engine``.
-        engine: The pipeline.
-        calls: Of the pipelined modules.
         context: Opened while layers are captured anew.
         evaluates: Tells whether an evaluation runs in a pipeline of its own, through the modules' own ``forward``.
     """

@@ -36,7 +36,6 @@ class Preemption:
 
     Args:
         trainer: Lightning's, whose signal handlers are not set yet.
-        synchroniser: The fit's.
         grace: Seconds from SIGTERM to SIGKILL.
 
     Attributes:

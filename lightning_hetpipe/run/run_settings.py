@@ -18,6 +18,8 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from lightning_hetpipe.errors import SettingError
+from lightning_hetpipe.hosts.stages_apart import StageElsewhere as StageElsewhere
+from lightning_hetpipe.lightning_private import callbacks_of
 from lightning_hetpipe.pipeline.recorder import Window
 from lightning_hetpipe.pipeline.stage import BeforePass
 from lightning_hetpipe.placement.decision import Decide
@@ -64,15 +66,10 @@ class RunSettings:
     """Weight policies, of which the first is taken that devices have room for."""
     automatic: Automatic | None = None
     """Choice of the policy and the correction of rates, unless the user has made it."""
-    hosts: Mapping[int, str] = field(default_factory=dict)
-    """Addresses of the hosts of stages on other machines."""
-    accelerators: Mapping[int, Sequence[tuple[int, str]]] = field(default_factory=dict)
-    """Number and name, on their machines, of the accelerators that those of these stages are on which are on one, and
-    then of each member of their groups."""
-    nodes: Mapping[int, str] = field(default_factory=dict)
-    """Names of these machines."""
+    elsewhere: Mapping[int, StageElsewhere] = field(default_factory=dict)
+    """Stages on other machines, by number."""
     security: Security = field(default_factory=Security)
-    """Certificates and token for these hosts."""
+    """Certificates and token for their hosts."""
     grace: float = 30.0
     """Seconds that the run has to end in, once it is told to."""
     has_groups: bool = False
@@ -83,7 +80,7 @@ class RunSettings:
     @property
     def wants_graphs(self) -> bool:
         """True if all layers are to be captured as graphs, where that is possible."""
-        return bool(self.hosts) or self.has_groups
+        return bool(self.elsewhere) or self.has_groups
 
     @property
     def is_spread(self) -> bool:
@@ -126,8 +123,8 @@ class RunSettings:
         return self.in_flight != 1 and not (self.is_one_stage and self.in_flight == "auto")
 
 
-def check_module(module: L.LightningModule, way_out: str) -> None:
-    """Refuses a LightningModule that cannot be trained in a pipeline; ``way_out`` is how to train it without one."""
+def check_trained(module: L.LightningModule, precision: Precision, way_out: str) -> None:
+    """Refuses what cannot be trained in a pipeline; ``way_out`` is how to train it without one."""
     name = type(module).__name__
     if not module.automatic_optimization:
         raise SettingError(
@@ -149,6 +146,11 @@ def check_module(module: L.LightningModule, way_out: str) -> None:
                 f"the parameter '{path}' has no shape yet, and stages are divided by the sizes of layers; run the model"
                 " on an example in setup or configure_model, or replace the lazy module (nn.LazyLinear, say)"
             )
+    if type(precision) not in (Precision, MixedPrecision, HalfPrecision, DoublePrecision):
+        raise SettingError(
+            f"the precision plugin {type(precision).__name__} is not supported; use precision='32-true', '64-true',"
+            " 'bf16-mixed', '16-mixed', 'bf16-true' or '16-true'"
+        )
 
 
 def check_batchnorm(sync_batchnorm: bool) -> None:
@@ -160,25 +162,13 @@ def check_batchnorm(sync_batchnorm: bool) -> None:
         )
 
 
-def check_precision(precision: Precision) -> None:
-    """Refuses a precision plugin that stages cannot honour."""
-    if type(precision) not in (Precision, MixedPrecision, HalfPrecision, DoublePrecision):
+def checked_loss(loss: Tensor | None) -> Tensor:
+    """Return ``loss``, if a backward pass can start from it; autograd's own errors would not say whose it is."""
+    if loss is None:
         raise SettingError(
-            f"the precision plugin {type(precision).__name__} is not supported; use precision='32-true', '64-true',"
-            " 'bf16-mixed', '16-mixed', 'bf16-true' or '16-true'"
+            "training_step returned None to skip the step, which a pipeline, where later minibatches count on every"
+            " step, does not do; return a loss, such as one multiplied by zero, or set in_flight=1"
         )
-
-
-def returned_none() -> SettingError:
-    """``training_step`` wants its step skipped."""
-    return SettingError(
-        "training_step returned None to skip the step, which a pipeline, where later minibatches count on every"
-        " step, does not do; return a loss, such as one multiplied by zero, or set in_flight=1"
-    )
-
-
-def check_loss(loss: Tensor) -> None:
-    """Refuses a loss that no backward pass can start from; autograd's own errors would not say whose it is."""
     if loss.numel() != 1:
         raise SettingError(
             f"the loss that training_step returned is of shape {tuple(loss.shape)}; return a single number, such as its"
@@ -189,6 +179,7 @@ def check_loss(loss: Tensor) -> None:
             "the loss that training_step returned depends on no parameter that requires a gradient, as after detach(),"
             " item() or below torch.no_grad(); return the loss as the model's outputs give it"
         )
+    return loss
 
 
 def nothing_to_recompute() -> None:
@@ -236,5 +227,4 @@ def check_optimizer(optimizer: torch.optim.Optimizer, way_out: str) -> None:
 
 def trains_frozen_later(trainer: L.Trainer) -> bool:
     """Return True if a callback of Lightning's may unfreeze weights; which ones and when, only the callback knows."""
-    callbacks = getattr(trainer, "callbacks", [])  # set by a connector, without declaring it
-    return any(isinstance(callback, BaseFinetuning) for callback in callbacks)
+    return bool(callbacks_of(trainer, BaseFinetuning))

@@ -8,8 +8,9 @@ run. On several devices, the operands of each operation are brought together
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
 from time import perf_counter  # our own name, as suites script what `time.perf_counter` gives to Lightning
@@ -38,24 +39,20 @@ LACKING = (
 """Note on a spread run that runs out of memory."""
 
 
+@dataclass(eq=False)
 class SpreadRun(Extension):
     """Steps of a fit without a pipeline, of which it keeps the numbers."""
 
-    def __init__(
-        self,
-        module: L.LightningModule,
-        settings: RunSettings,
-        computed: Callable[[str, int, float], None],
-        operands: OperandsTogether,
-        optimizers: Sequence[torch.optim.Optimizer],
-    ) -> None:
-        self._computed = computed
-        self._operands = operands
-        finetuned = trains_frozen_later(module.trainer)
-        self._overflow = Overflow(module, settings.spread, settings.memory, optimizers, finetuned)
-        self._module = module
-        self._settings = settings
-        self._names = named_pieces(module, settings.module)
+    module: L.LightningModule
+    settings: RunSettings
+    noted: Callable[[str, int, float], None]
+    operands: OperandsTogether
+
+    def __post_init__(self) -> None:
+        trainer, settings = self.module.trainer, self.settings
+        finetuned = trains_frozen_later(trainer)
+        self._overflow = Overflow(self.module, settings.spread, settings.memory, trainer.optimizers, finetuned)
+        self._names = named_pieces(self.module, settings.module)
         self._called: set[str] = set()  # of the modules that the setting ``module`` names
         self._last: int | None = None  # the minibatch that was counted last; the first one is not
         self._meter = Meter(0)
@@ -67,7 +64,7 @@ class SpreadRun(Extension):
         with ExitStack() as stack:
             if self._last is None:
                 stack.enter_context(self._noting_calls())
-            stack.enter_context(self._operands.told(self._overflow))
+            stack.enter_context(self.operands.told(self._overflow))
             stack.enter_context(self._busily(FORWARD, minibatch))
             yield
 
@@ -112,10 +109,11 @@ class SpreadRun(Extension):
                     layer_types=[type(layer).__name__ for layer in layers.values()],
                     time_s=self._busy / max(1, self._meter.minibatches) if whole else 0.0,
                     busy=min(1.0, self._busy / seconds) if whole else None,
-                    parameters=_count(self._module.parameters() if whole else _parameters(layers.values())),
+                    parameters=sum(each.numel() for each in (self.module if whole else own).parameters()),
                     device_bytes=device_bytes(device),
                 )
                 for device, layers in stages
+                for own in [nn.ModuleList(layers.values())]
             ],
             spread=True,
         )
@@ -124,16 +122,16 @@ class SpreadRun(Extension):
         """The first step is over, which has shown what there is."""
         if missing := [name for name in self._names or () if name not in self._called]:
             raise never_called(self._names or (), missing[0])
-        stage_count(self._settings.stages, len(self._settings.devices), max(1, len(_parts(self._pieces()))))
-        if self._settings.recompute:
+        stage_count(self.settings.stages, len(self.settings.devices), max(1, len(_parts(self._pieces()))))
+        if self.settings.recompute:
             nothing_to_recompute()
         self._busy = 0.0
         self._meter.start()
 
     def _stages(self) -> list[tuple[torch.device, dict[str, nn.Module]]]:
         """The layers as far as these can be seen without a graph, by their devices; on one device, by their sizes."""
-        devices = list(dict.fromkeys(self._settings.spread))
-        stages = 1 if self._settings.stages == "auto" else self._settings.stages
+        devices = list(dict.fromkeys(self.settings.spread))
+        stages = 1 if self.settings.stages == "auto" else self.settings.stages
         if len(devices) == stages == 1:
             pieces = self._pieces().items()
             return [(devices[0], {name: layer for key, piece in pieces for name, layer in layers_of(key, piece)})]
@@ -163,13 +161,13 @@ class SpreadRun(Extension):
             self._is_busy = False
         self._busy += perf_counter() - started
         if self._last is not None:
-            self._computed(work, minibatch, started)
+            self.noted(work, minibatch, started)
 
     @contextmanager
     def _noting_calls(self) -> Iterator[None]:
         """Within it, the first step, note which modules are called of those that the setting ``module`` names."""
-        compiled = {part for each in self._module.modules() if is_compiled(each) for part in each.modules()}
-        named = {name: self._module.get_submodule(name) for name in self._names or ()}
+        compiled = {part for each in self.module.modules() if is_compiled(each) for part in each.modules()}
+        named = {name: self.module.get_submodule(name) for name in self._names or ()}
         # Code that is compiled has no hook: it would be compiled again without it.
         watched = {name: each for name, each in named.items() if each not in compiled and not is_scripted(each)}
         self._called.update(named.keys() - watched.keys())
@@ -186,12 +184,12 @@ class SpreadRun(Extension):
     def _pieces(self) -> dict[str, nn.Module]:
         """The modules that a pipeline would hold, by their paths: as far as one can say that has not seen calls."""
         if self._names is not None:
-            return {name: self._module.get_submodule(name) for name in self._names}
+            return {name: self.module.get_submodule(name) for name in self._names}
         found: dict[str, nn.Module] = {}
-        for path, module in self._module.named_modules():
+        for path, module in self.module.named_modules():
             if any(path.startswith(f"{outer}.") for outer in found) or not _is_callable(module):
                 continue
-            if module is not self._module and any(each.requires_grad for each in module.parameters()):
+            if module is not self.module and any(each.requires_grad for each in module.parameters()):
                 found[path] = module
         return found
 
@@ -211,11 +209,3 @@ def _parts(modules: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
         for name, part in module.named_modules(prefix=path)
         if not any(True for _ in part.children()) or any(True for _ in part.parameters(recurse=False))
     }
-
-
-def _parameters(layers: Iterable[nn.Module]) -> Iterable[nn.Parameter]:
-    return nn.ModuleList(layers).parameters()
-
-
-def _count(parameters: Iterable[nn.Parameter]) -> int:
-    return sum(parameter.numel() for parameter in parameters)

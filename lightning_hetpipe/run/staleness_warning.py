@@ -34,16 +34,10 @@ def check_staleness(
     corrected: bool = False,
     automatic: bool = False,
 ) -> None:
-    """Warns where the learning rate is larger than gradients so stale were seen to bear.
+    """Warn if the learning rate is larger than gradients so stale were seen to bear.
 
-    Args:
-        trainer: Before its first step.
-        in_flight: Nm.
-        minibatches: By how many gradients may be behind.
-        workers: Virtual workers whose updates are added.
-        predicted: Whether weights are predicted.
-        corrected: Whether learning rates are lower at the beginning.
-        automatic: Whether the weight policy was chosen by the optimizer.
+    Gradients may be ``minibatches`` behind, and the updates of ``workers`` are added. Weights are ``predicted``, rates
+    ``corrected`` at the beginning, and the weight policy was chosen by the optimizer (``automatic``).
     """
     optimizer, steps = trainer.optimizers[0], steps_behind(minibatches, trainer.accumulate_grad_batches)
     clipped, batch_norm = is_clipped(trainer), has_batch_norm(trainer.lightning_module)

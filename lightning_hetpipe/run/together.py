@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import lightning as L
-from lightning.pytorch.callbacks import GradientAccumulationScheduler, LearningRateFinder
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, LearningRateFinder, ModelCheckpoint
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_hetpipe.errors import SettingError
-from lightning_hetpipe.lightning_private import asks_at_every_step, saves_by_steps, seconds_between_validations
+from lightning_hetpipe.lightning_private import (
+    asks_at_every_step,
+    callbacks_of,
+    saves_by_steps,
+    seconds_between_validations,
+)
 
 if TYPE_CHECKING:
     from lightning_hetpipe.workers.group import Group
@@ -28,8 +33,7 @@ def check_together(trainer: L.Trainer) -> None:
 
 def check_returning(trainer: L.Trainer | None, index: int) -> None:
     """Refuse what the others have done before their first epoch, and virtual worker ``index`` would do without them."""
-    callbacks: list[Any] = getattr(trainer, "callbacks", [])  # set by a connector, without declaring it
-    if any(isinstance(each, LearningRateFinder) for each in callbacks):
+    if callbacks_of(trainer, LearningRateFinder):
         raise SettingError(
             f"virtual worker {index} cannot come back to a fit with a LearningRateFinder, whose search all make"
             " together when it begins; leave restarts out, or find the rate in a program of its own"
@@ -43,13 +47,11 @@ def minibatches_per_step(trainer: L.Trainer, epoch: int) -> int:
 
 
 def _scheduler(trainer: L.Trainer) -> GradientAccumulationScheduler | None:
-    callbacks: list[Any] = getattr(trainer, "callbacks", [])  # set by a connector, without declaring it
-    return next((each for each in callbacks if isinstance(each, GradientAccumulationScheduler)), None)
+    return next(iter(callbacks_of(trainer, GradientAccumulationScheduler)), None)
 
 
 def check_shares(trainer: L.Trainer, shares: Shares) -> None:
     """Refuse what waits at every step, or counts over epochs, where virtual workers have unequal ``shares``."""
-    callbacks: list[Any] = getattr(trainer, "callbacks", [])
     if not shares.adapts:
         first, last = trainer.current_epoch, trainer.max_epochs
         end = math.inf if last is None or last < 0 else last
@@ -57,7 +59,7 @@ def check_shares(trainer: L.Trainer, shares: Shares) -> None:
         changes = [] if scheduler is None else [epoch for epoch in scheduler.epochs if first < epoch < end]
         for epoch in (first, *changes):
             check_steps(shares, minibatches_per_step(trainer, epoch))
-    if any(map(asks_at_every_step, callbacks)):
+    if any(map(asks_at_every_step, callbacks_of(trainer, L.Callback))):
         raise SettingError(
             "max_time, Timer and ModelCheckpoint(train_time_interval=...) ask virtual worker 0 after every step, and"
             " with shares of their own virtual workers make different numbers of steps; leave them out, or set"
@@ -100,8 +102,7 @@ def check_steps(shares: Shares | None, every: int) -> None:
 
 def check_batches(trainer: L.Trainer, group: Group) -> None:
     """Refuse what counts batches where virtual workers have different numbers of them. Called on all."""
-    callbacks: list[Any] = getattr(trainer, "callbacks", [])
-    if trainer.is_global_zero and any(map(asks_at_every_step, callbacks)):
+    if trainer.is_global_zero and any(map(asks_at_every_step, callbacks_of(trainer, L.Callback))):
         rank_zero_warn(
             "max_time, Timer and ModelCheckpoint(train_time_interval=...) ask virtual worker 0 after every step, so"
             " that all go at its pace; leave them out where virtual workers are not equally fast"
@@ -122,7 +123,7 @@ def check_batches(trainer: L.Trainer, group: Group) -> None:
                 f"check_val_every_n_epoch=None counts batches over epochs, of which virtual workers have {counts}"
                 " batches; leave it out, or give all the same number"
             )
-    if trainer.max_epochs != 1 and any(map(saves_by_steps, callbacks)):
+    if trainer.max_epochs != 1 and any(map(saves_by_steps, callbacks_of(trainer, ModelCheckpoint))):
         raise SettingError(
             "ModelCheckpoint(every_n_train_steps=...) counts steps over epochs, of which virtual workers have"
             f" {counts} batches; set every_n_epochs, or give all the same number"

@@ -10,19 +10,18 @@ import torch
 from torch import Tensor
 
 from lightning_hetpipe.pipeline.engine import Engine
-from lightning_hetpipe.run.driver import NoPipeline
 
 
 class TrainerRun:
     """One run of the Trainer: a fit or an evaluation. This class itself stands in between runs: all is Lightning's own.
 
     Attributes:
-        pipeline: What computes minibatches in flight.
+        pipeline: What computes minibatches in flight, once there are stages.
         devices: The stages' devices, once there are stages.
     """
 
     def __init__(self) -> None:
-        self.pipeline: Engine | NoPipeline = NoPipeline()
+        self.pipeline: Engine | None = None
         self.devices: Sequence[torch.device] = ()
 
     def open(self) -> None:

@@ -46,7 +46,7 @@ from lightning_hetpipe.strategy import compile_setting, meta_weights, relations
 from lightning_hetpipe.strategy.arguments import HetPipeArguments
 from lightning_hetpipe.strategy.checkpoints import ReplacingCheckpointIO, filled
 from lightning_hetpipe.strategy.planned_devices import PlannedDevices
-from lightning_hetpipe.strategy.saved_states import note_in_flight, note_last_changes
+from lightning_hetpipe.strategy.saved_states import LAST_CHANGES, note
 from lightning_hetpipe.strategy.shared_checkpoints import SharedCheckpoints
 from lightning_hetpipe.strategy.virtual_workers import VirtualWorkers
 from lightning_hetpipe.strategy.wsp_callback import WSPCallback as WSPCallback
@@ -410,8 +410,10 @@ class HetPipeStrategy(HetPipeArguments, ParallelStrategy):
         """Write one file, of virtual worker 0, which each one's state of training is in; called on all."""
         if self._in_flight_now() > 1 and isinstance(current(), Minibatch):
             raise run_settings.saving_ahead()
-        note_in_flight(checkpoint, self._run.trained_in_flight(self.last_run.in_flight))
-        note_last_changes(checkpoint, self._run.last_changes())
+        if (in_flight := self._run.trained_in_flight(self.last_run.in_flight)) > 1:
+            note(checkpoint, "in_flight", in_flight)
+        if changes := self._run.last_changes():
+            checkpoint[LAST_CHANGES] = [*changes]
         self._checkpoints.add(checkpoint, filepath, self.lightning_module, type(self.precision_plugin).__qualname__)
         native = partial(super().save_checkpoint, checkpoint, filepath, storage_options)
         self._checkpoints.write(checkpoint, filepath, native)
@@ -452,8 +454,7 @@ class HetPipeStrategy(HetPipeArguments, ParallelStrategy):
         """Refuse a fit that cannot be."""
         run_settings.check_batchnorm(synchronises_batchnorm(self))
         if not wanted.is_spread:
-            run_settings.check_module(trainer.lightning_module, wanted.way_out)
-            run_settings.check_precision(self.precision_plugin)
+            run_settings.check_trained(trainer.lightning_module, self.precision_plugin, wanted.way_out)
         if self._workers.group is not None:
             together.check_together(trainer)
         if wanted.is_spread:
@@ -462,4 +463,4 @@ class HetPipeStrategy(HetPipeArguments, ParallelStrategy):
             compile_setting.check(self.compile, self._devices.usable())
 
     def _in_flight_now(self) -> int:
-        return self._run.pipeline.in_flight
+        return 1 if self._run.pipeline is None else self._run.pipeline.in_flight

@@ -38,10 +38,6 @@ from lightning_hetpipe.workers.weight_copies import copies_kept
 class PlannedDevices:
     """Finds the devices of this virtual worker's stages: the Trainer's, those of a cluster, or those of a plan.
 
-    Args:
-        given: Settings of ``HetPipeStrategy``.
-        workers: The virtual workers, with the plan.
-
     Raises:
         SettingError: for settings that contradict each other, or the plan.
     """
@@ -82,7 +78,7 @@ class PlannedDevices:
         return relations.stages_of(self._stages, self.workers.rank)
 
     @property
-    def plan(self) -> Plan | None:
+    def own_plan(self) -> Plan | None:
         """The plan of this virtual worker."""
         return None if self.workers.plan is None else self.workers.plan.of_worker(self.workers.rank.index)
 
@@ -94,7 +90,7 @@ class PlannedDevices:
             relations.check_cluster(self.workers.rank.size)
 
     def _split_points(self, times: Sequence[float], stages: int) -> tuple[int, ...]:
-        plan = self.plan
+        plan = self.own_plan
         if plan is not None and len(times) == len(plan.layers):  # evaluation outside of a fit
             return tuple(stage.first_layer for stage in plan.virtual_workers[0].stages)
         return partition(times, stages)
@@ -107,7 +103,7 @@ class PlannedDevices:
         return found if self.workers.plan is not None else devices_of(found, rank.local, rank.per_node)
 
     def placement(self) -> DevicePlacement:
-        plan, cluster = self.plan, self.workers.cluster
+        plan, cluster = self.own_plan, self.workers.cluster
         if plan is not None and cluster is not None and not self.workers.is_on_cpu:
             cluster = cluster.of_nodes(plan.virtual_workers[0].nodes)
         return DevicePlacement.of(cluster, self.found(), plan)
@@ -116,7 +112,7 @@ class PlannedDevices:
         """Devices that stages may lie on, in the plan's order if there is one."""
         if self.workers.plan is None and self.workers.cluster is None:
             return self.found()
-        placement, plan = self.placement(), self.plan
+        placement, plan = self.placement(), self.own_plan
         return placement.devices if plan is None else placement.planned(plan)
 
     def provisional(self) -> Sequence[torch.device]:
@@ -133,7 +129,7 @@ class PlannedDevices:
         devices = self.provisional()
         room, trainer = self.placement().room(devices), module.trainer
         frozen = FROZEN if trainer.state.fn == TrainerFn.FITTING and not trains_frozen_later(trainer) else 1
-        if (plan := self.plan) is not None and plan.spread:
+        if (plan := self.own_plan) is not None and plan.spread:
             room, frozen = [max(1.0, stage.weights_bytes) for stage in plan.virtual_workers[0].stages], 1
         spread(module, devices, room, frozen=frozen)
 
@@ -145,7 +141,7 @@ class PlannedDevices:
             return ""
         stages = stages or wanted.spread
         planned = {device: f"it has {in_bytes(limit)}" for device, limit in wanted.memory.items()}
-        if (plan := self.plan) is not None and plan.spread:
+        if (plan := self.own_plan) is not None and plan.spread:
             own = zip(stages, plan.virtual_workers[0].stages, strict=False)
             planned |= {device: f"the plan has {in_bytes(stage.memory_bytes)} for it" for device, stage in own}
         return held(trained, trained.trainer.optimizers, stages, planned)
@@ -165,7 +161,7 @@ class PlannedDevices:
 
     def asked(self, trained: L.LightningModule, precision: str, **own: Any) -> RunSettings:
         """Settings of a run of the module ``trained``: of these devices, and the strategy's ``own``."""
-        found, plan = self.workers.found_hosts(), self.plan
+        found, plan = self.workers.find_hosts(), self.own_plan
         planner, rank = self._planner(trained, precision), self.workers.rank
         placement, hosts = planner.placement, self.workers.hosts if found is None else found.hosts
         own["before_pass"] = own["before_pass"] or planner.before_pass
@@ -183,9 +179,7 @@ class PlannedDevices:
             compile=self.compile,
             virtual_worker=rank.index,
             virtual_workers=rank.size,
-            hosts=host_setting.stages_elsewhere(plan, hosts, placement.emulated),
-            accelerators=host_setting.accelerators_elsewhere(plan, placement.emulated),
-            nodes=host_setting.nodes_elsewhere(plan),
+            elsewhere=host_setting.stages_elsewhere(plan, hosts, placement.emulated),
             has_groups=self.has_groups,
             waited_in=self.workers.waited_in,
             security=self.workers.settings().security.from_environment(),
@@ -204,7 +198,7 @@ class PlannedDevices:
             stages=self.stages,
             in_flight=self.in_flight,
             recompute=self.recompute,
-            plan=self.plan,
+            plan=self.own_plan,
             plan_name=self.plan_name,
             emulation=self.emulation,
             cache=ProfileCache(),

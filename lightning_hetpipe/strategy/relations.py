@@ -272,10 +272,7 @@ def workers_as_planned(
     Args:
         virtual_workers: The setting; 1 is its default, and leaves the number to the plan. The most of a range are those
             of the plan.
-        plan: To be run.
         emulated: Whether all of its devices are emulated on this machine, which so is their only node.
-        hosts: Where stages run.
-        nodes: On which the program runs.
 
     Raises:
         SettingError: for another number in ``virtual_workers``, and for what is planned but cannot be run.

@@ -27,60 +27,37 @@ if TYPE_CHECKING:
     from lightning_hetpipe.workers.shared_data import Shares
 
 _NOTE = "hetpipe"
-_LAST_CHANGES = "hetpipe_last_changes"
 
-OWN = ("optimizer_states", "lr_schedulers", "loops", "callbacks", "global_step", _LAST_CHANGES)
+LAST_CHANGES = "hetpipe_last_changes"
+"""Key of what the last step has changed, if weights are predicted by it."""
+
+OWN = ("optimizer_states", "lr_schedulers", "loops", "callbacks", "global_step", LAST_CHANGES)
 """Keys of what differs between virtual workers, Lightning's and one of ours; the precision plugin's is one more."""
 
 _ROUNDED = "rounded"
 
 
-def note_in_flight(checkpoint: dict[str, Any], in_flight: int) -> None:
-    """Writes Nm into ``checkpoint``; with 1, and one virtual worker, it is one that any strategy would have written."""
-    if in_flight > 1:
-        checkpoint.setdefault(_NOTE, {})["in_flight"] = in_flight
+def note(checkpoint: dict[str, Any], name: str, value: Any) -> None:
+    """Write ``value`` into our part of ``checkpoint``. Without a note, any strategy would have written the same."""
+    checkpoint.setdefault(_NOTE, {})[name] = value
 
 
 def take_in_flight(checkpoint: dict[str, Any]) -> int | None:
-    """The Nm that was noted, which users' hooks do not see; None if none was."""
+    """Return Nm as noted, or None, and remove our part of ``checkpoint``, which users' hooks do not see."""
     noted: int | None = checkpoint.pop(_NOTE, {}).get("in_flight")
     return noted
 
 
 def note_shares(checkpoint: dict[str, Any], shares: Shares | None, every: int = 1) -> None:
-    """Writes into ``checkpoint`` the minibatches in a wave of each virtual worker, where they are not equal.
-
-    Args:
-        checkpoint: Changed in place.
-        shares: Of the run; None for none.
-        every: Minibatches of an optimizer step where training goes on, of which waves hold whole ones.
-    """
+    """Note the minibatches in a wave of each virtual worker, where they are not equal, in whole steps of ``every``."""
     if shares is not None and shares.decided:
-        checkpoint.setdefault(_NOTE, {})["shares"] = list(whole_steps(shares.lengths, every))
+        note(checkpoint, "shares", list(whole_steps(shares.lengths, every)))
 
 
 def take_shares(checkpoint: dict[str, Any], size: int) -> tuple[int, ...] | None:
-    """The shares that were noted, which users' hooks do not see; None if none were, or not for ``size`` of them."""
+    """Return the shares as noted; None if none were, or not for ``size`` of them."""
     noted = checkpoint.get(_NOTE, {}).pop("shares", None)
     return None if noted is None or len(noted) != size else tuple(noted)
-
-
-def note_wave(checkpoint: dict[str, Any], wave: int | None) -> None:
-    """Note W of the virtual worker that saves ``checkpoint``: `launch/supervision.py` counts waves by it."""
-    if wave is not None:
-        checkpoint.setdefault(_NOTE, {})["wave"] = wave
-
-
-def note_last_changes(checkpoint: dict[str, Any], changes: Sequence[Tensor | None]) -> None:
-    """Writes into ``checkpoint`` what the last step has changed, where weights are predicted by it."""
-    if changes:
-        checkpoint[_LAST_CHANGES] = list(changes)
-
-
-def take_last_changes(checkpoint: dict[str, Any]) -> list[Tensor | None]:
-    """Changes that were noted, which users' hooks do not see; empty if nothing was."""
-    changes: list[Tensor | None] = checkpoint.pop(_LAST_CHANGES, [])
-    return changes
 
 
 def add_states(
@@ -92,8 +69,6 @@ def add_states(
     come one after the other, and virtual worker 0 keeps them in files without a name, until the checkpoint is written.
 
     Args:
-        checkpoint: What Lightning would save here, with states of optimizers.
-        group: The virtual workers.
         plugin: The precision plugin's key.
         rounded: What ``update_dtype`` has taken from the updates so far, to go into the next.
         folder: Where virtual worker 0 has room for files; by default the system's folder for temporary ones.
@@ -120,13 +95,8 @@ def take_state(
 
     Another number of virtual workers, or one whose state is missing, goes on from virtual worker 0's, and it is said.
 
-    Args:
-        checkpoint: As loaded from ``path``.
-        path: For errors.
-        resuming: Whether training goes on from it.
-
     Returns:
-        ``rounded``, as saved; empty if there was none.
+        ``rounded`` as saved, if training goes on from the checkpoint.
 
     Raises:
         SettingError: if the state cannot be read.

@@ -20,11 +20,11 @@ from lightning_hetpipe.run.preemption import how_to_resume, unplanned_path
 from lightning_hetpipe.run.together import minibatches_per_step
 from lightning_hetpipe.strategy.checkpoints import ReplacingCheckpointIO, explaining, local_folder, write
 from lightning_hetpipe.strategy.saved_states import (
+    LAST_CHANGES,
     add_states,
+    note,
     note_shares,
-    note_wave,
     take_in_flight,
-    take_last_changes,
     take_shares,
     take_state,
 )
@@ -37,9 +37,6 @@ class SharedCheckpoints:
 
     Virtual worker 0 writes the Trainer's checkpoints, with the state of all, and one for virtual workers that come
     back. If virtual worker 0 is lost, the lowest remaining one writes a checkpoint in its place.
-
-    Args:
-        workers: The virtual workers.
     """
 
     def __init__(self, workers: VirtualWorkers) -> None:
@@ -66,7 +63,8 @@ class SharedCheckpoints:
         assert module is not None, "a run saves"
         goes_on_in = module.trainer.current_epoch + is_last_batch(module.trainer)
         note_shares(checkpoint, synchroniser.shares, minibatches_per_step(module.trainer, goes_on_in))
-        note_wave(checkpoint, synchroniser.wave)
+        if synchroniser.wave is not None:
+            note(checkpoint, "wave", synchroniser.wave)  # `launch/supervision.py` counts waves by it
 
     def write(self, checkpoint: dict[str, Any], path: str | Path, native: Callable[[], None]) -> None:
         """Call ``native``, which writes as Lightning does. For returning virtual workers, write at once."""
@@ -89,7 +87,7 @@ class SharedCheckpoints:
         recorded = take_shares(checkpoint, rank.size)
         self._workers.recorded = recorded if resuming else None
         self._rounded = take_state(checkpoint, path, rank.index, rank.size, resuming)
-        self.resumed, self.changes = take_in_flight(checkpoint), take_last_changes(checkpoint)
+        self.resumed, self.changes = take_in_flight(checkpoint), checkpoint.pop(LAST_CHANGES, [])
         return checkpoint
 
     def restore(self) -> Sequence[Tensor | None]:

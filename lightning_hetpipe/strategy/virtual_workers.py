@@ -24,7 +24,7 @@ from lightning_hetpipe.launch.node_hosts import ServingNodes
 from lightning_hetpipe.launch.parent_watch import this_child
 from lightning_hetpipe.launch.ranks import Rank, Role, WorkerRange, announce, count_nodes, find_rank
 from lightning_hetpipe.launch.wsp_settings import WSPSettings
-from lightning_hetpipe.lightning_private import recount_batches, train_loaders
+from lightning_hetpipe.lightning_private import callbacks_of, recount_batches, train_loaders
 from lightning_hetpipe.planning.model.cluster import Cluster
 from lightning_hetpipe.planning.plan.document import Plan
 from lightning_hetpipe.rules.waves import whole_steps
@@ -47,12 +47,7 @@ T = TypeVar("T")
 class VirtualWorkers:
     """Virtual workers of a run as this process sees them: its rank, and how all start, meet, share data and leave.
 
-    Each is one process. There is no process group.
-
-    Args:
-        given: Settings of ``HetPipeStrategy``.
-        plan: To be followed.
-        in_flight: Gives Nm of the training that runs.
+    Each is one process. There is no process group. ``in_flight`` gives Nm of the training that runs.
     """
 
     def __init__(self, given: SimpleNamespace, plan: Plan | None, in_flight: Callable[[], int]) -> None:
@@ -114,7 +109,7 @@ class VirtualWorkers:
         elif rank.size > 1 or rank.nodes > 1:
             self._launcher = Launcher(
                 rank,
-                self._told_to_children,
+                self._serve_children,
                 on_end=lambda local, code: program_group.note_end(rank.index - rank.local + local, code),
                 closed=program_group.end,
                 end_timeout=lambda: self.settings().end_timeout,
@@ -136,8 +131,8 @@ class VirtualWorkers:
         check_returning(self._trainer, self.rank.index)
         return returning.checkpoint
 
-    def _told_to_children(self) -> dict[str, str]:
-        """Starts the server of this launch, unless others were named; gives what children need to find it."""
+    def _serve_children(self) -> dict[str, str]:
+        """Start the server of this launch, unless others were named. Return what children need to find it."""
         self.check_shares()
         wsp, nodes = self.settings(), self._serving_nodes()
         if nodes is not None:
@@ -149,8 +144,8 @@ class VirtualWorkers:
         """The nodes of a plan, where some serve stages of virtual workers that others lead, and are to start hosts."""
         return host_setting.serving_nodes(self.plan, self._is_emulated, self.hosts)
 
-    def found_hosts(self) -> node_hosts.FoundHosts | None:
-        """Addresses at which nodes of this launch serve, where some do."""
+    def find_hosts(self) -> node_hosts.FoundHosts | None:
+        """Find the addresses at which nodes of this launch serve, if some do."""
         if (nodes := self._serving_nodes()) is None:
             return None
         return node_hosts.find(self.rank, self._environment, self.settings(), self.timeout, nodes)
@@ -163,7 +158,7 @@ class VirtualWorkers:
 
     def settings(self) -> WSPSettings:
         """Those of the WSPCallback that the strategy or the Trainer has, or of the plan."""
-        given = [callback for callback in getattr(self._trainer, "callbacks", []) if isinstance(callback, WSPCallback)]
+        given = callbacks_of(self._trainer, WSPCallback)
         if self.wsp is not None and self.wsp not in given:
             given.append(self.wsp)
         wsp = (relations.only_wsp(given) or WSPCallback()).settings
@@ -184,7 +179,7 @@ class VirtualWorkers:
         """Meet the other virtual workers, if there are any. In a later run of the program they are together already."""
         self.failure = None
         self.check_shares()
-        hosts = self.found_hosts()
+        hosts = self.find_hosts()
         if self.rank.size == 1:
             return
         wsp = self.settings()
@@ -212,8 +207,7 @@ class VirtualWorkers:
                 " many batches"
             )
             return
-        callbacks: list[L.Callback] = getattr(trainer, "callbacks", [])  # set by a connector, without declaring it
-        if any(isinstance(callback, LearningRateFinder) for callback in callbacks):
+        if callbacks_of(trainer, LearningRateFinder):
             rank_zero_info("shares stay equal: a search for a learning rate waits for all after every step")
             return
         if self.rank.index:

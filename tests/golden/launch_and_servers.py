@@ -333,7 +333,7 @@ def refused_process(place: Place) -> None:
 
 
 def loss_elsewhere(_: Place) -> None:
-    apart: Any = SimpleNamespace(_addresses={1: "10.0.0.2:7"})
+    apart: Any = SimpleNamespace(_places={1: "10.0.0.2:7"})
     StagesApart.check(apart, cast(Any, [None, None]))
 
 

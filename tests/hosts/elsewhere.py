@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_hetpipe import HetPipeStrategy
+from lightning_hetpipe.hosts.stages_apart import StageElsewhere
 from tests.exact.pipelines import even
 from tests.support import forks
 
@@ -74,11 +75,12 @@ def away(
     Args:
         strategy: It has a number of stages.
         address: Of hetpipe-host.
-        accelerators: Number and name of the accelerators that stages are on, as of ``RunSettings``.
+        accelerators: Number and name of the accelerators that stages are on, as of ``StageElsewhere``.
     """
     assert isinstance(strategy.stages, int)
-    hosts = dict.fromkeys(range(strategy.stages - 1), address)
-    strategy._overrides |= {"hosts": hosts, "accelerators": accelerators or {}}
+    own = accelerators or {}
+    places = {stage: StageElsewhere(address, "", own.get(stage, ())) for stage in range(strategy.stages - 1)}
+    strategy._overrides |= {"elsewhere": places}
     return strategy
 
 

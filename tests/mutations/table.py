@@ -33,7 +33,7 @@ _STORIES = "tests/server/test_protocol_stories.py"
 
 EARLY_PUBLISH = """if not isinstance(self, PipelinedSteps):
             return nullcontext()
-        engine, version, around = self._engine, self._last, self._around
+        engine, version, around = self.engine, self.last, self.around
 
         class Early(AroundStep):
             def asked(self):
@@ -77,7 +77,7 @@ MUTATIONS = (
         "L1",
         "a version is published before callbacks had their say",
         "run/steps.py",
-        "return around_step(optimizer, self._around) if self._around else nullcontext()",
+        "return around_step(optimizer, self.around) if self.around else nullcontext()",
         EARLY_PUBLISH,
         ("tests/exact/test_outsiders.py", "-k", "weights_that_a_callback_edits"),
     ),
@@ -359,7 +359,7 @@ MUTATIONS = (
         "L8",
         "Lightning's thread keeps the lock while it waits",
         "run/driver.py",
-        "return self._pipeline.unlocked() if current() is None else nullcontext()",
+        "return nullcontext() if self._pipeline is None or current() is not None else self._pipeline.unlocked()",
         "return nullcontext()",
         ("tests/exact/test_data.py", "-k", "next_batch"),
     ),

@@ -10,11 +10,13 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_hetpipe.run.missed_data import EpochShare, MissedData, Told
+from lightning_hetpipe.run.missed_data import EpochShare, MissedData
 from tests.support.trainers import quiet_trainer
 
 
-def missed(share: Told, clock: int, *marks: tuple[int, int], lengths: Sequence[int] = (2, 2)) -> tuple[str, int]:
+def missed(
+    share: Sequence[Any], clock: int, *marks: tuple[int, int], lengths: Sequence[int] = (2, 2)
+) -> tuple[str, int]:
     """Report on virtual worker 1, lost at ``clock`` in an epoch that began at clock 10, with cuts at ``marks``."""
     data = MissedData()
     data.begin([(0, 5, 4, 20), share])
@@ -78,10 +80,10 @@ class Shares(L.Callback):
     """Keeps the shares of the epochs."""
 
     def __init__(self) -> None:
-        self.seen: list[Told] = []
+        self.seen: list[EpochShare] = []
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self.seen.append(EpochShare.of(trainer).told)
+        self.seen.append(EpochShare.of(trainer))
 
 
 class Idle(L.LightningModule):
@@ -95,7 +97,7 @@ class Idle(L.LightningModule):
 
 
 TEN: Any = range(10)
-LOADERS: dict[str, tuple[Any, dict[str, Any], Told]] = {
+LOADERS: dict[str, tuple[Any, dict[str, Any], tuple[Any, ...]]] = {
     "last batch smaller": (DataLoader(TEN, 4), {}, (0, 3, 4, 10)),
     "last batch dropped": (DataLoader(TEN, 4, drop_last=True), {}, (0, 2, 4, 10)),
     "limited": (DataLoader(TEN, 4), {"limit_train_batches": 2}, (0, 2, 4, 10)),

@@ -24,7 +24,7 @@ from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.launch.servers import FoundServers
 from lightning_hetpipe.server.transport.security import Security
 from lightning_hetpipe.strategy.checkpoints import ReplacingCheckpointIO
-from lightning_hetpipe.strategy.saved_states import add_states, note_in_flight, take_in_flight, take_state
+from lightning_hetpipe.strategy.saved_states import add_states, note, take_in_flight, take_state
 from lightning_hetpipe.workers import group as group_module
 from lightning_hetpipe.workers.collectives import gather_in_chunks
 from lightning_hetpipe.workers.group import Group
@@ -104,7 +104,7 @@ def loaded(path: Path) -> dict[str, Any]:
 
 def test_each_takes_what_it_gave(pair: Pair, tmp_path: Path) -> None:
     checkpoints = [dumped(0), dumped(1)]
-    note_in_flight(checkpoints[0], 3)
+    note(checkpoints[0], "in_flight", 3)
     rounded = [[torch.tensor([0.25, 0.5])], [torch.tensor([0.125, 1.0])]]
     for added in [
         pair.threads.submit(add_states, checkpoint, group, PLUGIN, lost, None)

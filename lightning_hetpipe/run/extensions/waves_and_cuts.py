@@ -112,7 +112,7 @@ class WavesAndCuts(Extension):
         if self._number(BEGIN) < self.synchroniser.last_cut:
             self._loop += 1
         with self.around():
-            share = EpochShare.of(self.trainer).told
+            share = tuple(EpochShare.of(self.trainer))
             shares = self.synchroniser.begin(self._number(BEGIN), first - 1, self.computing, share)
         self._missed.begin(shares)
 
