@@ -27,7 +27,7 @@ EARLY = {
     "lightning_hetpipe.WSPCallback": "lightning_hetpipe.strategy.arguments.WSPArguments",
     **{name: name for name in (f"lightning_hetpipe.{each}" for each in ("Cluster", "Device", "Link", "Node"))},
 }
-"""What declares the arguments of our public classes, and is imported without Lightning."""
+"""Declarations of the arguments of our public classes, which are imported without Lightning."""
 
 
 def locate(target: str, path: str = "") -> Callable[..., Any]:
