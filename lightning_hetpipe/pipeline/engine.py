@@ -18,8 +18,7 @@ from torch import Tensor, nn
 
 from lightning_hetpipe.errors import Discarded, PipelineRefusal
 from lightning_hetpipe.pipeline.buffers import may_change, places
-from lightning_hetpipe.pipeline.computed_weights import compute, computed_names
-from lightning_hetpipe.pipeline.live import NO_MOVES, Live, Moves
+from lightning_hetpipe.pipeline.live import NO_MOVES, Live, Moves, compute, computed_names
 from lightning_hetpipe.pipeline.memory import PlannedMemory
 from lightning_hetpipe.pipeline.out_of_memory import less
 from lightning_hetpipe.pipeline.split.member_pool import DeviceGroup

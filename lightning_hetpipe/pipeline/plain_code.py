@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_hetpipe.pipeline import left_out  # noqa: F401  # a structure may have its nodes
+from lightning_hetpipe.pipeline import values  # noqa: F401  # a structure may have nodes that it registers
 from lightning_hetpipe.torch_private.tensors import pytree
 
 Take = Callable[[int], Tensor]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -147,13 +147,6 @@ class StageThread:
         raise NotImplementedError
 
 
-class Computes(Protocol):
-    """A stage, as far as a :class:`Pass` goes."""
-
-    index: int
-    stream: Stream
-
-
 class Pass:
     """Context manager around one computation of a stage.
 
@@ -164,7 +157,7 @@ class Pass:
     """
 
     def __init__(
-        self, stage: Computes, compute_lock: ReadersWriterLock, before: BeforePass | None, work: str, minibatch: int
+        self, stage: StageThread, compute_lock: ReadersWriterLock, before: BeforePass | None, work: str, minibatch: int
     ) -> None:
         self._stage = stage
         self._compute_lock = compute_lock
@@ -201,7 +194,7 @@ class Loss:
     It begins here, in the minibatch's thread.
     """
 
-    def __init__(self, stage: Computes, before: BeforePass | None, minibatch: int) -> None:
+    def __init__(self, stage: StageThread, before: BeforePass | None, minibatch: int) -> None:
         self._stage = stage
         self._after = None if before is None else before(stage.index, "loss", minibatch)
         self._since = stage.stream.now()

@@ -338,7 +338,7 @@ MUTATIONS = (
         "L8",
         "the lock over user code is granted while somebody holds it",
         "pipeline/user/lock.py",
-        """            if not self._held:
+        """            if not self.held:
                 self._hand_over()""",
         """            self._hand_over()""",
         ("tests/pipeline/test_lock.py",),

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_hetpipe.pipeline.graph_layer import set_here
-from lightning_hetpipe.pipeline.streams import HostStream, Stream, StreamEvent, Streams
+from lightning_hetpipe.pipeline.streams import Stream, StreamEvent, Streams
 from lightning_hetpipe.pipeline.threads import Worker
 from lightning_hetpipe.pipeline.values import nested_tensors
 from lightning_hetpipe.rules.channel_layouts import ChannelCounts
@@ -77,7 +77,7 @@ class MemberPool:
         self.group = group
         self.in_turn = False
         self._name, self._torch_threads, self._streams = name, torch_threads, streams or Streams()
-        self._home_stream: Stream = home_stream or HostStream()
+        self._home_stream = home_stream or Stream()
         self._results: list[queue.SimpleQueue[tuple[Any, BaseException | None, StreamEvent | None]]] = []
         self._workers: list[Worker[_Posted] | None] = []
 

@@ -25,13 +25,13 @@ from lightning_hetpipe.pipeline.autocast import Autocast
 from lightning_hetpipe.pipeline.compile.compilation import Kind, KindsOfCalls, compiler_reason, under_own_code
 from lightning_hetpipe.pipeline.graph_layer import GraphLayer, set_here
 from lightning_hetpipe.pipeline.random.graph_draws import NoDropout, refuse_other_draws
-from lightning_hetpipe.pipeline.reentrant_checkpoints import run_backward
 from lightning_hetpipe.pipeline.split.joined_graph import JoinedGraph, joined_graph
 from lightning_hetpipe.pipeline.split.member_pool import DeviceGroup, MemberPool
 from lightning_hetpipe.pipeline.split.parts import VersionParts, joined, part
 from lightning_hetpipe.pipeline.split.regions import GivenAs, Region, RegionInput, RegionOutput, TakenAs
 from lightning_hetpipe.pipeline.split.rewriting import split_graph
 from lightning_hetpipe.pipeline.streams import move
+from lightning_hetpipe.pipeline.values import run_backward
 from lightning_hetpipe.torch_private.compiler import CompilerError, CompilerLimit, compiled
 from lightning_hetpipe.torch_private.tensors import pytree
 

@@ -160,7 +160,7 @@ class Minibatch(BatchInFlight):
         return connected
 
     def show_buffers(self) -> None:
-        """Write what the calls so far have left into the live buffers."""
+        """Write what the calls so far have left into the live buffers. Never called while minibatches run ahead."""
         self._engine.show_buffers(self.number, {call.which.piece for call in self._calls})
 
     def is_above(self, tensor: Tensor) -> bool:

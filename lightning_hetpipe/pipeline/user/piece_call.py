@@ -13,9 +13,8 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from lightning_hetpipe.errors import PipelineRefusal
 from lightning_hetpipe.pipeline.autocast import Autocast
-from lightning_hetpipe.pipeline.reentrant_checkpoints import run_backward
 from lightning_hetpipe.pipeline.streams import StreamEvent, UserStream
-from lightning_hetpipe.pipeline.values import Addends, Gradients, Value, added, addends, moved
+from lightning_hetpipe.pipeline.values import Addends, Gradients, Value, added, addends, moved, run_backward
 from lightning_hetpipe.rules.schedule import Call
 from lightning_hetpipe.torch_private.autograd import graph_nodes
 from lightning_hetpipe.torch_private.modes import UntoldFunction
