@@ -33,6 +33,12 @@ def places(layers: Iterable[nn.Module]) -> list[Place]:
     ]
 
 
+def bind(places: Iterable[Place], tensors: Iterable[Tensor]) -> None:
+    """Let ``places`` hold ``tensors``."""
+    for (module, name), tensor in zip(places, tensors, strict=True):
+        setattr(module, name, tensor)
+
+
 def may_change(module: nn.Module, name: str) -> bool:
     """Return True if a forward may change this buffer, as far as its module tells (a graph does)."""
     return not isinstance(module, GraphLayer) or name in module.code.changes
@@ -84,17 +90,10 @@ class Buffers:
         """Copies of the buffers that a forward of ``minibatch`` is about to start from."""
         return [tensor.clone() for tensor in self._of(minibatch)]
 
-    def before_again(self, copies: Sequence[Tensor], layers: list[Place]) -> None:
-        """Hands to ``layers`` the ``copies`` of what a forward started from, to be changed where nobody sees it."""
-        for (module, name), tensor in zip(layers, copies, strict=True):
-            setattr(module, name, tensor)
-
     def bind(self, minibatch: int, layers: list[Place]) -> None:
         """Lets ``layers`` hold the buffers of ``minibatch``."""
-        if not self._names:
-            return
-        for (module, name), tensor in zip(layers, self._of(minibatch), strict=True):
-            setattr(module, name, tensor)
+        if self._names:
+            bind(layers, self._of(minibatch))
 
     def changes(self, minibatch: int) -> list[int]:
         """Count the in-place changes of each buffer of ``minibatch`` so far."""

@@ -7,8 +7,8 @@ likes, in any order: each call goes through the piece's stages once, and comes b
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from lightning_hetpipe.pipeline.autocast import Autocast
 from lightning_hetpipe.pipeline.compile.compilation import names_of
 from lightning_hetpipe.pipeline.creation import creating
 from lightning_hetpipe.pipeline.operands import OperandsTogether
-from lightning_hetpipe.pipeline.random.generators import RandomGenerators, attached
+from lightning_hetpipe.pipeline.random.generators import attached
 from lightning_hetpipe.pipeline.stage import Layer, StageSettings
 from lightning_hetpipe.pipeline.stage_messages import Cancel, Evaluate, Evaluated, Failure, Message, Result
 from lightning_hetpipe.pipeline.stage_thread import Parcel, Pass, StageThread
@@ -216,24 +216,19 @@ class ForwardStage(StageThread):
     def _compute(self, parcel: Parcel) -> tuple[Result, StreamEvent | None]:
         task = parcel.message
         assert isinstance(task, Evaluate)
-        with Pass(self, self._compute_lock, self._settings.before_pass, "evaluate", task.minibatch), self._around(task):
-            value = moved(task.value, self.device)
-            for number in self._layers[task.segment]:
-                value = self.calls[number][1](value)
-        return Evaluated(task.minibatch, task.segment, value), None
-
-    @contextmanager
-    def _around(self, task: Evaluate) -> Iterator[None]:
-        generators: RandomGenerators = self._settings.generators
         with (
+            Pass(self, self._compute_lock, self._settings.before_pass, "evaluate", task.minibatch),
             torch.inference_mode(task.inference),
             torch.no_grad(),
-            generators.minibatch(f"{self._tag} {task.minibatch}", task.call),
+            self._settings.generators.minibatch(f"{self._tag} {task.minibatch}", task.call),
             task.autocast.opened(alone=False),
             creating(self._settings.default_dtype),
             OperandsTogether(self._devices),
         ):
-            yield
+            value = moved(task.value, self.device)
+            for number in self._layers[task.segment]:
+                value = self.calls[number][1](value)
+        return Evaluated(task.minibatch, task.segment, value), None
 
 
 def moved(value: Any, device: torch.device) -> Any:

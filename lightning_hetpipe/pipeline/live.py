@@ -15,7 +15,7 @@ from types import SimpleNamespace
 from torch import Tensor, nn
 
 from lightning_hetpipe.pipeline.buffers import may_change, places, tensor_at
-from lightning_hetpipe.pipeline.stage_messages import Flags, Move, StageState, Version
+from lightning_hetpipe.pipeline.stage_messages import Flags, Move, Version
 from lightning_hetpipe.rules.versions import Reading
 from lightning_hetpipe.torch_private.modules import computing_hooks
 
@@ -58,10 +58,9 @@ class Live:
             tuple([module.training for module in self._modules]),
         )
 
-    def show(self, state: StageState, shown: Sequence[bool] | None = None) -> None:
-        """Give buffers the values that a forward has left: all buffers, or the buffers that are to be ``shown``."""
-        buffers = compress(zip(self._buffers, state.buffers, strict=True), shown or [True] * len(self._buffers))
-        for own, left in buffers:
+    def show(self, state: Sequence[Sequence[Tensor]], shown: Sequence[bool] | None = None) -> None:
+        """Give buffers the ``state`` that a forward has left, by segment: all, or those of segments to be ``shown``."""
+        for own, left in compress(zip(self._buffers, state, strict=True), shown or [True] * len(self._buffers)):
             for place, tensor in zip(own, left, strict=True):
                 if not may_change(*place):
                     continue

@@ -31,7 +31,6 @@ from lightning_hetpipe.pipeline.stage_messages import (
     Message,
     Output,
     Result,
-    StageState,
     Sums,
     Version,
 )
@@ -247,9 +246,9 @@ class Stage(StageThread):
             for reading in own:
                 self.stash.buffer(reading).published = event
 
-    def state(self, minibatch: int) -> StageState:
-        """State that the forwards of ``minibatch``, one of the last Nm, have left."""
-        return StageState([each.buffers.left(minibatch) for each in self._runners.values()])
+    def state(self, minibatch: int) -> Sequence[Sequence[Tensor]]:
+        """The buffers of each segment, as the forwards of ``minibatch``, one of the last Nm, have left them."""
+        return [each.buffers.left(minibatch) for each in self._runners.values()]
 
     def take(self, minibatch: int) -> FoundGradients:
         """Hands over the gradients of ``minibatch``, which is through; they count until they are :meth:`delivered`."""

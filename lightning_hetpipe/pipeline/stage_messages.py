@@ -2,7 +2,7 @@
 
     to a stage      Forward, Backward, Evaluate, Cancel     in its inbox, first in, first out
     from a stage    Output, InputGradients, Evaluated       one for each of the first three; Failure where it failed
-    between tasks   Version (begin, publish), StageState, gradients of a minibatch
+    between tasks   Version (begin, publish); buffers and gradients of a minibatch
 
 No message holds a lock, a queue, a thread, a live module or a minibatch; what carries messages between threads adds the
 order of CUDA streams (:class:`~lightning_hetpipe.pipeline.stage_thread.Parcel`), and
@@ -91,16 +91,6 @@ class Version(NamedTuple):
     def is_late(self) -> bool:
         """True if minibatches that use an earlier version may have begun already."""
         return any(reading.version < self.number for reading in self.needed)
-
-
-class StageState(NamedTuple):
-    """State that a minibatch's forward has left in a stage: for each of its segments the tensors in order.
-
-    Attributes:
-        buffers: Its buffers.
-    """
-
-    buffers: Sequence[Sequence[Tensor]]
 
 
 class Forward(NamedTuple):
@@ -239,7 +229,6 @@ RECORDS: Sequence[type[Any]] = (
     Version,
     Move,
     Flags,
-    StageState,
     Output,
     InputGradients,
     Evaluated,

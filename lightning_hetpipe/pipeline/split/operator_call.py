@@ -78,6 +78,16 @@ class OperatorCall:
 Rule = Callable[[OperatorCall], Divided | None]
 
 
+def of_first(rule: Callable[[OperatorCall, ChannelLayout], Divided | None]) -> Rule:
+    """Rule of operators that members divide only if the first operand is divided: ``rule`` is given its layout."""
+
+    def found(call: OperatorCall) -> Divided | None:
+        layout = call.layout(0)
+        return None if layout is None else rule(call, layout)
+
+    return found
+
+
 def sizes_of(node: Any) -> Sizes:
     """Sizes of the tensor that ``node`` gives; none for what is no tensor."""
     found: Any = node.meta.get("sizes", ()) if isinstance(node, fx.Node) else ()

@@ -7,7 +7,6 @@ member, or a part on each; what leaves it is put together of parts, added up, or
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -94,11 +93,10 @@ class Region:
             self.inputs.append(wanted)
         return self.inputs.index(wanted)
 
-    def output(self, wanted: RegionOutput) -> int:
-        """Number of the ``wanted`` output."""
+    def output(self, wanted: RegionOutput) -> None:
+        """From now on ``wanted`` is an output."""
         if wanted not in self.outputs:
             self.outputs.append(wanted)
-        return self.outputs.index(wanted)
 
 
 @dataclass(frozen=True)
@@ -109,13 +107,11 @@ class SplitGraph:
         graph: The segment's graph, with calls of modules "region_0" and so on in place of what members compute.
         regions: These, by their names.
         layers: Numbers of units in which each layer may begin to be divided, by its path; the best one first.
-        gathered: For reports: the operators before which values are put together.
     """
 
     graph: fx.Graph
     regions: dict[str, Region]
     layers: dict[str, tuple[int, ...]]
-    gathered: Sequence[str]
 
 
 class MemberGraph:

@@ -23,7 +23,7 @@ from torch import Tensor, fx, nn
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.pipeline.autocast import Autocast
 from lightning_hetpipe.pipeline.compile.compilation import Kind, KindsOfCalls, compiler_reason, under_own_code
-from lightning_hetpipe.pipeline.graph_layer import GraphLayer, set_here
+from lightning_hetpipe.pipeline.graph_layer import set_here
 from lightning_hetpipe.pipeline.random.graph_draws import NoDropout, refuse_other_draws
 from lightning_hetpipe.pipeline.split.joined_graph import JoinedGraph, joined_graph
 from lightning_hetpipe.pipeline.split.member_pool import DeviceGroup, MemberPool
@@ -313,7 +313,7 @@ class SplitSegment:
         layers: Name them, and have their graphs.
         modules: The stage's copies of them, with the weights and buffers to use.
         pool: The members.
-        compiled: Compiles their graphs; None where these run as they are.
+        options: What ``torch.compile`` is given for their graphs; None where these run as they are.
 
     Attributes:
         weights: Parts of versions of weights.
@@ -325,9 +325,10 @@ class SplitSegment:
         layers: Sequence[Layer],
         modules: Sequence[nn.Module],
         pool: MemberPool,
-        compiled: CompiledMembers | None = None,
+        options: Mapping[str, Any] | None = None,
     ) -> None:
-        self.compiled = compiled
+        named = f"layers {layers[0].name} to {layers[-1].name}"
+        self.compiled = None if options is None else CompiledMembers(named, options)
         self.weights = VersionParts()
         self.divisible: dict[str, tuple[int, ...]] = {}
         self._layers, self._modules, self._pool = layers, modules, pool
@@ -365,19 +366,6 @@ class SplitSegment:
             calls = {name: RegionCall(region, self._pool, self.weights) for name, region in made.regions.items()}
             self._variants[number] = joined, fx.GraphModule(dict(calls), made.graph), [*calls.values()]
         return self._variants[number]
-
-
-def split_segment(
-    layers: Sequence[Layer], modules: Sequence[nn.Module], pool: MemberPool, options: Mapping[str, Any] | None
-) -> SplitSegment | None:
-    """A segment that the members of ``pool`` compute together; None where a layer was not captured as a graph.
-
-    ``options`` are those of ``torch.compile``, where graphs are compiled.
-    """
-    if not all(isinstance(each, GraphLayer) for each in modules):
-        return None
-    named = f"layers {layers[0].name} to {layers[-1].name}"
-    return SplitSegment(layers, modules, pool, None if options is None else CompiledMembers(named, options))
 
 
 def check_divided(segments: Sequence[SplitSegment | None], group: DeviceGroup, stage: int) -> None:

@@ -77,7 +77,7 @@ class ProcessSection:
     def enter(self) -> None:
         self._others = ProcessState.taken()
         self._outer, _Seed.given = _Seed.given, self._seed
-        if self._own.random is None:  # the others' generator waits for them
+        if self._own.numpy is None:  # the others' generator waits for them
             set_bit_generator(spare_generator())
         self._own.restore()
 
@@ -135,18 +135,20 @@ class ProcessState:
 
     Attributes:
         dtype: Torch's default dtype.
-        seed: Makes all random states, where ``random`` is None.
-        random: The random states themselves.
+        seed: Makes all random states, if there is no state of ``numpy``.
+        generators, python, numpy: The random states themselves.
     """
 
     dtype: torch.dtype
     seed: int = 0
-    random: _RandomStates | None = None
+    generators: Sequence[Tensor] = ()
+    python: Any = None
+    numpy: NumpyState | None = None
 
     @staticmethod
     def taken() -> ProcessState:
         """Take the process's state, which is replaced next."""
-        return ProcessState(torch.get_default_dtype(), random=_RandomStates.taken())
+        return ProcessState(torch.get_default_dtype(), 0, states_of_torch(), random.getstate(), NumpyState.taken())
 
     @staticmethod
     def seeded(run_seed: int, virtual_worker: int, minibatch: int | str) -> ProcessState:
@@ -157,36 +159,18 @@ class ProcessState:
 
     def restore(self) -> None:
         """Make the process's state this one."""
-        if self.random is None:
-            _seed(self.seed)
+        if self.numpy is None:
+            for generator in _generators():
+                generator.manual_seed(self.seed)
+            random.seed(self.seed)
+            seed_numpy(self.seed)
         else:
-            self.random.restore()
+            # Accelerators have none until the process uses one, which may be after this state was taken.
+            for generator, state in zip(_generators(), self.generators, strict=False):
+                generator.set_state(state)
+            random.setstate(self.python)
+            self.numpy.restore()
         torch.set_default_dtype(self.dtype)
-
-
-@dataclass(frozen=True)
-class _RandomStates:
-    torch: Sequence[Tensor]
-    python: Any
-    numpy: NumpyState
-
-    @staticmethod
-    def taken() -> _RandomStates:
-        return _RandomStates(states_of_torch(), random.getstate(), NumpyState.taken())
-
-    def restore(self) -> None:
-        # Accelerators have none until the process uses one, which may be after this state was taken.
-        for generator, state in zip(_generators(), self.torch, strict=False):
-            generator.set_state(state)
-        random.setstate(self.python)
-        self.numpy.restore()
-
-
-def _seed(seed: int) -> None:
-    for generator in _generators():
-        generator.manual_seed(seed)
-    random.seed(seed)
-    seed_numpy(seed)
 
 
 # Numpy's state is handed from one section to the next without a copy. To copy its 624 words takes 35 us on a quiet
