@@ -45,13 +45,7 @@ def may_change(module: nn.Module, name: str) -> bool:
 
 
 class Buffers:
-    """The buffers of one segment: those of the last Nm minibatches on ``device``.
-
-    Args:
-        layers: Name them, and show of what size they are.
-        in_flight: Nm.
-        device: Where forwards run.
-    """
+    """The buffers of one segment's ``layers``: those of the last Nm minibatches on ``device``, where forwards run."""
 
     def __init__(self, layers: Sequence[nn.Module], in_flight: int, device: torch.device) -> None:
         self._names = [_told(module, name) for module, name in places(layers)]
@@ -119,18 +113,10 @@ class Buffers:
             self._left[minibatch % len(self._left)] = [*left]
 
     def publish(self, minibatch: int, live: Sequence[Tensor], *, ahead: bool) -> bool:
-        """Takes over what callbacks did to the ``live`` buffers after ``minibatch``, or refuses it by name.
-
-        Args:
-            minibatch: The one that is over.
-            live: Buffers as they are now.
-            ahead: Later forwards may have started from the unchanged buffers already.
-
-        Returns:
-            Whether they did anything.
+        """Take over what callbacks did to the ``live`` buffers after ``minibatch``: return whether they did anything.
 
         Raises:
-            SettingError: for a change, if later forwards run ahead.
+            SettingError: for a change, if later forwards run ``ahead``, which may have started from what was there.
         """
         if not self._names:
             return False

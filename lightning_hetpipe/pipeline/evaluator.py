@@ -32,7 +32,7 @@ from lightning_hetpipe.torch_private.tensors import pytree
 
 
 class EvaluationBatch(BatchInFlight):
-    """A batch that is evaluated, by ``run``, within ``context``."""
+    """A batch that is evaluated, by the user's step for it, ``run``, within ``context``."""
 
     def __init__(
         self,
@@ -127,16 +127,6 @@ class Evaluator(RunnerPool[EvaluationBatch]):
             super().close()
         finally:
             self._attached.close()
-
-    def submit(
-        self,
-        number: int,
-        run: Callable[[], Any],
-        context: Callable[[], AbstractContextManager[Any]],
-        section: UserSection,
-    ) -> None:
-        """Starts batch ``number``, the next one: ``run`` is the user's step for it."""
-        self.launch(EvaluationBatch(self, number, run, context, section))
 
     def forward(self, batch: EvaluationBatch, piece: int, value: Any) -> None:
         """Sends ``value`` into ``piece``; its outputs will be delivered to ``batch``."""

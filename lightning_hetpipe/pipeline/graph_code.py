@@ -122,11 +122,7 @@ def layers_of_data(
 
 
 def new_variants(layers: Sequence[Layer], known: Sequence[int]) -> list[Any]:
-    """The variants of the graphs of ``layers`` beside the first so many that are ``known`` of each, as plain data.
-
-    Raises:
-        NotPlain: for what is no operator of torch's own.
-    """
+    """The variants of the graphs of ``layers`` beside the first so many that are ``known`` of each, as plain data."""
     return [_variants(_code(layer), first) for layer, first in zip(layers, known, strict=True)]
 
 
@@ -235,11 +231,7 @@ def _read_graph(written: Mapping[str, Any]) -> fx.GraphModule:
 
 @functools.cache
 def operator_name(operator: OperatorOverload) -> str:
-    """The name of ``operator`` in messages.
-
-    Raises:
-        NotPlain: if it is not one of torch's own.
-    """
+    """The name of ``operator`` in messages; raise NotPlain if it is not one of torch's own."""
     if operator.namespace not in _LIBRARIES:
         raise NotPlain(f"it calls {operator}, which is no operator of torch's own")
     return str(operator.name())  # type: ignore[no-untyped-call]  # torch has no types here
@@ -247,11 +239,7 @@ def operator_name(operator: OperatorOverload) -> str:
 
 @functools.cache
 def operator_of(name: str) -> OperatorOverload:
-    """The operator that is called ``name``.
-
-    Raises:
-        NotPlain: if that is not one of torch's own.
-    """
+    """The operator that is called ``name``; raise NotPlain if it is not one of torch's own."""
     namespace, _, path = name.partition("::")
     packet, _, overload = path.partition(".")
     target = None

@@ -26,11 +26,7 @@ NO_MOVES: Moves = {}
 
 
 class Live:
-    """Those of one stage, or parameters that no stage holds.
-
-    Args:
-        segments: The layers of each segment.
-    """
+    """The live layers of each segment of one stage, or parameters that no stage holds."""
 
     def __init__(self, segments: Sequence[Sequence[nn.Module]]) -> None:
         layers = nn.ModuleList([layer for segment in segments for layer in segment])
@@ -41,13 +37,7 @@ class Live:
         """True if forwards leave anything in the live layers."""
 
     def version(self, number: int, needed: Sequence[Reading], moves: Moves = NO_MOVES) -> Version:
-        """Message that publishes the present weights and flags as version ``number``.
-
-        Args:
-            number: v.
-            needed: Weights that minibatches use from now on.
-            moves: Expected changes of parameters by an optimizer step, where weights are predicted.
-        """
+        """Message that publishes the present weights and flags as version ``number``."""
         buffers = [[*map(tensor_at, own)] for own in self._buffers]
         own = [moves.get(parameter) for parameter in self.parameters] if moves else ()
         return Version(number, self.parameters, self.flags(), buffers, needed, own)

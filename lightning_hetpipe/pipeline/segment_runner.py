@@ -58,15 +58,9 @@ class SavedForBackward:
 
 
 class SegmentRunner:
-    """The layers of one segment.
+    """The layers of one segment, before which ``start`` others lie in the stage's ``stash``.
 
-    Args:
-        layers: The layers.
-        start: How many of the stage's layers come before them.
-        stash: The stage's copy of them, and its versions.
-        settings: What all stages share.
-        device: Where they run.
-        members: That compute them together, where the stage has several devices.
+    If the stage has several devices, their ``members`` compute the layers together.
     """
 
     def __init__(

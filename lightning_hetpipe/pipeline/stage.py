@@ -17,8 +17,7 @@ from torch import Tensor, nn
 
 from lightning_hetpipe.errors import Discarded
 from lightning_hetpipe.pipeline.compile.compilation import Compiling, Exclusively
-from lightning_hetpipe.pipeline.memory import Memory, PlannedMemory
-from lightning_hetpipe.pipeline.out_of_memory import less
+from lightning_hetpipe.pipeline.memory import Memory, PlannedMemory, less
 from lightning_hetpipe.pipeline.random.generators import RandomGenerators
 from lightning_hetpipe.pipeline.segment_runner import SavedForBackward, SegmentRunner
 from lightning_hetpipe.pipeline.split.member_pool import DeviceGroup, MemberPool

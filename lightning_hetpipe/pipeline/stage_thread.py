@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from lightning_hetpipe.errors import Discarded
-from lightning_hetpipe.pipeline.out_of_memory import explain
+from lightning_hetpipe.pipeline.memory import explain
 from lightning_hetpipe.pipeline.stage_messages import Cancel, Failure, Forward, Message, Result
 from lightning_hetpipe.pipeline.streams import Stream, StreamEvent
 from lightning_hetpipe.pipeline.threads import ReadersWriterLock, Watchdog, Worker
@@ -40,15 +40,7 @@ Done = Callable[[Result, StreamEvent | None], None]
 
 
 class StageThread:
-    """Stage ``index`` on ``device``.
-
-    Args:
-        name: Of the thread.
-        stream: In which it computes.
-        torch_threads: Threads of each torch operation.
-        watchdog: Of its waits.
-        done: Called in the thread with each result.
-    """
+    """Stage ``index``: a thread that computes in ``stream`` on ``device``, and calls ``done`` with each result."""
 
     def __init__(
         self,

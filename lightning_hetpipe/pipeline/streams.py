@@ -194,7 +194,7 @@ class DeviceStream(Stream):
 class UserStream:
     """Stream of user code and Lightning's thread, which never run at once: the streams that are theirs anyhow."""
 
-    def record(self, devices: Iterable[torch.device] = ()) -> DeviceEvents | None:
+    def record(self, devices: Iterable[torch.device] = ()) -> StreamEvent | None:
         streams = [torch.accelerator.current_stream(device) for device in set(devices) if accelerates(device)]
         return DeviceEvents(streams) if streams else None
 

@@ -90,14 +90,11 @@ class KindsOfCalls:
 
 
 class Compiled(KindsOfCalls):
-    """The layers of one segment.
+    """The layers of one segment, on ``device``.
 
     Args:
-        names: The layers' paths.
-        layers: The stage's copies of them.
         calls: What to call for each layer that runs as it is.
         options: What ``torch.compile`` is given.
-        device: Where they run.
         fused: Whether attention may hold a dropout of its own, where a device has no other that is fast.
     """
 

@@ -89,15 +89,9 @@ class RandomGenerators:
     def watch(
         self, layers: Mapping[str, nn.Module], minibatch: int | str, call: int = 0
     ) -> Iterator[dict[str, Callable[..., Any]]]:
-        """:meth:`minibatch` on modules of the user's own, which carry no trace of it afterwards.
+        """:meth:`minibatch` on ``layers`` that are :func:`attached` within it, in user code.
 
-        Args:
-            layers: Each layer by its path.
-            minibatch, call: The minibatch that is run within, and the call.
-
-        Yields:
-            What to call instead of each layer, by its path. (Calling the layer itself does the same, unless a module is
-            shared between layers.)
+        (To call the layer itself does the same, unless a module is shared between layers.)
         """
         with attached(layers) as run, self.minibatch(minibatch, call, in_user_code=True):
             yield run
@@ -107,14 +101,9 @@ class RandomGenerators:
 def attached(
     layers: Mapping[str, nn.Module], without: Collection[nn.Module] = ()
 ) -> Iterator[dict[str, Callable[..., Any]]]:
-    """Within it, ``layers`` are attached. They may be the user's own: they carry no trace of it afterwards.
+    """Within it, ``layers`` are attached, each by its path, ``without`` some modules: what to call instead of each.
 
-    Args:
-        layers: Each by its path.
-        without: Modules in them that are left as they are.
-
-    Yields:
-        What to call instead of each layer, by its path.
+    Layers may be the user's own: they carry no trace of it afterwards.
     """
     installed: list[_Forward] = []
     try:

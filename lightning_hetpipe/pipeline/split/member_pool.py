@@ -55,12 +55,7 @@ _Posted = tuple[Job, StreamEvent | None, Sequence[Tensor]]
 class MemberPool:
     """The members of ``group``; open as a context manager.
 
-    Args:
-        name: Of the stage; members' threads have it in theirs.
-        group: The devices.
-        torch_threads: Threads of each torch operation.
-        streams: Makes a stream for each member but the home.
-        home_stream: The stage's.
+    Each member but the home, which has the stage's stream, gets one of ``streams``.
 
     Attributes:
         in_turn: Whether members run one after the other, as they do where they may compile.
@@ -92,14 +87,9 @@ class MemberPool:
                 self._workers[member] = Worker(name, self._handler(member, stream), self._torch_threads, entering)
 
     def run(self, jobs: Sequence[Job | None], uses: Iterable[Tensor] = ()) -> list[Any]:
-        """Run a job of each member at once, or none.
+        """Run the job of each member, or none, at once, and return what each has given.
 
-        Args:
-            jobs: One for each member.
-            uses: The tensors that jobs use of this thread's stream.
-
-        Returns:
-            What each has given.
+        Jobs use the tensors ``uses`` of this thread's stream.
 
         Raises:
             BaseException: the first member's that has failed, once all are through.

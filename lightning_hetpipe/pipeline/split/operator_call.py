@@ -35,15 +35,11 @@ class Divided:
 
 @dataclass(frozen=True)
 class OperatorCall:
-    """Call of an operator in a graph.
+    """Call of an operator, ``target``, in a graph.
 
     Attributes:
-        node: It.
-        target: The operator.
-        args, kwargs: What it is given.
         layouts: Of those of its operands that are divided.
-        columns: Gives, for a weight, the layout of output channels to begin with; None to leave it
-            whole. Its ``dim`` is 0.
+        columns: Gives, for a weight, the layout (``dim`` 0) of output channels to begin with; None to leave it whole.
     """
 
     node: fx.Node

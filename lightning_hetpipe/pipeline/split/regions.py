@@ -39,11 +39,9 @@ class GivenAs(Enum):
 
 @dataclass(frozen=True)
 class RegionInput:
-    """One input of a region.
+    """One input of a region: a ``node`` in the graph of the segment.
 
     Attributes:
-        node: In the graph of the segment.
-        taken: How.
         layout: Of what each member takes; None for what is whole.
         is_weight: Whether it is a tensor of a layer: of parameters, parts are kept for each version.
     """
@@ -56,13 +54,7 @@ class RegionInput:
 
 @dataclass(frozen=True)
 class RegionOutput:
-    """One output of a region.
-
-    Attributes:
-        node: In the graph of the segment.
-        given: How.
-        layout: That says which members have a part.
-    """
+    """One output of a region: a ``node`` in the graph of the segment, of which the ``layout`` says who has a part."""
 
     node: fx.Node
     given: GivenAs
@@ -71,10 +63,9 @@ class RegionOutput:
 
 @dataclass
 class Region:
-    """A region.
+    """A region of so many ``members``.
 
     Attributes:
-        members: Number of members.
         inputs, outputs: What comes to it, and what leaves it.
         graphs: What each member computes: it takes its part of the inputs of the numbers in ``takes``, and gives its
             part of the outputs of the numbers in ``gives``.

@@ -47,11 +47,6 @@ Opened = Callable[[], AbstractContextManager[Any]]
 class RegionCall(nn.Module):
     """Calls ``region`` in the threads of ``pool``.
 
-    Args:
-        region: The region.
-        pool: Of the group.
-        weights: Parts of versions of weights.
-
     Attributes:
         graphs: What members run: their graphs, or what was compiled of these.
     """
@@ -262,11 +257,7 @@ class CompiledMembers(KindsOfCalls):
 
     What makes other code is as for the layers of a stage (:mod:`~lightning_hetpipe.pipeline.compile.compilation`), and
     so is what pauses meanwhile; members compile one after the other then. What is not divided runs as it is, and so
-    does a graph that cannot be compiled.
-
-    Args:
-        layers: Names them, for people.
-        options: What ``torch.compile`` is given.
+    does a graph that cannot be compiled. ``layers`` names them, for people.
     """
 
     def __init__(self, layers: str, options: Mapping[str, Any]) -> None:
@@ -312,7 +303,6 @@ class SplitSegment:
     Args:
         layers: Name them, and have their graphs.
         modules: The stage's copies of them, with the weights and buffers to use.
-        pool: The members.
         options: What ``torch.compile`` is given for their graphs; None where these run as they are.
 
     Attributes:

@@ -36,12 +36,8 @@ class BatchInFlight:
     """Batch ``number`` in flight.
 
     It is in one place at a time: in its runner (user code), or with a stage. Wherever it is when it fails or is
-    discarded, it ends there.
-
-    Args:
-        pipeline: The pipeline that it is in.
-        number: Its number; among those that wait for the lock over user code, lower ones go first.
-        section: Swaps process state in and out around its sections of user code.
+    discarded, it ends there. Of batches that wait for the lock over user code, that with the lowest number goes first.
+    The ``section`` swaps process state in and out around its sections of user code.
     """
 
     def __init__(self, pipeline: RunnerPool[Any], number: int, section: UserSection = NO_SECTION) -> None:

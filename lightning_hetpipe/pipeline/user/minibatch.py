@@ -61,12 +61,7 @@ class Step:
 
 @dataclass(slots=True)
 class Sum:
-    """The gradient of a weight so far.
-
-    Attributes:
-        gradient: The sum of its uses, the latest first.
-        event: The event behind which it is computed.
-    """
+    """The gradient of a weight so far: the sum of its uses, the latest first, computed behind ``event``."""
 
     gradient: Tensor
     event: StreamEvent | None

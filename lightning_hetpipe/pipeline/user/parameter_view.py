@@ -159,8 +159,6 @@ class UsedParameter:
     """A parameter that user code has used in one region, which is what lies between two calls of pipelined modules.
 
     Attributes:
-        name: Its name.
-        live: The parameter.
         copy: The leaf that stands for it, on the device of the version.
         seen: What user code was given: ``copy``, or its copy on the device of user code.
         counter: How often ``seen`` had been changed in place when it was made.
@@ -237,11 +235,7 @@ class ParameterView(OwnMode):
         return {id(used.copy) for used in self._used.values()}
 
     def check(self) -> None:
-        """Refuse changes of a parameter, which only this version's copy has seen.
-
-        Raises:
-            SettingError: which names it.
-        """
+        """Refuse changes of a parameter, which only this version's copy has seen, by its name."""
         for used in self._used.values():
             used.check()
 

@@ -109,15 +109,8 @@ class PieceCall:
         within: AbstractContextManager[Any],
         keep_graph: bool,
     ) -> tuple[Sequence[Tensor | None], Sequence[Tensor | None]]:
-        """Gradients of ``total`` with respect to this call's outputs, and to ``targets`` that came after it.
-
-        Args:
-            total: The loss.
-            above: The next call, whose input gradients are there; None for the last one.
-            targets: Used by user code between this call and ``above``.
-            within: Opened around the pass, for the user's hooks and for recomputed checkpoints.
-            keep_graph: The graph is gone through again, further down.
-        """
+        """Gradients of the loss ``total`` with respect to this call's outputs, and to ``targets``, which user code has
+        used before the next call, ``above``; ``within`` is for the user's hooks and recomputed checkpoints."""
         self.collecting = True
         _, *found = gradients_below(total, above, [Target(self.anchor), *targets], within, keep_graph, self._node)
         self.collecting = False
