@@ -86,9 +86,7 @@ _LIBRARIES = ("aten", "prims")
 def layers_as_data(layers: Sequence[Layer], named: Callable[[Tensor], Any] = lambda tensor: tensor) -> list[Any]:
     """``layers``, which are parts of captured graphs, with the tensors that they hold now, as plain data.
 
-    Args:
-        layers: The layers.
-        named: Gives what stands for a tensor in the data.
+    In the data stands what ``named`` gives for a tensor.
 
     Raises:
         NotPlain: for a layer that has no graph, or whose graph calls what is no operator of torch's own.
@@ -105,7 +103,7 @@ def layers_of_data(
     """The layers that :func:`layers_as_data` was given; what they shared they share again.
 
     Args:
-        data: What it has given.
+        data: The layers as data.
         found: Gives the tensor for which something else stands in the data.
         device: Where the layers are to be; by default where they were.
 

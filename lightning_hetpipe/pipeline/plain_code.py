@@ -52,11 +52,7 @@ class PlainCode:
         return text, [*map(_bytes_of, tensors)]
 
     def read(self, text: bytes, take: Take) -> Any:
-        """The value that :meth:`write` was given.
-
-        Args:
-            text: JSON.
-            take: Is asked for the bytes of one tensor after the other.
+        """The value that :meth:`write` was given; ``take`` is asked for the bytes of one tensor after the other.
 
         Raises:
             NotPlain: if they are nothing that :meth:`write` gives.

@@ -181,9 +181,7 @@ class DeviceStream(Stream):
             return self._busy
 
     def _settle(self) -> None:
-        while self._pending and all(
-            event.query() for event in self._pending[0]
-        ):  # they may be in two streams of user code
+        while self._pending and all(event.query() for event in self._pending[0]):  # of two streams of user code, maybe
             began, ended = self._pending.popleft()
             self._busy += began.elapsed_time(ended) / 1000
 

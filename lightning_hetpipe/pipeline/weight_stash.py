@@ -271,8 +271,6 @@ def copy_of(
     not the hooks that users have put on them.
 
     Args:
-        live: To be copied.
-        device: Where the copy is to be.
         frozen: By its parameters' numbers, tensors that the copy shares.
         stays: Whether copies of weights at a host are there, too.
 

@@ -239,12 +239,7 @@ Exclusively = Callable[[int, str], AbstractContextManager[None]]
 
 
 class Compiling:
-    """Those of one stage.
-
-    Attributes:
-        at_work: Whether it is in one.
-        seconds: How long they have taken.
-    """
+    """The compilations of one stage: whether it is ``at_work`` in one, and the ``seconds`` that they have taken."""
 
     def __init__(self, stage: int, exclusively: Exclusively) -> None:
         self.at_work = False

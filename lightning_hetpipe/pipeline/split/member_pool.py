@@ -25,10 +25,9 @@ Job = Callable[[], Any]
 
 @dataclass(frozen=True)
 class DeviceGroup:
-    """The devices of a stage.
+    """The ``devices`` of a stage, one for each member.
 
     Attributes:
-        devices: Of each member.
         counts: What is divided.
         home: The member that holds the unsplit weights; the stage's own thread is its thread.
         names: Of the devices, for people; by default torch's.

@@ -27,11 +27,11 @@ from lightning_hetpipe.pipeline.graph_layer import set_here
 from lightning_hetpipe.pipeline.random.graph_draws import NoDropout, refuse_other_draws
 from lightning_hetpipe.pipeline.split.joined_graph import JoinedGraph, joined_graph
 from lightning_hetpipe.pipeline.split.member_pool import DeviceGroup, MemberPool
-from lightning_hetpipe.pipeline.split.parts import VersionParts, joined, part
 from lightning_hetpipe.pipeline.split.regions import GivenAs, Region, RegionInput, RegionOutput, TakenAs
 from lightning_hetpipe.pipeline.split.rewriting import split_graph
 from lightning_hetpipe.pipeline.streams import move
 from lightning_hetpipe.pipeline.values import run_backward
+from lightning_hetpipe.rules.channel_layouts import ChannelLayout
 from lightning_hetpipe.torch_private.compiler import CompilerError, CompilerLimit, compiled
 from lightning_hetpipe.torch_private.tensors import pytree
 
@@ -359,11 +359,7 @@ class SplitSegment:
 
 
 def check_divided(segments: Sequence[SplitSegment | None], group: DeviceGroup, stage: int) -> None:
-    """Refuse counts for what is in no segment of ``stage``, and a group for a stage in which nothing can be divided.
-
-    Raises:
-        SettingError: that names what is wrong.
-    """
+    """Refuse counts for what is in no segment of ``stage``, and a group for a stage in which nothing can be divided."""
     divisible: dict[str, tuple[int, ...]] = {}
     for segment in segments:
         divisible |= {} if segment is None else segment.divisible
@@ -373,3 +369,67 @@ def check_divided(segments: Sequence[SplitSegment | None], group: DeviceGroup, s
             f"stage {stage} has several devices (split, or a plan with groups), and none of its layers can be divided:"
             " there is no convolution, linear layer or embedding in what was captured as a graph; give it one device"
         )
+
+
+def part(whole: Tensor, layout: ChannelLayout, member: int) -> Tensor:
+    """The part of ``member``: a view where units lie in one block, else a copy."""
+    start, end = ([0, *layout.ends][member + more] for more in (0, 1))
+    if layout.outer == 1:
+        return whole.narrow(layout.dim, start, end - start)
+    blocks = _blocks(whole, layout.dim, layout.units * layout.inner)
+    return blocks.narrow(layout.dim + 1, start, end - start).flatten(layout.dim, layout.dim + 1)
+
+
+def joined(parts: Sequence[Tensor], layout: ChannelLayout) -> Tensor:
+    """The whole of all ``parts``, in the order of the members that have something."""
+    if len(parts) == 1:
+        return parts[0]
+    if layout.outer == 1:
+        return torch.cat(list(parts), layout.dim)
+    present = [layout.counts[member] * layout.inner for member in layout.members]
+    blocks = [_blocks(each, layout.dim, size) for each, size in zip(parts, present, strict=True)]
+    return torch.cat(blocks, layout.dim + 1).flatten(layout.dim, layout.dim + 1)
+
+
+def _blocks(tensor: Tensor, dim: int, size: int) -> Tensor:
+    """``tensor`` with the blocks of dimension ``dim``, each of that ``size``, as a dimension of their own."""
+    return tensor.reshape(*tensor.shape[:dim], -1, size, *tensor.shape[dim + 1 :])
+
+
+class VersionParts:
+    """Parts of the weights in each version buffer, made once for each version, where a member first uses it.
+
+    Where a member is on the home device, a part that lies in one piece there is no copy.
+
+    A buffer is known by a key, and what is in it by how often it has been filled.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._kept: dict[Any, tuple[int, dict[Any, Tensor]]] = {}
+        self._now: dict[Any, Tensor] = {}
+
+    def use(self, buffer: Any, fills: int) -> None:
+        """Weights are those in ``buffer`` from now on."""
+        kept = self._kept.get(buffer)
+        if kept is None or kept[0] != fills:
+            kept = self._kept[buffer] = fills, {}
+        self._now = kept[1]
+
+    def clear(self) -> None:
+        """Give the memory back."""
+        self._kept.clear()
+        self._now = {}
+
+    def of(self, weight: Tensor, layout: ChannelLayout | None, member: int, device: torch.device) -> Tensor:
+        """The part of ``member`` of a ``weight``, or the whole where there is no layout, on ``device``."""
+        key = id(weight), layout, member
+        now = self._now
+        with self._lock:
+            found = now.get(key)
+        if found is None:
+            taken = weight.detach() if layout is None else part(weight.detach(), layout, member)
+            found = move(taken.contiguous(), device)
+            with self._lock:
+                now[key] = found
+        return found

@@ -179,8 +179,6 @@ class ParameterView(OwnMode):
     """Gives torch's functions the parameters of ``weights``; opened in the thread of one minibatch.
 
     Args:
-        tensors: Those that have versions.
-        weights: Those of the minibatch.
         ahead: Minibatches may run ahead, so that live buffers and gradients are of another moment.
         device: The one on which user code computes.
     """

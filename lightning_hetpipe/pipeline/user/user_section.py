@@ -188,11 +188,9 @@ _unpaired: tuple[BitGenerator, bytes] | None = None  # the default generator, an
 
 @dataclass(frozen=True)
 class NumpyState:
-    """State of numpy's default generator.
+    """State of numpy's default ``generator``, which may be one of the user's.
 
-    Attributes:
-        generator: The bit generator, which may be one of the user's.
-        paired: All of numpy's state, where it keeps the second of a pair of normal numbers.
+    It is ``paired``, all of numpy's state, if numpy keeps the second of a pair of normal numbers.
     """
 
     generator: BitGenerator
