@@ -16,9 +16,9 @@ from lightning_hetpipe.capture.pieces import Piece
 from lightning_hetpipe.capture.profiling import Microbenchmark, ProfilingInput
 from lightning_hetpipe.pipeline.graph_layer import GraphLayer, set_here
 from lightning_hetpipe.pipeline.split.joined_graph import JoinedGraph, joined_graph
-from lightning_hetpipe.pipeline.split.parts import part
 from lightning_hetpipe.pipeline.split.regions import Region, RegionInput, TakenAs
 from lightning_hetpipe.pipeline.split.rewriting import divided_layers, split_graph
+from lightning_hetpipe.pipeline.split.split_segment import part
 from lightning_hetpipe.pipeline.stage import Layer
 from lightning_hetpipe.pipeline.user.user_section import ProcessState, own_state
 from lightning_hetpipe.pipeline.values import gradients

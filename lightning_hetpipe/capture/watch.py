@@ -45,11 +45,17 @@ from lightning_hetpipe.capture.prepared_modules import (
 )
 from lightning_hetpipe.errors import PipelineRefusal, SettingError
 from lightning_hetpipe.pipeline.random.generators import RandomGenerators
-from lightning_hetpipe.pipeline.reentrant_checkpoints import is_reentrant_checkpoint, reentrant_checkpoint
 from lightning_hetpipe.pipeline.stage import Layer
 from lightning_hetpipe.pipeline.user.parameter_view import changes_parameter
 from lightning_hetpipe.pipeline.user.user_section import ProcessState, has_own_seed, own_state, states_of_torch
-from lightning_hetpipe.pipeline.values import Value, all_equal, equal, tensors_of
+from lightning_hetpipe.pipeline.values import (
+    Value,
+    all_equal,
+    equal,
+    is_reentrant_checkpoint,
+    reentrant_checkpoint,
+    tensors_of,
+)
 from lightning_hetpipe.planning.model.profile import UserBytes
 from lightning_hetpipe.torch_private.autograd import graph_nodes
 from lightning_hetpipe.torch_private.modules import behind_compile, has_global_hooks

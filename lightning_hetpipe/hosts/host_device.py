@@ -13,7 +13,7 @@ from lightning_hetpipe.accelerator import accelerates, all_devices, default_gene
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.hosts.host_memory import CPU
 from lightning_hetpipe.pipeline.random.generators import RandomGenerators
-from lightning_hetpipe.pipeline.stage_messages import Forward, InputGradients, Output, Result, StageState
+from lightning_hetpipe.pipeline.stage_messages import Forward, InputGradients, Output, Result
 from lightning_hetpipe.pipeline.streams import Stream, StreamEvent, move, stream_on
 from lightning_hetpipe.pipeline.values import moved, tensors_in
 from lightning_hetpipe.planning.model.catalogue import canonical
@@ -97,9 +97,9 @@ class HostDevice:
         gradients = [moved(gradient, CPU) for gradient in result.gradients]
         return result._replace(gradients=gradients, sums={n: move(sum, CPU) for n, sum in result.sums.items()})
 
-    def state(self, state: StageState) -> StageState:
+    def state(self, state: Sequence[Sequence[Tensor]]) -> Sequence[Sequence[Tensor]]:
         """``state`` on the CPU."""
-        return StageState([[move(tensor, CPU) for tensor in own] for own in state.buffers])
+        return [[move(tensor, CPU) for tensor in own] for own in state]
 
 
 def _accelerator(number: int, name: str, host: str) -> torch.device:

@@ -29,12 +29,11 @@ from lightning_hetpipe.hosts.stage_host import modes
 from lightning_hetpipe.hosts.wire import HostConnection
 from lightning_hetpipe.pipeline.graph_code import layers_as_data, new_variants
 from lightning_hetpipe.pipeline.graph_layer import GraphLayer
-from lightning_hetpipe.pipeline.message_code import STAYING
 from lightning_hetpipe.pipeline.plain_code import NotPlain
 from lightning_hetpipe.pipeline.stage import FoundGradients, Stage
-from lightning_hetpipe.pipeline.stage_messages import Cancel, Failure, Forward, StageState, Version
+from lightning_hetpipe.pipeline.stage_messages import STAYING, Cancel, Failure, Forward, Version
 from lightning_hetpipe.pipeline.stage_thread import Parcel
-from lightning_hetpipe.pipeline.streams import HostStream
+from lightning_hetpipe.pipeline.streams import Stream
 from lightning_hetpipe.pipeline.weight_stash import VersionedLayers, WeightStash, copy_of
 from lightning_hetpipe.torch_private.subclasses import take_in_foreach
 
@@ -88,7 +87,7 @@ class RemoteStash(WeightStash):
         return remote(local(tensor), self.memory)
 
 
-class _RemoteStream(HostStream):
+class _RemoteStream(Stream):
     """Stream of a stage that computes elsewhere."""
 
     def show(self, busy: float) -> None:
@@ -282,9 +281,9 @@ class RemoteStage(Stage):
         super().publish(version)
         self._tell("publish", _without_weights(version), self._published())
 
-    def state(self, minibatch: int) -> StageState:
-        found: StageState = self._ask("look", minibatch)
-        for runner, left in zip(self._runners.values(), found.buffers, strict=True):
+    def state(self, minibatch: int) -> Sequence[Sequence[Tensor]]:
+        found: Sequence[Sequence[Tensor]] = self._ask("look", minibatch)
+        for runner, left in zip(self._runners.values(), found, strict=True):
             runner.buffers.mirror(minibatch, left)  # so that publishing finds what callbacks have changed
         return found
 

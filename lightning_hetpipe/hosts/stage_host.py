@@ -26,8 +26,8 @@ from lightning_hetpipe.hosts.host_memory import CPU, HeldTensors
 from lightning_hetpipe.hosts.peer_hosts import PeerHosts
 from lightning_hetpipe.hosts.server_calls import ServerCalls
 from lightning_hetpipe.hosts.wire import Wire
-from lightning_hetpipe.pipeline.freed_memory import keep_freed_memory
 from lightning_hetpipe.pipeline.graph_code import add_variants, layers_of_data
+from lightning_hetpipe.pipeline.memory import keep_freed_memory
 from lightning_hetpipe.pipeline.plain_code import NotPlain
 from lightning_hetpipe.pipeline.stage import Layer, Stage
 from lightning_hetpipe.pipeline.stage_messages import Failure, Result, Version

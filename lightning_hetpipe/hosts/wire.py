@@ -21,7 +21,7 @@ from torch import Tensor
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.hosts import orders
 from lightning_hetpipe.hosts.secured_socket import RELEASE, Connection, Refused, connect
-from lightning_hetpipe.pipeline import message_code
+from lightning_hetpipe.pipeline import stage_messages
 from lightning_hetpipe.pipeline.plain_code import NotPlain, PlainCode
 from lightning_hetpipe.server.transport.security import Security
 
@@ -35,7 +35,7 @@ LONGEST = 1 << 30
 """Bytes of the longest message, beside its tensors: graphs of large models take a few million."""
 
 
-CODE = PlainCode([*message_code.RECORDS, *orders.RECORDS])
+CODE = PlainCode([*stage_messages.RECORDS, *orders.RECORDS])
 
 ANSWERING = 60.0
 """Seconds in which a host has to answer: its process imports torch meanwhile."""
@@ -55,7 +55,7 @@ class Wire:
             NotPlain: for what is no message.
             OSError: if the other process has ended.
         """
-        text, tensors = CODE.write(message_code.to_record(message))
+        text, tensors = CODE.write(stage_messages.to_record(message))
         with self._lock, self._whole():
             small = bytearray(_LENGTH.pack(len(text)) + text)
             for tensor in tensors:
@@ -81,7 +81,7 @@ class Wire:
             raise NotPlain(f"a message of {length} bytes beside its tensors")
         text = bytearray(length)
         self._fill(memoryview(text))
-        return message_code.of_record(CODE.read(bytes(text), self._take))
+        return stage_messages.of_record(CODE.read(bytes(text), self._take))
 
     def end(self) -> None:
         """Send nothing any more; what the other process has sent can still be received."""

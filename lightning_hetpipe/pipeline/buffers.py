@@ -33,19 +33,19 @@ def places(layers: Iterable[nn.Module]) -> list[Place]:
     ]
 
 
+def bind(places: Iterable[Place], tensors: Iterable[Tensor]) -> None:
+    """Let ``places`` hold ``tensors``."""
+    for (module, name), tensor in zip(places, tensors, strict=True):
+        setattr(module, name, tensor)
+
+
 def may_change(module: nn.Module, name: str) -> bool:
     """Return True if a forward may change this buffer, as far as its module tells (a graph does)."""
     return not isinstance(module, GraphLayer) or name in module.code.changes
 
 
 class Buffers:
-    """The buffers of one segment: those of the last Nm minibatches on ``device``.
-
-    Args:
-        layers: Name them, and show of what size they are.
-        in_flight: Nm.
-        device: Where forwards run.
-    """
+    """The buffers of one segment's ``layers``: those of the last Nm minibatches on ``device``, where forwards run."""
 
     def __init__(self, layers: Sequence[nn.Module], in_flight: int, device: torch.device) -> None:
         self._names = [_told(module, name) for module, name in places(layers)]
@@ -84,17 +84,10 @@ class Buffers:
         """Copies of the buffers that a forward of ``minibatch`` is about to start from."""
         return [tensor.clone() for tensor in self._of(minibatch)]
 
-    def before_again(self, copies: Sequence[Tensor], layers: list[Place]) -> None:
-        """Hands to ``layers`` the ``copies`` of what a forward started from, to be changed where nobody sees it."""
-        for (module, name), tensor in zip(layers, copies, strict=True):
-            setattr(module, name, tensor)
-
     def bind(self, minibatch: int, layers: list[Place]) -> None:
         """Lets ``layers`` hold the buffers of ``minibatch``."""
-        if not self._names:
-            return
-        for (module, name), tensor in zip(layers, self._of(minibatch), strict=True):
-            setattr(module, name, tensor)
+        if self._names:
+            bind(layers, self._of(minibatch))
 
     def changes(self, minibatch: int) -> list[int]:
         """Count the in-place changes of each buffer of ``minibatch`` so far."""
@@ -120,18 +113,10 @@ class Buffers:
             self._left[minibatch % len(self._left)] = [*left]
 
     def publish(self, minibatch: int, live: Sequence[Tensor], *, ahead: bool) -> bool:
-        """Takes over what callbacks did to the ``live`` buffers after ``minibatch``, or refuses it by name.
-
-        Args:
-            minibatch: The one that is over.
-            live: Buffers as they are now.
-            ahead: Later forwards may have started from the unchanged buffers already.
-
-        Returns:
-            Whether they did anything.
+        """Take over what callbacks did to the ``live`` buffers after ``minibatch``: return whether they did anything.
 
         Raises:
-            SettingError: for a change, if later forwards run ahead.
+            SettingError: for a change, if later forwards run ``ahead``, which may have started from what was there.
         """
         if not self._names:
             return False

@@ -18,10 +18,8 @@ from torch import Tensor, nn
 
 from lightning_hetpipe.errors import Discarded, PipelineRefusal
 from lightning_hetpipe.pipeline.buffers import may_change, places
-from lightning_hetpipe.pipeline.computed_weights import compute, computed_names
-from lightning_hetpipe.pipeline.live import NO_MOVES, Live, Moves
-from lightning_hetpipe.pipeline.memory import PlannedMemory
-from lightning_hetpipe.pipeline.out_of_memory import less
+from lightning_hetpipe.pipeline.live import NO_MOVES, Live, Moves, compute, computed_names
+from lightning_hetpipe.pipeline.memory import PlannedMemory, less
 from lightning_hetpipe.pipeline.split.member_pool import DeviceGroup
 from lightning_hetpipe.pipeline.stage import Layer, Stage, StageSettings
 from lightning_hetpipe.pipeline.stage_messages import Backward, Cancel, Failure, Forward, InputGradients, Output, Result
@@ -49,13 +47,11 @@ class Engine(RunnerPool[Minibatch]):
         devices: The device of each stage.
         settings: What all stages share.
         timeout: Seconds after which a wait in which nothing moves ends with an explanation.
-        root: The module that ``training_step`` belongs to. Its trainable parameters outside the pieces have versions,
-            too.
+        root: The module of ``training_step``. Its trainable parameters outside the pieces have versions, too.
         changing: The ``id`` of each live buffer that forwards change.
         called: The pieces that ``training_step`` calls, in order; by default each once.
         planned: The memory of each stage, as its plan has it; by default no limit.
-        versions: Gives the versions from one on, at which the pipeline starts empty; by default those of weight
-            stashing.
+        versions: Gives the versions from one on, at which the pipeline starts empty; by default of weight stashing.
         make_stage: Makes the stages that do not hold the loss, of the arguments of :class:`Stage`.
         groups: The devices of each stage that has several.
 
@@ -139,11 +135,9 @@ class Engine(RunnerPool[Minibatch]):
         return forwards, backwards
 
     def begin(self, version: int, forwards: int | None = None) -> None:
-        """The pipeline starts empty at ``version``, which the live weights are.
+        """The pipeline starts empty at ``version`` v_e, which the live weights are.
 
-        Args:
-            version: v_e.
-            forwards: The last minibatch whose forward the live buffers have seen; by default that of ``version``.
+        The live buffers have seen the ``forwards`` of minibatches up to that one, by default to that of ``version``.
         """
         self.discard()
         self._find_weights()

@@ -7,8 +7,8 @@ likes, in any order: each call goes through the piece's stages once, and comes b
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from lightning_hetpipe.pipeline.autocast import Autocast
 from lightning_hetpipe.pipeline.compile.compilation import names_of
 from lightning_hetpipe.pipeline.creation import creating
 from lightning_hetpipe.pipeline.operands import OperandsTogether
-from lightning_hetpipe.pipeline.random.generators import RandomGenerators, attached
+from lightning_hetpipe.pipeline.random.generators import attached
 from lightning_hetpipe.pipeline.stage import Layer, StageSettings
 from lightning_hetpipe.pipeline.stage_messages import Cancel, Evaluate, Evaluated, Failure, Message, Result
 from lightning_hetpipe.pipeline.stage_thread import Parcel, Pass, StageThread
@@ -32,7 +32,7 @@ from lightning_hetpipe.torch_private.tensors import pytree
 
 
 class EvaluationBatch(BatchInFlight):
-    """A batch that is evaluated, by ``run``, within ``context``."""
+    """A batch that is evaluated, by the user's step for it, ``run``, within ``context``."""
 
     def __init__(
         self,
@@ -128,16 +128,6 @@ class Evaluator(RunnerPool[EvaluationBatch]):
         finally:
             self._attached.close()
 
-    def submit(
-        self,
-        number: int,
-        run: Callable[[], Any],
-        context: Callable[[], AbstractContextManager[Any]],
-        section: UserSection,
-    ) -> None:
-        """Starts batch ``number``, the next one: ``run`` is the user's step for it."""
-        self.launch(EvaluationBatch(self, number, run, context, section))
-
     def forward(self, batch: EvaluationBatch, piece: int, value: Any) -> None:
         """Sends ``value`` into ``piece``; its outputs will be delivered to ``batch``."""
         first, inference = self._segments[piece][0], torch.is_inference_mode_enabled()
@@ -216,24 +206,19 @@ class ForwardStage(StageThread):
     def _compute(self, parcel: Parcel) -> tuple[Result, StreamEvent | None]:
         task = parcel.message
         assert isinstance(task, Evaluate)
-        with Pass(self, self._compute_lock, self._settings.before_pass, "evaluate", task.minibatch), self._around(task):
-            value = moved(task.value, self.device)
-            for number in self._layers[task.segment]:
-                value = self.calls[number][1](value)
-        return Evaluated(task.minibatch, task.segment, value), None
-
-    @contextmanager
-    def _around(self, task: Evaluate) -> Iterator[None]:
-        generators: RandomGenerators = self._settings.generators
         with (
+            Pass(self, self._compute_lock, self._settings.before_pass, "evaluate", task.minibatch),
             torch.inference_mode(task.inference),
             torch.no_grad(),
-            generators.minibatch(f"{self._tag} {task.minibatch}", task.call),
+            self._settings.generators.minibatch(f"{self._tag} {task.minibatch}", task.call),
             task.autocast.opened(alone=False),
             creating(self._settings.default_dtype),
             OperandsTogether(self._devices),
         ):
-            yield
+            value = moved(task.value, self.device)
+            for number in self._layers[task.segment]:
+                value = self.calls[number][1](value)
+        return Evaluated(task.minibatch, task.segment, value), None
 
 
 def moved(value: Any, device: torch.device) -> Any:

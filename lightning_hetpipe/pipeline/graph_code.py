@@ -86,9 +86,7 @@ _LIBRARIES = ("aten", "prims")
 def layers_as_data(layers: Sequence[Layer], named: Callable[[Tensor], Any] = lambda tensor: tensor) -> list[Any]:
     """``layers``, which are parts of captured graphs, with the tensors that they hold now, as plain data.
 
-    Args:
-        layers: The layers.
-        named: Gives what stands for a tensor in the data.
+    In the data stands what ``named`` gives for a tensor.
 
     Raises:
         NotPlain: for a layer that has no graph, or whose graph calls what is no operator of torch's own.
@@ -105,7 +103,7 @@ def layers_of_data(
     """The layers that :func:`layers_as_data` was given; what they shared they share again.
 
     Args:
-        data: What it has given.
+        data: The layers as data.
         found: Gives the tensor for which something else stands in the data.
         device: Where the layers are to be; by default where they were.
 
@@ -122,11 +120,7 @@ def layers_of_data(
 
 
 def new_variants(layers: Sequence[Layer], known: Sequence[int]) -> list[Any]:
-    """The variants of the graphs of ``layers`` beside the first so many that are ``known`` of each, as plain data.
-
-    Raises:
-        NotPlain: for what is no operator of torch's own.
-    """
+    """The variants of the graphs of ``layers`` beside the first so many that are ``known`` of each, as plain data."""
     return [_variants(_code(layer), first) for layer, first in zip(layers, known, strict=True)]
 
 
@@ -235,11 +229,7 @@ def _read_graph(written: Mapping[str, Any]) -> fx.GraphModule:
 
 @functools.cache
 def operator_name(operator: OperatorOverload) -> str:
-    """The name of ``operator`` in messages.
-
-    Raises:
-        NotPlain: if it is not one of torch's own.
-    """
+    """The name of ``operator`` in messages; raise NotPlain if it is not one of torch's own."""
     if operator.namespace not in _LIBRARIES:
         raise NotPlain(f"it calls {operator}, which is no operator of torch's own")
     return str(operator.name())  # type: ignore[no-untyped-call]  # torch has no types here
@@ -247,11 +237,7 @@ def operator_name(operator: OperatorOverload) -> str:
 
 @functools.cache
 def operator_of(name: str) -> OperatorOverload:
-    """The operator that is called ``name``.
-
-    Raises:
-        NotPlain: if that is not one of torch's own.
-    """
+    """The operator that is called ``name``; raise NotPlain if it is not one of torch's own."""
     namespace, _, path = name.partition("::")
     packet, _, overload = path.partition(".")
     target = None

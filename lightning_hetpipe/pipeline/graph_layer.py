@@ -114,11 +114,7 @@ class Code:
 
 
 class GraphLayer(nn.Module):
-    """A layer of a captured model; it has :meth:`take` and its ``code`` to be given something to run.
-
-    Args:
-        device: Where it was captured.
-    """
+    """A layer of a captured model, on ``device``; it has :meth:`take` and its ``code`` to be given something to run."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
@@ -137,7 +133,7 @@ class GraphLayer(nn.Module):
                 self.register_buffer(own_name(path), tensor)
 
     def held(self, path: str) -> Tensor | None:
-        """Submodule that holds the layer's tensors of the captured module's ``path``; None if there are none."""
+        """The layer's tensor of the captured module's ``path``; None if there is none."""
         tensor: Tensor | None = getattr(self, own_name(path), None)
         return tensor
 

@@ -1,15 +1,23 @@
-"""The live layers of one stage, as Lightning's thread has them: versions are made of them, outsiders look at them."""
+"""The live layers of one stage, as Lightning's thread has them: versions are made of them, outsiders look at them.
+
+What ``torch.nn.utils`` computes before each forward (pruned weights, old weight or spectral norm) belongs to them (law
+L9): a plain tensor that a hook makes from ``weight_orig`` and the like. Stages compute it on their copies, or in a
+graph, while whoever looks at the live layers (Lightning's ModelPruning, say, when it prunes further) expects to find
+what the last forward has left there.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import compress
+from types import SimpleNamespace
 
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_hetpipe.pipeline.buffers import may_change, places, tensor_at
-from lightning_hetpipe.pipeline.stage_messages import Flags, Move, StageState, Version
+from lightning_hetpipe.pipeline.stage_messages import Flags, Move, Version
 from lightning_hetpipe.rules.versions import Reading
+from lightning_hetpipe.torch_private.modules import computing_hooks
 
 Moves = Mapping[nn.Parameter, Move]
 """Expected changes of parameters by an optimizer step."""
@@ -18,11 +26,7 @@ NO_MOVES: Moves = {}
 
 
 class Live:
-    """Those of one stage, or parameters that no stage holds.
-
-    Args:
-        segments: The layers of each segment.
-    """
+    """The live layers of each segment of one stage, or parameters that no stage holds."""
 
     def __init__(self, segments: Sequence[Sequence[nn.Module]]) -> None:
         layers = nn.ModuleList([layer for segment in segments for layer in segment])
@@ -33,13 +37,7 @@ class Live:
         """True if forwards leave anything in the live layers."""
 
     def version(self, number: int, needed: Sequence[Reading], moves: Moves = NO_MOVES) -> Version:
-        """Message that publishes the present weights and flags as version ``number``.
-
-        Args:
-            number: v.
-            needed: Weights that minibatches use from now on.
-            moves: Expected changes of parameters by an optimizer step, where weights are predicted.
-        """
+        """Message that publishes the present weights and flags as version ``number``."""
         buffers = [[*map(tensor_at, own)] for own in self._buffers]
         own = [moves.get(parameter) for parameter in self.parameters] if moves else ()
         return Version(number, self.parameters, self.flags(), buffers, needed, own)
@@ -50,10 +48,9 @@ class Live:
             tuple([module.training for module in self._modules]),
         )
 
-    def show(self, state: StageState, shown: Sequence[bool] | None = None) -> None:
-        """Give buffers the values that a forward has left: all buffers, or the buffers that are to be ``shown``."""
-        buffers = compress(zip(self._buffers, state.buffers, strict=True), shown or [True] * len(self._buffers))
-        for own, left in buffers:
+    def show(self, state: Sequence[Sequence[Tensor]], shown: Sequence[bool] | None = None) -> None:
+        """Give buffers the ``state`` that a forward has left, by segment: all, or those of segments to be ``shown``."""
+        for own, left in compress(zip(self._buffers, state, strict=True), shown or [True] * len(self._buffers)):
             for place, tensor in zip(own, left, strict=True):
                 if not may_change(*place):
                     continue
@@ -62,3 +59,27 @@ class Live:
                     live.copy_(tensor)
                 else:
                     setattr(*place, tensor.to(live.device, copy=True))
+
+
+_SOURCES = ("_orig", "_g", "_v")
+
+
+def computed_names(module: nn.Module) -> list[str]:
+    """The attributes of ``module`` itself that hold a tensor computed from its parameters."""
+    parameters = module.named_parameters(recurse=False)
+    sources = {name.rsplit("_", 1)[0] for name, _ in parameters if name.endswith(_SOURCES)}
+    return [name for name, value in vars(module).items() if name in sources and isinstance(value, Tensor)]
+
+
+def compute(module: nn.Module, weights: Callable[[nn.Parameter], Tensor]) -> None:
+    """Makes the computed weights of ``module`` what a forward on other ``weights`` has left, which has also left its
+    buffers."""
+    own = SimpleNamespace(training=False)  # spectral norm iterates in training, as the forward has done
+    for name, parameter in module.named_parameters(recurse=False):
+        setattr(own, name, weights(parameter))
+    for name, buffer in module.named_buffers(recurse=False):
+        setattr(own, name, buffer)
+    for hook in computing_hooks(module):
+        hook(own, ())
+    for name in computed_names(module):
+        setattr(module, name, getattr(own, name))

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_hetpipe.pipeline import left_out  # noqa: F401  # a structure may have its nodes
+from lightning_hetpipe.pipeline import values  # noqa: F401  # a structure may have nodes that it registers
 from lightning_hetpipe.torch_private.tensors import pytree
 
 Take = Callable[[int], Tensor]
@@ -52,11 +52,7 @@ class PlainCode:
         return text, [*map(_bytes_of, tensors)]
 
     def read(self, text: bytes, take: Take) -> Any:
-        """The value that :meth:`write` was given.
-
-        Args:
-            text: JSON.
-            take: Is asked for the bytes of one tensor after the other.
+        """The value that :meth:`write` was given; ``take`` is asked for the bytes of one tensor after the other.
 
         Raises:
             NotPlain: if they are nothing that :meth:`write` gives.

@@ -43,10 +43,7 @@ class Window:
 
 
 class Recorder:
-    """Record of one run: spans of stages and of Lightning's thread.
-
-    Args:
-        window: What to keep.
+    """Record of one run: spans of stages and of Lightning's thread, as far as they are in the ``window``.
 
     Attributes:
         zero: When it was made, by ``perf_counter``.

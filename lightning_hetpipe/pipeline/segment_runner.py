@@ -13,13 +13,14 @@ from torch import Tensor, nn
 
 from lightning_hetpipe.errors import PipelineRefusal
 from lightning_hetpipe.pipeline.autocast import Autocast
-from lightning_hetpipe.pipeline.buffers import Buffers, may_change, places
+from lightning_hetpipe.pipeline.buffers import Buffers, bind, may_change, places
 from lightning_hetpipe.pipeline.compile.compilation import Compiled, Kind, KindsOfCalls, names_of
 from lightning_hetpipe.pipeline.creation import creating
+from lightning_hetpipe.pipeline.graph_layer import GraphLayer
 from lightning_hetpipe.pipeline.memory import Counter, Kept
 from lightning_hetpipe.pipeline.random.generators import attach
 from lightning_hetpipe.pipeline.split.member_pool import MemberPool
-from lightning_hetpipe.pipeline.split.split_segment import split_segment
+from lightning_hetpipe.pipeline.split.split_segment import SplitSegment
 from lightning_hetpipe.pipeline.stage_messages import Backward, Forward, Sums
 from lightning_hetpipe.pipeline.streams import move
 from lightning_hetpipe.pipeline.values import Gradients, Value, blocks, gradients, gradients_apart, moved, tensors_of
@@ -57,15 +58,9 @@ class SavedForBackward:
 
 
 class SegmentRunner:
-    """The layers of one segment.
+    """The layers of one segment, before which ``start`` others lie in the stage's ``stash``.
 
-    Args:
-        layers: The layers.
-        start: How many of the stage's layers come before them.
-        stash: The stage's copy of them, and its versions.
-        settings: What all stages share.
-        device: Where they run.
-        members: That compute them together, where the stage has several devices.
+    If the stage has several devices, their ``members`` compute the layers together.
     """
 
     def __init__(
@@ -90,7 +85,9 @@ class SegmentRunner:
         self._stash = stash
         self._settings = settings
         self._calls = [attach(module, layer.name) for module, layer in zip(copies, layers, strict=True)]
-        self.split = None if members is None else split_segment(layers, copies, members, settings.compile)
+        self.split: SplitSegment | None = None
+        if members is not None and all(isinstance(each, GraphLayer) for each in copies):
+            self.split = SplitSegment(layers, copies, members, settings.compile)
         self.compiled: Compiled | None = None
         if settings.compile is not None and self.split is None:
             names = [layer.name for layer in layers]
@@ -200,7 +197,7 @@ class SegmentRunner:
                 f"what {self.describe()} were given was changed in place after their forward, which is to be computed"
                 " again from it (recompute=True); change a copy of it, or leave recompute out"
             )
-        self.buffers.before_again(saved.buffers, self._places)
+        bind(self._places, saved.buffers)
         return tensors_of(self._compute(task, saved.inputs, saved.kind))
 
     def _compute(self, task: Forward, inputs: list[Tensor], kind: Kind) -> Any:

@@ -17,8 +17,7 @@ from torch import Tensor, nn
 
 from lightning_hetpipe.errors import Discarded
 from lightning_hetpipe.pipeline.compile.compilation import Compiling, Exclusively
-from lightning_hetpipe.pipeline.memory import Memory, PlannedMemory
-from lightning_hetpipe.pipeline.out_of_memory import less
+from lightning_hetpipe.pipeline.memory import Memory, PlannedMemory, less
 from lightning_hetpipe.pipeline.random.generators import RandomGenerators
 from lightning_hetpipe.pipeline.segment_runner import SavedForBackward, SegmentRunner
 from lightning_hetpipe.pipeline.split.member_pool import DeviceGroup, MemberPool
@@ -31,7 +30,6 @@ from lightning_hetpipe.pipeline.stage_messages import (
     Message,
     Output,
     Result,
-    StageState,
     Sums,
     Version,
 )
@@ -247,9 +245,9 @@ class Stage(StageThread):
             for reading in own:
                 self.stash.buffer(reading).published = event
 
-    def state(self, minibatch: int) -> StageState:
-        """State that the forwards of ``minibatch``, one of the last Nm, have left."""
-        return StageState([each.buffers.left(minibatch) for each in self._runners.values()])
+    def state(self, minibatch: int) -> Sequence[Sequence[Tensor]]:
+        """The buffers of each segment, as the forwards of ``minibatch``, one of the last Nm, have left them."""
+        return [each.buffers.left(minibatch) for each in self._runners.values()]
 
     def take(self, minibatch: int) -> FoundGradients:
         """Hands over the gradients of ``minibatch``, which is through; they count until they are :meth:`delivered`."""

@@ -2,12 +2,12 @@
 
     to a stage      Forward, Backward, Evaluate, Cancel     in its inbox, first in, first out
     from a stage    Output, InputGradients, Evaluated       one for each of the first three; Failure where it failed
-    between tasks   Version (begin, publish), StageState, gradients of a minibatch
+    between tasks   Version (begin, publish); buffers and gradients of a minibatch
 
 No message holds a lock, a queue, a thread, a live module or a minibatch; what carries messages between threads adds the
 order of CUDA streams (:class:`~lightning_hetpipe.pipeline.stage_thread.Parcel`), and
-:mod:`~lightning_hetpipe.pipeline.message_code` makes bytes of them. Weights and layers are known by number: ``segment``
-is a segment's index, and a weight's number is its place among all parameters of its stage.
+:func:`to_record` makes records of them, which plain data may have in it. Weights and layers are known by number:
+``segment`` is a segment's index, and a weight's number is its place among all parameters of its stage.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lightning_hetpipe.errors import Discarded, SettingError
 from lightning_hetpipe.pipeline.autocast import Autocast
-from lightning_hetpipe.pipeline.values import Gradients, Value
+from lightning_hetpipe.pipeline.values import Addends, Gradients, Nth, Value
 from lightning_hetpipe.rules.versions import Reading
 
 Sums = Mapping[int, Tensor]
@@ -90,16 +91,6 @@ class Version(NamedTuple):
     def is_late(self) -> bool:
         """True if minibatches that use an earlier version may have begun already."""
         return any(reading.version < self.number for reading in self.needed)
-
-
-class StageState(NamedTuple):
-    """State that a minibatch's forward has left in a stage: for each of its segments the tensors in order.
-
-    Attributes:
-        buffers: Its buffers.
-    """
-
-    buffers: Sequence[Sequence[Tensor]]
 
 
 class Forward(NamedTuple):
@@ -207,3 +198,71 @@ class Failure(NamedTuple):
 
 
 Result = Output | InputGradients | Evaluated | Failure
+
+
+class RemoteFailure(RuntimeError):
+    """Error that a stage in another process has raised: it travels as its class's name, its text and its notes.
+
+    A ``SettingError`` stays one, as its text is for users, and so does one for want of memory.
+    """
+
+
+STAYING: Mapping[str, type[Exception]] = {
+    SettingError.__name__: SettingError,
+    torch.OutOfMemoryError.__name__: torch.OutOfMemoryError,
+}
+"""Errors that stay what they are, by name."""
+
+
+class _EncodedFailure(NamedTuple):
+    minibatch: int
+    error: str
+    text: str
+    notes: Sequence[str]
+
+
+RECORDS: Sequence[type[Any]] = (
+    Forward,
+    Backward,
+    Evaluate,
+    Cancel,
+    Version,
+    Move,
+    Flags,
+    Output,
+    InputGradients,
+    Evaluated,
+    Value,
+    Nth,
+    Addends,
+    Autocast,
+    Reading,
+    _EncodedFailure,
+)
+"""Classes of messages, and of what is in them."""
+
+
+def to_record(message: Any) -> Any:
+    """``message`` as one of :data:`RECORDS`."""
+    if not isinstance(message, Failure):
+        return message
+    error = message.error
+    return _EncodedFailure(
+        message.minibatch, type(error).__name__, str(error), [*map(str, getattr(error, "__notes__", ()))]
+    )
+
+
+def of_record(record: Any) -> Any:
+    """The message that was made :func:`to_record`."""
+    if not isinstance(record, _EncodedFailure):
+        return record
+    if record.error == Discarded.__name__:
+        return Failure(record.minibatch, Discarded())
+    error: Exception
+    if record.error in STAYING:
+        error = STAYING[record.error](record.text)
+    else:
+        error = RemoteFailure(f"{record.error}: {record.text}")
+    for note in record.notes:
+        error.add_note(note)
+    return Failure(record.minibatch, error)

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from lightning_hetpipe.errors import Discarded
-from lightning_hetpipe.pipeline.out_of_memory import explain
+from lightning_hetpipe.pipeline.memory import explain
 from lightning_hetpipe.pipeline.stage_messages import Cancel, Failure, Forward, Message, Result
 from lightning_hetpipe.pipeline.streams import Stream, StreamEvent
 from lightning_hetpipe.pipeline.threads import ReadersWriterLock, Watchdog, Worker
@@ -40,15 +40,7 @@ Done = Callable[[Result, StreamEvent | None], None]
 
 
 class StageThread:
-    """Stage ``index`` on ``device``.
-
-    Args:
-        name: Of the thread.
-        stream: In which it computes.
-        torch_threads: Threads of each torch operation.
-        watchdog: Of its waits.
-        done: Called in the thread with each result.
-    """
+    """Stage ``index``: a thread that computes in ``stream`` on ``device``, and calls ``done`` with each result."""
 
     def __init__(
         self,
@@ -147,13 +139,6 @@ class StageThread:
         raise NotImplementedError
 
 
-class Computes(Protocol):
-    """A stage, as far as a :class:`Pass` goes."""
-
-    index: int
-    stream: Stream
-
-
 class Pass:
     """Context manager around one computation of a stage.
 
@@ -164,7 +149,7 @@ class Pass:
     """
 
     def __init__(
-        self, stage: Computes, compute_lock: ReadersWriterLock, before: BeforePass | None, work: str, minibatch: int
+        self, stage: StageThread, compute_lock: ReadersWriterLock, before: BeforePass | None, work: str, minibatch: int
     ) -> None:
         self._stage = stage
         self._compute_lock = compute_lock
@@ -201,7 +186,7 @@ class Loss:
     It begins here, in the minibatch's thread.
     """
 
-    def __init__(self, stage: Computes, before: BeforePass | None, minibatch: int) -> None:
+    def __init__(self, stage: StageThread, before: BeforePass | None, minibatch: int) -> None:
         self._stage = stage
         self._after = None if before is None else before(stage.index, "loss", minibatch)
         self._since = stage.stream.now()

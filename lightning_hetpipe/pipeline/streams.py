@@ -40,67 +40,43 @@ class StreamEvent(Protocol):
         """Waits until that is computed."""
 
 
-class UserStream(Protocol):
-    """The stream of user code and Lightning's thread."""
-
-    def record(self, devices: Iterable[torch.device] = ()) -> StreamEvent | None:
-        """Behind all that this thread has given to ``devices`` (a stage's stream has but one); None: it is computed."""
-
-    def join(self, event: StreamEvent | None, tensors: Iterable[Tensor] = ()) -> None:
-        """Order all later work after ``event``; it uses ``tensors`` of another stream."""
-
-
-class Stream(UserStream, Protocol):
-    """The stream of a stage."""
-
-    def enter(self) -> None:
-        """Called in the stage's thread, first."""
-
-    def now(self) -> Any:
-        """A moment in what this thread gives the stream's device, for :meth:`spent`; user code may ask as well."""
-
-    def spent(self, since: Any) -> None:
-        """Count the time after ``since`` as busy."""
-
-    def busy_seconds(self) -> float:
-        """As far as it is known already."""
-
-    def synchronize(self) -> None:
-        """Waits until all that was given to the device is computed."""
-
-
-class HostStream:
-    """Stream of a stage on the CPU: an operator is computed when its call returns."""
+class Stream:
+    """Stream of a stage; of one on the CPU, where an operator is computed when its call returns."""
 
     def __init__(self) -> None:
         self._busy = 0.0
         self._copy_streams = _CopyStreams()
 
     def enter(self) -> None:
-        pass
+        """Called in the stage's thread, first."""
 
-    def record(self, devices: Iterable[torch.device] = ()) -> None:
+    def record(self, devices: Iterable[torch.device] = ()) -> StreamEvent | None:
+        """Behind all that this thread has given to ``devices`` (a stage's stream has but one); None: it is computed."""
         return None
 
     def join(self, event: StreamEvent | None, tensors: Iterable[Tensor] = ()) -> None:
+        """Order all later work after ``event``; it uses ``tensors`` of another stream."""
         if event is not None:
             event.synchronize()
             self._copy_streams.of(tensors)
 
-    def now(self) -> float:
+    def now(self) -> Any:
+        """A moment in what this thread gives the stream's device, for :meth:`spent`; user code may ask as well."""
         return time.perf_counter()
 
-    def spent(self, since: float) -> None:
+    def spent(self, since: Any) -> None:
+        """Count the time after ``since`` as busy."""
         self._busy += time.perf_counter() - since
 
     def busy_seconds(self) -> float:
+        """As far as it is known already."""
         return self._busy
 
     def synchronize(self) -> None:
-        pass
+        """Waits until all that was given to the device is computed."""
 
 
-class WaitingStream(HostStream):
+class WaitingStream(Stream):
     """Stream of a thread that shares its maker's streams, on ``device`` and on the ``others`` from which it copies:
     as a rule the default ones, but somebody may call ``fit`` in another. The thread waits until what it has
     given its device is computed."""
@@ -117,7 +93,7 @@ class WaitingStream(HostStream):
         if self._stream is not None:
             torch.accelerator.set_stream(self._stream)  # last, and with it this thread's device
 
-    def spent(self, since: float) -> None:
+    def spent(self, since: Any) -> None:
         self.synchronize()
         super().spent(since)
 
@@ -166,13 +142,12 @@ class DeviceEvents:
             event.synchronize()
 
 
-class DeviceStream:
+class DeviceStream(Stream):
     """Stream of a stage on an accelerator: one of its own there, and one on each device from which it copies."""
 
     def __init__(self, device: torch.device) -> None:
+        super().__init__()
         self._stream = torch.Stream(device)
-        self._copy_streams = _CopyStreams()
-        self._busy = 0.0
         self._pending: deque[tuple[torch.Event, torch.Event]] = deque()
         self._lock = threading.Lock()
 
@@ -206,9 +181,7 @@ class DeviceStream:
             return self._busy
 
     def _settle(self) -> None:
-        while self._pending and all(
-            event.query() for event in self._pending[0]
-        ):  # they may be in two streams of user code
+        while self._pending and all(event.query() for event in self._pending[0]):  # of two streams of user code, maybe
             began, ended = self._pending.popleft()
             self._busy += began.elapsed_time(ended) / 1000
 
@@ -216,10 +189,10 @@ class DeviceStream:
         self._stream.synchronize()
 
 
-class DeviceUserStream:
+class UserStream:
     """Stream of user code and Lightning's thread, which never run at once: the streams that are theirs anyhow."""
 
-    def record(self, devices: Iterable[torch.device] = ()) -> DeviceEvents | None:
+    def record(self, devices: Iterable[torch.device] = ()) -> StreamEvent | None:
         streams = [torch.accelerator.current_stream(device) for device in set(devices) if accelerates(device)]
         return DeviceEvents(streams) if streams else None
 
@@ -242,7 +215,7 @@ def _wait(streams: Iterable[torch.Stream], event: StreamEvent | None) -> None:
 
 def stream_on(device: torch.device) -> Stream:
     """For a stage on ``device``."""
-    return DeviceStream(device) if accelerates(device) else HostStream()
+    return DeviceStream(device) if accelerates(device) else Stream()
 
 
 @dataclass(frozen=True)
@@ -250,7 +223,7 @@ class Streams:
     """Factory of streams: one for each stage's device, and one of user code and Lightning's thread."""
 
     on: Callable[[torch.device], Stream] = stream_on
-    user: UserStream = field(default_factory=DeviceUserStream)
+    user: UserStream = field(default_factory=UserStream)
 
 
 def move(tensor: Tensor, device: torch.device) -> Tensor:

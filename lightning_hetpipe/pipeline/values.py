@@ -15,14 +15,16 @@ import functools
 import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.utils.checkpoint import CheckpointFunction
 
-from lightning_hetpipe.pipeline.reentrant_checkpoints import run_backward
+from lightning_hetpipe.errors import PipelineRefusal, SettingError
 from lightning_hetpipe.pipeline.streams import move
+from lightning_hetpipe.torch_private import autograd
 from lightning_hetpipe.torch_private.autograd import graph_nodes
 from lightning_hetpipe.torch_private.tensors import behind_functorch, pytree
 
@@ -225,3 +227,86 @@ def moved(gradient: Gradient, device: torch.device) -> Gradient:
 def tensors_in(found: Iterable[Gradient]) -> Iterator[Tensor]:
     """Every tensor of ``found``."""
     return (addend for gradient in found for addend in addends(gradient))
+
+
+class LeftOut:
+    """Placeholder for an object of class ``kind``, such as a key-value cache, in the output of the module ``module``.
+
+    Whoever uses it is told so. It may be kept, compared with None, detached and moved, as Lightning does with outputs:
+    for pytree it is a node without children.
+    """
+
+    __slots__ = ("_kind", "_module")
+
+    def __init__(self, kind: str, module: str) -> None:
+        self._kind = kind
+        self._module = module
+
+    def __repr__(self) -> str:
+        return f"<{self._kind} of '{self._module}', left out>"
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # protocols that are looked for, such as that of copying
+            raise AttributeError(name)
+        raise self._error(f"its '{name}'")
+
+    def __getitem__(self, index: Any) -> NoReturn:
+        raise self._error("an item of it")
+
+    def __iter__(self) -> NoReturn:
+        raise self._error("its items")
+
+    def __len__(self) -> NoReturn:
+        raise self._error("its length")
+
+    def __bool__(self) -> NoReturn:
+        raise self._error("its truth value")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise self._error("a call of it")
+
+    def _error(self, used: str) -> SettingError:
+        return PipelineRefusal(
+            f"the pipelined module '{self._module}' gives a {self._kind}, of which {used} is used; the pipeline hands"
+            " on tensors in tuples, lists, dicts and plain dataclasses, and has left that object out; let the module"
+            " return the tensors that are needed of it, or name the modules in it to pipeline (module=[...])"
+        )
+
+
+pytree.register_pytree_node(
+    LeftOut,
+    lambda each: ([], [each._kind, each._module]),
+    lambda _, context: LeftOut(*context),
+    serialized_type_name="lightning_hetpipe.LeftOut",
+    to_dumpable_context=lambda context: context,
+    from_dumpable_context=lambda context: context,
+)
+
+
+def is_reentrant_checkpoint(node: Any) -> bool:
+    """Tell whether ``node``, of autograd's graph, is a checkpoint whose own backward sets gradients of weights."""
+    return bool(node.name() == f"{CheckpointFunction.__name__}Backward")
+
+
+def reentrant_checkpoint() -> SettingError:
+    return SettingError(
+        "the model calls torch.utils.checkpoint with use_reentrant=True, which runs in no backward pass of a part of a"
+        " model, as stages and the code around them have it; give it use_reentrant=False, which computes the same"
+        " gradients, or set in_flight=1"
+    )
+
+
+def run_backward(outputs: Sequence[Tensor | GradientEdge], *arguments: Any) -> Sequence[Tensor | None]:
+    """Compute gradients, as :func:`torch_private.autograd.run_backward` does.
+
+    Raises:
+        SettingError: if the pass fails and there is a reentrant checkpoint on its way.
+    """
+    try:
+        return autograd.run_backward(outputs, *arguments)
+    except RuntimeError as error:
+        starts = [each.grad_fn if isinstance(each, Tensor) else each.node for each in outputs]
+        is_reentrant = any(map(is_reentrant_checkpoint, graph_nodes(starts, [])))
+        if is_reentrant and not isinstance(error, torch.OutOfMemoryError):
+            raise reentrant_checkpoint() from error
+        raise

@@ -120,11 +120,7 @@ class VersionedLayers:
         return self.publish(version)
 
     def publish(self, version: Version) -> list[Tensor]:
-        """Have ``version``, where minibatches need it.
-
-        Returns:
-            Tensors that were made for it.
-        """
+        """Hold ``version``, if minibatches need it: return the tensors that were made for it."""
         raise NotImplementedError
 
     def bind(self, weights: Reading) -> None:
@@ -211,11 +207,7 @@ class WeightStash(VersionedLayers):
         return made
 
     def _share_frozen(self, version: Version) -> list[Tensor]:
-        """Have ``version`` and later ones share the frozen weights: those of before, and copies of what has changed.
-
-        Returns:
-            The copies.
-        """
+        """Make ``version`` and later ones share the frozen weights: return the copies of those that have changed."""
         trained = version.flags.requires_grad
         live = {number: each for number, each in enumerate(version.parameters) if not trained[number]}
         shared = {number: each for number, each in self._frozen.items() if number in live}
@@ -238,21 +230,12 @@ class WeightStash(VersionedLayers):
         return self.buffers[-1]
 
     def _make_room(self, buffer: VersionBuffer, layers: nn.Module | None = None) -> list[Tensor]:
-        """Give ``buffer`` tensors for all weights that are not frozen.
-
-        Args:
-            buffer: No version is in it.
-            layers: Whose tensors it is given; by default those of a new copy.
-
-        Returns:
-            These tensors.
-        """
+        """Give the empty ``buffer`` the tensors of ``layers``, by default of a new copy; frozen ones are shared."""
         buffer.tensors = []  # so that its memory is free before there is more
         if layers is None:
             # Weights of a copy each, as layers may want theirs in one block of memory (CUDA's RNNs).
             layers = self._copy(self._frozen)
-        own = {n: each.data for n, each in enumerate(layers.parameters()) if n not in self._frozen}
-        own = self._placed(own)
+        own = self._placed({n: each.data for n, each in enumerate(layers.parameters()) if n not in self._frozen})
         every = {**own, **self._frozen}
         buffer.tensors = [every[number] for number in range(len(self.parameters))]
         buffer.frozen = frozenset(self._frozen)
@@ -288,8 +271,6 @@ def copy_of(
     not the hooks that users have put on them.
 
     Args:
-        live: To be copied.
-        device: Where the copy is to be.
         frozen: By its parameters' numbers, tensors that the copy shares.
         stays: Whether copies of weights at a host are there, too.
 
@@ -300,11 +281,10 @@ def copy_of(
     # can be deep-copied; the copy computes its own.
     computed = [v for m in live.modules() for v in vars(m).values() if isinstance(v, Tensor) and not v.is_leaf]
     copies: dict[int, Any] = {id(tensor): tensor.detach().clone() for tensor in computed}
-    if device is None:
-        for parameter in live.parameters():
-            copies[id(parameter)] = nn.Parameter(parameter.detach(), parameter.requires_grad)
     for parameter in live.parameters():
-        if device is not None and address_of(parameter) is None and not stays:
+        if device is None:
+            copies[id(parameter)] = nn.Parameter(parameter.detach(), parameter.requires_grad)
+        elif address_of(parameter) is None and not stays:
             memory = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype)
             copies[id(parameter)] = nn.Parameter(memory.copy_(parameter.detach()), parameter.requires_grad)
     parameters = list(live.parameters()) if frozen else []

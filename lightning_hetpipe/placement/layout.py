@@ -15,7 +15,7 @@ from lightning_hetpipe.capture.pieces import Piece
 from lightning_hetpipe.errors import PipelineRefusal, SettingError
 from lightning_hetpipe.pipeline.engine import Engine
 from lightning_hetpipe.pipeline.graph_layer import GraphLayer
-from lightning_hetpipe.pipeline.out_of_memory import less
+from lightning_hetpipe.pipeline.memory import less
 from lightning_hetpipe.pipeline.stage import Layer
 from lightning_hetpipe.placement.decision import Decision
 from lightning_hetpipe.placement.optimizer_states import follow_parameters, leave_before_parameters

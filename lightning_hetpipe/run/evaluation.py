@@ -25,7 +25,7 @@ from lightning_hetpipe.capture.pieces import Piece, named_pieces
 from lightning_hetpipe.capture.profiling import ProfilingInput
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.lightning_private import BEFORE_TRANSFER, EvaluatingLoop
-from lightning_hetpipe.pipeline.compiled_calls import compiled_calls_apart
+from lightning_hetpipe.pipeline.compile.compilation import compiled_calls_apart
 from lightning_hetpipe.pipeline.operands import OperandsTogether
 from lightning_hetpipe.pipeline.random.generators import RandomGenerators
 from lightning_hetpipe.pipeline.stage import StageSettings

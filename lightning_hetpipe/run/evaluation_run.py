@@ -160,7 +160,7 @@ class EvaluationRun:
                 return getattr(evaluation.module, hook)(*args)
 
         def start(context: Opened, section: UserSection) -> int:
-            evaluator.submit(number, step, context, section)
+            evaluator.launch(EvaluationBatch(evaluator, number, step, context, section))
             return 0  # the live weights are all there is
 
         self._driver.launch(number, start)

@@ -33,10 +33,10 @@ from lightning_hetpipe.lightning_private import (
     begun_minibatches,
     step_arguments,
 )
-from lightning_hetpipe.pipeline.compiled_calls import compiled_calls_apart
+from lightning_hetpipe.pipeline.compile.compilation import compiled_calls_apart
 from lightning_hetpipe.pipeline.engine import Engine
-from lightning_hetpipe.pipeline.freed_memory import keep_freed_memory
 from lightning_hetpipe.pipeline.live import Moves
+from lightning_hetpipe.pipeline.memory import keep_freed_memory
 from lightning_hetpipe.pipeline.operands import OperandsTogether
 from lightning_hetpipe.pipeline.random.generators import RandomGenerators
 from lightning_hetpipe.pipeline.stage import StageSettings

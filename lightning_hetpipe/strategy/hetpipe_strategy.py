@@ -27,7 +27,7 @@ from lightning_hetpipe.lightning_private import (
     synchronises_batchnorm,
     wants_several_optimizers,
 )
-from lightning_hetpipe.pipeline.out_of_memory import explain
+from lightning_hetpipe.pipeline.memory import explain
 from lightning_hetpipe.pipeline.recorder import Window
 from lightning_hetpipe.pipeline.stage import BeforePass
 from lightning_hetpipe.pipeline.user.batch_in_flight import current

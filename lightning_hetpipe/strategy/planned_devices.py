@@ -14,7 +14,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_hetpipe.emulation import Emulation
 from lightning_hetpipe.launch.ranks import Role, devices_of
-from lightning_hetpipe.pipeline.out_of_memory import held
+from lightning_hetpipe.pipeline.memory import held
 from lightning_hetpipe.placement import progress
 from lightning_hetpipe.placement.device_placement import DevicePlacement
 from lightning_hetpipe.placement.layout import place

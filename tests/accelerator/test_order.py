@@ -156,9 +156,9 @@ BROKEN: dict[str, tuple[Any, str, Any, str]] = {
         "a wait is missing",
     ),
     "user code does not wait": (
-        streams.DeviceUserStream,
+        streams.UserStream,
         "join",
-        without_wait(streams.DeviceUserStream.join),
+        without_wait(streams.UserStream.join),
         "a wait is missing",
     ),
     "nobody says what it uses": (streams, "_used", lambda tensor, stream: None, "record_stream is missing"),

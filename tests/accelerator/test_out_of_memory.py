@@ -12,7 +12,7 @@ from torch import nn
 
 from lightning_hetpipe import HetPipeStrategy
 from lightning_hetpipe.capture.captured import on_one_device
-from lightning_hetpipe.pipeline import out_of_memory
+from lightning_hetpipe.pipeline import memory
 from lightning_hetpipe.planning.model.units import in_bytes
 from lightning_hetpipe.planning.plan.document import Plan
 from lightning_hetpipe.planning.search.choice import best_plan
@@ -160,11 +160,11 @@ def test_state_that_lies_on_one_device_alone(accelerator: TestAccelerator) -> No
 
 def test_sparse_gradients_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """A sparse tensor has no ``nbytes``; that error was shown instead of the want of memory."""
-    monkeypatch.setattr(out_of_memory, "accelerates", lambda device: True)  # GPUs have such tensors, and this CPU
+    monkeypatch.setattr(memory, "accelerates", lambda device: True)  # GPUs have such tensors, and this CPU
     monkeypatch.setattr(torch.accelerator, "memory_allocated", lambda device: 5000)
     module = nn.Embedding(100, 2, sparse=True)
     module(torch.tensor([3, 4])).sum().backward()
-    note = out_of_memory.held(module, [], [torch.device("cpu")], {})
+    note = memory.held(module, [], [torch.device("cpu")], {})
     bytes_ = 2 * 2 * 4 + 2 * 8  # values and indices of two rows
     assert f"800 bytes of weights, {bytes_} bytes of gradients, 0 bytes of optimizer state" in note
 

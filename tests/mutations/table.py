@@ -338,7 +338,7 @@ MUTATIONS = (
         "L8",
         "the lock over user code is granted while somebody holds it",
         "pipeline/user/lock.py",
-        """            if not self._held:
+        """            if not self.held:
                 self._hand_over()""",
         """            self._hand_over()""",
         ("tests/pipeline/test_lock.py",),
@@ -513,7 +513,7 @@ MUTATIONS = (
         "recomputation",
         "buffers count a forward twice that is computed again",
         "pipeline/segment_runner.py",
-        "self.buffers.before_again(saved.buffers, self._places)",
+        "bind(self._places, saved.buffers)",
         "self.buffers.bind(task.minibatch, self._places)",
         ("tests/exact/test_recompute.py", "-k", "sequentials"),
     ),

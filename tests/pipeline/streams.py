@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_hetpipe.pipeline.streams import StreamEvent, Streams
+from lightning_hetpipe.pipeline.streams import Stream, StreamEvent, Streams, UserStream
 from lightning_hetpipe.pipeline.user.batch_in_flight import BatchInFlight, current
 from lightning_hetpipe.torch_private.graphs import arguments_of
 from lightning_hetpipe.torch_private.modes import ThreadDispatchMode
@@ -108,7 +108,7 @@ class StreamRaces:
             )
 
 
-class FakeStream:
+class FakeStream(Stream, UserStream):
     """Stream ``number`` of ``streams``; 0 is that of user code and Lightning's thread."""
 
     def __init__(self, streams: StreamRaces, number: int) -> None:

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.pipeline.buffers import Buffers, places
 from lightning_hetpipe.pipeline.live import Live
-from lightning_hetpipe.pipeline.stage_messages import StageState
 
 CPU = torch.device("cpu")
 
@@ -69,7 +68,7 @@ class Segment:
         self.buffers.publish(minibatch, live, ahead=is_ahead)
 
     def show(self, minibatch: int) -> None:
-        self.of_live.show(StageState([self.buffers.left(minibatch)]))
+        self.of_live.show([self.buffers.left(minibatch)])
 
     def forward(self, minibatch: int, slot: int, x: Tensor | None = None) -> Tensor:
         x = torch.ones(2) if x is None else x

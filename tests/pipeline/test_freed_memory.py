@@ -8,7 +8,7 @@ import pytest
 PROGRAM = """
 import resource, sys, threading
 import torch
-from lightning_hetpipe.pipeline.freed_memory import keep_freed_memory
+from lightning_hetpipe.pipeline.memory import keep_freed_memory
 
 def faults():
     return resource.getrusage(resource.RUSAGE_THREAD).ru_minflt

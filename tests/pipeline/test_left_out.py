@@ -13,9 +13,8 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
 from lightning_hetpipe.errors import SettingError
-from lightning_hetpipe.pipeline.left_out import LeftOut
 from lightning_hetpipe.pipeline.plain_code import PlainCode
-from lightning_hetpipe.pipeline.values import Value
+from lightning_hetpipe.pipeline.values import LeftOut, Value
 
 USES: list[Callable[[Any], Any]] = [
     lambda cache: cache.layers,

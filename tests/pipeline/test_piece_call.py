@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_hetpipe.errors import PipelineRefusal
 from lightning_hetpipe.pipeline.autocast import Autocast
-from lightning_hetpipe.pipeline.streams import DeviceUserStream, StreamEvent, UserStream
+from lightning_hetpipe.pipeline.streams import StreamEvent, UserStream
 from lightning_hetpipe.pipeline.user.piece_call import PieceCall
 from lightning_hetpipe.pipeline.values import Value, tensors_of
 from lightning_hetpipe.rules.schedule import Call
@@ -20,7 +20,7 @@ from lightning_hetpipe.rules.schedule import Call
 
 def run(piece: int, inputs: Any, outputs: Any, outside: UserStream | None = None) -> tuple[PieceCall, Any]:
     """A call of a piece that was given ``inputs``, and whose pipeline gave ``outputs``."""
-    call = PieceCall(Call(piece, piece), Value.of(inputs), Autocast.current(), outside or DeviceUserStream())
+    call = PieceCall(Call(piece, piece), Value.of(inputs), Autocast.current(), outside or UserStream())
     return call, call.connect(tensors_of(inputs), Value.of(outputs))
 
 
@@ -174,7 +174,7 @@ class Current:
         raise AssertionError("no thread waits")
 
 
-class InStreams:
+class InStreams(UserStream):
     """User code whose stream changes: a mark names the one that it was made in."""
 
     def __init__(self) -> None:
@@ -185,10 +185,10 @@ class InStreams:
         assert list(devices)
         return Current(self.current)
 
-    def join(self, mark: StreamEvent | None, tensors: Iterable[Tensor] = ()) -> None:
-        assert isinstance(mark, Current)
+    def join(self, event: StreamEvent | None, tensors: Iterable[Tensor] = ()) -> None:
+        assert isinstance(event, Current)
         assert len(list(tensors)) == 1
-        self.joined.append((self.current, mark.name))
+        self.joined.append((self.current, event.name))
 
 
 def test_gradients_are_found_in_the_stream_in_which_user_code_called_the_piece() -> None:

@@ -14,10 +14,17 @@ from torch import Tensor, nn
 from lightning_hetpipe.errors import Discarded, SettingError
 from lightning_hetpipe.pipeline.autocast import Autocast
 from lightning_hetpipe.pipeline.graph_code import layers_as_data, layers_of_data
-from lightning_hetpipe.pipeline.message_code import RECORDS, RemoteFailure, of_record, to_record
 from lightning_hetpipe.pipeline.plain_code import NotPlain, PlainCode
 from lightning_hetpipe.pipeline.stage import Layer
-from lightning_hetpipe.pipeline.stage_messages import Backward, Failure, Forward
+from lightning_hetpipe.pipeline.stage_messages import (
+    RECORDS,
+    Backward,
+    Failure,
+    Forward,
+    RemoteFailure,
+    of_record,
+    to_record,
+)
 from lightning_hetpipe.pipeline.values import Addends, Value
 from lightning_hetpipe.rules.versions import Reading
 from lightning_hetpipe.torch_private.tensors import pytree

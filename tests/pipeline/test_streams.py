@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,10 +20,9 @@ from lightning_hetpipe.pipeline.stage import Layer, StageSettings
 from lightning_hetpipe.pipeline.stage_thread import Loss
 from lightning_hetpipe.pipeline.streams import (
     DeviceStream,
-    DeviceUserStream,
-    HostStream,
     Stream,
     Streams,
+    UserStream,
     WaitingStream,
 )
 from lightning_hetpipe.pipeline.user.minibatch import Step
@@ -177,7 +177,7 @@ def test_a_stage_on_the_host_waits_for_what_it_is_given() -> None:
         def synchronize(self) -> None:
             self.waits += 1
 
-    mark, stream = Counts(), HostStream()
+    mark, stream = Counts(), Stream()
     stream.join(mark)
     stream.join(None)
     assert mark.waits == 1
@@ -302,15 +302,12 @@ def test_what_a_stage_has_spent_is_counted_though_nobody_asks(torch_streams: typ
 
 def test_a_loss_takes_as_long_as_on_the_device(torch_streams: type[FakeTorchStream]) -> None:
     """Its thread is through long before; what it computes lies in the streams of user code."""
-    stream = measured = DeviceStream(torch.device("cuda:0"))
+    stream = DeviceStream(torch.device("cuda:0"))
     mine = FakeTorchStream(torch.device("cuda:0"))
     torch.accelerator.set_stream(mine)  # type: ignore[arg-type]
 
-    class Last:
-        index = 0
-        stream: Stream = measured
-
-    Loss(Last(), None, 1).end(None)
+    last: Any = SimpleNamespace(index=0, stream=stream)
+    Loss(last, None, 1).end(None)
     began, ended = stream._pending[0]
     assert vars(began)["stream"] is vars(ended)["stream"] is mine
     assert stream.busy_seconds() == 0.0
@@ -322,23 +319,21 @@ def test_who_looks_at_a_clock_waits_for_the_loss() -> None:
     """In a timeline it is as long as it takes on the device, and not as its thread takes to give it there."""
     happened: list[str] = []
 
-    class Last:
-        index = 0
-        stream: Stream = HostStream()
+    last: Any = SimpleNamespace(index=0, stream=Stream())
 
     class Computed:
         def synchronize(self) -> None:
             happened.append("it is computed")
 
-    Loss(Last(), lambda stage, work, minibatch: lambda: happened.append("it ends"), 1).end(Computed())
+    Loss(last, lambda stage, work, minibatch: lambda: happened.append("it ends"), 1).end(Computed())
     assert happened == ["it is computed", "it ends"]
-    Loss(Last(), None, 1).end(Computed())
+    Loss(last, None, 1).end(Computed())
     assert len(happened) == 2, "nobody looks"
 
 
 def test_user_code_waits_in_the_streams_that_are_its_own(torch_streams: type[FakeTorchStream]) -> None:
     first, second = torch.device("cuda:0"), torch.device("cuda:1")
-    giver, outside = DeviceStream(second), DeviceUserStream()
+    giver, outside = DeviceStream(second), UserStream()
     mine = FakeTorchStream(second)
     torch.accelerator.set_stream(mine)  # type: ignore[arg-type]
     given: list[Any] = [OnDevice("cuda:1"), OnDevice("cpu")]

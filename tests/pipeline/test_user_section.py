@@ -13,8 +13,8 @@ import torch
 from numpy.random.mtrand import get_bit_generator, set_bit_generator
 
 from lightning_hetpipe.pipeline.user import user_section
-from lightning_hetpipe.pipeline.user.numpy_state import BYTES
 from lightning_hetpipe.pipeline.user.user_section import (
+    BYTES,
     ProcessSection,
     ProcessState,
     UserSections,

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_hetpipe.pipeline.split.parts import joined, part
+from lightning_hetpipe.pipeline.split.split_segment import joined, part
 from lightning_hetpipe.rules.channel_layouts import ChannelLayout, apportioned
 from tests.support.marks import explores
 

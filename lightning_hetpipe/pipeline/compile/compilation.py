@@ -20,12 +20,12 @@ Where a layer cannot be compiled, it runs as it is, and those before and behind 
 
 from __future__ import annotations
 
+import functools
 import time
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from itertools import groupby
 from types import FunctionType
 from typing import Any
@@ -33,13 +33,16 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_hetpipe.errors import PipelineRefusal
 from lightning_hetpipe.pipeline.autocast import Autocast
 from lightning_hetpipe.pipeline.graph_layer import here, set_here
 from lightning_hetpipe.pipeline.random.generators import counters, generator_of
 from lightning_hetpipe.pipeline.random.graph_draws import NoDropout, refuse_other_draws, register
 from lightning_hetpipe.pipeline.stage_messages import Flags
 from lightning_hetpipe.pipeline.values import Value
+from lightning_hetpipe.redirect import Redirect
 from lightning_hetpipe.torch_private.compiler import CompilerError, CompilerLimit, compiled
+from lightning_hetpipe.torch_private.modes import without_dispatch_modes
 
 REMEMBERED = 1024
 """Number of kinds of calls that a segment remembers."""
@@ -87,14 +90,11 @@ class KindsOfCalls:
 
 
 class Compiled(KindsOfCalls):
-    """The layers of one segment.
+    """The layers of one segment, on ``device``.
 
     Args:
-        names: The layers' paths.
-        layers: The stage's copies of them.
         calls: What to call for each layer that runs as it is.
         options: What ``torch.compile`` is given.
-        device: Where they run.
         fused: Whether attention may hold a dropout of its own, where a device has no other that is fast.
     """
 
@@ -180,7 +180,7 @@ class Compiled(KindsOfCalls):
         run = self._functions.get((group, autocast))
         if run is None:
             function = under_own_code(_in_order, f"{self._names[group.first]} to {self._names[group.last - 1]}")
-            run = compiled(function, self._options, partial(refuse_other_draws, fused=self._fused))
+            run = compiled(function, self._options, functools.partial(refuse_other_draws, fused=self._fused))
             self._functions[group, autocast] = run
         for of_layer in self._counters[group.first : group.last]:
             for counter in of_layer:
@@ -239,12 +239,7 @@ Exclusively = Callable[[int, str], AbstractContextManager[None]]
 
 
 class Compiling:
-    """Those of one stage.
-
-    Attributes:
-        at_work: Whether it is in one.
-        seconds: How long they have taken.
-    """
+    """The compilations of one stage: whether it is ``at_work`` in one, and the ``seconds`` that they have taken."""
 
     def __init__(self, stage: int, exclusively: Exclusively) -> None:
         self.at_work = False
@@ -262,3 +257,48 @@ class Compiling:
             finally:
                 self.at_work = False
                 self.seconds += time.perf_counter() - started
+
+
+@contextmanager
+def compiled_calls_apart() -> Iterator[None]:
+    """Within it, models may call functions of torch that compile what they are given in each call, in any thread.
+
+    Such are ``torch.cond`` and ``flex_attention``. Dynamo cannot trace modes of ours, and what it makes of an attempt
+    stays in the process. So ``torch.cond`` runs the branch that it stands for, and what else torch compiles within a
+    call runs without our modes.
+    """
+    with ExitStack() as stack:
+        stack.callback(Redirect(torch, "cond", _decided).remove)
+        stack.callback(Redirect(torch, "compile", _apart).remove)
+        yield
+
+
+def _decided(redirect: Redirect, pred: Any, true_fn: Any, false_fn: Any, operands: Any = ()) -> Any:
+    """Run one branch, as ``torch.cond`` is documented to; a graph of the module around it decides by its data."""
+    if torch.compiler.is_dynamo_compiling():
+        return redirect.original(pred, true_fn, false_fn, operands)
+    return (true_fn if pred else false_fn)(*operands)
+
+
+def _apart(redirect: Redirect, model: Any = None, **options: Any) -> Any:
+    """Compile ``model``; what is compiled within a mode of ours runs without the mode."""
+    if model is None:
+        return functools.partial(_apart, redirect, **options)
+    made: Callable[..., Any] = redirect.original(model, **options)
+    if not isinstance(made, FunctionType):
+        return made
+
+    @functools.wraps(made)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        try:
+            with without_dispatch_modes():
+                return made(*args, **kwargs)
+        except CompilerError as error:
+            torch.compiler.reset()  # what was compiled half would fail in later runs of the process
+            reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+            raise PipelineRefusal(
+                "torch could not compile what a function of its own, such as torch.cond, was given in a minibatch"
+                f" ({reason.rstrip('.:')}); call torch.cond by that name, or write it with torch.where"
+            ) from error
+
+    return run

@@ -89,15 +89,9 @@ class RandomGenerators:
     def watch(
         self, layers: Mapping[str, nn.Module], minibatch: int | str, call: int = 0
     ) -> Iterator[dict[str, Callable[..., Any]]]:
-        """:meth:`minibatch` on modules of the user's own, which carry no trace of it afterwards.
+        """:meth:`minibatch` on ``layers`` that are :func:`attached` within it, in user code.
 
-        Args:
-            layers: Each layer by its path.
-            minibatch, call: The minibatch that is run within, and the call.
-
-        Yields:
-            What to call instead of each layer, by its path. (Calling the layer itself does the same, unless a module is
-            shared between layers.)
+        (To call the layer itself does the same, unless a module is shared between layers.)
         """
         with attached(layers) as run, self.minibatch(minibatch, call, in_user_code=True):
             yield run
@@ -107,36 +101,47 @@ class RandomGenerators:
 def attached(
     layers: Mapping[str, nn.Module], without: Collection[nn.Module] = ()
 ) -> Iterator[dict[str, Callable[..., Any]]]:
-    """Within it, ``layers`` are attached. They may be the user's own: they carry no trace of it afterwards.
+    """Within it, ``layers`` are attached, each by its path, ``without`` some modules: what to call instead of each.
 
-    Args:
-        layers: Each by its path.
-        without: Modules in them that are left as they are.
-
-    Yields:
-        What to call instead of each layer, by its path.
+    Layers may be the user's own: they carry no trace of it afterwards.
     """
     installed: list[_Forward] = []
     try:
-        yield {path: _attach(layer, path, installed, without) for path, layer in layers.items()}
+        yield {path: attach(layer, path, installed, without) for path, layer in layers.items()}
     finally:
         for forward in reversed(installed):
             forward.remove()
 
 
-def attach(layer: nn.Module, path: str) -> Callable[..., Any]:
+def attach(
+    layer: nn.Module, path: str, installed: list[_Forward] | None = None, without: Collection[nn.Module] = ()
+) -> Callable[..., Any]:
     """Makes the random operations of ``layer`` take their generators from the minibatch that runs. Once per replica.
 
     Args:
         layer: A layer of a replica of the model. Its submodules' ``forward`` is replaced; ``state_dict``, ``deepcopy``
             and hooks are as before.
         path: The layer's name in the whole model, such as "net.3".
+        installed: Gets what has replaced a ``forward``.
+        without: Modules in it that are left as they are.
 
     Returns:
         What to call instead of ``layer``: it names this position, so that one module that stands in several layers is
         named alike whether or not a split point separates them. It is ``layer`` itself where nothing may draw.
     """
-    return _attach(layer, path, [])
+    installed = [] if installed is None else installed
+    modules = {name: module for name, module in layer.named_modules() if module not in without}
+    drawing = [name for name, module in modules.items() if _may_draw_itself(module)]
+    for name in drawing:
+        forward = vars(modules[name]).get("forward")
+        if not isinstance(forward, _Drawing):
+            forward = _Drawing(modules[name])
+            installed.append(forward)
+        forward.names[path] = f"{path}.{name}" if name else path
+    if any(not _is_torchs_own(modules[name]) for name in drawing):
+        others = [module for name, module in modules.items() if name not in drawing]
+        installed += [_Still(other) for other in others if not isinstance(vars(other).get("forward"), _Forward)]
+    return _Positioned(layer, path) if drawing else layer
 
 
 def may_draw(layer: nn.Module) -> bool:
@@ -161,23 +166,6 @@ def counters(layer: nn.Module) -> list[_Drawing]:
 
 def _may_draw_itself(module: nn.Module) -> bool:
     return not _is_torchs_own(module) or type(module) in _ACTIVE
-
-
-def _attach(
-    layer: nn.Module, path: str, installed: list[_Forward], without: Collection[nn.Module] = ()
-) -> Callable[..., Any]:
-    modules = {name: module for name, module in layer.named_modules() if module not in without}
-    drawing = [name for name, module in modules.items() if _may_draw_itself(module)]
-    for name in drawing:
-        forward = vars(modules[name]).get("forward")
-        if not isinstance(forward, _Drawing):
-            forward = _Drawing(modules[name])
-            installed.append(forward)
-        forward.names[path] = f"{path}.{name}" if name else path
-    if any(not _is_torchs_own(modules[name]) for name in drawing):
-        others = [module for name, module in modules.items() if name not in drawing]
-        installed += [_Still(other) for other in others if not isinstance(vars(other).get("forward"), _Forward)]
-    return _Positioned(layer, path) if drawing else layer
 
 
 def generator_of(path: str, ordinal: int, device: torch.device) -> torch.Generator:

@@ -57,11 +57,7 @@ def register(generator_of: GeneratorOf) -> None:
 
 
 class GraphDraws(TorchFunctionMode):
-    """While it is on, and code is compiled, dropouts draw by our operator.
-
-    Args:
-        draw: Gives the path and the ordinal of the next draw.
-    """
+    """While it is on, dropouts of compiled code draw by our operator: ``draw`` gives path and ordinal of a draw."""
 
     def __init__(self, draw: Callable[[], tuple[str, int]]) -> None:
         super().__init__()
@@ -115,11 +111,7 @@ def draw_in_graph(path: str, ordinal: int, operator: Any, *args: Any, **kwargs: 
 
 
 def refuse_other_draws(graph: fx.GraphModule, *, fused: bool = True) -> None:
-    """Refuses a graph that draws from a default generator.
-
-    Args:
-        graph: What is to be compiled.
-        fused: Let operators that hold a dropout but take no generator run as they are.
+    """Refuse a ``graph`` that draws from a default generator; ``fused`` is as of :class:`RandomOperators`.
 
     Raises:
         NoDropout: names what draws.

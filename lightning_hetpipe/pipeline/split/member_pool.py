@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_hetpipe.pipeline.graph_layer import set_here
-from lightning_hetpipe.pipeline.streams import HostStream, Stream, StreamEvent, Streams
+from lightning_hetpipe.pipeline.streams import Stream, StreamEvent, Streams
 from lightning_hetpipe.pipeline.threads import Worker
 from lightning_hetpipe.pipeline.values import nested_tensors
 from lightning_hetpipe.rules.channel_layouts import ChannelCounts
@@ -25,10 +25,9 @@ Job = Callable[[], Any]
 
 @dataclass(frozen=True)
 class DeviceGroup:
-    """The devices of a stage.
+    """The ``devices`` of a stage, one for each member.
 
     Attributes:
-        devices: Of each member.
         counts: What is divided.
         home: The member that holds the unsplit weights; the stage's own thread is its thread.
         names: Of the devices, for people; by default torch's.
@@ -55,12 +54,7 @@ _Posted = tuple[Job, StreamEvent | None, Sequence[Tensor]]
 class MemberPool:
     """The members of ``group``; open as a context manager.
 
-    Args:
-        name: Of the stage; members' threads have it in theirs.
-        group: The devices.
-        torch_threads: Threads of each torch operation.
-        streams: Makes a stream for each member but the home.
-        home_stream: The stage's.
+    Each member but the home, which has the stage's stream, gets one of ``streams``.
 
     Attributes:
         in_turn: Whether members run one after the other, as they do where they may compile.
@@ -77,7 +71,7 @@ class MemberPool:
         self.group = group
         self.in_turn = False
         self._name, self._torch_threads, self._streams = name, torch_threads, streams or Streams()
-        self._home_stream: Stream = home_stream or HostStream()
+        self._home_stream = home_stream or Stream()
         self._results: list[queue.SimpleQueue[tuple[Any, BaseException | None, StreamEvent | None]]] = []
         self._workers: list[Worker[_Posted] | None] = []
 
@@ -92,14 +86,9 @@ class MemberPool:
                 self._workers[member] = Worker(name, self._handler(member, stream), self._torch_threads, entering)
 
     def run(self, jobs: Sequence[Job | None], uses: Iterable[Tensor] = ()) -> list[Any]:
-        """Run a job of each member at once, or none.
+        """Run the job of each member, or none, at once, and return what each has given.
 
-        Args:
-            jobs: One for each member.
-            uses: The tensors that jobs use of this thread's stream.
-
-        Returns:
-            What each has given.
+        Jobs use the tensors ``uses`` of this thread's stream.
 
         Raises:
             BaseException: the first member's that has failed, once all are through.

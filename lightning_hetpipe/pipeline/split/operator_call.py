@@ -35,15 +35,11 @@ class Divided:
 
 @dataclass(frozen=True)
 class OperatorCall:
-    """Call of an operator in a graph.
+    """Call of an operator, ``target``, in a graph.
 
     Attributes:
-        node: It.
-        target: The operator.
-        args, kwargs: What it is given.
         layouts: Of those of its operands that are divided.
-        columns: Gives, for a weight, the layout of output channels to begin with; None to leave it
-            whole. Its ``dim`` is 0.
+        columns: Gives, for a weight, the layout (``dim`` 0) of output channels to begin with; None to leave it whole.
     """
 
     node: fx.Node
@@ -76,6 +72,16 @@ class OperatorCall:
 
 
 Rule = Callable[[OperatorCall], Divided | None]
+
+
+def of_first(rule: Callable[[OperatorCall, ChannelLayout], Divided | None]) -> Rule:
+    """Rule of operators that members divide only if the first operand is divided: ``rule`` is given its layout."""
+
+    def found(call: OperatorCall) -> Divided | None:
+        layout = call.layout(0)
+        return None if layout is None else rule(call, layout)
+
+    return found
 
 
 def sizes_of(node: Any) -> Sizes:

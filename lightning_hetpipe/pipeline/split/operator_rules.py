@@ -23,7 +23,7 @@ import torch
 from torch import fx
 
 from lightning_hetpipe.pipeline.split import shape_rules
-from lightning_hetpipe.pipeline.split.operator_call import Divided, OperatorCall, Rule, sizes_of
+from lightning_hetpipe.pipeline.split.operator_call import Divided, OperatorCall, Rule, of_first, sizes_of
 from lightning_hetpipe.rules.channel_layouts import ChannelLayout
 
 
@@ -48,10 +48,10 @@ def _elementwise(call: OperatorCall) -> Divided | None:
     return Divided(layout, operands)
 
 
-def _unary(call: OperatorCall) -> Divided | None:
+@of_first
+def _unary(call: OperatorCall, layout: ChannelLayout) -> Divided | None:
     """The first operand's layout, whatever else it is given."""
-    layout = call.layout(0)
-    return None if layout is None or len(call.layouts) > 1 else Divided(layout, call.layouts)
+    return None if len(call.layouts) > 1 else Divided(layout, call.layouts)
 
 
 def _type_as(call: OperatorCall) -> Divided | None:
@@ -62,28 +62,26 @@ def _type_as(call: OperatorCall) -> Divided | None:
 def _over_last(dims: int) -> Rule:
     """Something is done to the last ``dims`` dimensions, which are not divided."""
 
-    def rule(call: OperatorCall) -> Divided | None:
-        layout = call.layout(0)
-        return (
-            None if layout is None or layout.dim >= len(call.sizes()) - dims else shape_rules.as_outputs(call, layout)
-        )
+    @of_first
+    def rule(call: OperatorCall, layout: ChannelLayout) -> Divided | None:
+        return None if layout.dim >= len(call.sizes()) - dims else shape_rules.as_outputs(call, layout)
 
     return rule
 
 
-def _batch_norm(call: OperatorCall) -> Divided | None:
-    layout = call.layout(0)
-    if layout is None or layout.dim != 1:
+@of_first
+def _batch_norm(call: OperatorCall, layout: ChannelLayout) -> Divided | None:
+    if layout.dim != 1:
         return None
     vectors = [each for each in call.args[1:5] if isinstance(each, fx.Node)]
     return Divided(layout, {**call.layouts, **dict.fromkeys(vectors, layout.at(0))})
 
 
-def _group_norm(call: OperatorCall) -> Divided | None:
-    layout, groups = call.layout(0), call.args[1]
-    if layout is None or layout.dim != 1 or layout.outer != 1:
+@of_first
+def _group_norm(call: OperatorCall, layout: ChannelLayout) -> Divided | None:
+    if layout.dim != 1 or layout.outer != 1:
         return None
-    size = layout.units * layout.inner // groups
+    size = layout.units * layout.inner // call.args[1]
     counts = [count * layout.inner for count in layout.counts]
     if any(count % size for count in counts):
         return None
@@ -92,9 +90,10 @@ def _group_norm(call: OperatorCall) -> Divided | None:
     return Divided(layout, operands, {1: [count // size for count in counts]})
 
 
-def _prelu(call: OperatorCall) -> Divided | None:
-    layout, weight = call.layout(0), call.args[1]
-    if layout is None or len(call.layouts) > 1:
+@of_first
+def _prelu(call: OperatorCall, layout: ChannelLayout) -> Divided | None:
+    weight = call.args[1]
+    if len(call.layouts) > 1:
         return None
     if sizes_of(weight) in ((1,), ()):
         return Divided(layout, call.layouts)

@@ -7,7 +7,6 @@ member, or a part on each; what leaves it is put together of parts, added up, or
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -40,11 +39,9 @@ class GivenAs(Enum):
 
 @dataclass(frozen=True)
 class RegionInput:
-    """One input of a region.
+    """One input of a region: a ``node`` in the graph of the segment.
 
     Attributes:
-        node: In the graph of the segment.
-        taken: How.
         layout: Of what each member takes; None for what is whole.
         is_weight: Whether it is a tensor of a layer: of parameters, parts are kept for each version.
     """
@@ -57,13 +54,7 @@ class RegionInput:
 
 @dataclass(frozen=True)
 class RegionOutput:
-    """One output of a region.
-
-    Attributes:
-        node: In the graph of the segment.
-        given: How.
-        layout: That says which members have a part.
-    """
+    """One output of a region: a ``node`` in the graph of the segment, of which the ``layout`` says who has a part."""
 
     node: fx.Node
     given: GivenAs
@@ -72,10 +63,9 @@ class RegionOutput:
 
 @dataclass
 class Region:
-    """A region.
+    """A region of so many ``members``.
 
     Attributes:
-        members: Number of members.
         inputs, outputs: What comes to it, and what leaves it.
         graphs: What each member computes: it takes its part of the inputs of the numbers in ``takes``, and gives its
             part of the outputs of the numbers in ``gives``.
@@ -94,11 +84,10 @@ class Region:
             self.inputs.append(wanted)
         return self.inputs.index(wanted)
 
-    def output(self, wanted: RegionOutput) -> int:
-        """Number of the ``wanted`` output."""
+    def output(self, wanted: RegionOutput) -> None:
+        """From now on ``wanted`` is an output."""
         if wanted not in self.outputs:
             self.outputs.append(wanted)
-        return self.outputs.index(wanted)
 
 
 @dataclass(frozen=True)
@@ -109,13 +98,11 @@ class SplitGraph:
         graph: The segment's graph, with calls of modules "region_0" and so on in place of what members compute.
         regions: These, by their names.
         layers: Numbers of units in which each layer may begin to be divided, by its path; the best one first.
-        gathered: For reports: the operators before which values are put together.
     """
 
     graph: fx.Graph
     regions: dict[str, Region]
     layers: dict[str, tuple[int, ...]]
-    gathered: Sequence[str]
 
 
 class MemberGraph:

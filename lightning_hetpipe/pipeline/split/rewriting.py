@@ -75,7 +75,6 @@ class _Rewriting:
         self._levels: dict[fx.Node, int] = {}
         self._worth: set[fx.Node] = set()  # what is divided, and made from a heavy operator's output on its level
         self._whole: set[fx.Node] = set()
-        self._gathered: list[str] = []
         self._written = _written_families(joined.graph)
         self._regions: dict[int, Region] = {}
 
@@ -250,13 +249,14 @@ class _Rewriting:
         self._regions = {level: Region(self._members) for level in levels}
         bodies = {level: [MemberGraph() for _ in range(self._members)] for level in levels}
         for node, found in self._divided.items():
-            for member in self._present(node, found):
+            layout = found.layout if isinstance(found.layout, ChannelLayout) else next(filter(None, found.layout))
+            for member in layout.members:
                 self._copy(node, found, member, bodies[self._levels[node]][member])
         graph = OuterGraph(self._joined)
         wholes = [n for n in self._joined.graph.nodes if n.op == "call_function" and n not in self._divided]
         for node in (*wholes, self._joined.graph.output_node()):
             for each in node.all_input_nodes:
-                self._leave(each, str(node.target))
+                self._leave(each)
         for level in levels:
             for member, body in enumerate(bodies[level]):
                 body.close(self._regions[level], member)
@@ -271,24 +271,16 @@ class _Rewriting:
                         graph.draw(node, mask)
                 graph.call(level, self._regions[level])
         regions = {f"region_{level}": region for level, region in self._regions.items()}
-        return SplitGraph(graph.closed(), regions, self._layers, self._gathered)
+        return SplitGraph(graph.closed(), regions, self._layers)
 
-    def _present(self, node: fx.Node, found: Divided) -> Sequence[int]:
-        layout = found.layout if isinstance(found.layout, ChannelLayout) else next(filter(None, found.layout))
-        return layout.members
-
-    def _leave(self, node: fx.Node, before: str) -> None:
+    def _leave(self, node: fx.Node) -> None:
         """Have the whole of ``node`` leave its region, if it is made in one."""
         if node not in self._divided:
             return
         found = self._divided[node]
         assert isinstance(found.layout, ChannelLayout), f"several outputs of {node} leave a region"
         given = GivenAs.ADDED if found.adds else GivenAs.JOINED
-        wanted = RegionOutput(node, given, found.layout)
-        region = self._regions[self._levels[node]]
-        if wanted not in region.outputs and not found.adds:
-            self._gathered.append(before)
-        region.output(wanted)
+        self._regions[self._levels[node]].output(RegionOutput(node, given, found.layout))
 
     def _copy(self, node: fx.Node, found: Divided, member: int, body: MemberGraph) -> None:
         level = self._levels[node]
@@ -323,7 +315,7 @@ class _Rewriting:
             self._regions[self._levels[each]].output(RegionOutput(each, GivenAs.HELD, wanted))
             return body.taken(region.input(RegionInput(each, TakenAs.HELD, wanted)))
         if each in self._divided:
-            self._leave(each, str(node.target))
+            self._leave(each)
         state = node.target in _STATISTICS and each in node.args[3:5]
         taken = TakenAs.STATE if state and wanted else TakenAs.WHOLE if wanted is None else TakenAs.PART
         return body.taken(region.input(RegionInput(each, taken, wanted, each in self._own and not state)))

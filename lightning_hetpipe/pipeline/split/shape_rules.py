@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from lightning_hetpipe.pipeline.split.operator_call import Divided, OperatorCall, Rule, sizes_of
+from lightning_hetpipe.pipeline.split.operator_call import Divided, OperatorCall, Rule, of_first, sizes_of
 from lightning_hetpipe.rules.channel_layouts import ChannelLayout
 
 
@@ -22,12 +22,12 @@ def over_given(position: int, keyword: str = "dim", default: Any = -1, keep: int
     """Something is done over the dimensions at ``position``, which are not divided; they go, unless the argument at
     ``keep`` is true or there is none."""
 
-    def rule(call: OperatorCall) -> Divided | None:
-        layout, rank = call.layout(0), len(call.sizes())
+    @of_first
+    def rule(call: OperatorCall, layout: ChannelLayout) -> Divided | None:
         given = call.kwargs.get(keyword, call.arg(position, default))
-        if layout is None or given is None or given == [] or len(call.layouts) > 1:
+        if given is None or given == [] or len(call.layouts) > 1:
             return None
-        dims = call.dims(given, rank)
+        dims = call.dims(given, len(call.sizes()))
         if layout.dim in dims:
             return None
         kept = keep is None or call.kwargs.get("keepdim", call.arg(keep, False))
@@ -36,32 +36,32 @@ def over_given(position: int, keyword: str = "dim", default: Any = -1, keep: int
     return rule
 
 
-def view(call: OperatorCall) -> Divided | None:
-    layout = call.layout(0)
-    found = None if layout is None else layout.reshaped(call.sizes(), sizes_of(call.node))
-    if layout is None or found is None:
-        return None
-    given = call.args[1]
-    if not isinstance(given, list | tuple) or (found.outer is None and -1 in given):
-        return None
-    sizes = [
-        [*given[: found.dim], -1 if size is None else size, *given[found.dim + 1 :]]
-        for size in map(found.size, range(call.members))
-    ]
-    arguments = {} if given[found.dim] == -1 else {1: sizes}
-    return Divided(found, call.layouts, arguments, torch.ops.aten.reshape.default)
+def _own_sizes(call: OperatorCall, position: int, place: int, layout: ChannelLayout) -> dict[int, Any]:
+    """Arguments of members: the sizes at ``position``, with the size of each one's part of ``layout`` at ``place``."""
+    given, parts = call.args[position], map(layout.size, range(call.members))
+    if given[place] == -1:
+        return {}
+    return {position: [[*given[:place], -1 if size is None else size, *given[place + 1 :]] for size in parts]}
 
 
-def flatten(call: OperatorCall) -> Divided | None:
+@of_first
+def view(call: OperatorCall, layout: ChannelLayout) -> Divided | None:
+    found, given = layout.reshaped(call.sizes(), sizes_of(call.node)), call.args[1]
+    if found is None or not isinstance(given, list | tuple) or (found.outer is None and -1 in given):
+        return None
+    return Divided(found, call.layouts, _own_sizes(call, 1, found.dim, found), torch.ops.aten.reshape.default)
+
+
+@of_first
+def flatten(call: OperatorCall, layout: ChannelLayout) -> Divided | None:
     """Flattening needs no sizes: it is the same for the parts, if that is a view of theirs."""
-    layout = call.layout(0)
-    found = None if layout is None else layout.reshaped(call.sizes(), sizes_of(call.node))
+    found = layout.reshaped(call.sizes(), sizes_of(call.node))
     return None if found is None else Divided(found, call.layouts)
 
 
-def unflatten(call: OperatorCall) -> Divided | None:
-    layout, after = call.layout(0), sizes_of(call.node)
-    found = None if layout is None else layout.reshaped(call.sizes(), after)
+@of_first
+def unflatten(call: OperatorCall, layout: ChannelLayout) -> Divided | None:
+    found = layout.reshaped(call.sizes(), sizes_of(call.node))
     if found is None:
         return None
     (first,), given = call.dims(call.args[1], len(call.sizes())), call.args[2]
@@ -70,64 +70,55 @@ def unflatten(call: OperatorCall) -> Divided | None:
         return Divided(found, call.layouts)
     if -1 in given and given[place] != -1:
         return None
-    sizes = [found.size(member) for member in range(call.members)]
-    changed = [[*given[:place], -1 if size is None else size, *given[place + 1 :]] for size in sizes]
-    return Divided(found, call.layouts, {} if given[place] == -1 else {2: changed})
+    return Divided(found, call.layouts, _own_sizes(call, 2, place, found))
 
 
-def expand(call: OperatorCall) -> Divided | None:
-    layout, given = call.layout(0), call.args[1]
-    if layout is None:
-        return None
+@of_first
+def expand(call: OperatorCall, layout: ChannelLayout) -> Divided | None:
+    given = call.args[1]
     found = layout.at(layout.dim + len(given) - len(call.sizes()))
     if layout.outer is None and given[found.dim] != -1:
         return None
-    sizes = [[*given[: found.dim], found.size(m), *given[found.dim + 1 :]] for m in range(call.members)]
-    return Divided(found, call.layouts, {} if given[found.dim] == -1 else {1: sizes})
+    return Divided(found, call.layouts, _own_sizes(call, 1, found.dim, found))
 
 
-def reordered(call: OperatorCall) -> Divided | None:
+@of_first
+def reordered(call: OperatorCall, layout: ChannelLayout) -> Divided | None:
     """Dimensions get another order, which is tried out with a tensor whose sizes tell them apart."""
-    layout = call.layout(0)
-    if layout is None:
-        return None
     tried = call.target(torch.empty([*range(len(call.sizes()))], device="meta"), *call.args[1:], **call.kwargs)
     return Divided(layout.at(list(tried.shape).index(layout.dim)), call.layouts)
 
 
-def repeat(call: OperatorCall) -> Divided | None:
+@of_first
+def repeat(call: OperatorCall, layout: ChannelLayout) -> Divided | None:
     """Repeats of other dimensions."""
-    layout, times = call.layout(0), call.args[1]
-    if layout is None:
-        return None
+    times = call.args[1]
     found = layout.at(layout.dim + len(times) - len(call.sizes()))
     return Divided(found, call.layouts) if times[found.dim] == 1 else None
 
 
-def unsqueeze(call: OperatorCall) -> Divided | None:
-    layout = call.layout(0)
-    if layout is None:
-        return None
+@of_first
+def unsqueeze(call: OperatorCall, layout: ChannelLayout) -> Divided | None:
     (dim,) = call.dims(call.args[1], len(call.sizes()) + 1)
     return Divided(layout.at(layout.dim + (dim <= layout.dim)), call.layouts)
 
 
-def squeeze(call: OperatorCall) -> Divided | None:
+@of_first
+def squeeze(call: OperatorCall, layout: ChannelLayout) -> Divided | None:
     """Only of dimensions that it names, as a part may be of size 1 where the whole is not."""
-    layout, sizes = call.layout(0), call.sizes()
-    if layout is None or len(call.args) < 2:
+    sizes = call.sizes()
+    if len(call.args) < 2:
         return None
     gone = [dim for dim in call.dims(call.args[1], len(sizes)) if sizes[dim] == 1]
-    return (
-        None if layout.dim in gone else Divided(layout.at(layout.dim - sum(d < layout.dim for d in gone)), call.layouts)
-    )
-
-
-def split(call: OperatorCall) -> Divided | None:
-    """Into parts along another dimension; or along the divided one, where each part has as many of its blocks."""
-    layout, parts = call.layout(0), call.node.meta.get("several") or 0
-    if layout is None:
+    if layout.dim in gone:
         return None
+    return Divided(layout.at(layout.dim - sum(dim < layout.dim for dim in gone)), call.layouts)
+
+
+@of_first
+def split(call: OperatorCall, layout: ChannelLayout) -> Divided | None:
+    """Into parts along another dimension; or along the divided one, where each part has as many of its blocks."""
+    parts = call.node.meta.get("several") or 0
     (dim,) = call.dims(call.kwargs.get("dim", call.arg(2, 0)), len(call.sizes()))
     if dim != layout.dim:
         return Divided((layout,) * parts, call.layouts)
@@ -152,9 +143,10 @@ def cat(call: OperatorCall) -> Divided | None:
     return Divided(layout, call.layouts) if dim != layout.dim else None
 
 
-def repeat_interleave(call: OperatorCall) -> Divided | None:
-    layout, dim = call.layout(0), call.kwargs.get("dim", call.arg(2))
-    if layout is None or dim is None or not isinstance(call.args[1], int):
+@of_first
+def repeat_interleave(call: OperatorCall, layout: ChannelLayout) -> Divided | None:
+    dim = call.kwargs.get("dim", call.arg(2))
+    if dim is None or not isinstance(call.args[1], int):
         return None
     same = call.dims(dim, len(call.sizes())) == [layout.dim]
     return Divided(replace(layout, inner=layout.inner * call.args[1]) if same else layout, call.layouts)

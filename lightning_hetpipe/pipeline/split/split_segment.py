@@ -23,15 +23,15 @@ from torch import Tensor, fx, nn
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.pipeline.autocast import Autocast
 from lightning_hetpipe.pipeline.compile.compilation import Kind, KindsOfCalls, compiler_reason, under_own_code
-from lightning_hetpipe.pipeline.graph_layer import GraphLayer, set_here
+from lightning_hetpipe.pipeline.graph_layer import set_here
 from lightning_hetpipe.pipeline.random.graph_draws import NoDropout, refuse_other_draws
-from lightning_hetpipe.pipeline.reentrant_checkpoints import run_backward
 from lightning_hetpipe.pipeline.split.joined_graph import JoinedGraph, joined_graph
 from lightning_hetpipe.pipeline.split.member_pool import DeviceGroup, MemberPool
-from lightning_hetpipe.pipeline.split.parts import VersionParts, joined, part
 from lightning_hetpipe.pipeline.split.regions import GivenAs, Region, RegionInput, RegionOutput, TakenAs
 from lightning_hetpipe.pipeline.split.rewriting import split_graph
 from lightning_hetpipe.pipeline.streams import move
+from lightning_hetpipe.pipeline.values import run_backward
+from lightning_hetpipe.rules.channel_layouts import ChannelLayout
 from lightning_hetpipe.torch_private.compiler import CompilerError, CompilerLimit, compiled
 from lightning_hetpipe.torch_private.tensors import pytree
 
@@ -46,11 +46,6 @@ Opened = Callable[[], AbstractContextManager[Any]]
 
 class RegionCall(nn.Module):
     """Calls ``region`` in the threads of ``pool``.
-
-    Args:
-        region: The region.
-        pool: Of the group.
-        weights: Parts of versions of weights.
 
     Attributes:
         graphs: What members run: their graphs, or what was compiled of these.
@@ -262,11 +257,7 @@ class CompiledMembers(KindsOfCalls):
 
     What makes other code is as for the layers of a stage (:mod:`~lightning_hetpipe.pipeline.compile.compilation`), and
     so is what pauses meanwhile; members compile one after the other then. What is not divided runs as it is, and so
-    does a graph that cannot be compiled.
-
-    Args:
-        layers: Names them, for people.
-        options: What ``torch.compile`` is given.
+    does a graph that cannot be compiled. ``layers`` names them, for people.
     """
 
     def __init__(self, layers: str, options: Mapping[str, Any]) -> None:
@@ -312,8 +303,7 @@ class SplitSegment:
     Args:
         layers: Name them, and have their graphs.
         modules: The stage's copies of them, with the weights and buffers to use.
-        pool: The members.
-        compiled: Compiles their graphs; None where these run as they are.
+        options: What ``torch.compile`` is given for their graphs; None where these run as they are.
 
     Attributes:
         weights: Parts of versions of weights.
@@ -325,9 +315,10 @@ class SplitSegment:
         layers: Sequence[Layer],
         modules: Sequence[nn.Module],
         pool: MemberPool,
-        compiled: CompiledMembers | None = None,
+        options: Mapping[str, Any] | None = None,
     ) -> None:
-        self.compiled = compiled
+        named = f"layers {layers[0].name} to {layers[-1].name}"
+        self.compiled = None if options is None else CompiledMembers(named, options)
         self.weights = VersionParts()
         self.divisible: dict[str, tuple[int, ...]] = {}
         self._layers, self._modules, self._pool = layers, modules, pool
@@ -367,25 +358,8 @@ class SplitSegment:
         return self._variants[number]
 
 
-def split_segment(
-    layers: Sequence[Layer], modules: Sequence[nn.Module], pool: MemberPool, options: Mapping[str, Any] | None
-) -> SplitSegment | None:
-    """A segment that the members of ``pool`` compute together; None where a layer was not captured as a graph.
-
-    ``options`` are those of ``torch.compile``, where graphs are compiled.
-    """
-    if not all(isinstance(each, GraphLayer) for each in modules):
-        return None
-    named = f"layers {layers[0].name} to {layers[-1].name}"
-    return SplitSegment(layers, modules, pool, None if options is None else CompiledMembers(named, options))
-
-
 def check_divided(segments: Sequence[SplitSegment | None], group: DeviceGroup, stage: int) -> None:
-    """Refuse counts for what is in no segment of ``stage``, and a group for a stage in which nothing can be divided.
-
-    Raises:
-        SettingError: that names what is wrong.
-    """
+    """Refuse counts for what is in no segment of ``stage``, and a group for a stage in which nothing can be divided."""
     divisible: dict[str, tuple[int, ...]] = {}
     for segment in segments:
         divisible |= {} if segment is None else segment.divisible
@@ -395,3 +369,67 @@ def check_divided(segments: Sequence[SplitSegment | None], group: DeviceGroup, s
             f"stage {stage} has several devices (split, or a plan with groups), and none of its layers can be divided:"
             " there is no convolution, linear layer or embedding in what was captured as a graph; give it one device"
         )
+
+
+def part(whole: Tensor, layout: ChannelLayout, member: int) -> Tensor:
+    """The part of ``member``: a view where units lie in one block, else a copy."""
+    start, end = ([0, *layout.ends][member + more] for more in (0, 1))
+    if layout.outer == 1:
+        return whole.narrow(layout.dim, start, end - start)
+    blocks = _blocks(whole, layout.dim, layout.units * layout.inner)
+    return blocks.narrow(layout.dim + 1, start, end - start).flatten(layout.dim, layout.dim + 1)
+
+
+def joined(parts: Sequence[Tensor], layout: ChannelLayout) -> Tensor:
+    """The whole of all ``parts``, in the order of the members that have something."""
+    if len(parts) == 1:
+        return parts[0]
+    if layout.outer == 1:
+        return torch.cat(list(parts), layout.dim)
+    present = [layout.counts[member] * layout.inner for member in layout.members]
+    blocks = [_blocks(each, layout.dim, size) for each, size in zip(parts, present, strict=True)]
+    return torch.cat(blocks, layout.dim + 1).flatten(layout.dim, layout.dim + 1)
+
+
+def _blocks(tensor: Tensor, dim: int, size: int) -> Tensor:
+    """``tensor`` with the blocks of dimension ``dim``, each of that ``size``, as a dimension of their own."""
+    return tensor.reshape(*tensor.shape[:dim], -1, size, *tensor.shape[dim + 1 :])
+
+
+class VersionParts:
+    """Parts of the weights in each version buffer, made once for each version, where a member first uses it.
+
+    Where a member is on the home device, a part that lies in one piece there is no copy.
+
+    A buffer is known by a key, and what is in it by how often it has been filled.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._kept: dict[Any, tuple[int, dict[Any, Tensor]]] = {}
+        self._now: dict[Any, Tensor] = {}
+
+    def use(self, buffer: Any, fills: int) -> None:
+        """Weights are those in ``buffer`` from now on."""
+        kept = self._kept.get(buffer)
+        if kept is None or kept[0] != fills:
+            kept = self._kept[buffer] = fills, {}
+        self._now = kept[1]
+
+    def clear(self) -> None:
+        """Give the memory back."""
+        self._kept.clear()
+        self._now = {}
+
+    def of(self, weight: Tensor, layout: ChannelLayout | None, member: int, device: torch.device) -> Tensor:
+        """The part of ``member`` of a ``weight``, or the whole where there is no layout, on ``device``."""
+        key = id(weight), layout, member
+        now = self._now
+        with self._lock:
+            found = now.get(key)
+        if found is None:
+            taken = weight.detach() if layout is None else part(weight.detach(), layout, member)
+            found = move(taken.contiguous(), device)
+            with self._lock:
+                now[key] = found
+        return found

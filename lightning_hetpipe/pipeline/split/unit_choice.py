@@ -8,7 +8,6 @@ trying: a division is followed through the graph to where it has to arrive.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -193,18 +192,13 @@ def _arrives(feeder: fx.Node, layout: ChannelLayout, order: Sequence[fx.Node], t
     for node in (feeder, *order, target):
         if node.target not in _WEIGHTS and not any(each in layouts or each in several for each in node.all_input_nodes):
             continue
-        columns = layout if node is feeder else None
-        found = followed(node, layouts, several, partial(_given, columns))
+        found = followed(node, layouts, several, (lambda _: layout) if node is feeder else (lambda _: None))
         if found is None and node is feeder:
             return False
         if node is target:
             return found is not None
         note_layouts(node, found, layouts, several)
     return False
-
-
-def _given(columns: ChannelLayout | None, weight: fx.Node) -> ChannelLayout | None:
-    return columns
 
 
 def followed(

@@ -17,38 +17,30 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from lightning_hetpipe.errors import Discarded
 from lightning_hetpipe.pipeline.streams import StreamEvent
-from lightning_hetpipe.pipeline.threads import PerThread, Watchdog
-from lightning_hetpipe.pipeline.user.lock import Precedence, Ticket, UserLock
+from lightning_hetpipe.pipeline.threads import PerThread
+from lightning_hetpipe.pipeline.user.lock import Precedence, Ticket
 from lightning_hetpipe.pipeline.user.user_section import NO_SECTION, UserSection
+
+if TYPE_CHECKING:
+    from lightning_hetpipe.pipeline.user.runner_pool import RunnerPool
 
 UNWINDING = 4.0
 """Seconds for which user code that is to unwind waits for the lock; fewer than the pipeline waits for its threads."""
-
-
-class Pipeline(Protocol):
-    """The pipeline of a batch, as far as the batch needs it."""
-
-    lock: UserLock
-    watchdog: Watchdog
 
 
 class BatchInFlight:
     """Batch ``number`` in flight.
 
     It is in one place at a time: in its runner (user code), or with a stage. Wherever it is when it fails or is
-    discarded, it ends there.
-
-    Args:
-        pipeline: The pipeline that it is in.
-        number: Its number; among those that wait for the lock over user code, lower ones go first.
-        section: Swaps process state in and out around its sections of user code.
+    discarded, it ends there. Of batches that wait for the lock over user code, that with the lowest number goes first.
+    The ``section`` swaps process state in and out around its sections of user code.
     """
 
-    def __init__(self, pipeline: Pipeline, number: int, section: UserSection = NO_SECTION) -> None:
+    def __init__(self, pipeline: RunnerPool[Any], number: int, section: UserSection = NO_SECTION) -> None:
         self.number = number
         self.output: Any = None
         self.failure: BaseException | None = None
@@ -58,7 +50,9 @@ class BatchInFlight:
         self.context = contextvars.copy_context()
         """The context variables of the thread that submits it."""
         self._began_at = time.perf_counter()
-        self._ended_at = self._began_at
+        self.ended = False
+        self.ended_at = self._began_at
+        """Time at which it has ended, by ``time.perf_counter``."""
         self._pipeline = pipeline
         self._section = section
         self._arrived: Any = None
@@ -66,29 +60,19 @@ class BatchInFlight:
         """The event behind which the value that arrived last is computed."""
         self._resume: Ticket | None = None
         self._mutex = threading.Lock()
-        self._ended = False
         self._when_ended: Callable[[], None] | None = None
 
     # Lightning's side.
 
     @property
-    def ended(self) -> bool:
-        return self._ended
-
-    @property
-    def ended_at(self) -> float:
-        """Time at which it has ended, by ``time.perf_counter``."""
-        return self._ended_at
-
-    @property
     def seconds(self) -> float:
         """Seconds that it was in flight, once it has ended."""
-        return self._ended_at - self._began_at
+        return self.ended_at - self._began_at
 
     def when_ended(self, call: Callable[[], None]) -> None:
         """Call ``call`` once it has ended; at once where it has."""
         with self._mutex:
-            if not self._ended:
+            if not self.ended:
                 self._when_ended = call
                 return
         call()
@@ -96,10 +80,10 @@ class BatchInFlight:
     def end(self, failure: BaseException | None = None) -> None:
         """Mark it as done: its results are there, or it failed."""
         with self._mutex:
-            if self._ended:
+            if self.ended:
                 return
-            self._ended = True
-            self._ended_at = time.perf_counter()
+            self.ended = True
+            self.ended_at = time.perf_counter()
             self.failure = self.failure or failure
             call = self._when_ended
         self._pipeline.watchdog.moved()

@@ -48,18 +48,14 @@ class UserLock:
     def __init__(self) -> None:
         self._mutex = threading.Lock()
         self._waiting: list[Ticket] = []
-        self._held = False
-
-    @property
-    def held(self) -> bool:
+        self.held = False
         """True while a section of user code runs."""
-        return self._held
 
     def request(self, ticket: Ticket) -> None:
         """Enter ``ticket``; it is granted at once where the lock is free."""
         with self._mutex:
             heapq.heappush(self._waiting, ticket)
-            if not self._held:
+            if not self.held:
                 self._hand_over()
 
     def release(self) -> None:
@@ -75,11 +71,11 @@ class UserLock:
                 self._hand_over()
 
     def _hand_over(self) -> None:
-        self._held = False
-        while self._waiting and not self._held:
+        self.held = False
+        while self._waiting and not self.held:
             ticket = heapq.heappop(self._waiting)
             if not ticket.abandoned:
-                self._held = True
+                self.held = True
                 ticket.grant()
 
     def wanted(self) -> bool:

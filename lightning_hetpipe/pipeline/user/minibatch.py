@@ -61,12 +61,7 @@ class Step:
 
 @dataclass(slots=True)
 class Sum:
-    """The gradient of a weight so far.
-
-    Attributes:
-        gradient: The sum of its uses, the latest first.
-        event: The event behind which it is computed.
-    """
+    """The gradient of a weight so far: the sum of its uses, the latest first, computed behind ``event``."""
 
     gradient: Tensor
     event: StreamEvent | None
@@ -160,7 +155,7 @@ class Minibatch(BatchInFlight):
         return connected
 
     def show_buffers(self) -> None:
-        """Write what the calls so far have left into the live buffers."""
+        """Write what the calls so far have left into the live buffers. Never called while minibatches run ahead."""
         self._engine.show_buffers(self.number, {call.which.piece for call in self._calls})
 
     def is_above(self, tensor: Tensor) -> bool:

@@ -16,7 +16,7 @@ import operator
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,9 @@ from lightning_hetpipe.rules.versions import Reading
 from lightning_hetpipe.torch_private.modes import OwnMode, UntoldFunction, enter_function_mode, leave_function_mode
 from lightning_hetpipe.torch_private.subclasses import address_of
 from lightning_hetpipe.torch_private.tensors import behind_functorch, pytree, unseen_change, version_counter, viewed
+
+if TYPE_CHECKING:
+    from lightning_hetpipe.pipeline.user.minibatch import Minibatch
 
 _METADATA = {"shape", "dtype", "ndim", "layout", "itemsize", "nbytes", "is_meta"}
 _METADATA |= {"size", "dim", "numel", "nelement", "ndimension", "stride", "element_size", "__len__"}
@@ -156,8 +159,6 @@ class UsedParameter:
     """A parameter that user code has used in one region, which is what lies between two calls of pipelined modules.
 
     Attributes:
-        name: Its name.
-        live: The parameter.
         copy: The leaf that stands for it, on the device of the version.
         seen: What user code was given: ``copy``, or its copy on the device of user code.
         counter: How often ``seen`` had been changed in place when it was made.
@@ -174,22 +175,10 @@ class UsedParameter:
             raise changes_parameter(self.name)
 
 
-class CallsSoFar(Protocol):
-    """The calls of pieces that a minibatch has made so far."""
-
-    def show_buffers(self) -> None:
-        """Write what the calls have left into the live buffers. Never called while minibatches run ahead."""
-
-    def is_above(self, tensor: Tensor) -> bool:
-        """Tell whether ``tensor`` was computed of the last call's outputs."""
-
-
 class ParameterView(OwnMode):
     """Gives torch's functions the parameters of ``weights``; opened in the thread of one minibatch.
 
     Args:
-        tensors: Those that have versions.
-        weights: Those of the minibatch.
         ahead: Minibatches may run ahead, so that live buffers and gradients are of another moment.
         device: The one on which user code computes.
     """
@@ -203,7 +192,7 @@ class ParameterView(OwnMode):
         self._device = device
         self.region = 0
         """Calls of pieces so far: each has gradients of its own for what is used after it."""
-        self.calls: CallsSoFar | None = None
+        self.calls: Minibatch | None = None
         """The minibatch, until :meth:`close`: the minibatch holds this view, and a cycle would keep its tensors."""
         self._shown = 0  # the region in which it was called last
         self._used: dict[tuple[int, int], UsedParameter] = {}
@@ -244,11 +233,7 @@ class ParameterView(OwnMode):
         return {id(used.copy) for used in self._used.values()}
 
     def check(self) -> None:
-        """Refuse changes of a parameter, which only this version's copy has seen.
-
-        Raises:
-            SettingError: which names it.
-        """
+        """Refuse changes of a parameter, which only this version's copy has seen, by its name."""
         for used in self._used.values():
             used.check()
 

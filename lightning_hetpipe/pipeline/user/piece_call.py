@@ -13,9 +13,8 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from lightning_hetpipe.errors import PipelineRefusal
 from lightning_hetpipe.pipeline.autocast import Autocast
-from lightning_hetpipe.pipeline.reentrant_checkpoints import run_backward
 from lightning_hetpipe.pipeline.streams import StreamEvent, UserStream
-from lightning_hetpipe.pipeline.values import Addends, Gradients, Value, added, addends, moved
+from lightning_hetpipe.pipeline.values import Addends, Gradients, Value, added, addends, moved, run_backward
 from lightning_hetpipe.rules.schedule import Call
 from lightning_hetpipe.torch_private.autograd import graph_nodes
 from lightning_hetpipe.torch_private.modes import UntoldFunction
@@ -110,15 +109,8 @@ class PieceCall:
         within: AbstractContextManager[Any],
         keep_graph: bool,
     ) -> tuple[Sequence[Tensor | None], Sequence[Tensor | None]]:
-        """Gradients of ``total`` with respect to this call's outputs, and to ``targets`` that came after it.
-
-        Args:
-            total: The loss.
-            above: The next call, whose input gradients are there; None for the last one.
-            targets: Used by user code between this call and ``above``.
-            within: Opened around the pass, for the user's hooks and for recomputed checkpoints.
-            keep_graph: The graph is gone through again, further down.
-        """
+        """Gradients of the loss ``total`` with respect to this call's outputs, and to ``targets``, which user code has
+        used before the next call, ``above``; ``within`` is for the user's hooks and recomputed checkpoints."""
         self.collecting = True
         _, *found = gradients_below(total, above, [Target(self.anchor), *targets], within, keep_graph, self._node)
         self.collecting = False

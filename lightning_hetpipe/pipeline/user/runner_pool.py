@@ -27,11 +27,7 @@ JOIN_SECONDS = 5.0
 class RunnerPool(Generic[F]):
     """Runs up to ``in_flight`` batches at once, each in a runner's thread.
 
-    Args:
-        name: Of the runners' threads.
-        in_flight: The largest number of them.
-        torch_threads: Threads of each torch operation in user code.
-        timeout: Seconds after which a wait in which nothing moves ends with an explanation.
+    A wait in which nothing moves ends with an explanation after ``timeout`` seconds.
     """
 
     doing = "training_step of minibatch"

@@ -6,6 +6,7 @@ run. Some state belongs to the whole process: each minibatch gets its own of tha
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -13,12 +14,13 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
 import torch
+from numpy.random import BitGenerator
 from numpy.random.mtrand import get_bit_generator, set_bit_generator
 from torch import Tensor
 
 from lightning_hetpipe.accelerator import default_generators
-from lightning_hetpipe.pipeline.user.numpy_state import NumpyState, give_back, seed_numpy, spare_generator
 
 
 class UserSection(Protocol):
@@ -75,7 +77,7 @@ class ProcessSection:
     def enter(self) -> None:
         self._others = ProcessState.taken()
         self._outer, _Seed.given = _Seed.given, self._seed
-        if self._own.random is None:  # the others' generator waits for them
+        if self._own.numpy is None:  # the others' generator waits for them
             set_bit_generator(spare_generator())
         self._own.restore()
 
@@ -133,18 +135,20 @@ class ProcessState:
 
     Attributes:
         dtype: Torch's default dtype.
-        seed: Makes all random states, where ``random`` is None.
-        random: The random states themselves.
+        seed: Makes all random states, if there is no state of ``numpy``.
+        generators, python, numpy: The random states themselves.
     """
 
     dtype: torch.dtype
     seed: int = 0
-    random: _RandomStates | None = None
+    generators: Sequence[Tensor] = ()
+    python: Any = None
+    numpy: NumpyState | None = None
 
     @staticmethod
     def taken() -> ProcessState:
         """Take the process's state, which is replaced next."""
-        return ProcessState(torch.get_default_dtype(), random=_RandomStates.taken())
+        return ProcessState(torch.get_default_dtype(), 0, states_of_torch(), random.getstate(), NumpyState.taken())
 
     @staticmethod
     def seeded(run_seed: int, virtual_worker: int, minibatch: int | str) -> ProcessState:
@@ -155,33 +159,89 @@ class ProcessState:
 
     def restore(self) -> None:
         """Make the process's state this one."""
-        if self.random is None:
-            _seed(self.seed)
+        if self.numpy is None:
+            for generator in _generators():
+                generator.manual_seed(self.seed)
+            random.seed(self.seed)
+            seed_numpy(self.seed)
         else:
-            self.random.restore()
+            # Accelerators have none until the process uses one, which may be after this state was taken.
+            for generator, state in zip(_generators(), self.generators, strict=False):
+                generator.set_state(state)
+            random.setstate(self.python)
+            self.numpy.restore()
         torch.set_default_dtype(self.dtype)
 
 
+# Numpy's state is handed from one section to the next without a copy. To copy its 624 words takes 35 us on a quiet
+# machine, and to set them as long (*measured*): together as much as a small model's loss, twice for each section. So
+# sections exchange the bit generators that hold the words. Beside its bit generator numpy keeps the second of a pair of
+# normal numbers, and tells it only together with all words: it is asked for only where a word was drawn since numpy was
+# last known to keep none.
+
+BYTES = 625 * 4
+"""Size of the state of numpy's MT19937: 624 words, and the place of the next one."""
+
+_spare: list[BitGenerator] = []
+_unpaired: tuple[BitGenerator, bytes] | None = None  # the default generator, and its words when numpy kept no second
+
+
 @dataclass(frozen=True)
-class _RandomStates:
-    torch: Sequence[Tensor]
-    python: Any
-    numpy: NumpyState
+class NumpyState:
+    """State of numpy's default ``generator``, which may be one of the user's.
+
+    It is ``paired``, all of numpy's state, if numpy keeps the second of a pair of normal numbers.
+    """
+
+    generator: BitGenerator
+    paired: dict[str, Any] | None
 
     @staticmethod
-    def taken() -> _RandomStates:
-        return _RandomStates(states_of_torch(), random.getstate(), NumpyState.taken())
+    def taken() -> NumpyState:
+        """Take the process's state, which is replaced next."""
+        generator = get_bit_generator()
+        if _unpaired is None or _unpaired[0] is not generator or _unpaired[1] != _words(generator):
+            state = np.random.get_state(legacy=False)
+            if state["has_gauss"]:
+                return NumpyState(generator, state)
+        return NumpyState(generator, None)
 
     def restore(self) -> None:
-        # Accelerators have none until the process uses one, which may be after this state was taken.
-        for generator, state in zip(_generators(), self.torch, strict=False):
-            generator.set_state(state)
-        random.setstate(self.python)
-        self.numpy.restore()
+        """Make the process's state this one."""
+        set_bit_generator(self.generator)  # numpy forgets the second number
+        if self.paired is None:
+            _note_unpaired()
+        else:
+            np.random.set_state(self.paired)
 
 
-def _seed(seed: int) -> None:
-    for generator in _generators():
-        generator.manual_seed(seed)
-    random.seed(seed)
-    seed_numpy(seed)
+def seed_numpy(seed: int) -> None:
+    """Seed the process's generator as ``numpy.random.seed`` does, in place of one of the user's too."""
+    if type(get_bit_generator()) is not np.random.MT19937:  # numpy can seed no other one
+        set_bit_generator(spare_generator())
+    np.random.seed(seed)
+    _note_unpaired()
+
+
+def spare_generator() -> BitGenerator:
+    """A bit generator that nobody uses, in any state."""
+    return _spare.pop() if _spare else np.random.MT19937()
+
+
+def give_back(generator: BitGenerator) -> None:
+    """Keep ``generator``, which nobody uses any more, for :func:`spare_generator`."""
+    if type(generator) is np.random.MT19937:
+        _spare.append(generator)
+
+
+def _note_unpaired() -> None:
+    global _unpaired
+    generator = get_bit_generator()
+    words = _words(generator)
+    _unpaired = None if words is None else (generator, words)
+
+
+def _words(generator: BitGenerator) -> bytes | None:
+    if type(generator) is not np.random.MT19937:
+        return None
+    return ctypes.string_at(generator.ctypes.state_address, BYTES)
