@@ -1,7 +1,7 @@
 """Attribution of errors: finds the setting that has caused the error of a job, and says it in the settings' words.
 
-Whether a setting is at fault follows from the error's class and from where it was raised. Only which of Lightning's
-settings is named first follows from Lightning's text.
+Whether a setting is at fault follows from the error's class and from where it was raised. Texts of others are read in
+two places: which of Lightning's settings is named first, and the class that torch does not load from a checkpoint.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ class SetUp(NamedTuple):
         stage: Its number.
         segments: Its segments.
         layers: As data.
-        settings: Those that all stages share, without what belongs to the other process.
+        settings: Settings of all stages. ``before_pass`` and ``compile`` are None: they belong to the leader's process.
         planned: Its planned memory; None where there is no limit.
         visits: How often each minibatch comes to it.
         timeout: Seconds after which a wait in which nothing moves ends.

@@ -1,4 +1,7 @@
-"""Encrypted sockets that one thread may read while another one writes, and who is let in at their ends."""
+"""Encrypted sockets that one thread may read while another one writes, the login at both ends, and their listener.
+
+The listener (:class:`Door`) limits how many callers wait.
+"""
 
 from __future__ import annotations
 

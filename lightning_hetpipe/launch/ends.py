@@ -1,4 +1,4 @@
-"""Ends of a run: without virtual workers that it has lost, or as it was told to end.
+"""Ends of a run: it has lost virtual workers, or a signal has ended it.
 
 A run that has gone on without virtual workers names each of them, and the program exits with 1. Our launcher sees the
 process of a child end. If torchrun, SLURM or the like started the processes, the coordinator of the servers says that a

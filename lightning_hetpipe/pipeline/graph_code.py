@@ -120,7 +120,11 @@ def layers_of_data(
 
 
 def new_variants(layers: Sequence[Layer], known: Sequence[int]) -> list[Any]:
-    """The variants of the graphs of ``layers`` beside the first so many that are ``known`` of each, as plain data."""
+    """The variants of the graphs of ``layers`` beside the first so many that are ``known`` of each, as plain data.
+
+    Raises:
+        NotPlain: for a graph that has no place in a message.
+    """
     return [_variants(_code(layer), first) for layer, first in zip(layers, known, strict=True)]
 
 

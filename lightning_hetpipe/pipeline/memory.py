@@ -26,6 +26,8 @@ seen.
 
 Where a forward is computed again for its backward (``recompute``), a stage keeps only the inputs of the minibatches
 that it holds, and all of the one that it computes right now.
+
+Here are also the notes on errors for want of memory, and :func:`keep_freed_memory`.
 """
 
 from __future__ import annotations

@@ -41,7 +41,10 @@ class StreamEvent(Protocol):
 
 
 class Stream:
-    """Stream of a stage; of one on the CPU, where an operator is computed when its call returns."""
+    """Stream of a stage on a CPU, and base of the streams of all stages.
+
+    On a CPU, an operator is computed when its call returns.
+    """
 
     def __init__(self) -> None:
         self._busy = 0.0
@@ -51,7 +54,10 @@ class Stream:
         """Called in the stage's thread, first."""
 
     def record(self, devices: Iterable[torch.device] = ()) -> StreamEvent | None:
-        """Behind all that this thread has given to ``devices`` (a stage's stream has but one); None: it is computed."""
+        """Return an event behind all work that this thread has given to ``devices``, or None if it is computed.
+
+        A stage's stream has one device, and ignores ``devices``.
+        """
         return None
 
     def join(self, event: StreamEvent | None, tensors: Iterable[Tensor] = ()) -> None:
@@ -193,10 +199,12 @@ class UserStream:
     """Stream of user code and Lightning's thread, which never run at once: the streams that are theirs anyhow."""
 
     def record(self, devices: Iterable[torch.device] = ()) -> StreamEvent | None:
+        """Return an event behind all work that this thread has given to ``devices``, or None if it is computed."""
         streams = [torch.accelerator.current_stream(device) for device in set(devices) if accelerates(device)]
         return DeviceEvents(streams) if streams else None
 
     def join(self, event: StreamEvent | None, tensors: Iterable[Tensor] = ()) -> None:
+        """Order all later work after ``event``; it uses ``tensors`` of another stream."""
         streams = set()
         for tensor in tensors:
             if accelerates(tensor.device):

@@ -9,11 +9,11 @@ clock becomes the largest):
     VW 1      u   |           +
     VW 2      u   u   u       +
 
-Shares of unequal virtual workers: lengths of their waves, the bound of staleness, the division of an epoch.
-
-With equal waves, N virtual workers run at N times the rate of the slowest. A wave of W_v minibatches on virtual worker
-v, in proportion to its rate X_v, takes equally long everywhere, and the epoch is divided in the same proportion. With
-W = (1, 2), which is the share (1/3, 2/3), eight minibatches are dealt like this (``|``: a wave's end):
+Unequal virtual workers have *shares*, from which follow the lengths of their waves, the bound of staleness and the
+division of an epoch. With equal waves, N virtual workers run at N times the rate of the slowest. A wave of W_v
+minibatches on virtual worker v, in proportion to its rate X_v, takes equally long everywhere, and the epoch is divided
+in the same proportion. With W = (1, 2), which is the share (1/3, 2/3), eight minibatches are dealt like this (``|``: a
+wave's end):
 
     VW 0   0     | 3     | 6
     VW 1   1 2   | 4 5   | 7

@@ -163,7 +163,11 @@ def check_batchnorm(sync_batchnorm: bool) -> None:
 
 
 def checked_loss(loss: Tensor | None) -> Tensor:
-    """Return ``loss``, if a backward pass can start from it; autograd's own errors would not say whose it is."""
+    """Return ``loss``, if a backward pass can start from it; autograd's own errors would not say whose it is.
+
+    Raises:
+        SettingError: for no loss, several numbers, or a loss that depends on no parameter.
+    """
     if loss is None:
         raise SettingError(
             "training_step returned None to skip the step, which a pipeline, where later minibatches count on every"

@@ -32,7 +32,7 @@ class UserStep:
         return output, self.loss_scale.scaled(number, self.loss_of(output))
 
     def loss_of(self, output: Any) -> Tensor:
-        """The loss in what the step returned, which is checked."""
+        """The loss in what the step returned; raises SettingError unless a backward pass can start from it."""
         return checked_loss(closure_loss(output, self.trainer.accumulate_grad_batches))
 
     def default_dtype(self) -> torch.dtype | None:

@@ -101,9 +101,9 @@ class RandomGenerators:
 def attached(
     layers: Mapping[str, nn.Module], without: Collection[nn.Module] = ()
 ) -> Iterator[dict[str, Callable[..., Any]]]:
-    """Within it, ``layers`` are attached, each by its path, ``without`` some modules: what to call instead of each.
+    """Context manager: attach ``layers``, each by its path, and leave no trace in them afterwards.
 
-    Layers may be the user's own: they carry no trace of it afterwards.
+    Modules ``without`` are left as they are. Yield what to call instead of each layer, by its path.
     """
     installed: list[_Forward] = []
     try:

@@ -109,8 +109,13 @@ class PieceCall:
         within: AbstractContextManager[Any],
         keep_graph: bool,
     ) -> tuple[Sequence[Tensor | None], Sequence[Tensor | None]]:
-        """Gradients of the loss ``total`` with respect to this call's outputs, and to ``targets``, which user code has
-        used before the next call, ``above``; ``within`` is for the user's hooks and recomputed checkpoints."""
+        """Gradients of the loss ``total`` with respect to this call's outputs, and to ``targets``.
+
+        Args:
+            above: The next call, before which user code has used the targets; None for the last one.
+            within: Opened around the pass, for the user's hooks and recomputed checkpoints.
+            keep_graph: The graph is gone through again, further down.
+        """
         self.collecting = True
         _, *found = gradients_below(total, above, [Target(self.anchor), *targets], within, keep_graph, self._node)
         self.collecting = False

@@ -127,8 +127,10 @@ class PlanningProblem:
         return Divider(self.costs, self.stages, self.ordered)
 
     def lightest(self, in_flight: int) -> Loads:
-        """Least loads: a minibatch after its forward, gradients after its backward; of the first of several stages all
-        minibatches that start at once, as their forwards are ready before any backward."""
+        """Least loads: a minibatch after its forward, gradients after its backward.
+
+        The first of several stages holds all minibatches that start at once: their forwards come before any backward.
+        """
         at_once = () if self.profile.calls else (StageLoad(self.versions(in_flight).ahead(0), 0, 1),)
         return Loads((StageLoad(1, 0, 1), StageLoad(0, 1, 0)), first=at_once)
 

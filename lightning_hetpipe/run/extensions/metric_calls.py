@@ -1,10 +1,9 @@
 """A module's metrics, and calls of metrics and ``self.log`` that ``training_step`` makes ahead of its step.
 
-Shadow metrics: copies of torchmetrics objects that answer ahead of time.
-
-While a ``training_step`` runs ahead of Lightning's loop, a call such as ``self.acc(preds, target)`` goes to the
-*shadow* of ``self.acc``: a copy that is ahead of it by exactly the calls that wait for their replay. So batch values,
-and values of ``compute()``, are those of a plain run; the metric itself stays at Lightning's step and is called there.
+A *shadow metric* is a copy of a torchmetrics object that answers ahead of time. While a ``training_step`` runs ahead of
+Lightning's loop, a call such as ``self.acc(preds, target)`` goes to the *shadow* of ``self.acc``: a copy that is ahead
+of it by exactly the calls that wait for their replay. So batch values, and values of ``compute()``, are those of a
+plain run; the metric itself stays at Lightning's step and is called there.
 
 What it costs: the tensors passed are cloned and kept until their step, each call runs twice, and the states exist twice
 (a list state's elements too, unless the metric appends its arguments as they are). A ``compute()`` in

@@ -1,4 +1,7 @@
-"""State that each minibatch in flight has of its own: the Trainer's counters, random numbers, the loss scale."""
+"""State that each minibatch in flight has of its own: the Trainer's counters, random numbers, the loss scale.
+
+Modules that were taken apart have generators of their own (:class:`ModulesApart`).
+"""
 
 from __future__ import annotations
 
