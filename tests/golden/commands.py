@@ -72,6 +72,7 @@ NAMES = [  # settings that nothing reads
             "model_checkpoint"),
     command("train", ["trainer.max_epoch=3"], "trainer.max_epoch", "", "did you mean trainer.max_epochs?"),
     command("train", ["strateg.in_flight=6"], "strateg.in_flight", "", "did you mean strategy.in_flight?"),
+    command("train", ["in_flight=6"], "in_flight", "", "did you mean strategy.in_flight?"),
     command("train", ["modle=resnet"], "modle", "", "did you mean model?"),
     command("train", ["+sead=3"], "sead", "", "did you mean seed?"),
     command("train", ["callbacks.model_checkpoint.monitr=x"], "callbacks.model_checkpoint.monitr", "", "monitor?"),
