@@ -1,7 +1,8 @@
 """Attribution of errors: finds the setting that has caused the error of a job, and says it in the settings' words.
 
-Whether a setting is at fault follows from the error's class and from where it was raised. Texts of others are read in
-two places: which of Lightning's settings is named first, and the class that torch does not load from a checkpoint.
+Whether a setting is at fault follows from the error's class and from where it was raised. Texts of others are read
+where nothing else has the name: of the setting of Lightning's that comes first, of the keyword that a function refuses,
+and of the class that torch does not load from a checkpoint.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ _ACCELERATORS = ("lightning.pytorch.accelerators", "lightning.fabric.accelerator
 _CHECKS = {(f"{__package__}.config_checks", name) for name in ("check", "check_targets")}
 """Its errors, and those that commands raise themselves, are in the settings' words."""
 _FIT = ("lightning.pytorch.trainer.trainer", "fit")
+_REFUSED = re.compile(r"unexpected keyword argument '(\w+)'")
 _LONGEST = 200  # characters that are quoted of an error whose text may go on for pages
 _LIBRARIES = {"torch", "lightning", "lightning_hetpipe", "lightning_utilities", "torchmetrics", "fsspec", "numpy"}
 _LIBRARIES |= {"hydra", "omegaconf", "__main__", *sys.stdlib_module_names}  # __main__ is this command, run as a module
@@ -48,7 +50,7 @@ def attributed(error: Exception, config: DictConfig) -> SettingError | None:
     elif isinstance(error, OmegaConfBaseException):
         said = _interpolation(error)
     else:
-        said = _refused_key(error, calls, config) or _lightnings(error, calls, config) or _path(error, config)
+        said = _refused_key(error, config) or _lightnings(error, calls, config) or _path(error, config)
     if said is None:
         return None
     found = SettingError(said)
@@ -102,13 +104,18 @@ def _settings(config: DictConfig) -> dict[str, str]:
     return found
 
 
-def _refused_key(error: Exception, calls: list[tuple[str, str]], config: DictConfig) -> str | None:
+def _refused_key(error: Exception, config: DictConfig) -> str | None:
     """The sentence for a key that a `_target_` took, as it takes any, and something behind it has refused."""
-    for section in sections(config) if isinstance(error, TypeError) and _FIT not in calls else ():
+    match = _REFUSED.search(str(error)) if isinstance(error, TypeError) else None
+    for section in sections(config) if match is not None else ():
         own = section.loaded
-        if own is not None and own.takes_any:
-            for key in section.given.keys() - own.parameters.keys():
-                return str(unknown(key, section.path, list(own.parameters), str(section.target)))
+        if (
+            match is not None
+            and own is not None
+            and own.takes_any
+            and match[1] in section.given.keys() - own.parameters
+        ):
+            return str(unknown(match[1], section.path, list(own.parameters), str(section.target)))
     return None
 
 

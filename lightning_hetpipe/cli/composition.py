@@ -73,7 +73,8 @@ def _wrong_override(error: BaseException, arguments: Sequence[str], program: Con
         if each.is_sweep_override() and not _SWEEPS.intersection(arguments):
             several = line.partition("=")[2]
             return f"{line} is several values; add -m to run with each of them, or write {key}=[{several}] for a list."
-        if key in program.groups and not each.is_delete() and not isinstance(each.value(), str | list):
+        is_choice = each.is_delete() or each.is_sweep_override() or isinstance(each.value(), str | list)
+        if key in program.groups and not is_choice:
             return f"{line} names no option of {key}; choose one of those that {program.name} --help lists."
         if not each.is_add() and not re.match(rf"(hydra|{'|'.join(program.read)})\b", key):
             return str(unknown_at_top(key, program))

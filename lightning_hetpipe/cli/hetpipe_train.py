@@ -52,7 +52,7 @@ def _job(config: DictConfig) -> float | None:
         return None
     config_checks.check(config, PROGRAM, config_checks.BUILT)
     config_checks.synchronisation(config)
-    if OmegaConf.select(config, "strategy._target_") is not None:
+    if OmegaConf.select(config, "strategy._target_") == "lightning_hetpipe.HetPipeStrategy":
         relations.plan(config.strategy.get("plan"))
     config_checks.check_targets(config)
     from lightning_hetpipe.cli import training  # with Lightning

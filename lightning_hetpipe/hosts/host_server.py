@@ -118,7 +118,7 @@ class HostServer:
         except OSError:
             first = b""
         if not self._door.heard(connection):
-            return _SILENT
+            return "" if self._ended else _SILENT
         connection.settimeout(None)
         return unlike(first, self._security) if first else ""
 

@@ -98,7 +98,7 @@ class Service:
             if isinstance(message, messages.ShardRequest):
                 return self._serve_shard(message, call)
             with self._changed:
-                self._coordinator.check(message, call.size)
+                self._coordinator.check(message, call.size, time.monotonic())
             body = memoryview(bytearray(call.size))
             call.receive(body)
             return self._run_coordinator(message, body)

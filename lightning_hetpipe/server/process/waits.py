@@ -62,6 +62,9 @@ class Wait:
             raise ServersSilent(f"{who} for {longest_wait:g} s for {awaited}; set a longer timeout if it may")
 
 
+SLOWEST = 1 << 20
+"""Bytes per second at which content, which may be a checkpoint, crosses at least."""
+
 Content = bytes | Path
 """Bytes to leave with a coordinator, or a file that has them."""
 
@@ -123,10 +126,10 @@ class KeptContent:
         seconds: float | None = None,
     ) -> messages.Answer | None:
         """The coordinator's answer to ``message``, asked again until it has one; None after so many ``seconds``."""
-        wait = Wait(self._client)
+        wait, timeout = Wait(self._client), self._client.timeout + sum(map(len, body)) / SLOWEST
         while True:
             self._client.check_goes_on()
-            answer = self._client.ask(message, body, into)
+            answer = self._client.ask(message, body, into, timeout)
             if answer is not None:
                 wait.hear()
             if isinstance(answer, RemoteFault):

@@ -120,8 +120,8 @@ class Coordinator:
             self._recover(now)
         self._forgotten = bool(self._failure) and now - self._failed_at > self._leases.seconds
 
-    def check(self, message: Request, size: int) -> None:
-        """Refuse a body before memory is taken for it."""
+    def check(self, message: Request, size: int, now: float) -> None:
+        """Refuse a body before memory is taken for it; only a member's may be of any size."""
         if isinstance(message, messages.Gather):
             self._gathers.check(size)
         elif isinstance(message, messages.Join):
@@ -132,7 +132,9 @@ class Coordinator:
             if size != (gathered.size if gathered else 0):
                 raise RemoteFault(Refusal.MALFORMED, f"{size} bytes do not come with such a Join")
             self._gathers.check(size // claimed)
-        elif size and not isinstance(message, messages.KeepBytes):
+        elif size and isinstance(message, messages.KeepBytes):
+            self._roster.identify(message, now, again=True)
+        elif size:
             raise RemoteFault(Refusal.MALFORMED, f"{size} bytes do not come with a {type(message).__name__}")
 
     def handle(
@@ -150,7 +152,7 @@ class Coordinator:
             excess = self._leases.hear(now)
             self._lost_at = None if self._lost_at is None else self._lost_at + excess
         self.tick(now)
-        self.check(message, len(body))
+        self.check(message, len(body), now)
         self._roster.identify(message, now, again)
         if isinstance(message, messages.Leave):
             return self._leave(message, now), ()
