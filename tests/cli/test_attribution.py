@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
-from lightning_hetpipe.cli.attribution import in_settings
+from lightning_hetpipe.cli.attribution import attributed, in_settings
 from lightning_hetpipe.cli.targets import written
 
 
@@ -55,3 +55,23 @@ def test_values_are_written_as_in_yaml() -> None:
         "a",
         "[1]",
     ]
+
+
+class TakesAny:
+    def __init__(self, **settings: object) -> None:
+        self.settings = settings
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("Inner.__init__() got an unexpected keyword argument 'width'", "model.width is not a setting"),
+        ("can only concatenate str (not 'int') to str", None),
+    ],
+)
+def test_a_users_own_type_error_blames_no_setting(text: str, said: str | None, config: DictConfig) -> None:
+    config.model = {"_target_": f"{__name__}.TakesAny", "width": 3}
+    with pytest.raises(TypeError) as caught:
+        raise TypeError(text)
+    found = attributed(caught.value, config)
+    assert (found is None) if said is None else str(found).startswith(said)

@@ -34,6 +34,7 @@ from lightning_hetpipe.server.protocol.messages import (
     Heartbeat,
     Join,
     Joined,
+    KeepBytes,
     Leave,
     Loaded,
     Lost,
@@ -788,3 +789,12 @@ def test_what_differs_between_two_vws_is_named(other: TrainingSignature, what: s
     with pytest.raises(RemoteFault, match=re.escape(what)) as caught:
         coordinator.handle(join, 0.0)
     assert caught.value.refusal is Refusal.SIGNATURE
+
+
+def test_content_is_refused_before_memory_is_taken_for_it_unless_a_member_leaves_it() -> None:
+    coordinator = Coordinator("e", LEASE)
+    content = KeepBytes(0, 1, "checkpoint")
+    with pytest.raises(RemoteFault):
+        coordinator.check(content, 1 << 40, 0.0)
+    coordinator.handle(Join(0, 1, 1, FIRST, NOTHING, ("", "")), 0.0)
+    coordinator.check(content, 1 << 40, 0.0)
