@@ -49,8 +49,8 @@ PROGRAM = ConsoleScript(
         "optimizer": str | float,
         "split": Annotated[
             bool | Literal["auto"],
-            "true, auto or false, as hetpipe-plan chooses the devices and shares of each stage itself; set split=auto,"
-            " or leave it out",
+            "true, auto or false: hetpipe-plan chooses the devices and shares of each stage itself; set split=auto, or"
+            " leave it out",
         ],
         "ordered": bool,
         "synchronise": Latency,
