@@ -31,7 +31,7 @@ _INTERPOLATION = re.compile(r"\$\{([\w.]+)\}")
 _CHECKPOINTS = "lightning.pytorch.trainer.connectors.checkpoint_connector"
 _ACCELERATORS = ("lightning.pytorch.accelerators", "lightning.fabric.accelerators")
 _CHECKS = {(f"{__package__}.config_checks", name) for name in ("check", "check_targets")}
-"""Its errors, and those that commands raise themselves, are in the settings' words."""
+"""Functions whose errors are in the settings' words already, as the errors are that commands raise themselves."""
 _FIT = ("lightning.pytorch.trainer.trainer", "fit")
 _REFUSED = re.compile(r"unexpected keyword argument '(\w+)'")
 _LONGEST = 200  # characters that are quoted of an error whose text may go on for pages
@@ -106,15 +106,11 @@ def _settings(config: DictConfig) -> dict[str, str]:
 
 def _refused_key(error: Exception, config: DictConfig) -> str | None:
     """The sentence for a key that a `_target_` took, as it takes any, and something behind it has refused."""
-    match = _REFUSED.search(str(error)) if isinstance(error, TypeError) else None
-    for section in sections(config) if match is not None else ():
+    if not isinstance(error, TypeError) or (match := _REFUSED.search(str(error))) is None:
+        return None
+    for section in sections(config):
         own = section.loaded
-        if (
-            match is not None
-            and own is not None
-            and own.takes_any
-            and match[1] in section.given.keys() - own.parameters
-        ):
+        if own is not None and own.takes_any and match[1] in section.given.keys() - own.parameters:
             return str(unknown(match[1], section.path, list(own.parameters), str(section.target)))
     return None
 

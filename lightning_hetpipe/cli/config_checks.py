@@ -17,6 +17,7 @@ from lightning_hetpipe import settings
 from lightning_hetpipe.cli.start_up import ConsoleScript
 from lightning_hetpipe.cli.targets import (
     EARLY,
+    STRATEGY,
     YAML,
     ConfigSection,
     as_given,
@@ -48,7 +49,6 @@ BY_NAME = ("logger", "callbacks")
 """Arguments of the Trainer that are lists there and have names in a configuration, so that each can be overridden."""
 
 _REFERENCE = re.compile(r"\$\{oc\.select:([\w.]+),.*\}")
-_STRATEGY = "lightning_hetpipe.HetPipeStrategy"
 _BOUNDS = {
     # Beyond these Lightning divides by them, or trains on in ways that nobody can have meant, without a word.
     "trainer.accumulate_grad_batches": Bounds(1),
@@ -86,7 +86,7 @@ def check(config: DictConfig, program: ConsoleScript, needs: Sequence[str] = ())
     if isinstance(strategy := values.get("strategy"), dict) and strategy.get("_target_") is None:
         if isinstance(asked := trainer.get("strategy"), dict) and asked.get("_target_") is None:
             raise SettingError("strategy has no _target_", "choose strategy=hetpipe, or strategy=plain")
-        declared(locate(EARLY[_STRATEGY])).check(strategy, "strategy", "HetPipeStrategy", YAML)
+        _of_our_strategy().check(strategy, "strategy", "HetPipeStrategy", YAML)
     for section in _values_first(found):
         _check_section(*section, known_early(section[0].target))
     for key, hint in program.settings.items():
@@ -140,6 +140,11 @@ def _check_top(given: Mapping[str, Any], program: ConsoleScript) -> None:
         raise unknown_at_top(str(key), program, first_key(node))
 
 
+def _of_our_strategy() -> Declared:
+    """Return the declaration of the arguments of HetPipeStrategy."""
+    return declared(locate(EARLY[STRATEGY]))
+
+
 def unknown_at_top(key: str, program: ConsoleScript, rest: str = "") -> SettingError:
     """Make the error for a ``key`` at the top that nothing reads there; the strategy may have a setting of that name.
 
@@ -147,7 +152,7 @@ def unknown_at_top(key: str, program: ConsoleScript, rest: str = "") -> SettingE
         program: Whose configuration it is.
         rest: Keys below ``key``, as in "[0].name".
     """
-    if "strategy" in program.groups and key in declared(locate(EARLY[_STRATEGY])).parameters:
+    if "strategy" in program.groups and key in _of_our_strategy().parameters:
         return SettingError(f"{key}{rest} is not a setting", f"did you mean strategy.{key}{rest}?")
     return unknown(key, "", program.read, rest=rest)
 
@@ -197,9 +202,9 @@ def _check_section(section: ConfigSection, referring: bool, own: Declared | None
 
 def _check_strategy(section: ConfigSection) -> None:
     """Refuse a section of another strategy that has kept settings of HetPipeStrategy."""
-    if section.path != "strategy" or section.target is None or section.target == _STRATEGY:
+    if section.path != "strategy" or section.target is None or section.target == STRATEGY:
         return
-    ours, found = declared(locate(_STRATEGY)), section.declared
+    ours, found = declared(locate(STRATEGY)), section.declared
     foreign = [key for key in section.values if key in ours.parameters.keys() - found.parameters.keys()]
     if foreign and not (isclass(found.owner) and issubclass(found.owner, ours.owner)):  # type: ignore[arg-type]
         raise SettingError(
@@ -209,7 +214,7 @@ def _check_strategy(section: ConfigSection) -> None:
 
 
 def _check_named(group: str, given: Any, *, by_group: bool) -> None:
-    """Refuse sections by name that do not come from the group, and among them what is no section: a wrong name."""
+    """Refuse sections by name that do not come from the group, and a name in the group that has no section."""
     if not isinstance(given, dict) or is_section(given):
         return
     if not by_group:

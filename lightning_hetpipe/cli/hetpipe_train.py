@@ -13,6 +13,7 @@ from lightning_hetpipe.cli import config_checks
 from lightning_hetpipe.cli.composition import planned
 from lightning_hetpipe.cli.entry import enter, job
 from lightning_hetpipe.cli.start_up import ConsoleScript
+from lightning_hetpipe.cli.targets import STRATEGY
 from lightning_hetpipe.launch import supervision
 from lightning_hetpipe.launch.command import quoted, this_program
 from lightning_hetpipe.strategy import relations
@@ -52,7 +53,7 @@ def _job(config: DictConfig) -> float | None:
         return None
     config_checks.check(config, PROGRAM, config_checks.BUILT)
     config_checks.synchronisation(config)
-    if OmegaConf.select(config, "strategy._target_") == "lightning_hetpipe.HetPipeStrategy":
+    if OmegaConf.select(config, "strategy._target_") == STRATEGY:
         relations.plan(config.strategy.get("plan"))
     config_checks.check_targets(config)
     from lightning_hetpipe.cli import training  # with Lightning

@@ -22,8 +22,9 @@ from lightning_hetpipe.settings import Declared, Style, declared
 
 _HYDRA = {"_target_", "_partial_", "_recursive_", "_convert_", "_args_"}
 _PLAIN: dict[Any, str] = {None: "null", True: "true", False: "false"}
+STRATEGY = "lightning_hetpipe.HetPipeStrategy"
 EARLY = {
-    "lightning_hetpipe.HetPipeStrategy": "lightning_hetpipe.strategy.arguments.HetPipeArguments",
+    STRATEGY: "lightning_hetpipe.strategy.arguments.HetPipeArguments",
     "lightning_hetpipe.WSPCallback": "lightning_hetpipe.strategy.arguments.WSPArguments",
     **{name: name for name in (f"lightning_hetpipe.{each}" for each in ("Cluster", "Device", "Link", "Node"))},
 }

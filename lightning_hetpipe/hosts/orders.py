@@ -209,4 +209,4 @@ RECORDS: Sequence[type[Any]] = [
     *(each for each in [*globals().values()] if isinstance(each, type) and each.__module__ == __name__),
     *(ChannelCounts, DeviceGroup, Pad, Padded, PlannedMemory, RandomGenerators, Segment, StageSettings),
 ]
-"""Classes of messages, and of what is in them."""
+"""Classes of messages, and classes of the values in messages."""
