@@ -230,7 +230,7 @@ class Meeting:
                 " on each of them, or set WSPCallback(join_timeout=...)"
             ) from None
         except (Refused, OSError):
-            raise self._ended() from None
+            told = {"status": None}
         if reason := told.get("refused"):
             raise SettingError(f"node 0 ({self._address}) does not let this process in: {reason}")
         if "status" in told:

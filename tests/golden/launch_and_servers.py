@@ -281,8 +281,15 @@ PLAN = Arrival(0, "plan")
 ATTIC = Arrival(1, "plan", "10.0.0.2:7")
 
 
-def meeting(setting: str, value: str, *way_out: str, own: Arrival = ATTIC, security: Security = TOKEN) -> Case:
-    """Case of a node that comes to node 0."""
+def meeting(
+    setting: str,
+    value: str,
+    *way_out: str,
+    own: Arrival = ATTIC,
+    security: Security = TOKEN,
+    seconds: float = 30.0,
+) -> Case:
+    """Case of a node that comes to node 0, and waits for the other nodes for ``seconds``."""
 
     def run(_: Place) -> None:
         with taken_port() as address:
@@ -291,7 +298,7 @@ def meeting(setting: str, value: str, *way_out: str, own: Arrival = ATTIC, secur
             HostRendezvous(address, TOKEN, PLAN, {1: "attic", 2: "cellar"}),
             Meeting(address, security, own, 5.0) as node,
         ):
-            node.everyone(0.1)
+            node.everyone(seconds)
 
     return case(run, setting, value, *way_out, name=f"meeting {setting} {value} {way_out[0]}")
 
@@ -319,7 +326,7 @@ def broken(part: str) -> Callable[[Place], None]:
         with HostRendezvous(address, TOKEN, PLAN, {1: "attic", 2: "cellar"}):
             place.patch.setattr(host_rendezvous, part, ends)
             with Meeting(address, TOKEN, ATTIC, 5.0) as node:
-                node.everyone(0.1)
+                node.everyone(30.0)
 
     return run
 
@@ -389,7 +396,7 @@ HOSTS = [
          "NODE_RANK", "HETPIPE_PORT", "MASTER_PORT + 1", name="node 0 at a port that is taken"),
     case(missing_nodes, "attic (NODE_RANK=1)", "0 s", "start the program", "NODE_RANK", "WSPCallback(join_timeout=...)",
          name="nodes that do not come to node 0"),
-    meeting("node 0", "0.1 s", "start the program", "WSPCallback(join_timeout=...)"),
+    meeting("node 0", "0.1 s", "start the program", "WSPCallback(join_timeout=...)", seconds=0.1),
     meeting("node 0", "other", "another one", "plan here", own=replace(ATTIC, plan="other")),
     meeting("node 0", "HETPIPE_TOKEN", "another", security=Security(token="other")),
     case(broken("tell"), "node 0", "127.0.0.1", "has ended", "look there", name="node 0 ends while it is told"),
