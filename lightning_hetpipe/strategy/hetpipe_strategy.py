@@ -42,7 +42,7 @@ from lightning_hetpipe.run.look_ahead import ReadyBatch
 from lightning_hetpipe.run.run_settings import RunSettings
 from lightning_hetpipe.run.trainer_run import TrainerRun
 from lightning_hetpipe.settings import read, seconds
-from lightning_hetpipe.strategy import compile_setting, meta_weights, relations
+from lightning_hetpipe.strategy import compile_setting, meta_weights, recorded_init, relations
 from lightning_hetpipe.strategy.arguments import HetPipeArguments
 from lightning_hetpipe.strategy.checkpoints import ReplacingCheckpointIO, filled
 from lightning_hetpipe.strategy.planned_devices import PlannedDevices
@@ -248,7 +248,7 @@ class HetPipeStrategy(HetPipeArguments, ParallelStrategy):
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
         """Make tensors on the host; with ``empty_init``, uninitialised tensors on meta."""
-        emptily = meta_weights.uninitialised_on_meta() if empty_init else nullcontext()
+        emptily = recorded_init.recorded() if empty_init else nullcontext()
         with torch.device("cpu"), emptily, self.precision_plugin.tensor_init_context():
             yield
 

@@ -94,15 +94,19 @@ def without_gradient_hooks(tensors: Iterable[Tensor]) -> Iterator[None]:
             tensor.grad = gradient
 
 
-def give_memory(tensor: Tensor, device: str = "cpu") -> None:
-    """Give ``tensor`` new memory, on the host or on meta: it stays the same object, whoever refers to it."""
+def give_memory(tensor: Tensor, device: str = "cpu", memory: Tensor | None = None) -> Tensor:
+    """Give ``tensor`` new memory on ``device``, or that of ``memory``: it stays the same object, whoever refers to it.
+
+    Return a tensor with the memory that it had.
+    """
     kind: Any = type(tensor)
     if is_lazy(tensor):
         made = kind(device=device, dtype=tensor.dtype)
     else:
-        made = torch.empty_like(tensor, device=device, requires_grad=False)
+        made = torch.empty_like(tensor, device=device, requires_grad=False) if memory is None else memory.detach()
         made = nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
     torch._C._swap_tensor_impl(tensor, made)
+    return made  # type: ignore[no-any-return]
 
 
 def without_memory(like: Tensor, device: torch.device) -> Tensor:

@@ -16,7 +16,7 @@ import torchmetrics
 from torch import Tensor, nn
 
 from lightning_hetpipe import HetPipeStrategy
-from lightning_hetpipe.strategy.meta_weights import load
+from lightning_hetpipe.strategy.meta_weights import fill, load
 from tests.strategy.test_checkpoint_files import MARGIN, WEIGHTS, Large, linux
 from tests.strategy.test_meta_weights import Learns, made, seeded
 from tests.support.equality import assert_same
@@ -169,14 +169,14 @@ def another_order(net: Any) -> None:
 
 
 def a_part(net: Any) -> None:
-    net[0].weight = nn.Parameter(torch.empty(2, *net[0].weight.shape)[1].clone())
+    net[0].weight = nn.Parameter(torch.empty(2, *net[0].weight.shape).normal_()[1].clone())
 
 
 WRITES = [apply, through_data, in_part, Container, computed, computed_through_data, zeros, another_order, a_part]
 
 
 @pytest.mark.parametrize("write", WRITES)
-def test_values_that_nothing_gives_again_are_refused_unless_loaded(tmp_path: Path, write: Any) -> None:
+def test_what_a_constructor_writes_is_there(monkeypatch: pytest.MonkeyPatch, write: Any) -> None:
     """Torch's own reset_parameters would have trained another model, without a word; as LoRA's zeros."""
 
     class Writes(Learns):
@@ -184,19 +184,15 @@ def test_values_that_nothing_gives_again_are_refused_unless_loaded(tmp_path: Pat
             super().__init__()
             write(self.net)
 
-    trainer = quiet_trainer()
-    trainer.fit(seeded(Writes), batches())
-    trainer.save_checkpoint(tmp_path / "it.ckpt")
-    for path in (None, tmp_path / "it.ckpt"):
-        trainer = quiet_trainer(pipeline(2), max_epochs=2)
-        with trainer.init_module(empty_init=True):
-            module = Writes()
-        if path is None:
-            for _ in range(2):
-                with refused("Writes gives values to net.0.weight", "without empty_init=True"):
-                    trainer.fit(module, batches())
-        else:
-            trainer.fit(module, batches(), ckpt_path=path)
+    monkeypatch.setenv("PL_GLOBAL_SEED", "5")
+    trainer = quiet_trainer(pipeline(2))
+    with trainer.init_module(empty_init=True):
+        module = Writes()
+    assert next(module.net.parameters()).is_meta
+    trainer.fit(module, batches())
+    trainer = quiet_trainer(pipeline(2))
+    trainer.fit(expected := seeded(Writes, 5), batches())
+    assert_same(dict(expected.state_dict()), dict(module.state_dict()))
 
 
 class Block(nn.Module):
@@ -217,24 +213,46 @@ class Block(nn.Module):
         return found
 
 
-def test_values_that_modules_reset_are_those_of_a_constructor(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Whole(Learns):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = nn.Sequential(Block())
-            self.other = nn.ModuleList([nn.MultiheadAttention(4, 2), nn.Transformer(4, 2, 2, 1, 4)])
-            self.words = nn.Embedding(3, 2, padding_idx=0)
+class Various(Learns):
+    """Has what is made in uncommon ways: by views, by a generator, by sources that change, of other dtypes, on meta."""
 
-    monkeypatch.setenv("PL_GLOBAL_SEED", "5")
-    trainer = quiet_trainer(pipeline(2))
-    with trainer.init_module(empty_init=True):
-        module = Whole()
-    assert {p.device.type for p in module.net.parameters()} == {"meta"}
-    trainer.validate(module, batches(), verbose=False)
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(Block())
+        self.other = nn.ModuleList([nn.MultiheadAttention(4, 2), nn.Transformer(4, 2, 2, 1, 4), nn.LSTM(3, 3)])
+        self.words = nn.Embedding(3, 2, padding_idx=0)
+        self.normed = nn.utils.parametrizations.weight_norm(nn.Linear(2, 2))
+        own = torch.Generator().manual_seed(3)
+        self.drawn = nn.ParameterList(torch.empty(2).normal_(generator=own) for _ in range(2))
+        scale = torch.full((3,), 2.0)
+        self.scaled = nn.Parameter(torch.empty(3).fill_(1.0).mul_(scale))
+        scale.zero_()
+        self.set = nn.Parameter(torch.empty(3))
+        self.set.data.copy_(torch.arange(3.0))
+        self.row = nn.Parameter(torch.empty(2, 3).normal_()[1])
+        self.column = nn.Parameter(torch.empty(2, 3).normal_().t().half().contiguous())
+        self.shared = nn.Parameter(self.words.weight.data.view(-1))
+        self.zeros = nn.Parameter(torch.zeros(3, device="meta", dtype=torch.float64))
+        self.register_buffer("kept", torch.empty(2).fill_(3.0), persistent=False)
+        self.attribute = torch.empty(2).fill_(4.0)
+        self.held = [torch.empty(2).normal_()]
 
-    torch.manual_seed(5)
-    expected = nn.Sequential(Block())
-    assert_same(dict(expected.state_dict()), dict(module.net.state_dict()))
+
+def test_values_are_those_of_a_constructor() -> None:
+    state = torch.get_rng_state()
+    with quiet_trainer(pipeline(2)).init_module(empty_init=True):
+        module = Various()
+    assert {p.device.type for p in module.parameters()} == {"meta"}
+    fill(module, 5)
+    assert torch.equal(torch.get_rng_state(), state)
+    expected = seeded(Various, 5)
+    expected.zeros = nn.Parameter(torch.zeros(3, dtype=torch.float64))
+    assert_same(dict(expected.state_dict()), dict(module.state_dict()))
+    for name in ("kept", "attribute", "held"):
+        assert_same(getattr(expected, name), getattr(module, name), name)
+    with torch.no_grad():
+        module.words.weight.fill_(9.0)
+    assert bool((module.shared == 9.0).all())
 
 
 def encoder() -> nn.Module:
@@ -329,8 +347,9 @@ def test_copies_that_are_made_later_are_refused() -> None:
     with trainer.init_module(empty_init=True):
         module = Learns()
     module.teacher = copy.deepcopy(module.net)
-    with refused("Learns gives values to teacher.0.weight", "without empty_init=True"):
-        trainer.fit(module, batches())
+    for _ in range(2):
+        with refused("nothing gives values to teacher.0.weight", "within init_module(empty_init=True)"):
+            trainer.fit(module, batches())
 
 
 def test_data_are_set_to_values() -> None:
