@@ -10,25 +10,18 @@ from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.launch.wsp_settings import WSPSettings
 from lightning_hetpipe.planning.allocation.groupings import ALLOCATIONS
 from lightning_hetpipe.planning.model.cluster import Cluster
-from lightning_hetpipe.planning.plan.document import Plan
+from lightning_hetpipe.planning.plan.document import MOST_IN_FLIGHT, Plan
+from lightning_hetpipe.rules.channel_layouts import is_share
 from lightning_hetpipe.rules.parameter_placement import PLACEMENTS
 from lightning_hetpipe.rules.versions import POLICIES
 from lightning_hetpipe.server.protocol.identifiers import MOST_VIRTUAL_WORKERS
-from lightning_hetpipe.server.transport.security import Security
+from lightning_hetpipe.server.transport.security import Security, split
 from lightning_hetpipe.settings import MOST, Bounds, Choices, Duration, Length, read, seconds
-from lightning_hetpipe.strategy.relations import (
-    Address,
-    Backend,
-    CompileOptions,
-    Count,
-    FewestAndMost,
-    Minibatches,
-    SharesOfStages,
-    check_lengths,
-)
+from lightning_hetpipe.strategy.relations import check_lengths
 
 if TYPE_CHECKING:
     import torch
@@ -38,7 +31,57 @@ if TYPE_CHECKING:
 
     from lightning_hetpipe.strategy.wsp_callback import WSPCallback
 
-_WaveLength = Annotated[int, Bounds(1, MOST)]
+LONGEST = 2000
+"""Minibatches of a timeline: their trace has some 20 MB, the most that a viewer opens at ease."""
+
+
+def _is_range(value: Sequence[int]) -> bool:
+    return len(value) == 2 and 1 <= value[0] <= value[1] <= MOST_VIRTUAL_WORKERS
+
+
+def _is_window(value: Sequence[int]) -> bool:
+    return len(value) == 2 and 1 <= value[0] <= value[1] < value[0] + LONGEST
+
+
+def _is_stage(value: Any) -> bool:
+    return str(value).isdecimal()
+
+
+def _are_shares(value: Sequence[float]) -> bool:
+    return all(map(is_share, value)) and any(value)
+
+
+def _are_taken(value: Mapping[str, Any]) -> bool:
+    return all(name in _TAKEN for name in value)
+
+
+def _is_address(value: str) -> bool:
+    try:
+        return split(value)[1] > 0
+    except SettingError:
+        return False
+
+
+Stages = int | Literal["auto"]
+Count = Annotated[Stages, Bounds(1, MOST_IN_FLIGHT)]
+"""Number of stages, or of minibatches in flight."""
+_TAKEN = ("backend", "mode", "dynamic", "options")
+CompileOptions = Annotated[
+    Mapping[str, Any],
+    _are_taken,
+    f"some of torch.compile's arguments {', '.join(_TAKEN)}, such as {{'mode': 'max-autotune-no-cudagraphs'}}",
+]
+Address = Annotated[str, _is_address, "host:port with a port from 1 to 65535, such as '10.0.0.1:5000'"]
+StageShares = Annotated[
+    Sequence[float],
+    Length(2),
+    _are_shares,
+    "a share for each of at least two devices, 0 or more, such as [2, 1], of which the first device has the unsplit"
+    " weights",
+]
+StageNumber = Annotated[int | str, _is_stage, "the number of a stage, from 0 on"]
+"""Key of ``split``; configurations have text as keys."""
+WaveLength = Annotated[int, Bounds(1, MOST)]
 
 
 class HetPipeArguments:
@@ -48,7 +91,8 @@ class HetPipeArguments:
         self,
         stages: Count | Annotated[Sequence[Count], "a list with one for each virtual worker"] = "auto",
         in_flight: Count = "auto",
-        virtual_workers: Annotated[int, Bounds(1, MOST_VIRTUAL_WORKERS)] | FewestAndMost = 1,
+        virtual_workers: Annotated[int, Bounds(1, MOST_VIRTUAL_WORKERS)]
+        | Annotated[Sequence[int], _is_range, "the fewest and the most of them, as (1, 3)"] = 1,
         weights: Annotated[str, Choices(("auto", *POLICIES))] = "auto",
         module: Annotated[str, "the name of a module"]
         | Annotated[Sequence[str], Length(1), "a list of names"]
@@ -56,10 +100,19 @@ class HetPipeArguments:
         plan: Plan | Annotated[str | os.PathLike[str], "the path of one"] | None = None,
         cluster: Cluster | None = None,
         allocation: Annotated[str, Choices(ALLOCATIONS)] = "auto",
-        compile: bool | Backend | CompileOptions = False,
+        compile: bool | Annotated[str, bool, "the name of a backend of torch.compile"] | CompileOptions = False,
         recompute: bool = False,
-        split: bool | Literal["auto"] | SharesOfStages = False,
-        timeline: bool | Minibatches = False,
+        split: bool
+        | Literal["auto"]
+        | Annotated[
+            Mapping[StageNumber, StageShares], Length(1), "the shares of each stage on several devices, as {0: [2, 1]}"
+        ] = False,
+        timeline: bool
+        | Annotated[
+            Sequence[int],
+            _is_window,
+            f"the first and the last minibatch to keep, counted from 1, at most {LONGEST}, such as (100, 120)",
+        ] = False,
         stage_hosts: Annotated[
             Mapping[Any, Address],
             Length(1),
@@ -98,9 +151,9 @@ class WSPArguments:
     def __init__(
         self,
         clock_distance: Annotated[int, Bounds(0, MOST)] | None = None,
-        wave: _WaveLength | Literal["auto"] = "auto",
+        wave: WaveLength | Literal["auto"] = "auto",
         shares: Annotated[
-            Sequence[_WaveLength], Length(1), "the minibatches in a wave of each virtual worker, such as [4, 8]"
+            Sequence[WaveLength], Length(1), "the minibatches in a wave of each virtual worker, such as [4, 8]"
         ]
         | Literal["equal", "auto"]
         | None = None,

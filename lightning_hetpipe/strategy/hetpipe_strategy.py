@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
@@ -43,7 +44,7 @@ from lightning_hetpipe.run.run_settings import RunSettings
 from lightning_hetpipe.run.trainer_run import TrainerRun
 from lightning_hetpipe.settings import read, seconds
 from lightning_hetpipe.strategy import compile_setting, meta_weights, recorded_init, relations
-from lightning_hetpipe.strategy.arguments import HetPipeArguments
+from lightning_hetpipe.strategy.arguments import LONGEST, HetPipeArguments
 from lightning_hetpipe.strategy.checkpoints import ReplacingCheckpointIO, filled
 from lightning_hetpipe.strategy.planned_devices import PlannedDevices
 from lightning_hetpipe.strategy.saved_states import LAST_CHANGES, note
@@ -172,7 +173,7 @@ class HetPipeStrategy(HetPipeArguments, ParallelStrategy):
         self._timeline = None if given.timeline is False else Window()
         if not isinstance(given.timeline, bool):
             first, last = given.timeline
-            self._timeline = Window(first, last, relations.LONGEST)
+            self._timeline = Window(first, last, LONGEST)
         self._asked_in_flight = given.in_flight != "auto"
         self._workers = workers = VirtualWorkers(given, relations.plan(given.plan), self._in_flight_now)
         workers.place(given.cluster_environment, given.parallel_devices, 1)
@@ -264,7 +265,7 @@ class HetPipeStrategy(HetPipeArguments, ParallelStrategy):
         if fitting:
             self._check(trainer, wanted)
         self._workers.divide(trainer)
-        seed = self._workers.agreed(relations.run_seed())
+        seed = self._workers.agreed(_run_seed())
         meta_weights.fill(trainer.lightning_module, seed)
         self.accelerator.setup(trainer)
         self.model = self.precision_plugin.convert_module(self.model)
@@ -443,7 +444,7 @@ class HetPipeStrategy(HetPipeArguments, ParallelStrategy):
             module=self.module,
             timeout=self.timeout,
             capture_timeout=self.capture_timeout,
-            torch_threads=relations.torch_threads(),
+            torch_threads=_torch_threads(),
             before_pass=self._before_pass,
             timeline=self._timeline,
             grace=self.grace,
@@ -464,3 +465,15 @@ class HetPipeStrategy(HetPipeArguments, ParallelStrategy):
 
     def _in_flight_now(self) -> int:
         return 1 if self._run.pipeline is None else self._run.pipeline.in_flight
+
+
+def _run_seed() -> int:
+    """Return the seed of the run's random numbers: PL_GLOBAL_SEED, or else torch's own."""
+    seed = os.environ.get("PL_GLOBAL_SEED")
+    return int(seed) if seed else torch.initial_seed()
+
+
+def _torch_threads() -> int:
+    """Return the threads of a torch operation: OMP_NUM_THREADS, or else 1. For exactness k does not matter."""
+    threads = os.environ.get("OMP_NUM_THREADS", "")
+    return max(1, int(threads)) if threads.isdigit() else 1

@@ -1,97 +1,29 @@
 """Relations between the settings of a run: which exclude each other, and what a plan says of them.
 
-Each setting by itself is declared in ``strategy/arguments.py``. Its longer types are here. This module loads neither
-torch nor Lightning.
+Each setting by itself is declared in ``strategy/arguments.py``. This module loads neither torch nor Lightning.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import groupby
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from lightning_hetpipe.errors import SettingError, nearest, of_file
 from lightning_hetpipe.launch.wsp_settings import WSPSettings
 from lightning_hetpipe.planning.plan.document import Plan
-from lightning_hetpipe.rules.channel_layouts import is_share
 from lightning_hetpipe.rules.versions import POLICIES
 from lightning_hetpipe.rules.waves import whole_steps
-from lightning_hetpipe.server.protocol.identifiers import MOST_VIRTUAL_WORKERS
-from lightning_hetpipe.server.transport.security import split
-from lightning_hetpipe.settings import MOST, Bounds, Length, check
 
 if TYPE_CHECKING:
     from lightning_hetpipe.launch.ranks import Rank, WorkerRange
+    from lightning_hetpipe.strategy.arguments import Stages
     from lightning_hetpipe.strategy.host_setting import StageHosts
 
 T = TypeVar("T")
-
-Stages = int | Literal["auto"]
-Count = Annotated[Stages, Bounds(1, 1000)]
-"""Number of stages, or of minibatches in flight, each of which takes a thread."""
-
-
-LONGEST = 2000
-"""Minibatches of a timeline: their trace has some 20 MB, the most that a viewer opens at ease."""
-
-
-def _is_range(value: Sequence[int]) -> bool:
-    return len(value) == 2 and 1 <= value[0] <= value[1] <= MOST_VIRTUAL_WORKERS
-
-
-def _is_window(value: Sequence[int]) -> bool:
-    return len(value) == 2 and 1 <= value[0] <= value[1] < value[0] + LONGEST
-
-
-def _is_stage(value: Any) -> bool:
-    return str(value).isdecimal()
-
-
-def _are_shares(value: Sequence[float]) -> bool:
-    return all(map(is_share, value)) and any(value)
-
-
-def _are_taken(value: Mapping[str, Any]) -> bool:
-    return all(name in _TAKEN for name in value)
-
-
-def _is_address(value: str) -> bool:
-    try:
-        return split(value)[1] > 0
-    except SettingError:
-        return False
-
-
-_TAKEN = ("backend", "mode", "dynamic", "options")
-Backend = Annotated[str, bool, "the name of a backend of torch.compile"]
-CompileOptions = Annotated[
-    Mapping[str, Any],
-    _are_taken,
-    f"some of torch.compile's arguments {', '.join(_TAKEN)}, such as {{'mode': 'max-autotune-no-cudagraphs'}}",
-]
-Address = Annotated[str, _is_address, "host:port with a port from 1 to 65535, such as '10.0.0.1:5000'"]
-
-FewestAndMost = Annotated[Sequence[int], _is_range, "the fewest and the most of them, as (1, 3)"]
-Minibatches = Annotated[
-    Sequence[int],
-    _is_window,
-    f"the first and the last minibatch to keep, counted from 1, at most {LONGEST}, such as (100, 120)",
-]
-StageNumber = Annotated[int | str, _is_stage, "the number of a stage, from 0 on"]
-"""Key of ``split``; configurations have text as keys."""
-StageShares = Annotated[
-    Sequence[float],
-    Length(2),
-    _are_shares,
-    "a share for each of at least two devices, 0 or more, such as [2, 1], of which the first device has the unsplit"
-    " weights",
-]
-SharesOfStages = Annotated[
-    Mapping[StageNumber, StageShares], Length(1), "the shares of each stage on several devices, as {0: [2, 1]}"
-]
 
 
 def plan(value: Plan | str | os.PathLike[str] | None) -> Plan | None:
@@ -157,8 +89,7 @@ def check_given(given: SimpleNamespace, plan: Plan | None, has_groups: bool) -> 
 
 
 def as_planned(name: str, asked: Stages | list[Stages], planned: int) -> int:
-    """Take the number of a plan, unless another was asked for, or it is more than there may be."""
-    check(f"the plan's {name}", planned, Count)
+    """Take the number of a plan, unless another was asked for."""
     if asked not in ("auto", planned):
         raise SettingError(f"{name}={asked!r}, but the plan has {planned}; leave {name} out, or set it to 'auto'")
     return planned
@@ -318,7 +249,6 @@ def workers_as_planned(
 
 def wsp_as_planned(given: WSPSettings, plan: Plan) -> WSPSettings:
     """Take the synchronisation of a plan, as far as nobody has set it."""
-    check("the plan's clock_distance", plan.clock_distance, Annotated[int, Bounds(0, MOST)])
     lengths = {"wave", "shares"}
     left_out = given.left_out if lengths <= given.left_out else given.left_out - lengths
     return replace(given, **{name: value for name, value in _synchronisation(plan).items() if name in left_out})
@@ -345,17 +275,3 @@ def _synchronisation(plan: Plan) -> dict[str, Any]:
 
 def _shown(value: Any) -> str:
     return repr([*value] if isinstance(value, tuple) else value)
-
-
-def run_seed() -> int:
-    """Seed of the run's random numbers: PL_GLOBAL_SEED, else torch's own."""
-    import torch
-
-    seed = os.environ.get("PL_GLOBAL_SEED")
-    return int(seed) if seed else torch.initial_seed()
-
-
-def torch_threads() -> int:
-    """Threads of each torch operation in training: OMP_NUM_THREADS, else 1; never derived from k, for exactness."""
-    threads = os.environ.get("OMP_NUM_THREADS", "")
-    return max(1, int(threads)) if threads.isdigit() else 1

@@ -246,7 +246,7 @@ PLANS = [
     of_plan("in_flight", planned(0, 2), "in_flight", "4", "3", "leave in_flight out", "'auto'", in_flight=4),
     of_plan("stages", planned(0, 2), "stages", [2, 3], "2", "leave stages out", "'auto'", stages=[2, 3]),
     of_plan("weights", planned(0, 2), "weights", "'pipeoptim'", "'stash'", "leave weights out", weights="pipeoptim"),
-    of_plan("too many in flight", planned(0, 2, in_flight=1001), "in_flight", "1001", "at most 1000"),
+    case(lambda _: planned(0, 2, in_flight=1001), "in_flight", "1001", "at most 1000", name="plan too many in flight"),
     of_plan("spread, compile", SPREAD, "compile", "", "spread run", "leave compile out", compile="eager"),
     of_plan("spread, recompute", SPREAD, "recompute", "", "spread run", "leave recompute out", recompute=True),
     of_plan(
@@ -258,7 +258,7 @@ PLANS = [
         "plan anew",
     ),
     case(
-        lambda _: relations.wsp_as_planned(WSPCallback().settings, replace(planned(0, 2), clock_distance=-1)),
+        lambda _: replace(planned(0, 2), clock_distance=-1),
         "clock_distance", "-1", "at least 0", name="plan clock_distance",
     ),
     from_file(None, "plan", "plan.json", "No such file", "give another file"),

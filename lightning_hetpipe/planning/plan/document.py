@@ -21,9 +21,12 @@ from lightning_hetpipe.planning.plan.planned_worker import PlannedStage, Planned
 from lightning_hetpipe.planning.plan.table import table
 from lightning_hetpipe.rules.parameter_placement import PLACEMENTS
 from lightning_hetpipe.rules.versions import POLICIES, STASH, Versions
-from lightning_hetpipe.settings import Bounds, CheckedRecord, Choices, Length, Size
+from lightning_hetpipe.settings import MOST, Bounds, CheckedRecord, Choices, Length, Size
 
 VERSION = 1
+
+MOST_IN_FLIGHT = 1000
+"""Largest number of minibatches in flight, and of stages: each takes a thread."""
 
 MOST_RANKS = 8
 """Largest number of machines whose NODE_RANK is named."""
@@ -54,9 +57,9 @@ class Plan(CheckedRecord):
     """
 
     model: str
-    in_flight: Size
+    in_flight: Annotated[int, Bounds(1, MOST_IN_FLIGHT)]
     wave: Size
-    clock_distance: Annotated[int, Bounds(0)]
+    clock_distance: Annotated[int, Bounds(0, MOST)]
     bottleneck_s: Seconds
     minibatches_per_second: Annotated[float, Bounds(0)]
     virtual_workers: Annotated[tuple[PlannedWorker, ...], Length(1), "a list of at least one virtual worker"]
