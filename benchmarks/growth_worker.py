@@ -118,7 +118,7 @@ class Leaks(L.Callback):
         self.kept: list[tuple[bytearray, int]] = []
 
     def on_train_batch_end(self, *_: Any, **__: Any) -> None:
-        self.kept.append((bytearray(b"x" * (1 << 16)), os.open(os.devnull, os.O_RDONLY)))
+        self.kept.append((bytearray(b"x" * (1 << 18)), os.open(os.devnull, os.O_RDONLY)))
 
 
 def main(task: Task) -> None:

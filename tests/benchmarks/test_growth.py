@@ -13,12 +13,13 @@ STEADY = Growth(Use(100 * MIB, 10, 5), Use(101 * MIB, 10, 5))
 
 
 def test_the_short_mode_notices_what_leaks() -> None:
-    """Have virtual worker 1 keep 64 KiB and a file of each step; others open a few connections at first."""
-    found = measure(replace(SHORT, leaks=1))
+    """Have virtual worker 1 keep 256 KiB and a file of each step; others open a few connections at first."""
+    task = replace(SHORT, steps=120, samples=40, leaks=1)
+    found = measure(task)
     assert found.keys() == {"virtual worker 0", "virtual worker 1", "server"}
     leaking = found.pop("virtual worker 1")
     assert leaking.grows == ["memory", "descriptors"]
-    assert leaking.memory > SHORT.steps / 2 / 16
+    assert leaking.memory > task.steps / 2 / 4
     assert all(each.descriptors < 10 < leaking.descriptors for each in found.values())
 
 

@@ -8,8 +8,10 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ import torch
 from tests.hosts.elsewhere import serving
 from tests.server.transports import eventually
 from tests.support import forks
+from tests.support.equality import assert_same
 from tests.support.namespaces import Machine, Unavailable, finished, network
 from tests.wsp.launch import ROOT, SECONDS
 
@@ -45,7 +48,7 @@ learner = Task(nn.Sequential(*(each for pair in pairs for each in pair)), ADAMW)
 wsp = WSPCallback(placement="local", security={"insecure": True}, aggregate="mean", **wsp)
 strategy = stashing(plan=plan(*nodes, workers=workers), wsp=wsp, **settings)
 trainer = quiet_trainer(strategy, num_nodes=num_nodes)
-trainer.fit(learner, vectors(4 * 90 * workers, 4))
+trainer.fit(learner, vectors(4 * 30 * workers, 4))
 if trainer.is_global_zero:
     torch.save(learner.state_dict(), saved)
 """
@@ -53,7 +56,7 @@ if trainer.is_global_zero:
 STAGE = 4 * (6 * 8192 + 8192 + 8192 * 8 + 8)
 """Bytes of the first stage's weights; others have more."""
 
-WAVES = 30
+WAVES = 10
 """Number of waves, each of three minibatches."""
 
 
@@ -72,19 +75,27 @@ def done(processes: list[subprocess.Popen[str]]) -> str:
     return said[0][2]
 
 
+@cache
+def at_home(nodes: int) -> dict[str, Any]:
+    """Weights that as many virtual workers of as many stages have in the end, all on one machine."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = program(saved := Path(folder, "here.pt"), ["desk"] * nodes, nodes, {})
+        own = {**os.environ, **{name: str(value) for name, value in environment().items()}}
+        said = forks.run(*map(str, command[1:]), environment=own, starting=forks.LAUNCHES)
+        assert said.returncode == 0, said.stderr
+        return dict(torch.load(saved))
+
+
 def ed_local(machines: list[Machine], folder: Path) -> None:
     """Each virtual worker has a stage on each machine, whose server has the weights of these."""
     desk, *others = machines
     names = [f"node{number}" for number in range(len(machines))]
-    here = folder / "here.pt"
-    done([desk.start(program(here, names[-1:] * len(names), len(names), {}), folder, environment())])
     before, there = others[0].transferred(), folder / "there.pt"
     command = program(there, names, len(names), {}, num_nodes=len(names))
     told = {**environment(), "MASTER_ADDR": desk.address, "MASTER_PORT": 29500}
     said = done([each.start(command, folder, {**told, "NODE_RANK": rank}) for rank, each in enumerate(machines)])
     assert "by way of this process" not in said
-    one, other = torch.load(here), torch.load(there)
-    assert all(torch.equal(one[name], other[name]) for name in one)
+    assert_same(at_home(len(names)), torch.load(there))
     # Weights go there at the start, and come home at the end with the states of Adam; each wave would carry two more.
     assert STAGE < (others[0].transferred() - before) / len(machines) < 14 * STAGE < 2 * WAVES * STAGE
 
@@ -148,7 +159,9 @@ def paused(saved: Path, pauses: int, *addresses: str) -> subprocess.Popen[str]:
         starting=forks.LAUNCHES,
     )
     assert process.stdout is not None
-    assert process.stdout.readline() == "paused\n"
+    if process.stdout.readline() != "paused\n":
+        process.kill()
+        pytest.fail(process.communicate()[1])
     return process
 
 
@@ -204,33 +217,25 @@ def test_a_server_that_is_lost_is_rebuilt_from_what_hosts_hold(lost: int, tmp_pa
         undo.enter_context(server(addresses[lost]))
         _, err = process.communicate("go on", timeout=SECONDS)
         assert process.returncode == 0, err
-    one, other = torch.load(here), torch.load(there)
-    assert all(torch.equal(one[name], other[name]) for name in one)
+    assert_same(torch.load(here), torch.load(there))
 
 
 @pytest.mark.parametrize("token", ["one", None])
 def test_a_host_calls_servers_that_let_it_in(token: str | None, tmp_path: Path) -> None:
     """Else its weights go by way of the process of Lightning's loop; the bits are the same."""
-    saved = [tmp_path / f"{number}.pt" for number in range(2)]
     known = {"HETPIPE_TOKEN": token} if token else {}
     own = {name: value for name, value in os.environ.items() if not name.startswith("HETPIPE")}
     with serving(known) as hosts:
-        commands = [
-            program(saved[0], ["desk"] * 2, 2, {}),
-            program(saved[1], ["attic", "desk"], 2, {}, stage_hosts={"attic": hosts.address}),
-        ]
-        said = [
-            forks.run(
-                *map(str, each[1:]), environment={**own, "PYTHONPATH": str(ROOT), **known}, starting=forks.LAUNCHES
-            )
-            for each in commands
-        ]
-    assert [each.returncode for each in said] == [0, 0], said[1].stderr
+        command = program(
+            saved := tmp_path / "saved.pt", ["attic", "desk"], 2, {}, stage_hosts={"attic": hosts.address}
+        )
+        own |= {"PYTHONPATH": str(ROOT), **known}
+        said = forks.run(*map(str, command[1:]), environment=own, starting=forks.LAUNCHES)
+    assert said.returncode == 0, said.stderr
     by_way = re.search(
         r"updates of stage 0 go to the servers by way of this process, as its host cannot call them"
         r" itself: the server at 127.0.0.1:\d+ refused the call: the token is",
-        said[1].stderr,
+        said.stderr,
     )
-    assert (by_way is None) is (token is not None), said[1].stderr
-    one, other = map(torch.load, saved)
-    assert all(torch.equal(one[name], other[name]) for name in one)
+    assert (by_way is None) is (token is not None), said.stderr
+    assert_same(at_home(2), torch.load(saved))
