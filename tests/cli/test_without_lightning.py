@@ -74,9 +74,11 @@ def test_help(program: str, tmp_path: Path) -> None:
     assert f"hetpipe-{program} --hydra-help shows Hydra's own options." in said
 
 
-@pytest.mark.parametrize("devices", ["devices=[RTX-3090,V100-16]", "cluster=mixed_box", "cluster=paper"])
+@pytest.mark.parametrize(
+    "devices", ["devices=[RTX-3090,V100-16]", "cluster=mixed_box", "cluster=paper strategy.allocation=np"]
+)
 def test_a_plan_from_a_profile(devices: str, tmp_path: Path) -> None:
     save(PROFILE, tmp_path / "p.json")
-    code, said, error = run("plan", "profile=p.json", devices, folder=tmp_path)
+    code, said, error = run("plan", "profile=p.json", *devices.split(), folder=tmp_path)
     assert code == 0, error
     assert "plan.json" in said
