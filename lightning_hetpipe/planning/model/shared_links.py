@@ -35,6 +35,7 @@ class SharedLink(Generic[T]):
         self._ends: list[tuple[float, int, T]] = []
 
     def add(self, now: float, nbytes: float, transfer: T) -> None:
+        """Start ``transfer`` of ``nbytes`` at the time ``now``."""
         self._advance(now)
         self.carried += nbytes
         heapq.heappush(self._ends, (self._given + nbytes, next(self._order), transfer))

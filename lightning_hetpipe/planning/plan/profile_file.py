@@ -44,6 +44,8 @@ class LayerParts:
 
 @dataclass(frozen=True)
 class ProfileFile:
+    """Content of a profile's file."""
+
     model: str
     samples: Size
     layers: Annotated[tuple[LayerBytes, ...], Length(1), "a list of at least one layer"]

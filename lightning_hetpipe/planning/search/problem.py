@@ -106,6 +106,7 @@ class PlanningProblem:
         return SpreadMemory.of(self.optimizer) if self.spread and (alone or not self.recompute) else None
 
     def versions(self, in_flight: int) -> Versions:
+        """Weight versions that minibatches use at Nm = ``in_flight``."""
         return Versions(self.weights, in_flight, self.every)
 
     @cached_property
@@ -115,6 +116,7 @@ class PlanningProblem:
 
     @cached_property
     def divider(self) -> Divider:
+        """Divider of the layers among the devices."""
         return Divider(self.costs, self.stages, self.ordered)
 
     def lightest(self, in_flight: int) -> Loads:
@@ -183,6 +185,7 @@ class PlanningProblem:
         return False
 
     def simulated(self, division: Division, in_flight: int) -> Estimate:
+        """Simulate ``division``, and show progress."""
         found = self.estimate(self.costs.slots(division.kinds), division.splits, in_flight)
         self.progress()
         return found
