@@ -1,8 +1,8 @@
 """Emulation of devices that are slower than the host: devices that are not at hand, or for tests and benchmarks.
 
 A *padded* stage computes as always, and then sleeps until its device's time is over. Meanwhile it holds neither the GIL
-nor the lock over user code. So any number of emulated devices run at once on a few cores, as long as their real
-computation fits into the cores.
+nor the lock over user code. So any number of emulated devices run at once on a few cores, if their real computation
+fits there.
 """
 
 from __future__ import annotations
@@ -164,8 +164,7 @@ class Strategy(Protocol):
 
 @contextmanager
 def padded(strategy: Strategy, pads: Sequence[Pad]) -> Iterator[Emulation]:
-    """Context manager in which the stages of this process's virtual worker take as long as ``pads``, one for each
-    stage.
+    """Context manager in which stages of this process's virtual worker take as long as ``pads``, one for each.
 
     The first minibatch of a fit, which is watched, runs without stages and so without pads.
 

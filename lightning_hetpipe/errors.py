@@ -49,8 +49,8 @@ class SettingError(_UserError):
 
 
 class PipelineRefusal(SettingError):
-    """Refusal of a model that only a run without a pipeline can train. Once the run is known, ``way_out`` names
-    settings that train it."""
+    """Refusal of a model that only a run without a pipeline can train. Its ``way_out`` follows when the run
+    is known."""
 
     _joint = ", or "
 

@@ -1,11 +1,11 @@
-"""The private names of Lightning that this package touches, in one place; ``tests/private`` guards each.
+"""The private names of Lightning that this package uses, in one place. ``tests/private`` guards each.
 
 Where Lightning, or torch for it, does not have a name, what fails raises an ImportError or AttributeError with it:
 
 - ``_Launcher``, ``_DataFetcher``, ``_DataLoaderIterDataFetcher``, ``_EvaluationLoop``, ``_PredictionLoop``,
   ``_TunerExitException``, ``_MultiProcessingDataLoaderIter``: this module cannot be imported.
-- ``_layer_sync``, ``_signal_connector``, ``_sigterm_notifier_fn``, ``_slurm_sigusr_handler_fn``: a fit
-  fails when it begins.
+- ``_layer_sync``, ``_signal_connector``, ``_sigterm_notifier_fn``, ``_slurm_sigusr_handler_fn``: a fit fails when it
+  begins.
 - ``_build_kwargs``, ``_on_before_batch_transfer``: training and evaluation fail, at their first batch at the latest.
 - ``_state_dicts``, ``_start_profiler``, ``_stop_profiler``, ``_iterator``: fetching ahead of Lightning's loop fails.
 - ``_get_iterator``, ``_get_data``: training fails with DataLoaders that have workers.

@@ -1,5 +1,4 @@
-"""The settings model: an annotation declares a setting once. Its check, its errors and its row in the docs follow from
-it.
+"""The settings model: an annotation declares a setting once. Its check, its errors and its row in the docs follow.
 
     def __init__(self, in_flight: Annotated[int | Literal["auto"], Bounds(1, 1000)] = "auto") -> None:
         given = read(HetPipeStrategy, locals())
@@ -114,8 +113,7 @@ class Style:
     Attributes:
         show: Formats a setting's path and value.
         literals: Words for True, False and None.
-        made: Returns the class of the object for which a mapping stands, or Any if unknown. Other values are returned
-            as they are.
+        made: Returns the class of the object that a mapping stands for, Any if unknown, and other values unchanged.
         builds: Whether records are made from mappings.
         whole: Name of the whole source, which has no path. If empty, the name of the class that is read.
     """
@@ -233,8 +231,7 @@ def read(owner: type, values: Mapping[str, Any]) -> SimpleNamespace:
 
 
 def take(record: object, values: Mapping[str, Any]) -> None:
-    """Set the fields of a frozen dataclass from ``values``, the variables of its constructor, after a check as in
-    :func:`read`.
+    """Set fields of a frozen dataclass from ``values``, the variables of its constructor, checked as by :func:`read`.
 
     Errors begin with the class, and with the record's name if it has one.
     """
@@ -259,8 +256,7 @@ def check(path: str, value: Any, hint: Any, style: Style = PYTHON, *, secret: bo
     """Check one value, and return what it stands for.
 
     Raises:
-        SettingError: if ``hint`` does not allow ``value``. It names an item of a list or mapping if the item has a
-            declaration of its own.
+        SettingError: if ``hint`` does not allow ``value``. It names an item that has its own declaration.
     """
     try:
         return _read(path, value, hint, style)

@@ -109,8 +109,7 @@ class Captured:
         return "what it reads" if held is None else self.frozen.changed(held)
 
     def take_equal(self, value: tuple[Any, ...], autograd: AutogradNodes | None = None) -> None:
-        """Record that the graph for ``value`` equals the module, with Python values as they are now, and ``autograd``
-        nodes if known."""
+        """Record that the graph for ``value`` equals the module for present Python values, with ``autograd`` nodes."""
         self._variants[value[0]].held = self.frozen.reached.now()
         self._variants[value[0]].autograd = autograd
 

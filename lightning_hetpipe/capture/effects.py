@@ -1,7 +1,7 @@
 """Side effects of a module: what its forward does besides returning a value, found and undone around additional runs.
 
-A module runs again to be traced, and to be compared with its graph. All that it changes then beside its weights is put
-back: its attributes and buffers, their contents, and what its functions reach outside of it (``frozen.py``). A change
+A module runs again to be traced, and to be compared with its graph. Changes beside its weights are then put back: of
+its attributes and buffers, of their contents, and of what its functions reach outside of it (``frozen.py``). A change
 that it makes in each run is a side effect, which no graph has.
 """
 
@@ -64,8 +64,7 @@ class SideEffect(PipelineRefusal):
 class StateBefore:
     """The state of ``module``, and of what its functions reach (``frozen``), before an additional run.
 
-    ``runs`` is True if it runs on values and not only on shapes, so that buffers may change. Then ``buffers`` has
-    copies of its buffers by path.
+    If it ``runs`` on values and not only on shapes, buffers may change. Then ``buffers`` has copies of them by path.
     """
 
     def __init__(self, module: nn.Module, frozen: FrozenValues, runs: bool) -> None:

@@ -1,8 +1,7 @@
 """Watch of one step of an evaluation, which finds the called modules that a pipeline can run.
 
 If a pipeline would not answer a call exactly as the module does, the module runs itself. Only a side effect that cannot
-be put back is refused. A module that cannot be captured is taken apart, as in training: the calls that it makes are
-tried instead.
+be put back is refused. A module that cannot be captured is taken apart, as in training: the calls in it are tried.
 """
 
 from __future__ import annotations
@@ -154,8 +153,7 @@ class EvaluationWatch(Watch):
     def _handed_on(
         self, piece: Piece, given: tuple[Any, Any], frozen: FrozenValues, output: Any, *, graph: bool
     ) -> Any:
-        """Find the layers of ``piece``, if unknown, as parts of a ``graph`` or not, and run them on the arguments
-        ``given``.
+        """Find the layers of ``piece``, if unknown, as parts of a ``graph`` or not, and run them on ``given``.
 
         Return what they hand on of the module's ``output``, or raise SettingError if they compute other values.
         """

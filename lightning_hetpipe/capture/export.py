@@ -54,8 +54,7 @@ def graph_of(
     images_vary: bool = False,
     numbers: Collection[int] = (),
 ) -> tuple[fx.GraphModule, DataChecks]:
-    """Make the graph of ``module(*args, **kwargs)``: operators without Python, and the part that computes its
-    decisions.
+    """Make the graph of ``module(*args, **kwargs)``, operators without Python, and the part for its decisions.
 
     The sizes of inputs may vary from call to call, if the graph does not depend on them. Its inputs are the leaves of
     ``(args, kwargs)``, in order. The module is left unchanged. The graph must run under the present autocast: its
@@ -219,8 +218,8 @@ def _left_alone(name: str, module: nn.Module, frozen: FrozenValues) -> Iterator[
 
     Refuse a side effect of ``forward``, which a graph would not have, and a buffer that ``forward`` replaces by a
     tensor of another kind. Since ``forward`` has run before, attributes that it sets only in its first call are set
-    already. Hooks of the module itself run around its graph and are no part of it. Yield the paths, in the module, of
-    buffers that it has assigned.
+    already. Hooks of the module itself are no part of its graph. Yield the paths, in the module, of buffers that it has
+    assigned.
     """
     buffers: dict[str, Tensor] = {}
     assigned: set[str] = set()
@@ -262,8 +261,7 @@ def _left_alone(name: str, module: nn.Module, frozen: FrozenValues) -> Iterator[
 def _as_one_call(
     name: str, module: nn.Module, decisions: Decisions, numbers: Collection[int], *, as_called: bool
 ) -> Iterator[None]:
-    """Context manager in which ``forward`` takes ``(args, kwargs)``, since torch.export knows no keywords in
-    ``**kwargs``.
+    """Context manager in which ``forward`` takes ``(args, kwargs)``, as torch.export knows no names in ``**kwargs``.
 
     It returns what the pipeline hands on, and the tensors by which it has decided.
     """

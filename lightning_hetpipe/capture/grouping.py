@@ -4,13 +4,13 @@ A layer is a run of nodes of one *block*: a submodule with weights that holds no
 layer of a transformer. A user's block in an ``nn.Sequential``, such as a residual block, is split further: its children
 with weights are layers, each with what the block computes after it. Nodes between blocks go with the block before. If
 the whole module is an ``nn.Sequential``, each of its children is a block, with or without weights, as if stages ran
-these children themselves.
+these children.
 
-Runs are joined if a later run would change a value (or a view) of an earlier run in place, because such a value may not
-cross a split point.
+Runs are joined if a later run would change a value (or a view) of an earlier run in place. Such a value may not cross a
+split point.
 
-A *Sequential* only calls its children in order, so its layers are known without a graph. A child that is itself such an
-``nn.Sequential`` is taken apart.
+A *Sequential* only calls its children in order, so its layers are known without a graph. An ``nn.Sequential`` among
+them is taken apart.
 """
 
 from __future__ import annotations
@@ -271,8 +271,8 @@ def _has_tensors(module: nn.Module) -> bool:
 def _is_list(module: nn.Module, listed: bool, least: int = 1) -> bool:
     """Return True if ``module`` holds modules with weights, one after the other.
 
-    Inside such a list, an ``nn.Sequential`` of only single layers (a transformer layer's MLP, a downsampling), or with
-    fewer than ``least`` other modules (a norm, attention and dropout), is a part of a block.
+    Inside such a list, an ``nn.Sequential`` may be a part of a block: if it has only single layers (a transformer
+    layer's MLP, a downsampling), or fewer than ``least`` other modules (a norm, attention and dropout).
     """
     if not isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential):
         return False

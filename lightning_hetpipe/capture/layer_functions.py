@@ -47,8 +47,7 @@ def parts(
 ) -> list[LayerFunction] | None:
     """Split ``graph`` of ``module`` at path ``name`` into layers. Each hands on everything that a later layer needs.
 
-    If ``calls`` has the groups' names in another graph of the module, ``graph`` is split like it. Return None if that
-    is impossible.
+    If ``calls`` has the groups' names in another graph of the module, ``graph`` is split like it. None if it cannot.
     """
     whole = groups(graph.graph, module)
     found = whole if calls is None else alike(whole, calls)

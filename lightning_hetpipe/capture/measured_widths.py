@@ -50,8 +50,7 @@ def layer_widths(pieces: Sequence[Piece]) -> dict[int, LayerWidths]:
 def measured_widths(
     profiling: ProfilingInput, device: torch.device, name: str, tick: Callable[[], object] = lambda: None
 ) -> dict[int, LayerWidths]:
-    """Return :func:`layer_widths` with times on ``device``, called ``name`` in a profile, of layers that begin a
-    division.
+    """Return :func:`layer_widths` with times on ``device``, the profile's ``name``, of layers that begin a division.
 
     ``tick`` is called after each layer.
     """

@@ -1,7 +1,7 @@
 """Calls inside a module's ``forward`` that its graph would leave out without a difference in its values.
 
 Such calls act in the backward pass (hooks on tensors), on computed gradients (``inference_mode``), or on the default
-generators (seeds), or they write something that the program does not read. ``FrozenValues`` profiles the module while
+generators (seeds). Or they write something that the program does not read. ``FrozenValues`` profiles the module while
 it runs, and asks here about each call.
 """
 
@@ -30,8 +30,8 @@ from lightning_hetpipe.accelerator import default_generators
 HOOK, JOINT_HOOK, INFERENCE, SEED, STATE = "hook", "joint hook", "inference mode", "seed", "random state"
 OUTPUT = "output"
 NOWHERE = JOINT_HOOK, STATE
-"""Kinds of calls that no pipelined module and no user code in a pipeline may make, because a piece has its own
-backward, and a minibatch its own generators."""
+"""Kinds of calls that no pipelined module and no user code in a pipeline may make. A piece has its own backward, a
+minibatch its own generators."""
 IN_NO_GRAPH = HOOK, INFERENCE, OUTPUT, SEED
 """Kinds of calls that a graph would leave out, and that user code in a pipeline may make."""
 

@@ -1,11 +1,12 @@
 """Capture of a piece, and comparison of its graph with the module itself: both must give the very same values.
 
 They are compared on the watched call, and again when a graph may have fallen behind: after a change of frozen Python
-values, for a new graph, at minibatches 2, 4, 8, and so on, and at the first minibatch of each epoch.
+values, and for a new graph. They are also compared at minibatches 2, 4, 8, and so on, and at each epoch's first
+minibatch.
 
 Values do not show what acts only in the backward pass. So gradients of the watched call are also compared, for equal
 gradients of the outputs. The module's gradients come from the call's autograd graph, which its loss keeps, so the
-module does not run again. The graph's gradients are computed from the last layer to the first, so only one layer's
+module does not run again. The graph's gradients are computed from the last layer to the first, so one layer's
 activations are held at a time.
 """
 
@@ -248,8 +249,7 @@ EXACT, ROUGH = Tolerance(1e-3, 1e-5), Tolerance(0.1, 1e-2)
 def refuse_other_gradients(
     piece: Piece, call: WatchedCall, inputs: Sequence[Value], copied: Callable[[GraphLayer], GraphLayer]
 ) -> None:
-    """Compare the gradients of the graph of ``piece`` with those of the module's watched ``call`` before the loss's
-    backward.
+    """Compare gradients of the graph of ``piece`` and of the module's watched ``call``, before the loss's backward.
 
     ``inputs`` has the input of each layer. ``copied`` copies a layer, with the buffers from before the call. A
     :class:`PipelineRefusal` names the first input or weight with another gradient.

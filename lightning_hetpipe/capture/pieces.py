@@ -3,7 +3,7 @@
 A *piece* is a module with trainable parameters that ``training_step`` calls from outside every other such module. The
 *layers* of an ``nn.Sequential`` of torch.nn's own modules are its children (``grouping.py``). The layers of any other
 module are parts of its graph, so stages run no user code. An ``nn.Sequential`` of the user's modules without a graph
-also has its children as layers.
+has its children as layers.
 """
 
 from __future__ import annotations
@@ -107,8 +107,7 @@ class Piece:
     ) -> Any:
         """Run the module itself in its call number ``call``, with the random draws of stages for ``batch`` (law L7).
 
-        Draws are named as in stages, by the position of a layer in an ``nn.Sequential``. Hooks of the module itself do
-        not run.
+        Draws are named as in stages, by the position of a layer in an ``nn.Sequential``. Its own hooks do not run.
         """
         if self.needs_graph():
             with generators.watch({self.name: self.module}, batch, call):

@@ -31,8 +31,7 @@ from lightning_hetpipe.torch_private.modules import (
 def look_through(root: nn.Module, *, stages_compile: bool = False) -> list[Redirect]:
     """Make compiled modules in ``root`` run uncompiled until the returned redirects are removed, and warn about it.
 
-    If ``stages_compile``, the warning says that stages compile the layers. Frozen modules, which are no pieces, stay
-    compiled.
+    If ``stages_compile``, the warning says that stages compile the layers. Frozen modules stay compiled.
     """
     found = {name: module for name, module in root.named_modules() if name and is_looked_through(module)}
     if found:

@@ -36,7 +36,7 @@ from lightning_hetpipe.planning.model.profile import LayerBytes, Times, UserByte
 ROUNDS = 5
 """Rounds for each layer. The watched step, and the comparison of its graph, have warmed up.
 
-*Measured* beside other programs, on a model with two partitions of which one is 2% better: the medians of three rounds
+*Measured* beside other programs, on a model with two partitions of which one is 2% better. The medians of three rounds
 choose the worse one 3 times in 10, the smallest times of five rounds 1 time in 14.
 """
 
@@ -60,8 +60,7 @@ def layer_times(
 
     Args:
         layers: For each layer, a function that brings the layer to the device, untimed, and returns a function that
-            runs its forward and backward once, to completion. Layers take turns, so that a disturbance hits neighbours
-            alike.
+            runs its forward and backward once, to completion. They take turns, so a disturbance hits neighbours alike.
         tick: Called after each run.
     """
     times: list[list[float]] = [[] for _ in layers]
@@ -178,8 +177,8 @@ class ProfilingInput:
         samples: Samples of the minibatch.
         called: Which of the pieces the step calls, in order.
         user: What user code takes beside the layers.
-        finetuned: Whether weights that are frozen in the watched step are trained later. Layers are then measured with
-            all weights trained.
+        finetuned: Whether weights frozen in the watched step are trained later. Layers are then measured with all
+            weights trained.
         why_apart: Why a module was taken apart, so that parts of it have no layers, or an empty text.
     """
 
@@ -306,8 +305,7 @@ def _times(benchmark: Microbenchmark, update: Callable[[], object], now: Callabl
 
 
 def _update(optimizer: torch.optim.Optimizer | None, benchmark: Microbenchmark) -> Callable[[], object]:
-    """Return a step of an optimizer like ``optimizer`` on such weights, or a function that does nothing for other
-    libraries' optimizers."""
+    """Return a step of an optimizer like ``optimizer`` on such weights. It does nothing for other libraries."""
     parameters = [nn.Parameter(each.detach().clone()) for each in benchmark.scratch.parameters() if each.requires_grad]
     if optimizer is None or not parameters or not type(optimizer).__module__.startswith("torch.optim."):
         return lambda: None

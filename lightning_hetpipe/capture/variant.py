@@ -312,8 +312,7 @@ class Variant:
 
 
 def _places(leaves: Sequence[Any]) -> list[int]:
-    """Return the place at which each of ``leaves`` occurs first: a graph of one tensor given twice differs from two
-    tensors.
+    """Return the place at which each of ``leaves`` occurs first: one tensor given twice needs another graph.
 
     Modules also ask whether arguments are identical, as attention does.
     """
@@ -324,8 +323,7 @@ def _places(leaves: Sequence[Any]) -> list[int]:
 
 
 def _kind(leaf: Any) -> Any:
-    """Return the properties of an input on which a graph depends: of a tensor its dtype, dimensions, and which are 0 or
-    1.
+    """Return the properties of an input on which a graph depends: a tensor's dtype, dimensions, and which are 0 or 1.
 
     Of its device, only the type counts, since layers and inputs move between devices.
     """

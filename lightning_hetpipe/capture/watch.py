@@ -1,8 +1,8 @@
 """Watch of one ordinary step of the user's, to find the pieces of a LightningModule and their layers.
 
-The watched step runs once, and as it would without this package, so nothing is guessed. It shows which modules are
-called, in which order and by which modules, with what inputs, whether a layer changes its input in place, and what no
-stage could do. Conclusions are drawn when the step is over.
+The watched step runs once, and as it would without this package, so nothing is guessed. It shows the calls of modules,
+their order, callers and inputs, changes of inputs in place, and everything that no stage could do. Conclusions are
+drawn when the step is over.
 """
 
 from __future__ import annotations
@@ -109,8 +109,8 @@ class TrainingWatch(Watch):
     cannot be captured, calls in its ``forward`` are tried, and its own code runs as user code.
 
     Attributes:
-        frozen_too: Whether a Sequential with frozen parameters is also a piece, because a callback unfreezes it later.
-            A named Sequential always is.
+        frozen_too: Whether a Sequential with frozen parameters is a piece, as a callback unfreezes it. Named ones
+            always are.
         changed_later: Describes what a callback will do to a layer, if no graph can follow it.
         wants_graphs: Whether Sequentials of torch's own modules also get graphs.
         called: Called pieces, as indices into ``pieces``, in the order of the calls.

@@ -70,8 +70,7 @@ class Block(nn.Module):
 
 
 class GPT(L.LightningModule):
-    """A model of the next byte. It logs `train_loss`, and for val and test `_loss` (nats per byte) and
-    `_bits_per_byte`.
+    """A model of the next byte. It logs `train_loss`, for val and test `_loss` (nats per byte) and `_bits_per_byte`.
 
     `net` is one `nn.Sequential`: the embedding, the blocks, the last norm and the head are the layers.
 

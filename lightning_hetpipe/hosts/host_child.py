@@ -48,7 +48,7 @@ def child(security: dict[str, Any], descriptor: int, reasons: int) -> None:
 def _end_with(parent: int) -> None:
     """Make SIGTERM end this process only if the process ``parent`` has ended.
 
-    Launchers that signal all processes of a run, such as SLURM, reach hosts, too, whose weights must still be saved.
+    Launchers that signal all processes of a run, such as SLURM, also reach hosts, whose weights must still be saved.
     """
 
     def told(number: int, frame: FrameType | None) -> None:

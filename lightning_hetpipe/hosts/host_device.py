@@ -34,8 +34,7 @@ class Computed(NamedTuple):
 class HostDevice:
     """Device of a host: the CPU until :meth:`use` is called. ``place`` is its name with the host's, for people.
 
-    ``members`` are the devices of the stage's group, including the stage's own. Empty for a stage on one device or a
-    CPU.
+    ``members`` are the devices of the stage's group, including the stage's own. Empty without a group.
     """
 
     def __init__(self) -> None:

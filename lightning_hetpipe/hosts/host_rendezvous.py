@@ -185,7 +185,7 @@ class HostRendezvous:
 class Meeting:
     """The end of another process than node 0, as a context manager whose exit closes the connection.
 
-    ``address`` is node 0's, where nobody may answer for ``seconds``. ``own`` is this process's arrival.
+    ``address`` is node 0's. Node 0 must answer there within ``seconds``. ``own`` is this process's arrival.
 
     Raises:
         SettingError: if nobody answers in time, or if node 0 does not let this process in.

@@ -1,7 +1,7 @@
 """Server of hosts: for each connection it starts a process that is the host of one stage, and never outlives it.
 
-Each connection has a thread, which waits until the caller speaks, starts the process, and stays until the process ends:
-the kernel ends a child with the *thread* that forked it.
+Each connection has a thread, which waits until the caller speaks, starts the process, and stays until the process ends.
+The kernel ends a child with the *thread* that forked it.
 """
 
 from __future__ import annotations
@@ -42,8 +42,7 @@ _SILENT = "it has connected and said nothing"
 class HostServer:
     """Server of hosts as a context manager, at whose end all its hosts end.
 
-    It listens at ``address``, where port 0 takes any free port. Each host checks the certificates and the token of
-    ``security``.
+    It listens at ``address``, where port 0 takes any free port. Its hosts check the login by ``security``.
 
     Raises:
         SettingError: if the certificates cannot be used, or on entering, if the address is not available.

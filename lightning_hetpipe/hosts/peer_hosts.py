@@ -75,8 +75,8 @@ class PeerHosts:
     def connect(
         self, stage: int, hosts: Sequence[tuple[str, str]], forwards: Mapping[int, int], backwards: Mapping[int, int]
     ) -> list[str | None]:
-        """Hand results of segments of ``stage`` over to the hosts of the next segments. Return for each host why not,
-        or None.
+        """Hand results of segments of ``stage`` over to the hosts of the next segments. Return why a host fails, or
+        None.
 
         Args:
             hosts: Addresses and secrets of other stages' hosts.

@@ -1,7 +1,6 @@
 """Decision on a fit's stages, their devices and the number in flight, made at the start of the fit.
 
-If a model was taken apart, hand-overs between user code and stages may cost more than a pipeline gains
-(:func:`without_gain`).
+If a model was taken apart, hand-overs between user code and stages may cost more than it gains (:func:`without_gain`).
 """
 
 from __future__ import annotations
@@ -37,8 +36,7 @@ class Decision:
         emulated: Whether stages take as long as on the devices ``names``, which are not here.
         planned: Memory of each stage. Empty if nothing was planned or devices are emulated.
         groups: Devices of each stage that has several.
-        at: Decides anew for another Nm and weight policy, if Nm was searched. None if another Nm leaves stages
-            unchanged.
+        at: Decides anew for another Nm and weight policy. None if another Nm leaves stages unchanged.
     """
 
     split_points: tuple[int, ...]

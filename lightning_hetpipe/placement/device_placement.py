@@ -22,9 +22,8 @@ CPU = torch.device("cpu")
 def discovered_cluster(devices: Sequence[torch.device] | None = None) -> Cluster:
     """Discover one node with ``devices``, by default all GPUs, or the CPU if there are none.
 
-    A GPU has the catalogue's name, or torch's name if the catalogue does not know it. Its memory is what is free for
-    tensors of this process, minus a margin for fragmentation. A CPU has no limit of memory, and transfers take no time
-    there.
+    A GPU has the catalogue's name, or torch's name if the catalogue does not know it. Its memory is free for tensors of
+    this process, minus a margin for fragmentation. A CPU has no limit of memory, and no transfers.
 
     Raises:
         SettingError: if a GPU has almost no free memory.
@@ -108,8 +107,7 @@ class DevicePlacement:
         return [self.devices[index] for index in roomiest([slot.device.memory for slot in self.cluster.slots], count)]
 
     def room(self, stages: Sequence[torch.device]) -> list[float]:
-        """Return the bytes of memory for each of ``stages``, given by their devices, or equal numbers without
-        a limit."""
+        """Return the bytes of memory for each of ``stages``, given by devices. Without a limit, numbers are equal."""
         known = self.limits
         if any(device not in known for device in stages):
             return [1.0] * len(stages)
@@ -159,8 +157,7 @@ def _as_measured(cluster: Cluster) -> Cluster:
 
 
 def _named_as_in(plan: Plan | None, found: Cluster) -> Cluster:
-    """Name the discovered node as in the plan, where machines may have other names, and add the plan's nodes
-    with hosts."""
+    """Name the discovered node as in the plan, since machines may have other names, and add the nodes of hosts."""
     if plan is None:
         return found
     worker, (node,) = plan.virtual_workers[0], found.nodes

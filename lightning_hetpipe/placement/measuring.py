@@ -123,11 +123,10 @@ def known_optimizer(optimizer: torch.optim.Optimizer) -> str:
 
 
 def conditions(profiling: ProfilingInput, device: str, precision: str) -> Conditions:
-    """Return the conditions of measuring the layers of ``profiling`` on a device. If they differ, no cached profile is
-    used.
+    """Return the conditions of measuring the layers of ``profiling`` on a device. If they differ, no cache is used.
 
-    They are equal on machines with and without the device, so that a cache can be copied. Therefore the variant of
-    torch's wheel is left out.
+    They are equal on machines with and without the device, so that a cache can be copied. So the variant of torch's
+    wheel is left out.
     """
     layers = [(layer.name, layer.module) for layer, _, _ in profiling.layers]
     return Conditions(

@@ -95,7 +95,7 @@ class Planner:
         """Decide for the first of ``policies`` that fits into the devices' memory.
 
         Raises:
-            SettingError: if the plan is for another model, if the settings do not fit, or if there are more stages than
+            SettingError: if the plan is for another model, the settings do not fit, or there are more stages than
                 layers.
         """
         for policy in policies:

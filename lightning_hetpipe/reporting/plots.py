@@ -70,8 +70,7 @@ def draw(timeline: Timeline, first: int | None = None, last: int | None = None) 
 
     By default a readable number of minibatches from the middle is drawn. The upper part has rows for stages, user code
     and Lightning's thread. Boxes that are wide enough show the number of the minibatch, and waits are hatched. The
-    lower part shows how busy each stage is, averaged over the time of Nm minibatches, and how many minibatches are in
-    flight.
+    lower part shows how busy each stage is, averaged over the time of Nm minibatches, and the number in flight.
 
     Returns:
         A figure that no window shows. ``figure.savefig("timeline.png")`` writes it.
@@ -225,8 +224,8 @@ def _draw_curves(axes: Axes, timeline: Timeline, start: float, end: float) -> No
 def draw_cluster(plan: Plan, cluster: Cluster, bars: Sequence[tuple[str, Sequence[float | None]]] = ()) -> Figure:
     """Draw each device of ``cluster`` as a box with its virtual worker, stage and layers in ``plan``.
 
-    ``bars`` are other allocations to compare: a name, and minibatches per second with equal and with unequal shares,
-    None if impossible.
+    ``bars`` are other allocations to compare: a name, and minibatches per second with equal and with unequal shares, or
+    None.
 
     Raises:
         SettingError: without matplotlib.

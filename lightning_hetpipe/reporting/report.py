@@ -62,8 +62,7 @@ class Meter:
         self._flown += seconds
 
     def interval(self, busy_seconds: Sequence[float]) -> dict[str, float]:
-        """Return the metrics since the last call, by their names on a logger. ``busy_seconds`` are each stage's total
-        so far.
+        """Return the metrics since the last call, by names on a logger. ``busy_seconds`` are each stage's total so far.
 
         Minibatches count at their end, so the mean number "in_flight" is rough if they are few.
         """

@@ -135,8 +135,7 @@ class Timeline:
                 yield Span(stage, TURN if turn else IDLE, after.minibatch, before.end, after.start)
 
     def utilisation(self, stage: int, start: Any, end: Any) -> Any:
-        """Return the fraction, 0 to 1, of the time from ``start`` to ``end`` (numbers or arrays) in which ``stage``
-        computed."""
+        """Return the fraction, 0 to 1, of the time from ``start`` to ``end`` (or arrays) that ``stage`` computed."""
         row = self.row(stage)
         when = [time for span in row for time in (span.start, span.end)] or [0.0]
         until = np.cumsum([part for span in row for part in (0.0, span.end - span.start)] or [0.0])

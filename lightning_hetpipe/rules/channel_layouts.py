@@ -3,8 +3,8 @@
 A tensor is divided along one dimension, which is seen as ``outer`` times ``units`` times ``inner``. Each of ``outer``
 blocks has the units one after the other, and each unit has ``inner`` entries. A member has ``counts[member]`` units of
 every block, behind the units of the members before it. For example, a fused projection to queries, keys and values has
-3 blocks. Its units are heads, and ``inner`` is their width. If channels were flattened with their pixels, ``inner`` is
-the number of pixels.
+3 blocks. Its units are heads, and ``inner`` is their width. For channels flattened with their pixels, ``inner`` is the
+number of pixels.
 """
 
 from __future__ import annotations
@@ -45,16 +45,14 @@ class ChannelCounts:
     splits: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     def of(self, layer: str, options: Sequence[int]) -> tuple[int, ...] | None:
-        """Return the counts of ``layer``, or None if it stays whole. ``options`` are numbers of units, the
-        best first."""
+        """Return the counts of ``layer``, or None if it stays whole. ``options`` are numbers of units, best first."""
         if not self.splits:
             return apportioned(options[0], self.shares) if options[0] >= LEAST_UNITS else None
         counts = self.splits.get(layer, ())
         return counts if sum(counts) in options else None
 
     def check(self, divisible: Mapping[str, Sequence[int]]) -> None:
-        """Refuse counts for layers that are not ``divisible``, or that do not add up to one of the layer's numbers of
-        units.
+        """Refuse counts for layers that are not ``divisible``, or that add up to none of a layer's numbers of units.
 
         Raises:
             SettingError: for the first such layer.

@@ -10,13 +10,12 @@ CANDIDATES = ("size", "local")
 
 
 def place(sizes: Sequence[int], servers: int, how: str, homes: Sequence[int] = ()) -> list[list[int]]:
-    """Return the indices of the parameters on each server, ascending. Server 0 is the coordinator, beside virtual
-    worker 0.
+    """Return the ascending indices of the parameters on each server. Server 0 is the coordinator, beside VW 0.
 
     Values of ``how``:
 
-    - "size" gives each parameter, the largest first, to the server with the fewest bytes, so that machines' links carry
-      about the same.
+    - "size" gives each parameter, the largest first, to the server with the fewest bytes, so that links carry equal
+      loads.
     - "round_robin" deals parameters out to servers in turn.
     - "local" leaves each parameter with the server beside the stage of virtual worker 0 that holds it. If all virtual
       workers hold it on one node (the paper's ED-local, HetPipe, section 7), its updates cross no network. If virtual

@@ -87,8 +87,7 @@ def calls(pieces: Iterable[int]) -> tuple[Call, ...]:
 
 
 def segments(piece_lengths: Sequence[int], split_points: Sequence[int]) -> tuple[Segment, ...]:
-    """Return the segments of pieces with ``piece_lengths`` layers, over stages that start at the layers
-    ``split_points``.
+    """Return the segments of pieces with ``piece_lengths`` layers, over stages that start at ``split_points``.
 
     Raises:
         ValueError: if ``split_points`` does not start at 0, increase, and lie within the layers.
@@ -121,8 +120,7 @@ def route(parts: Sequence[Segment], order: Sequence[Call]) -> tuple[Instruction,
 
 
 class CallOrder(Generic[T]):
-    """Order of minibatches at a segment that each minibatch visits several times, and that changes its buffers (law
-    L2).
+    """Order of minibatches at a segment that changes its buffers and is visited several times by each (law L2).
 
     One minibatch at a time runs its forwards there, in order of p. ``T`` is a forward's type. The buffers after
     minibatch p are those after its last call, and minibatch p + 1 starts from them. So the first forward of p + 1 waits

@@ -5,7 +5,7 @@ Gradient descent with momentum mu on a loss of curvature h, with gradients that 
     effective rate * s * h <= 1,    effective rate = lr / (1 - mu)
 
 for any mu, with or without Nesterov's look-ahead. Without staleness the bound is lr * h = 2 (1 + mu). So staleness
-takes away the stability that momentum adds: for mu = 0.9 and s = 3 the largest stable lr * h falls from 3.8 to 0.035.
+takes away the stability that momentum adds. For mu = 0.9 and s = 3, the largest stable lr * h falls from 3.8 to 0.035.
 For the sum of N virtual workers, the bound holds with N * lr and the global staleness.
 """
 
@@ -26,7 +26,7 @@ BATCH_NORM = 5.0
 """Factor of these bounds in a model with BatchNorm, whose gradients become smaller as weights grow."""
 
 PREDICTED = 3.0
-"""Factor if weights are predicted and learning rates warm up. Adam does not need the warm-up."""
+"""Factor if weights are predicted and learning rates are lower at the beginning, which Adam does not need."""
 
 PREDICTED_AND_CLIPPED = 6.0
 """Factor if weights are predicted and gradients are clipped, for steps in proportion to gradients."""
@@ -76,7 +76,7 @@ def bearable_rate(
     Args:
         steps: Largest age of a gradient in steps.
         workers: Number of virtual workers whose updates are added.
-        corrected: Whether learning rates warm up.
+        corrected: Whether ``lr_correction`` lowers learning rates at the beginning.
     """
     if not steps:
         return None

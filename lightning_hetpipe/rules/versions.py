@@ -43,7 +43,7 @@ class WeightPolicy:
         name: Value of the setting ``weights``.
         version: Returns the version that a minibatch uses, before v_e is considered.
         buffers: Returns the sufficient number of version buffers while only optimizer steps change weights.
-        behind: Returns the largest number of minibatches by which weights are behind, without those of the own window.
+        behind: Returns the largest number of minibatches by which weights are behind, without the own window's.
         staleness: Describes for people how stale gradients are at an Nm above 1.
         least_window: Returns the smallest number of minibatches in an optimizer step for a given Nm.
         predicts: Whether the version is moved on.

@@ -1,4 +1,4 @@
-"""Waves, clocks and the distance between them: Wave Synchronous Parallel (laws L3 and L6; HetPipe, section 5).
+"""Waves, clocks and the distance between them: Wave Synchronous Parallel (laws L3 and L6, HetPipe, section 5).
 
 A VW that waits at a cut has pushed zero for every future wave, so its clock counts as infinite: ``None`` here. An
 example of three VWs, D = 0, and a VW 1 that comes to the cut early (``|``: it waits there, ``+``: all have arrived, and
@@ -93,25 +93,23 @@ def throughput(lengths: Sequence[int], rates: Sequence[float]) -> float:
 
 
 def staleness_bound(lengths: Sequence[int], vw: int, of: int, in_flight: int, distance: int) -> int:
-    """Return the most minibatches of virtual worker ``of`` that a minibatch of ``vw`` misses, if waves take equally
-    long.
+    """Return the most minibatches of VW ``of`` that a minibatch of VW ``vw`` misses, if waves take equally long.
 
     ``lengths`` are W_v, ``distance`` is D, and ``of`` may equal ``vw``. The first Nm - 1 minibatches of a wave use
     versions from before the last synchronisation. So minibatch q <= Nm - 2 of wave c (both from 0) has only the first c
     - 1 - D waves of the others. These have gone on meanwhile by q / W_vw of a wave. The bound is (D + 1) W_of + q W_of
-    / W_vw (HetPipe, section 5.2, where all W are Nm).
+      / W_vw (HetPipe, section 5.2, where all W are Nm).
     """
     return -(-((distance + 1) * lengths[vw] + in_flight - 2) * lengths[of] // lengths[vw])
 
 
 def dealt(minibatches: int, lengths: Sequence[int], vw: int) -> Iterator[range]:
-    """Yield the minibatches of an epoch that virtual worker ``vw`` gets, wave by wave, numbered from 0 in the epoch's
-    order.
+    """Yield the minibatches of an epoch that VW ``vw`` gets, wave by wave, numbered from 0 in the epoch's order.
 
-    ``minibatches`` counts those of all virtual workers, and ``lengths`` are W_v. Each minibatch belongs to one virtual
-    worker, and all virtual workers have the same number of waves. All waves but the last are full. The last wave
-    divides the remaining minibatches so that it takes the shortest time, and may leave none for some. If it is the only
-    wave, all virtual workers get a minibatch first, if there are enough.
+    ``minibatches`` is the number for all virtual workers, and ``lengths`` are W_v. Each minibatch belongs to one
+    virtual worker, and all virtual workers have the same number of waves. All waves but the last are full. The last
+    wave divides the remaining minibatches so that it takes the shortest time, and may leave none for some. If it is the
+    only wave, all virtual workers get a minibatch first, if there are enough.
     """
     full, rest = divmod(minibatches, sum(lengths))
     waves = [lengths] * full
@@ -130,8 +128,7 @@ def dealt(minibatches: int, lengths: Sequence[int], vw: int) -> Iterator[range]:
 def dealt_samples(
     samples: int, batch_size: int, lengths: Sequence[int], vw: int, drop_last: bool = False
 ) -> Iterator[range]:
-    """Yield the samples of an epoch that virtual worker ``vw`` gets, wave by wave, as places from 0 in the epoch's
-    order.
+    """Yield the samples of an epoch that VW ``vw`` gets, wave by wave, as places from 0 in the epoch's order.
 
     They are the samples of its minibatches (:func:`dealt`) of ``batch_size`` samples. A last minibatch that is not full
     comes last on its virtual worker. If there are fewer minibatches than virtual workers, smaller minibatches are dealt
@@ -147,15 +144,13 @@ def dealt_samples(
 def common_waves(lengths: Sequence[int], spans: Sequence[tuple[int, int]]) -> int:
     """Return the number of waves after which no virtual worker has reached its last minibatch, so all can still cut.
 
-    ``lengths`` are W_v. ``spans`` has for each virtual worker the minibatch with which its waves begin, and its
-    minibatches in the epoch.
+    ``lengths`` are W_v. ``spans`` has each VW's minibatch with which its waves begin, and its minibatches in the epoch.
     """
     return min(max(0, last - first - 1) // length for length, (first, last) in zip(lengths, spans, strict=True))
 
 
 def covered(wave: int | None, common: int, length: int, first: int, last: int) -> range:
-    """Return the minibatches of an epoch (from 0) in wave ``wave`` (from 1) of a virtual worker, or for None in the
-    rest.
+    """Return the minibatches of an epoch (from 0) in wave ``wave`` (from 1) of a VW, or for None in the rest.
 
     The rest comes after the ``common`` waves of :func:`common_waves`. No wave covers it. Waves have ``length``
     minibatches and begin with minibatch ``first``, and the epoch has ``last`` minibatches.

@@ -31,8 +31,8 @@ def compiled(function: C, options: Mapping[str, Any], check: Callable[[fx.GraphM
     """Call ``torch.compile(function, fullgraph=True, **options)`` so that ``check`` sees each graph before the backend.
 
     Two kinds of guards are left out. Guards on the process's state, such as its default dtype, fail because other
-    threads change that state. Guards on the object that replaces a module's ``forward`` fail because each copy has
-    another object.
+    threads change that state. Guards on the object that replaces a module's ``forward`` fail in copies with other
+    objects.
     """
     backend = options.get("backend", "inductor")
     further: dict[str, Any] = dict(options.get("options") or {})

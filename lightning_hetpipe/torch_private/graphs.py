@@ -67,8 +67,7 @@ def traced_as_called() -> Iterator[None]:
     """Hide from modules that ``torch.export`` traces.
 
     ``torch.compiler.is_compiling`` and ``is_exporting`` return False. Without gradients, torch.nn's modules for
-    attention take fused operators as in evaluations. Products of experts are traced in all dtypes in which they are
-    computed.
+    attention take fused operators as in evaluations. Products of experts are traced in all their dtypes.
     """
     from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP  # here, as it imports sympy
 

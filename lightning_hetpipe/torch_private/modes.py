@@ -83,8 +83,8 @@ class OwnMode(TorchFunctionMode):
 
     - It also sees custom autograd functions, which torch shows to no mode.
     - Modules that ask for modes before they take fused operators do not see it, such as attention in evaluations.
-    - Within it, the norm of gradients on several devices equals the norm on one device, and a vector can be made of
-      their parameters.
+    - Within it, the norm of gradients on several devices equals the norm on one, and ``parameters_to_vector`` works
+      across devices.
     - Within it, checkpoints keep the states of all generators from which their functions may draw.
     """
 

@@ -36,8 +36,7 @@ def make_without_memory(cls: type[T], like: Tensor, device: torch.device) -> T:
 
 
 def take_in_foreach(cls: type[Tensor]) -> None:
-    """Make optimizers and gradient clipping use ``foreach`` for tensors of class ``cls``, on the devices on which they
-    use it for plain tensors."""
+    """Make optimizers and gradient clipping use ``foreach`` for tensors of class ``cls`` like for plain tensors."""
     for known in (optimizer._foreach_supported_types, _foreach_utils._foreach_supported_types):
         if cls not in known:
             known.append(cls)

@@ -1,7 +1,7 @@
 """Private names of torch for tensors: their memory, their changes, and nestings of them.
 
 ``pytree`` is what torch's own extensions build on, but carries an underscore in its path. ``foreach_copy_`` copies a
-stage's weights in one fused call; ``Tensor._version`` counts in-place changes.
+stage's weights in one fused call. ``Tensor._version`` counts in-place changes.
 
 Where torch does not have a name:
 

@@ -1,15 +1,16 @@
 """Search for the grouping of a cluster's devices into virtual workers: ``allocation="auto"``.
 
 The search is over *divisions*: blocks of nodes, each made into a number of virtual workers. These take the block's
-devices in turn, the fastest of each node first. If the devices of a node are equal, NP, HD and ED are divisions: a
-block per node made into one, pairs of nodes made into two, and all nodes made into as many as a node has devices. A
-block made into no virtual worker leaves its devices idle.
+devices in turn, the fastest of each node first. If the devices of a node are equal, NP, HD and ED are divisions. NP has
+a block per node, made into one virtual worker. HD has pairs of nodes, made into two. ED has all nodes, made into as
+many as a node has devices. A block made into no virtual worker leaves its devices idle.
 
-The speed of a division is the throughput without synchronisation: the sum of the virtual workers' rates if waves are
-proportional, else the slowest rate times their number. Equal groups of devices are planned once. A group is not planned
-if even with all its devices always busy it would not help. From several divisions the search climbs by single changes:
-another number of virtual workers in a block, two blocks joined, a block split into its nodes. The best divisions are
-simulated with synchronisation and shared links, beside NP, ED and HD, and placed layers if they may be faster.
+The speed of a division is its throughput without synchronisation. If waves are proportional, it is the sum of the
+virtual workers' rates, else the slowest rate times their number. Equal groups of devices are planned once. A group is
+not planned if even with all its devices always busy it would not help. From several divisions the search climbs by
+single changes: another number of virtual workers in a block, two blocks joined, a block split into its nodes. The best
+divisions are simulated with synchronisation and shared links, beside NP, ED and HD, and placed layers if they may be
+faster.
 
 The result is a local optimum near these starts.
 """
@@ -198,7 +199,7 @@ class _GroupingSearch:
         return tuple(group for group in groups if self._rate(group, self._number(group)))
 
     def _climb(self, at: Blocks) -> None:
-        """Climb until no single change is faster. Without this, the paper's cluster makes 10% less of VGG-19
+        """Climb until no single change is faster. Else the paper's cluster is 10% slower with VGG-19
         (``benchmarks/paper_cluster.py``)."""
         value = self._value(at)
         while True:

@@ -7,8 +7,7 @@ of the head's node. An example of three nodes with two devices each, the head H 
 
     ABH, CDH, EH
 
-If the head is the only device of its node, it either does nothing else, or is an additional virtual worker with all
-layers.
+If the head is the only device of its node, it either does nothing else, or is one more virtual worker with all layers.
 
 The search chooses the head, whether it does something else, and its first layer. A rough estimate from the seconds of
 devices and the bytes of the busiest links decides which choices are simulated first. The search ends when no other

@@ -1,18 +1,17 @@
 """Simulation of a cluster: virtual workers, the parameter servers between them, and the links that they share.
 
-Each virtual worker is a :class:`~lightning_hetpipe.planning.model.simulate.PipelineRun`. Virtual workers have in
-common:
+Each virtual worker is a :class:`~lightning_hetpipe.planning.model.simulate.PipelineRun`. They share:
 
 - A wave ends when Lightning's thread has stepped the last of its W_v minibatches. The virtual worker pushes its update
   to the servers, waits until no virtual worker is more than D waves behind it, and pulls (law L3). Minibatches in
   flight go on meanwhile. Minibatches that need the version at the wave's end start when the pull is done.
 - Each direction of a node's network link is a shared link, and so is each direction of the memory of a node with a
   server. All transfers that cross a link at one moment get equal parts of its bandwidth. A transfer ends, after the
-  network's latency, when each link that it crosses has moved all its bytes. So servers add as fast as their node's
-  memory takes updates.
+  network's latency, when each link that it crosses has moved all its bytes. So a node's memory limits how fast its
+  server adds.
 - Activations and gradients between stages on different nodes cross these links. The receiving stage is busy meanwhile.
-- A device with stages of several virtual workers computes their tasks one after another, in the order in which the
-  tasks become ready there.
+- A device with stages of several virtual workers computes their tasks one after another, in the order in which they
+  become ready.
 """
 
 from __future__ import annotations
@@ -37,15 +36,14 @@ from lightning_hetpipe.rules.waves import may_pull
 
 @dataclass(frozen=True)
 class SimulatedWorker:
-    """Result of one virtual worker, in seconds. ``published`` has the time at which each version 1, 2, ... was
-    published.
+    """Result of one virtual worker, in seconds. ``published`` has the time of each version 1, 2, ...
 
     Attributes:
         waited: Time for which Lightning's thread waited for slower virtual workers.
         moved: Time for which the virtual worker pushed and pulled.
         synchronised: Time of waiting and moving at the end of each wave.
         staleness: Largest number of minibatches of one other virtual worker u that the weights of a minibatch p lacked.
-            u counts as having computed ceil((p - 1) W_u / W_v) minibatches, as if each virtual worker kept its pace.
+            Virtual worker u counts as having computed ceil((p - 1) W_u / W_v) minibatches, as if all kept their pace.
     """
 
     wave: int
@@ -107,8 +105,7 @@ def simulate_cluster(
     seed: int = 0,
     versions: Versions | None = None,
 ) -> ClusterSimulation:
-    """Simulate ``waves`` waves of each of ``workers``, whose pipelines start empty. They synchronise if there are
-    several.
+    """Simulate ``waves`` waves of each of ``workers``, whose pipelines start empty. Several synchronise.
 
     Args:
         cluster: Cluster whose links are shared. By default transfers between virtual workers take no time.
@@ -193,8 +190,8 @@ class _Network:
 
 
 class _Transfer:
-    """Transfer over several links at once. When the last of the ``left`` links has moved its bytes, ``done`` is called
-    with the time."""
+    """Transfer over several links at once. ``done`` is called when the last of the ``left`` links has moved
+    its bytes."""
 
     __slots__ = ("done", "left")
 

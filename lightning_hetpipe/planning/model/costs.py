@@ -1,7 +1,7 @@
 """Costs of stages on devices, in seconds and bytes, by the boundaries between which a stage lies.
 
-Boundary b lies before layer b, boundary n behind the last layer. In an array of shape (n + 1, n + 1), the row is the
-first boundary of a stage and the column its last boundary.
+Boundary b lies before layer b, boundary n behind the last layer. Arrays of shape (n + 1, n + 1) have the first boundary
+of a stage as row, and its last boundary as column.
 """
 
 from __future__ import annotations
@@ -62,11 +62,11 @@ class Costs:
     """Seconds of stages of a profile on ``kinds`` of devices.
 
     Attributes:
-        own: For each kind, an (n + 1, n + 1) array of the seconds of the layers between two boundaries: forward and
-            backward, and with ``recompute`` the forward twice. Infinite if no layer lies between.
+        own: For each kind, seconds of the layers between two boundaries: forward and backward, and with ``recompute``
+            the forward twice. Infinite if no layer lies between.
         own_last: As ``own``, for the last stage, which never recomputes.
         forward: For each kind, seconds of the forwards of all layers before each boundary.
-        within, across: Seconds of one transfer by boundary, between two devices of a node (by node) and between two
+        within, across: Seconds of one transfer, by boundary: between two devices of a node (by node), and between
             nodes.
     """
 

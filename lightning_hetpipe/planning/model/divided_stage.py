@@ -2,13 +2,12 @@
 
 A *run* is a sequence of layers whose devices hand their channels on to each other.
 
-The first device has all that an undivided stage has. If it computes a part of a run, it additionally assembles the
-run's whole output beside its part, and likewise the gradients. Its part of weights that are divided by rows is a copy
-in each version.
+The first device has all that an undivided stage has. If it computes a part of a run, it also assembles the run's whole
+output beside its part, and the gradients. Its part of weights that are divided by rows is a copy in each version.
 
-Another device has, for each minibatch that the stage holds, the whole input of each run in which it takes part, and its
-part of everything else that the run keeps. It also has its part of each version of the weights. While it computes, it
-has the gradients of a run's input, of its part of the weights, and of what the run's largest layer keeps.
+For each minibatch that the stage holds, another device has the whole inputs of its runs, and its part of everything
+else that these runs keep. It also has its part of each version of the weights. While it computes, it has the gradients
+of a run's input, of its part of the weights, and of what the run's largest layer keeps.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DividedStage:
-    """Group of devices that divides layers of a stage. Its first device holds what is not divided.
+    """Group of devices that divides layers of a stage. Its first device holds all undivided layers.
 
     Attributes:
         counts: For each divided module by name, the number of units that each device computes.

@@ -83,8 +83,7 @@ class Estimate:
         spread: Whether this is a spread run: the stages are devices, with one minibatch among them.
         idle: Devices that the plan does not use.
         reasons: Sentences that explain the choice of the plan.
-        advise: Searches for changes that make the plan fit, perhaps for longer than the plan was searched. None if the
-            plan fits.
+        advise: Searches, perhaps for a long time, for changes that make the plan fit. None if it fits.
     """
 
     stages: tuple[StageEstimate, ...]

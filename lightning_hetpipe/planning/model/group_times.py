@@ -1,7 +1,7 @@
 """Times of layers that a group of devices divides by their channels, and how many channels each device gets.
 
-Layers of one *run* have the same counts, because their devices hand channels on to each other. Each device that has
-channels gets the whole input of the first layer from the group's first device, and sends back its part of the last
+Layers of one *run* have the same counts, because their devices hand channels on to each other. Each device with
+channels gets the whole input of the first layer from the group's first device. It sends back its part of the last
 layer's output. Gradients go the other way. For each minibatch, each device also gets its part of the new weights, and
 gives back their gradients. Each pass through a run costs interpreter time, which devices do not share.
 
@@ -70,7 +70,7 @@ def group_times(
 
 
 def balanced(seconds: Sequence[Sequence[float]], units: int) -> tuple[int, ...] | None:
-    """Find counts that add up to ``units`` with the least time of the slowest member. None if ``seconds`` has too few
+    """Find counts that add up to ``units`` with the least time of the slowest member, or None if there are too few
     units.
 
     Of several solutions, return the one that gives the first member most, then the second member, and so on.

@@ -83,10 +83,9 @@ class UserBytes:
     loss: Annotated[Bytes, Key("loss_bytes")] = 0
 
     def total(self, in_flight: int, state: float) -> int:
-        """Return the bytes for ``in_flight`` minibatches and versions, and an optimizer's ``state`` per byte of
-        weights.
+        """Return the bytes for ``in_flight`` minibatches and versions, with ``state`` optimizer bytes per weight byte.
 
-        The sum includes the gradients of two minibatches, and gradients that the loss's backward makes: as large as
+        The sum includes the gradients of two minibatches, and those of the loss's backward, which are as large as
         ``loss``.
         """
         weights = self.frozen + int((3 + in_flight + state) * self.trained)
@@ -108,14 +107,13 @@ class Width(NamedTuple):
 
 @dataclass(frozen=True)
 class LayerWidths:
-    """Division of one layer by its channels among the devices of a group: the number of units, and the time of each
-    part.
+    """Division of one layer by its channels among the devices of a group: the number of units, and the parts' times.
 
     Attributes:
         run: First layer of the run that contains this layer. Devices hand their channels on within a run.
         units: Number of channels, groups of channels or heads of each divided module, by name as in a plan's
-            :class:`~lightning_hetpipe.planning.plan.planned_worker.PlannedSplit`. Empty for a layer that works on any
-            channels, such as an activation.
+            :class:`~lightning_hetpipe.planning.plan.planned_worker.PlannedSplit`. Empty for a layer such as an
+            activation, which works on any channels.
         sums: Whether outputs of the devices must be added, as for the second linear layer of a transformer's MLP.
         measured: For each device's name, times of some parts in ascending order. The last part is the whole layer.
     """
@@ -129,8 +127,7 @@ class LayerWidths:
         object.__setattr__(self, "measured", {name: tuple(own) for name, own in self.measured.items()})
 
     def seconds(self, device: str | None, whole: float, units: int) -> list[float]:
-        """Return the seconds of 0, 1, ... ``units`` of ``units`` equal parts of a layer. More parts never take less
-        time.
+        """Return the seconds of 0, 1, ... ``units`` of ``units`` equal parts of a layer, which never decrease.
 
         Between two measured parts the time of the larger part counts, since kernels compute channels in blocks. If
         ``device`` was not measured, another device stands for it. Measured times are scaled to ``whole``, the seconds
@@ -162,7 +159,7 @@ class Profile:
         samples: Samples in a minibatch.
         times: For each device's name, the median times of each layer.
         memory: Bytes of these devices, if known.
-        estimated: Names of devices whose times were estimated, each with the name of the device from which they were
+        estimated: Names of devices with estimated times, each with the name of the device from which these were
             derived.
         calls: If a step calls a module several times, the layers of each call in order: first layer, and layer behind
             the last. Times and bytes are sums over all calls of a minibatch.
@@ -229,11 +226,10 @@ class Profile:
         return calls * link.seconds(self.layers[boundary - 1].output // calls)
 
     def times_on(self, device: Device) -> Sequence[Times]:
-        """Return the times of each layer on ``device``: the times of its name or of the only profiled device, divided
-        by its speed.
+        """Return the times of each layer on ``device``: times of its name or of the only profiled device, by its speed.
 
-        Beside devices with estimated times, a device of another name must say its speed, because its name may be a
-        typing error.
+        Beside devices with estimated times, a device of another name must say its speed, as its name may be a typing
+        error.
 
         Raises:
             SettingError: if neither applies.
@@ -264,12 +260,11 @@ class Profile:
         return mine.get(canonical(device.name))
 
     def with_estimates(self, devices: Sequence[Device], precision: str = "32") -> Profile:
-        """Add times of ``devices`` that the profile lacks and the catalogue knows, and list these devices in
-        ``estimated``.
+        """Add times of ``devices`` that only the catalogue knows, and list these devices in ``estimated``.
 
         The times are derived from the profiled GPU of nearest speed
         (:meth:`~lightning_hetpipe.planning.model.catalogue.Gpu.speed`). If no GPU of the catalogue was profiled, as on
-        a machine with a CPU only, the profiled device's own speed in ``speeds`` is used, and times are at least
+        a machine with a CPU only, times are derived from the profiled device's speed in ``speeds``. They are at least
         :data:`SHORTEST`. Without such a speed, the only profiled device stands for the fastest of ``devices``, so that
         only ratios are estimated. Devices that say their speed stay as they are.
         """

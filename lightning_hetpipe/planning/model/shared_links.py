@@ -2,8 +2,8 @@
 
 At any moment all transfers on a link get equal parts of the bandwidth, like connections of one network. For each link a
 clock counts the bytes that every transfer has been given since the link was last idle. A transfer ends when this clock
-has advanced by its bytes. So a start or an end changes the pace of all transfers, and only the next end of each link
-has to be known.
+has advanced by its bytes. So a start or an end changes the pace of all transfers, and only the next end on each link
+must be known.
 """
 
 from __future__ import annotations

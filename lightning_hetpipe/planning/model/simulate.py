@@ -5,14 +5,14 @@ Time moves from event to event, so a run of hours takes no longer than its numbe
 - Each stage runs its tasks first in, first out, in the order in which they become ready (law L2). The tasks of a
   minibatch are given by :func:`~lightning_hetpipe.rules.schedule.route`. A segment that is visited several times and
   changes buffers takes minibatches one by one (:class:`~lightning_hetpipe.rules.schedule.CallOrder`).
-- Minibatch p starts when the version that it uses is published: p - Nm under weight stashing. The first Nm minibatches
-  start at once (law L1).
-- A transfer is part of the task that receives it, as in the engine. So a link keeps the receiving stage busy, and
-  counts towards T_max.
+- Minibatch p starts when the version that it uses is published: p - Nm under weight stashing. The first Nm start at
+  once (law L1).
+- A transfer is part of the task that receives it, as in the engine. So a link keeps its receiver busy, and counts
+  towards T_max.
 - Lightning's thread takes minibatches in order. Each step lasts ``step`` seconds (hooks, optimizer). A step that ends a
   wave lasts another ``synchronise`` seconds (law L3), in which the pipeline goes on with minibatches in flight.
-- With ``jitter`` the time of each task is multiplied by a factor of its own, drawn from ``seed``, the virtual worker,
-  the minibatch and the task.
+- With ``jitter`` the time of each task is multiplied by a factor, drawn from ``seed`` for its virtual worker and
+  minibatch.
 - Events at one time are handled in the order in which they were scheduled.
 
 :func:`simulate` runs one virtual worker to its end. In a cluster (:mod:`.cluster_simulation`) each :class:`PipelineRun`
@@ -97,8 +97,8 @@ class StageLoad(NamedTuple):
     Attributes:
         held: Number of minibatches whose activations are held, from the end of a forward to the end of its backward.
         waiting: Number of minibatches whose gradients wait for Lightning's step after their backward.
-        whole: 1 while the stage computes a held minibatch, else 0. With recomputation the other held minibatches keep
-            only their inputs.
+        whole: 1 while the stage computes a held minibatch, else 0. With recomputation the others keep only their
+            inputs.
     """
 
     held: int
@@ -169,8 +169,8 @@ class WorkerPipeline:
 class Simulation:
     """Result of a simulated run.
 
-    ``tasks`` are in the order in which they started. ``published`` has the second at which each version 1, 2, ... was
-    published, and ``held`` for each stage the largest number of minibatches whose activations it held at once.
+    ``tasks`` are in the order of their starts. ``published`` has the second of each version 1, 2, ... For each stage,
+    ``held`` is the largest number of minibatches whose activations it held at once.
     """
 
     tasks: Sequence[TaskFields]
@@ -183,8 +183,7 @@ class Simulation:
         return tuple(map(SimulatedTask._make, sorted(self.tasks, key=itemgetter(3, 0))))
 
     def rate(self, edge: int = 0) -> float:
-        """Return minibatches per second, without the first and the last ``edge``, during which the pipeline fills and
-        drains.
+        """Return minibatches per second without the first and the last ``edge``, when the pipeline fills and drains.
 
         Raises:
             ValueError: if no minibatch is left.
@@ -264,8 +263,8 @@ def simulate(
         step: Seconds of Lightning's thread for each minibatch.
         wave: W, by default Nm.
         synchronise: Seconds that Lightning's thread waits at the end of each wave.
-        jitter: Variation of the tasks' times: standard deviation of the logarithm of log-normal factors with mean 1.
-            0.05 is about 5 %.
+        jitter: Standard deviation of the logarithm of the tasks' log-normal factors, which have mean 1. 0.05 is about 5
+            %.
         visits: Visits of each minibatch, by default one to each stage.
         versions: Weight versions that minibatches use, by default those of weight stashing.
 

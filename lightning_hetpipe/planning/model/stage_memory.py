@@ -4,10 +4,10 @@
 - Versions: weight stashing keeps copies of trained weights for Nm versions (law L1). Other weight policies keep fewer
   copies, or one more for their predictions. Room for the copies is taken when the pipeline is built. All versions share
   one copy of frozen weights. No copy shares memory with the live weights.
-- Gradients: of trained weights, the gradients of Lightning's last step, which stay until the next step, and the
-  gradients of minibatches that wait for Lightning's step.
-- Optimizer state: bytes for each byte of trained weights, by the optimizer's name (:data:`OPTIMIZERS`), and temporary
-  memory of its step: on accelerators torch's steps compute all weights of a device at once (``foreach``).
+- Gradients of trained weights: of Lightning's last step, which stay until the next step, and of minibatches that wait
+  for Lightning's step.
+- Optimizer state: bytes for each byte of trained weights, by the optimizer's name (:data:`OPTIMIZERS`). Temporary
+  memory of its step is added: on accelerators torch computes all weights of a device at once (``foreach``).
 - Activations: what held minibatches keep from their forward until their backward. How many minibatches a stage holds
   follows from the schedule, so a simulation counts them
   (:class:`~lightning_hetpipe.planning.model.simulate.StageLoad`). First in, first out holds more than 1F1B.
@@ -17,8 +17,7 @@
   minibatches in flight, and the loss (:class:`~lightning_hetpipe.planning.model.profile.UserBytes`).
 
 The first minibatch of a fit is spread over all devices by their room. It has no versions and takes less, except perhaps
-on a device whose later stage has frozen weights. A run with one minibatch in flight is also spread
-(:class:`SpreadMemory`).
+on a device whose later stage has frozen weights. So is a run with one minibatch in flight (:class:`SpreadMemory`).
 
 Gradients and activations are counted at the moment at which their sum is largest. If Lightning's thread is slower than
 simulated, or evaluates between two steps, more gradients wait. They wait on the host if the device has no room
@@ -103,8 +102,7 @@ def step_bytes(optimizer: str | float) -> float:
 
 
 def optimizer_state(optimizer: str | float) -> float:
-    """Return the bytes for each byte of the weights, temporary bytes of the step included. A number is returned
-    unchanged.
+    """Return the bytes for each byte of the weights, with the step's temporary bytes. A number is returned unchanged.
 
     Raises:
         SettingError: if ``optimizer`` is neither a name in :data:`OPTIMIZERS` nor such a number.
@@ -212,8 +210,8 @@ def stage_memory(
     Args:
         loads: What the stage holds at different times. The heaviest load counts.
         state: The optimizer's bytes, see :func:`optimizer_state`.
-        recompute: Whether forwards are recomputed for their backwards. Held minibatches keep their inputs only, except
-            the one that is computed.
+        recompute: Whether forwards are recomputed for their backwards. Held minibatches that are not computed keep only
+            their inputs.
         user: Bytes that user code takes on the device.
         buffers: Copies of the trained weights for versions, by default Nm.
     """

@@ -44,8 +44,8 @@ class Plan(CheckedRecord):
         spread: Whether this is a spread run. A run and the figures follow it.
         weights: Name of the weight policy for the run and the figures.
         accumulate_grad_batches: Minibatches of an optimizer step for which the figures are.
-        allocation: Rule by which virtual workers got their devices: "np", "ed", "hd", "placed" or "auto". Empty if the
-            devices were given.
+        allocation: Rule by which virtual workers got their devices: "np", "ed", "hd", "placed", "auto", or empty for
+            given devices.
         placement: Setting for which server holds which parameter.
         network_bytes: Bytes that cross the network between nodes for each minibatch.
     """
@@ -81,8 +81,7 @@ class Plan(CheckedRecord):
         """Make the plan of one virtual worker.
 
         Args:
-            found: The choice of :func:`~lightning_hetpipe.planning.search.choice.best_plan`, or the estimate for given
-                stages.
+            found: Choice of :func:`~lightning_hetpipe.planning.search.choice.best_plan`, or estimate for given stages.
             cluster: The cluster for which it was found.
             estimated: Names of the devices whose times come from a data sheet.
             nominal: The devices whose memory comes from a data sheet.
@@ -172,7 +171,7 @@ class Plan(CheckedRecord):
     def workers_on_nodes(self) -> dict[str, int]:
         """Number of virtual workers on each machine, by the machine of their last stage.
 
-        Machines are in the order of their NODE_RANK: machines of last stages in the order of virtual workers, then the
+        Machines are in the order of their NODE_RANK: machines of last stages in the order of virtual workers, then
         others.
         """
         led = Counter(worker.leader for worker in self.virtual_workers)
@@ -225,11 +224,9 @@ class Plan(CheckedRecord):
             raise SettingError(f"the plan cannot be run: {found[0].place} {found[0].said}{more}; plan anew")
 
     def merged(self, layers: Sequence[str]) -> Plan:
-        """Adapt the plan to ``layers``, each of which may stand for several layers of the plan and has the first one's
-        name.
+        """Adapt the plan to ``layers``, each named like the first of the plan's layers for which it stands.
 
-        A stage that begins within such a layer begins behind it. If a stage has no layer left, return the plan
-        unchanged.
+        A stage that begins within such a layer begins behind it. A plan with a stage without layers stays unchanged.
         """
         begins = [sum(name in layers for name in self.layers[:number]) for number in range(len(self.layers) + 1)]
         workers = []
@@ -267,7 +264,7 @@ class Plan(CheckedRecord):
         return [cluster.slots_by_place[stage.at] for stage in self.virtual_workers[virtual_worker].stages]
 
     def groups(self, virtual_worker: int, cluster: Cluster) -> list[list[DeviceSlot]]:
-        """Return for each stage the devices of ``cluster`` that divide its layers, in order. Empty for a stage on one
+        """Return for each stage the devices of ``cluster`` that divide its layers, in order, or none for a single
         device.
 
         Raises:

@@ -90,7 +90,7 @@ class PlannedSplit(CheckedRecord):
         layer: Path of the module in the LightningModule, such as "net.features.0". For a parameter that is no module's
             ``weight``, the parameter's own path.
         counts: Number of units for each member, in the group's order: output channels, groups of a grouped convolution,
-            or attention heads (heads of keys and values, if several heads of queries share one).
+            or attention heads. If several heads of queries share a head of keys and values, the latter count.
     """
 
     layer: str
@@ -112,8 +112,8 @@ class PlannedStage(DeviceLabel):
         weights_bytes: Bytes of its weights, by which a spread run divides the model. 0 if a file does not have it.
         group: Devices that divide the layers, in order. The stage's own device is among them and holds the unsplit
             weights, gradients and optimizer state. Empty for a stage on one device.
-        splits: Layers that the group divides by output channels. If empty, the group divides every layer that it can,
-            by the members' shares.
+        splits: Layers that the group divides by output channels. If empty, it divides every layer it can, by the
+            members' shares.
     """
 
     node: str

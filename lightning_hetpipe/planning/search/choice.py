@@ -1,6 +1,6 @@
 """Choice of the plan of one virtual worker: which layers run on which device, and how many minibatches are in flight.
 
-For a given Nm, the search looks for the fastest plan that fits (``plans``): it divides layers by dynamic programming
+For a given Nm, the search looks for the fastest plan that fits (``plans``). It divides layers by dynamic programming
 (``divider``), simulates divisions, and tries single changes. With few orders of devices (up to eight devices of any
 kinds) and enough effort, no plan at this Nm is faster by more than 1%.
 

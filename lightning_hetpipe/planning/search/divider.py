@@ -1,9 +1,9 @@
 """Division of the layers among devices: their order, the devices that are left out, and the split points.
 
-The *period* of a division is a lower bound of the seconds per minibatch: the larger one of T_max and the sum of all
-stages' times divided by Nm. Dynamic programming from the last stage to the first finds divisions with the smallest
-period, or with a period below a limit. It minimises the sum of times under a cap for each stage's time. Its states are
-the placed devices, the foremost device, and the boundary at which the foremost stage starts.
+The *period* of a division is a lower bound of the seconds per minibatch: T_max, or the sum of all stages' times divided
+by Nm if that is larger. Dynamic programming from the last stage to the first finds divisions with the smallest period,
+or with a period below a limit. It minimises the sum of times under a cap for each stage's time. Its states are the
+placed devices, the foremost device, and the boundary at which the foremost stage starts.
 
 Devices are placed block by block. If there are few states, all devices are one block, and every order of every subset
 is searched (``exact``). Otherwise blocks are nodes, or the devices of one kind on a node, in the given order or by
@@ -29,8 +29,8 @@ from lightning_hetpipe.planning.model.costs import Costs, Division, Floats, Room
 from lightning_hetpipe.planning.model.estimate import INSTANT
 
 MOST_BOUNDARIES = 128
-"""Number of boundaries between layers up to which all are searched. Of more boundaries only some are searched, and then
-all near the chosen ones."""
+"""Number of boundaries between layers up to which all are searched. Else some are searched, and then all near
+the best."""
 
 MOST_ROWS = 3000
 """Largest number of states that are searched for one block."""
@@ -80,8 +80,7 @@ class Divider:
         self._boundaries = np.unique([*range(0, costs.layers, self._gap), costs.layers])
 
     def least(self, in_flight: int, room: Room, synchronise: float = 0.0, known: float = 0.0) -> list[Division]:
-        """Find divisions with small periods, sorted. Among the searched orders and boundaries, none is better by 0.1%
-        than the first.
+        """Find divisions with small periods, sorted. Among the searched ones, none is better than the first by 0.1%.
 
         Args:
             synchronise: Seconds that a wave's end waits.
@@ -170,7 +169,7 @@ class StageTakes:
 
     Attributes:
         stage: Array by the link to the stage behind, the link to the stage before, the first boundary, and the number
-            of boundaries between the first and the last one.
+            of boundaries up to the last one.
         last: Times of the last stage, by the link to the stage before and by the first boundary.
         shortest: Smallest time in ``stage`` for each number of boundaries in between.
         ends: The last boundary, by the first boundary and the number of boundaries in between.
@@ -278,8 +277,8 @@ class Ways:
     def _from(self, row: int, link: int, first: int, depth: int, left: float) -> Iterator[Place]:
         """Yield the kinds and first boundaries of stages that take at most ``left`` seconds, the smallest sums first.
 
-        The foremost stage is the one of ``row``, begins at the boundary ``first``, and receives over ``link``. If k is
-        given, ``depth`` stages follow it.
+        The foremost stage is that of ``row``, begins at the boundary ``first``, and receives over ``link``. For a given
+        k, ``depth`` stages follow.
         """
         kind, transition = self._order.kind_of[row], self._order.transition_to[row]
         assert transition is not None
@@ -303,7 +302,7 @@ class Transition:
     """States ``rows`` that are reached by placing devices of ``kind``.
 
     Attributes:
-        near, far: For each row the states behind it with the foremost device on the same or another node, padded with
+        near, far: For each row the states behind it, with their foremost device on its node or on another, padded with
             row 0.
         start: First row of the block.
         first: Whether it places the first device of a block, so any state of the blocks behind may lie behind it.
@@ -323,8 +322,7 @@ class DeviceOrder:
     Attributes:
         stages: k if it is given, else 1.
         kind_of, transition_to: For each row the kind of its foremost device, and its transition.
-        blocks: For each block in the order of placement its transitions, and its rows by the node of the foremost
-            device.
+        blocks: For each block in the order of placement its transitions, and its rows by the foremost device's node.
     """
 
     def __init__(self, costs: Costs, blocks: Sequence[Block], stages: int) -> None:

@@ -1,9 +1,9 @@
 """Plans whose stages may lie on groups of devices, if these beat the best plan without groups.
 
 Two parts of a node's devices are joined at a time while that helps, or all parts of a node if no pair helps. Each way
-to join is planned as if each group were one device. The times of a group are those of divided layers
-(:mod:`~lightning_hetpipe.planning.model.group_times`). Its memory is that of its largest device, which holds the
-unsplit weights.
+to join is planned as if each group were one device. A group has the times of divided layers
+(:mod:`~lightning_hetpipe.planning.model.group_times`), and the memory of its largest device, which holds the unsplit
+weights.
 """
 
 from __future__ import annotations
@@ -33,8 +33,7 @@ Parts = tuple[tuple[DeviceSlot, ...], ...]
 
 
 def plan_with_groups(problem: PlanningProblem, in_flight: int | None = None) -> Estimate:
-    """Return the best plan with groups if it is more than :data:`WORTH` times as fast as without, else the best plan
-    without.
+    """Return the best plan with groups if they make it :data:`WORTH` times as fast, else the best plan without groups.
 
     The ``widths`` of the problem's profile define which layers can be divided. Without ``in_flight``, Nm is chosen.
 

@@ -6,8 +6,7 @@ How many minibatches a stage holds, and so its memory, is known only after a sim
    simulated, stages are assumed to hold what was seen there, and the search is repeated until a division fits.
 2. The period of the first of these divisions is a bound for all plans. While the best fitting plan is more than 1% from
    the bound, other divisions are simulated in order of their periods, as far as the effort allows.
-3. If the effort did not suffice, or not all orders of devices were searched, a local search improves the best plan
-   (:func:`changes`).
+3. If the effort did not suffice, or not all orders of devices were searched, :func:`changes` improves the best plan.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ WIDER = (1.01, 1.03, 1.1, 1.3, 2.0, 8.0, 64.0, 4096.0)
 plan for 2 nodes of 4 is 7% slower (``benchmarks/planning.py``)."""
 
 GLIMPSE, WORK, MUCH = 30_000, 100_000, 300_000
-"""Number of tasks that are simulated before the local search, and again in it: while Nm is chosen, for a given Nm, and
+"""Number of tasks that are simulated before the local search, and again in it, while Nm is chosen, for a given Nm, and
 for the chosen Nm. With the last number for all, an allocation of 16 devices takes 1.6 times as long. With the second
 for all, the plan for 2 nodes of 4 is 6% slower (``benchmarks/planning.py``)."""
 
@@ -201,8 +200,7 @@ def _lack(found: Estimate) -> int:
 
 
 def changes(problem: PlanningProblem, division: Division) -> Iterator[Division]:
-    """Yield the divisions that differ from ``division`` by one change: a moved split point, two swapped devices, a
-    replaced or an added device."""
+    """Yield divisions one change away from ``division``: a moved split point, swapped, replaced or added devices."""
     costs = problem.costs
     kinds, splits = division.kinds, division.splits
     ends = (*splits[1:], costs.layers)

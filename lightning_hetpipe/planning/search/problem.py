@@ -66,10 +66,9 @@ class PlanningProblem:
         synchronise: Seconds that a wave's end waits for the parameter servers.
         every: Minibatches of an optimizer step.
         spread: Whether ``in_flight=1`` asks for a spread run, as it does in a fit. Exceptions are fits that compile,
-            have several virtual workers, or recompute forwards of several stages. A single device also asks for a
-            spread run.
+            have several virtual workers, or recompute forwards of several stages. A single device asks for it, too.
         brief: Whether a quickly found plan will do, which may be some percent slower. It halves the time of the search
-            for an allocation of 64 devices.
+            for 64 devices.
         progress: Called after each simulation.
 
     Raises:
@@ -122,7 +121,7 @@ class PlanningProblem:
     def lightest(self, in_flight: int) -> Loads:
         """Return the least loads: one minibatch after its forward, gradients after its backward.
 
-        The first of several stages holds all minibatches that start at once, since their forwards come before any
+        The first of several stages holds all minibatches that start at once, as their forwards come before any
         backward.
         """
         at_once = () if self.profile.calls else (StageLoad(self.versions(in_flight).ahead(0), 0, 1),)
@@ -134,8 +133,7 @@ class PlanningProblem:
         return Loads(every, before=(StageLoad(in_flight, 0, 1),))
 
     def room(self, in_flight: int, loads: Loads, share: float = 1.0, seen: Iterable[Seen] = ()) -> Room:
-        """Return the room for stages with ``loads`` and previously ``seen`` loads, in a ``share`` of devices'
-        memory."""
+        """Return the room for stages with ``loads`` and loads ``seen`` before, in a ``share`` of devices' memory."""
         copies = self.versions(in_flight).copies
         before = self._bytes.of((*loads.every, *loads.before), copies)
         before[0] = self._bytes.of((*loads.every, *loads.before, *loads.first), copies)[0]
@@ -159,8 +157,8 @@ class PlanningProblem:
     def surely_lacks(self, division: Division, in_flight: int) -> bool:
         """Return True if a stage of ``division`` has no room for what it holds when its first backward is ready.
 
-        Until then only forwards ran on this stage and the stages before, at the pace of the slowest stage. Forwards
-        that are ready by then come first.
+        Until then only forwards ran on this stage and before, at the pace of the slowest stage. Forwards ready by then
+        come first.
         """
         if self.profile.calls:
             return False
@@ -197,8 +195,7 @@ class PlanningProblem:
         in_flight: int,
         spread: SpreadMemory | None = None,
     ) -> Estimate:
-        """Estimate stages on ``slots`` that start at the layers ``splits``: a pipeline, or with ``spread`` a spread
-        run.
+        """Estimate stages on ``slots`` that start at the layers ``splits``, with ``spread`` those of a spread run.
 
         Raises:
             SettingError: if the profile has no times of a device.

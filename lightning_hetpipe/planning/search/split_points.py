@@ -64,12 +64,12 @@ def best_split_points(costs: Sequence[NDArray[Any]]) -> tuple[int, ...]:
     """Return the first layer of each stage so that the highest cost of a stage is smallest.
 
     Dynamic programming over (stages used, layers placed) takes O(k n²) for n layers on k stages. Of several optimal
-    partitions, it returns the one with the earliest last split point, and so on backwards. So the stages before a split
-    point are also divided optimally.
+    partitions, it returns the one with the earliest last split point, and so on backwards. So stages before a split
+    point are divided optimally, too.
 
     Args:
         costs: For each stage, an array of shape (n + 1, n + 1): cost by start boundary (rows) and end boundary
-            (columns), where boundary b lies before layer b. Forbidden stages have a large cost.
+            (columns). Boundary b lies before layer b. Forbidden stages have a large cost.
     """
     chosen: list[NDArray[np.intp]] = []
     best: NDArray[Any] = costs[0][0]

@@ -102,7 +102,6 @@ def divided(sizes: Sequence[float], room: Sequence[float]) -> list[int]:
 
 
 def roomiest(memory: Sequence[int | None], count: int) -> list[int]:
-    """Return the indices of the ``count`` devices with the most ``memory``, in order. Of equal devices, take
-    the first."""
+    """Return the indices of the ``count`` devices with the most ``memory``, in order, of equal devices the first."""
     room = [math.inf if each is None else each for each in memory]
     return sorted(sorted(range(len(room)), key=lambda index: -room[index])[:count])
