@@ -1,7 +1,7 @@
 """Train one unchanged LightningModule over devices that do not match: HetPipe for PyTorch Lightning.
 
-The import registers the strategy ``"hetpipe"`` with Lightning, and loads nothing heavy: Lightning's own import comes
-before or after. The names below are loaded when they are first asked for.
+The import registers the strategy ``"hetpipe"`` with Lightning, and loads nothing heavy. Lightning may be imported
+before or after. The names below are loaded at their first use.
 """
 
 from __future__ import annotations

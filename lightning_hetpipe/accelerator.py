@@ -1,4 +1,4 @@
-"""The accelerator of this process, as torch knows it: CUDA, or any other; torch has one kind in a process."""
+"""The accelerator of this process, as torch knows it: CUDA or another kind. Torch has one kind in a process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def accelerates(device: torch.device) -> bool:
 
 
 def all_devices() -> list[torch.device]:
-    """The accelerators that this process can use."""
+    """List the accelerators that this process can use."""
     device = torch.accelerator.current_accelerator(check_available=True)
     return (
         []
@@ -26,7 +26,7 @@ def all_devices() -> list[torch.device]:
 
 
 def device_module(device: torch.device) -> Any:
-    """Torch's module for devices of that type, such as ``torch.cuda``."""
+    """Return torch's module for devices of this type, such as ``torch.cuda``."""
     return torch.get_device_module(device)
 
 
@@ -34,19 +34,19 @@ def free_memory(device: torch.device) -> int:
     """Return the bytes that are free on ``device``, without the memory that torch keeps for this process.
 
     Raises:
-        SettingError: if torch cannot tell.
+        SettingError: if torch has no such function for the device.
     """
     free, _ = _asked(device, "mem_get_info")
     return int(free)
 
 
 def total_memory(device: torch.device) -> int:
-    """Return all bytes of ``device``; otherwise as :func:`free_memory`."""
+    """Return all bytes of ``device``. Errors are as for :func:`free_memory`."""
     return int(_asked(device, "get_device_properties").total_memory)
 
 
 def name_of(device: torch.device) -> str:
-    """Return torch's name of ``device``; otherwise as :func:`free_memory`."""
+    """Return torch's name of ``device``. Errors are as for :func:`free_memory`."""
     return str(_asked(device, "get_device_properties").name)
 
 
@@ -61,14 +61,14 @@ def _asked(device: torch.device, function: str) -> Any:
 
 
 def is_initialized() -> bool:
-    """Return True if this process has used its accelerator; to ask starts none."""
+    """Return True if this process has used its accelerator. The question itself does not start the accelerator."""
     device = torch.accelerator.current_accelerator()
-    # MPS does not tell. No stage lies on it, because nobody can ask for its memory.
+    # MPS has no such function. No stage lies on it, because nobody can ask for its memory.
     asked = getattr(device_module(device), "is_initialized", None) if device is not None else None
     return asked is not None and bool(asked())
 
 
 def default_generators() -> Sequence[torch.Generator]:
-    """The default random generators of all accelerators here; none until the process uses one."""
+    """Return the default random generators of all accelerators here, or none until the process uses an accelerator."""
     device = torch.accelerator.current_accelerator()
     return () if device is None else getattr(device_module(device), "default_generators", ())

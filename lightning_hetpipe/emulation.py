@@ -1,8 +1,8 @@
-"""Devices that are slower than the host: of clusters that are not at hand, and for tests and benchmarks.
+"""Emulation of devices that are slower than the host: devices that are not at hand, or for tests and benchmarks.
 
-A stage that is *padded* computes what it always does, and then sleeps until the time is up that its device would take.
-It holds neither the GIL nor the lock over user code meanwhile, so any number of emulated devices run at once on a few
-cores, as long as what they really compute fits into those.
+A *padded* stage computes as always, and then sleeps until its device's time is over. Meanwhile it holds neither the GIL
+nor the lock over user code. So any number of emulated devices run at once on a few cores, if their real computation
+fits there.
 """
 
 from __future__ import annotations
@@ -21,25 +21,22 @@ from lightning_hetpipe.pipeline.stage import BeforePass
 from lightning_hetpipe.settings import Bounds, CheckedRecord
 
 OVERSLEEP = 0.001
-"""Seconds, at most, that a pad is shorter because the one before it on this stage was slept too long.
+"""Most seconds by which a pad is shortened because the previous pad on this stage slept too long.
 
-Sleeping ends a little late: without this, a stage would be slower than told. What is later than that is no matter of
-timers (somebody held the CPU or the GIL), and stays.
+Sleeping ends a little late, so without this correction a stage would be too slow. A larger delay does not come from
+timers (something held the CPU or the GIL), and stays.
 """
 
 
 _LOCK = threading.Lock()
-"""Held for a moment while stages take turns on a device; no attribute, so that a strategy can be copied."""
+"""Held for a moment while stages take turns on a device. It is no attribute, so that a strategy can be copied."""
 
 
 @dataclass(frozen=True)
 class Pad(CheckedRecord):
-    """Seconds that an emulated stage takes.
+    """Seconds that an emulated stage takes: ``forward`` in training and in evaluation, and ``backward``.
 
-    Attributes:
-        forward: Seconds of its forward, in training and in evaluation.
-        backward: Seconds of its backward. On the last stage the loss, which comes between the two, is part of them, as
-            it is of T_max; what it takes to hand over to user code and back comes on top.
+    On the last stage ``backward`` includes the loss, as in T_max, but not the hand-over to user code and back.
     """
 
     forward: Annotated[float, Bounds(0), "a number of seconds, 0 or more"]
@@ -51,11 +48,11 @@ class Padded:
     """Record of one emulated stage.
 
     Attributes:
-        passes: Forwards and backwards so far.
-        overruns: Those that computed for longer than they were to take: the emulated device is slower than told.
-        longest: Seconds by which the worst of them did.
-        computed: Seconds of computing in all passes and losses, without the sleep.
-        late: Seconds by which passes have ended later than they were to, all together: they overran, or woke up late.
+        passes: Number of forwards and backwards so far.
+        overruns: Passes that computed for too long: the emulated device is slower than declared.
+        longest: Seconds by which the worst overrun was too long.
+        computed: Seconds of computing in all passes and losses, without sleep.
+        late: Seconds by which passes ended too late, in sum, because of overruns or late wake-ups.
     """
 
     passes: int = 0
@@ -66,11 +63,9 @@ class Padded:
 
 
 class Emulation:
-    """Pads the passes of stages; the stages' threads call it, see ``StageSettings.before_pass``.
+    """Padding of stages' passes. The stages' threads call it, see ``StageSettings.before_pass``.
 
-    Args:
-        pads: Of each stage.
-        now, sleep: The clock, in seconds.
+    ``pads`` has a pad for each stage. ``now`` and ``sleep`` are a clock in seconds.
     """
 
     def __init__(
@@ -84,12 +79,10 @@ class Emulation:
         self.begin(pads)
 
     def begin(self, pads: Sequence[Pad], devices: Sequence[Hashable] | None = None) -> None:
-        """Stages are those of ``pads``, and none has computed yet.
+        """Start with new ``pads``, one for each stage, and empty records.
 
-        Args:
-            pads: Of each stage.
-            devices: Of each stage; by default each has its own. Stages on one device take turns there, in the order in
-                which their passes begin.
+        ``devices`` has the device of each stage. By default each stage has its own. Stages on one device take turns in
+        the order in which their passes begin.
         """
         self._devices = [*range(len(pads))] if devices is None else [*devices]
         self._until: dict[Hashable, float] = {}  # when a device is done with what it was given
@@ -99,18 +92,18 @@ class Emulation:
         self._loss = [0.0 for _ in pads]  # seconds of the one that has ended, until the backward begins
 
     def pad(self, stage: int) -> Pad | None:
-        """Pad of ``stage``, for a stage in another process; None where it has none."""
+        """Return the pad of ``stage`` for a stage in another process, or None."""
         return self._pads[stage] if stage < len(self._pads) else None
 
     def mirror(self, stage: int, padded: Padded) -> None:
-        """Take the record of ``stage``, which is emulated in another process."""
+        """Take over the record of ``stage``, which is emulated in another process."""
         self.stages[stage] = padded
 
     def __call__(self, stage: int, work: str, minibatch: int) -> Callable[[], None]:
-        """A pass begins; what is returned sleeps until it is over.
+        """Begin a pass, and return a function that sleeps until the pass is over.
 
         Raises:
-            SettingError: where the stage has no pad.
+            SettingError: if the stage has no pad.
         """
         if stage >= len(self._pads):
             raise SettingError(f"{len(self._pads)} stages are padded, and there is a stage {stage}; give each a Pad")
@@ -146,10 +139,10 @@ class Emulation:
         self._late[stage] = 0.0 if over > 0 else min(now - end, OVERSLEEP)
 
     def check(self, tolerated: float = 0.0) -> None:
-        """Warns of stages that were slower than told in more than the ``tolerated`` share of their passes.
+        """Warn about stages that were too slow in more than the ``tolerated`` fraction of their passes.
 
         Raises:
-            SettingError: where a pad belongs to no stage.
+            SettingError: if a pad belongs to no stage.
         """
         if any(padded.passes for padded in self.stages) and not all(padded.passes for padded in self.stages):
             idle = next(index for index, padded in enumerate(self.stages) if not padded.passes)
@@ -171,9 +164,9 @@ class Strategy(Protocol):
 
 @contextmanager
 def padded(strategy: Strategy, pads: Sequence[Pad]) -> Iterator[Emulation]:
-    """Within it, the stages of this process's virtual worker take as long as ``pads`` say, one for each.
+    """Context manager in which stages of this process's virtual worker take as long as ``pads``, one for each.
 
-    The first minibatch of a fit, which is watched, runs before there are stages, and so without pads.
+    The first minibatch of a fit, which is watched, runs without stages and so without pads.
 
     Raises:
         SettingError: in ``fit`` if a stage has no pad, and at the end if a pad has no stage.

@@ -1,4 +1,4 @@
-"""Errors that a user can do something about: one sentence that names the setting, its value and the way out.
+"""Errors that a user can act on: one sentence that names the setting, its value and the way out.
 
 Notices are sentences for the person at the terminal, from any process of a launch.
 """
@@ -13,23 +13,23 @@ import warnings
 from collections.abc import Iterable
 
 FIRST_UNTESTED = {"torch": (2, 16), "lightning": (2, 7)}
-"""First minor versions of libraries that this release was not tested with: ``make compat`` tests those below."""
+"""First minor versions of libraries with which this release was not tested. ``make compat`` tests earlier versions."""
 
 _COMPARED = 100
-"""Letters of a wrong name that are compared with known names: the time grows with their number."""
+"""Number of letters of a wrong name that are compared with known names, which bounds the time."""
 
 NOTICE_AFTER = 15.0
-"""Seconds after which a person is told of a wait for other processes."""
+"""Seconds of a wait for other processes after which the person at the terminal is told."""
 
 
 class _UserError(Exception):
-    """Base of ``SettingError``, as Python adds further bases only to a class that has such a one."""
+    """Base of ``SettingError``, because Python adds further bases only to a class that has a base of its own."""
 
 
 class SettingError(_UserError):
     """A setting, or a model, that this release cannot honour.
 
-    Once Lightning is loaded it is a ``MisconfigurationException``, too (``strategy.registration``).
+    Once Lightning is loaded, it also is a ``MisconfigurationException`` (``strategy.registration``).
 
     Args:
         message: Names the setting and its value.
@@ -49,30 +49,28 @@ class SettingError(_UserError):
 
 
 class PipelineRefusal(SettingError):
-    """Refusal of what a pipeline cannot train, and a run without one can. Its ``way_out`` names settings that train it,
-    once the run is known."""
+    """Refusal of a model that only a run without a pipeline can train. Its ``way_out`` follows when the run
+    is known."""
 
     _joint = ", or "
 
 
 class PipelineStalled(RuntimeError):
-    """A wait inside the pipeline ran into its timeout. The message says who waited for whom."""
+    """A wait inside the pipeline ran into its timeout. The message names who waited for whom."""
 
 
 class VirtualWorkerLost(RuntimeError):
-    """This virtual worker cannot go on, for no fault of the program's: it ends alone, as if it had been killed, and the
-    others go on without it, unless it is virtual worker 0.
+    """This virtual worker cannot go on, without a fault of the program, and ends alone as if it had been killed.
 
-    Args:
-        message: For a user of it alone.
-        why: For those who go on, as the end of a sentence; empty where they know.
+    The other virtual workers go on without it, unless it is virtual worker 0. ``message`` is for its user. ``why`` is
+    for those who go on, as the end of a sentence, or empty if they know the reason.
     """
 
     is_news = False
-    """True where the others have long known that it is lost, so that nobody else tells the message."""
+    """True if the other virtual workers have long known of the loss, so that only this process shows the message."""
 
     may_return = False
-    """True where it may be started again at once."""
+    """True if the virtual worker may be started again at once."""
 
     def __init__(self, message: str, why: str = "") -> None:
         super().__init__(message)
@@ -80,7 +78,7 @@ class VirtualWorkerLost(RuntimeError):
 
     @property
     def how(self) -> str:
-        """State of this virtual worker since, as in "it was ..."; empty where others know."""
+        """State of this virtual worker, as in "it was ...". Empty if the others know."""
         return f"unable to go on, as {self.why}" if self.why else ""
 
 
@@ -92,23 +90,18 @@ class Discarded(BaseException):
 
 
 def of_file(setting: str, error: SettingError, advice: str) -> SettingError:
-    """Return ``error``, whose message begins with a file's path, for a user who gave that file as ``setting``.
+    """Return ``error``, whose message begins with a file's path, for a user who gave the file as ``setting``.
 
-    Args:
-        setting: Its name.
-        error: What is wrong with the file.
-        advice: Way out, if the error has none.
+    ``advice`` is the way out if the error has none.
     """
     return SettingError(f"{setting}={error.args[0]}", error.way_out or advice)
 
 
 def reason_of(error: Exception) -> str:
-    """Tell why something was not possible, by the error that it ended with.
-
-    Only a ``SettingError`` is foreseen; its text is the reason.
+    """Return the reason why something was impossible. Only a ``SettingError`` is foreseen, and its text is the reason.
 
     Raises:
-        VirtualWorkerLost: if that is the error, as whatever was tried is not to blame.
+        VirtualWorkerLost: if that is the error, since it does not come from what was tried.
     """
     if isinstance(error, VirtualWorkerLost):
         raise error from None
@@ -121,18 +114,18 @@ def reason_of(error: Exception) -> str:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """``"; did you mean 'x'?"`` for the known name closest to ``name``, or an empty string if none is close."""
+    """Return ``"; did you mean 'x'?"`` for the known name closest to ``name``, or an empty string."""
     found = closest(name, known)
     return "" if found is None else f"; did you mean '{found}'?"
 
 
 def closest(name: str, known: Iterable[str]) -> str | None:
-    """Return the known name that is most like ``name``, or None if none is."""
+    """Return the known name that is most like ``name``, or None if no name is similar."""
     return next(iter(difflib.get_close_matches(name[:_COMPARED], list(known), n=1)), None)
 
 
 def of_import(error: RuntimeError) -> RuntimeError | SettingError:
-    """Return the error that a user is shown for ``error``, with which an import ended: torchvision's has no way out."""
+    """Return the error to show for ``error`` from an import. Torchvision's own error offers no way out."""
     frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
     if not any(frame.f_globals.get("__name__", "").partition(".")[0] == "torchvision" for frame in frames):
         return error
@@ -143,7 +136,7 @@ def of_import(error: RuntimeError) -> RuntimeError | SettingError:
 
 
 def warn_if_untested(library: str, version: str) -> None:
-    """Warn of a ``version`` of ``library`` that this release was not tested with: private names may have changed."""
+    """Warn about an untested ``version`` of ``library``, whose private names may have changed."""
     first = FIRST_UNTESTED[library]
     major, minor = version.split(".")[:2]
     if (int(major), int(minor)) >= first:

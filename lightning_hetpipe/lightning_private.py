@@ -1,11 +1,11 @@
-"""The private names of Lightning that this package touches, in one place; ``tests/private`` guards each.
+"""The private names of Lightning that this package uses, in one place. ``tests/private`` guards each.
 
 Where Lightning, or torch for it, does not have a name, what fails raises an ImportError or AttributeError with it:
 
 - ``_Launcher``, ``_DataFetcher``, ``_DataLoaderIterDataFetcher``, ``_EvaluationLoop``, ``_PredictionLoop``,
   ``_TunerExitException``, ``_MultiProcessingDataLoaderIter``: this module cannot be imported.
-- ``_layer_sync``, ``_signal_connector``, ``_sigterm_notifier_fn``, ``_slurm_sigusr_handler_fn``: a fit
-  fails when it begins.
+- ``_layer_sync``, ``_signal_connector``, ``_sigterm_notifier_fn``, ``_slurm_sigusr_handler_fn``: a fit fails when it
+  begins.
 - ``_build_kwargs``, ``_on_before_batch_transfer``: training and evaluation fail, at their first batch at the latest.
 - ``_state_dicts``, ``_start_profiler``, ``_stop_profiler``, ``_iterator``: fetching ahead of Lightning's loop fails.
 - ``_get_iterator``, ``_get_data``: training fails with DataLoaders that have workers.
@@ -70,33 +70,33 @@ TunerExit = _TunerExitException
 C = TypeVar("C", bound=L.Callback)
 
 BEFORE_TRANSFER = "_on_before_batch_transfer"
-"""The LightningModule's method through which the user's ``on_before_batch_transfer`` runs."""
+"""The LightningModule's method that runs the user's ``on_before_batch_transfer``."""
 
 LOADER_STATES = "_state_dicts"
 """The CombinedLoader's method that gives the states of resumable DataLoaders to a checkpoint."""
 
 
 def closure_loss(output: Any, divisor: int) -> Tensor | None:
-    """The loss that Lightning differentiates for what ``training_step`` returned."""
+    """Return the loss that Lightning differentiates for the result of ``training_step``."""
     return ClosureResult.from_training_step_output(output, divisor).closure_loss
 
 
 def callbacks_of(trainer: L.Trainer | None, *kinds: type[C]) -> list[C]:
-    """The callbacks of ``trainer`` that are of one of the ``kinds``."""
+    """Return the callbacks of ``trainer`` that are of one of the ``kinds``."""
     callbacks: list[L.Callback] = getattr(trainer, "callbacks", [])  # set by a connector, without declaring it
     return [each for each in callbacks if isinstance(each, kinds)]
 
 
 def averages(trainer: L.Trainer) -> list[Tensor]:
-    """The averages of weights and buffers that callbacks keep."""
+    """Return the averages of weights and buffers that callbacks keep."""
     models = [callback._average_model for callback in callbacks_of(trainer, WeightAveraging)]
     return [tensor for model in models if model is not None for tensor in model.state_dict().values()]
 
 
 def average_on_host(trainer: L.Trainer) -> Callable[[], None]:
-    """Have callbacks that average weights keep the averages on the host, unless they were given a device.
+    """Make callbacks keep averages of weights on the host, unless they have a device. Return a function that undoes it.
 
-    Lightning would have all of them on the root device. Returns the undoing.
+    Lightning would keep all averages on the root device.
     """
     averaging: list[Any] = callbacks_of(trainer, WeightAveraging, StochasticWeightAveraging)
     undo = ExitStack()
@@ -108,24 +108,24 @@ def average_on_host(trainer: L.Trainer) -> Callable[[], None]:
 
 
 def begun_minibatches(trainer: L.Trainer) -> tuple[int, int]:
-    """Minibatches that Lightning's loop has started, over the whole run and in this epoch."""
+    """Return the numbers of minibatches that Lightning's loop has started, in the whole run and in this epoch."""
     progress = trainer.fit_loop.epoch_loop.batch_progress
     return progress.total.ready, progress.current.ready
 
 
 def in_a_step(trainer: L.Trainer) -> bool:
-    """Tell whether the loop has begun a minibatch that is not processed yet."""
+    """Return True if the loop has begun a minibatch that is not processed yet."""
     progress: Any = trainer.fit_loop.epoch_loop.batch_progress.current
     return bool(progress.processed < progress.ready)
 
 
 def is_last_batch(trainer: L.Trainer) -> bool:
-    """Tell whether the minibatch that the loop has begun is the last of the epoch."""
+    """Return True if the minibatch that the loop has begun is the last of the epoch."""
     return bool(trainer.fit_loop.epoch_loop.batch_progress.is_last_batch)
 
 
 def validates_at_the_end(trainer: L.Trainer) -> bool:
-    """Tell whether a validation that begins now is that of the epoch's end."""
+    """Return True if a validation that begins now is the validation at the epoch's end."""
     if trainer.should_stop and trainer.fit_loop._can_stop_early:
         return True
     return is_last_batch(trainer) and (
@@ -134,43 +134,43 @@ def validates_at_the_end(trainer: L.Trainer) -> bool:
 
 
 def seconds_between_validations(trainer: L.Trainer) -> float | None:
-    """``val_check_interval``, if it is a time."""
+    """Return ``val_check_interval`` if it is a time, else None."""
     seconds: float | None = getattr(trainer, "_val_check_time_interval", None)  # set by a connector
     return seconds
 
 
 def on_requeue(trainer: L.Trainer, handler: Callable[..., Any]) -> Redirect:
-    """Lets ``handler`` have the signal with which SLURM announces a job's end; ``original`` saves, and requeues."""
+    """Redirect SLURM's signal before a job's end to ``handler``. ``original`` saves and requeues."""
     return Redirect(trainer._signal_connector, "_slurm_sigusr_handler_fn", handler)
 
 
 def on_sigterm(trainer: L.Trainer, handler: Callable[..., Any]) -> Redirect:
-    """Lets ``handler`` have SIGTERM in a run that begins later; ``original`` ends the run after its batch."""
+    """Redirect SIGTERM to ``handler``, in a run that begins later. ``original`` ends the run after its batch."""
     return Redirect(trainer._signal_connector, "_sigterm_notifier_fn", handler)
 
 
 def note_sigterm(trainer: L.Trainer) -> None:
-    """Has ``trainer.received_sigterm`` say that SIGTERM ends the run."""
+    """Set ``trainer.received_sigterm``, so that SIGTERM ends the run."""
     trainer._signal_connector.received_sigterm = True
 
 
 def requeue_path(trainer: L.Trainer) -> str:
-    """The next file in which a job of SLURM's is saved before it is requeued, and from which it resumes by itself."""
+    """Return the next file in which a SLURM job is saved before it is requeued, and from which it resumes by itself."""
     return trainer._checkpoint_connector.hpc_save_path(trainer.default_root_dir)
 
 
 def ends_epoch(trainer: L.Trainer) -> bool:
-    """Tell whether the step that has ended is the last of the epoch, or of the training."""
+    """Return True if the step that has ended is the last of the epoch, or of the training."""
     return bool(trainer.fit_loop.epoch_loop._is_training_done)
 
 
 def saves_by_steps(callback: Any) -> bool:
-    """Tell whether ``callback`` is a ModelCheckpoint with ``every_n_train_steps``."""
+    """Return True if ``callback`` is a ModelCheckpoint with ``every_n_train_steps``."""
     return isinstance(callback, ModelCheckpoint) and callback._every_n_train_steps > 0
 
 
 def saving_interval(callback: ModelCheckpoint) -> int:
-    """``every_n_train_steps`` of ``callback``."""
+    """Return ``every_n_train_steps`` of ``callback``."""
     return callback._every_n_train_steps
 
 
@@ -179,19 +179,19 @@ def set_saving_interval(callback: ModelCheckpoint, steps: int) -> None:
 
 
 def on_monitor_candidates(callback: ModelCheckpoint, handler: Callable[..., Any]) -> Redirect:
-    """Lets ``handler`` give what ``callback`` makes names of checkpoints of."""
+    """Redirect to ``handler`` the method that gives ``callback`` the values in checkpoints' names."""
     return Redirect(callback, "_monitor_candidates", handler)
 
 
 def asks_at_every_step(callback: Any) -> bool:
-    """Tell whether ``callback`` lets virtual worker 0 decide by time, after every step."""
+    """Return True if ``callback`` makes virtual worker 0 decide by time, after every step."""
     if isinstance(callback, Timer):
         return callback.time_remaining() is not None and callback._interval == "step"
     return isinstance(callback, ModelCheckpoint) and callback._train_time_interval is not None
 
 
 def is_fitting(module: L.LightningModule | None) -> bool:
-    """Tell whether ``module`` is in a fit; it may be attached to no Trainer."""
+    """Return True if ``module`` is in a fit. It may be attached to no Trainer."""
     try:
         return module is not None and module.trainer.state.fn == TrainerFn.FITTING
     except RuntimeError:  # it is attached to none
@@ -199,16 +199,16 @@ def is_fitting(module: L.LightningModule | None) -> bool:
 
 
 Counters = tuple[int, int, int]
-"""Minibatches begun in the run, and in the epoch, and steps of the optimizer, which is ``global_step``."""
+"""Minibatches begun in the run, minibatches begun in the epoch, and steps of the optimizer (``global_step``)."""
 
 
 def counters(trainer: L.Trainer) -> Counters:
-    """The present counts of ``trainer``'s loop."""
+    """Return the present counts of ``trainer``'s loop."""
     return (*begun_minibatches(trainer), trainer.global_step)
 
 
 def counters_ahead(trainer: L.Trainer, minibatch: int) -> Counters:
-    """The counts of a plain run in ``training_step`` of ``minibatch``, which the loop has not passed yet."""
+    """Return the counts of a plain run in ``training_step`` of ``minibatch``, which the loop has not passed yet."""
     begun, in_epoch, steps = counters(trainer)
     between = range(in_epoch + 1, in_epoch + minibatch - begun)  # of the epoch, counted from 1
     accumulate = trainer.accumulate_grad_batches
@@ -222,13 +222,13 @@ def set_counters(trainer: L.Trainer, values: Counters) -> None:
 
 
 def step_arguments(trainer: L.Trainer, batch: Any, batch_idx: int) -> tuple[Any, ...]:
-    """The arguments with which Lightning calls ``training_step``."""
+    """Return the arguments with which Lightning calls ``training_step``."""
     kwargs: OrderedDict[str, Any] = trainer.fit_loop.epoch_loop._build_kwargs(OrderedDict(), batch, batch_idx)
     return tuple(kwargs.values())
 
 
 def evaluation_arguments(loop: EvaluatingLoop, hook: str, batch: Any, batch_idx: int, dataloader_idx: int) -> Any:
-    """The arguments with which ``loop`` calls the step ``hook``."""
+    """Return the arguments with which ``loop`` calls the step ``hook``."""
     loader = loop._combined_loader
     several = loader is not None and loader._mode == "sequential" and loop.num_dataloaders > 1
     kwargs = loop._build_kwargs(batch, batch_idx, dataloader_idx if several else None)
@@ -236,7 +236,7 @@ def evaluation_arguments(loop: EvaluatingLoop, hook: str, batch: Any, batch_idx:
 
 
 def evaluating_loop(trainer: L.Trainer) -> EvaluatingLoop:
-    """The loop of ``trainer.validate``, ``test`` or ``predict``, whichever runs."""
+    """Return the running loop of ``trainer.validate``, ``test`` or ``predict``."""
     loops: dict[Any, EvaluatingLoop] = {
         TrainerFn.VALIDATING: trainer.validate_loop,
         TrainerFn.TESTING: trainer.test_loop,
@@ -246,7 +246,7 @@ def evaluating_loop(trainer: L.Trainer) -> EvaluatingLoop:
 
 
 def fetcher_of(loop: EvaluatingLoop) -> _DataFetcher | None:
-    """The fetcher of ``loop``'s batches."""
+    """Return the fetcher of ``loop``'s batches."""
     return loop._data_fetcher
 
 
@@ -255,68 +255,68 @@ def set_fetcher(loop: EvaluatingLoop, fetcher: _DataFetcher | None) -> None:
 
 
 def move_before_transfer(module: L.LightningModule, batch: Any, dataloader_idx: int = 0) -> Any:
-    """Runs the user's ``on_before_batch_transfer``."""
+    """Run the user's ``on_before_batch_transfer``."""
     return module._on_before_batch_transfer(batch, dataloader_idx=dataloader_idx)
 
 
 def has_step_hooks(optimizer: Any) -> bool:
-    """Tell whether ``optimizer`` takes hooks: one that wraps another may never have called ``Optimizer.__init__``."""
+    """Return True if ``optimizer`` takes hooks. A wrapper of another optimizer may lack ``Optimizer.__init__``."""
     return hasattr(optimizer, "_optimizer_step_post_hooks")
 
 
 def run_first(optimizer: torch.optim.Optimizer, post_hook: Any) -> None:
-    """Lets the registered ``post_hook`` run before all others after ``optimizer.step``."""
+    """Make the registered ``post_hook`` run before all others after ``optimizer.step``."""
     hooks: Any = optimizer._optimizer_step_post_hooks  # an OrderedDict, declared as a dict
     hooks.move_to_end(post_hook.id, last=False)
 
 
 def share_profiling(fetcher: _DataFetcher, inner: _DataFetcher) -> None:
-    """Lets ``inner`` call around its fetches what Lightning has given to ``fetcher``."""
+    """Make ``inner`` profile its fetches as Lightning told ``fetcher``."""
     inner._start_profiler, inner._stop_profiler = fetcher._start_profiler, fetcher._stop_profiler
 
 
 def set_checkpoint_io(strategy: ParallelStrategy, io: CheckpointIO | None) -> None:
-    """Do as the setter of ``strategy.checkpoint_io``."""
+    """Call the setter of ``strategy.checkpoint_io``."""
     of_lightning: Any = ParallelStrategy.checkpoint_io  # a property, whose types mypy takes for a function's
     of_lightning.__set__(strategy, io)
 
 
 def synchronises_batchnorm(strategy: ParallelStrategy) -> bool:
-    """Tell whether ``Trainer(sync_batchnorm=True)`` was asked for."""
+    """Return True if ``Trainer(sync_batchnorm=True)`` was requested."""
     return strategy._layer_sync is not None
 
 
 def wants_several_optimizers(error: RuntimeError) -> bool:
-    """Tell whether ``error`` is Lightning's refusal of several optimizers, which advises manual optimization."""
+    """Return True if ``error`` is Lightning's refusal of several optimizers, which advises manual optimization."""
     return "multiple optimizers" in str(error)
 
 
 def loader_iterator(loader: CombinedLoader) -> Iterator[Any] | None:
-    """The iterator over ``loader``; None before an epoch and after the run."""
+    """Return the iterator over ``loader``, or None before an epoch and after the run."""
     return loader._iterator
 
 
 def validation_loaders(trainer: L.Trainer) -> list[Any]:
-    """Likewise, those that it validates on, once it has them."""
+    """Return the loaders on which a fit validates, or an empty list before it has them."""
     loader = trainer.fit_loop.epoch_loop.val_loop._combined_loader
     return [] if loader is None else loader.flattened
 
 
 def train_loaders(trainer: L.Trainer) -> list[Any]:
-    """The DataLoaders, or whatever else gives batches, that a fit trains on."""
+    """Return the DataLoaders, or other sources of batches, on which a fit trains."""
     loader = trainer.fit_loop._combined_loader
     return [] if loader is None else loader.flattened
 
 
 def loaders_made(trainer: L.Trainer) -> list[float | None]:
-    """The epochs in which a fit has made the loaders that it trains and validates on; None where it has none yet."""
+    """Return the epochs in which a fit has made its loaders for training and for validation, None for none."""
     loop, validation = trainer.fit_loop, trainer.fit_loop.epoch_loop.val_loop
     made = None if validation._combined_loader is None else validation._last_val_dl_reload_epoch
     return [loop._last_train_dl_reload_epoch, made]
 
 
 def make_loaders_as(trainer: L.Trainer, made: Sequence[float | None]) -> None:
-    """Have a fit make loaders anew in the same epochs as another one, of which :func:`loaders_made` tells."""
+    """Make a fit renew its loaders in the epochs that :func:`loaders_made` returned for another fit."""
     loop, validation = trainer.fit_loop, trainer.fit_loop.epoch_loop.val_loop
     training, validating = made
     assert training is not None
@@ -332,8 +332,7 @@ def make_loaders_as(trainer: L.Trainer, made: Sequence[float | None]) -> None:
 
 
 def recount_batches(trainer: L.Trainer) -> None:
-    """Count the batches of the loaders of a fit again, as their samplers have other lengths now; not for an epoch that
-    has begun."""
+    """Count the batches of a fit's loaders again after their samplers' lengths have changed, for the next epoch."""
     loop, validation = trainer.fit_loop, trainer.fit_loop.epoch_loop.val_loop
     loader = loop._combined_loader
     assert loader is not None
@@ -353,16 +352,16 @@ def recount_batches(trainer: L.Trainer) -> None:
 
 
 def validate_in_epoch(trainer: L.Trainer) -> None:
-    """Have a fit validate at the end of an epoch that has become shorter than ``val_check_interval``."""
+    """Make a fit validate at the end of an epoch that has become shorter than ``val_check_interval``."""
     interval, most = trainer.val_check_interval, trainer.fit_loop.max_batches
     if isinstance(interval, int) and trainer.check_val_every_n_epoch is not None:
         trainer.val_check_batch = max(1, int(min(int(interval), most)))
 
 
 def begin_next_epoch(trainer: L.Trainer) -> None:
-    """Have a fit whose state was restored between two epochs begin the next one, with all of its batches.
+    """Make a fit whose state was restored between two epochs begin the next epoch, with all of its batches.
 
-    With ``max_steps`` Lightning takes it to be in the epoch before, of which no batch is left.
+    With ``max_steps``, Lightning would restore it in the epoch before, which has no batch left.
     """
     loop = trainer.fit_loop
     loop._restarting = loop.epoch_loop.restarting = False  # its own setter would look at `max_steps` again
@@ -377,19 +376,19 @@ def _limited(before: int | float, loader: Any, most: int | float) -> int | float
 
 
 def log_interval(trainer: L.Trainer) -> int:
-    """``Trainer(log_every_n_steps)``, which the Trainer sets on itself without declaring it."""
+    """Return ``Trainer(log_every_n_steps)``, an attribute that the Trainer does not declare."""
     return int(getattr(trainer, "log_every_n_steps", 0))
 
 
 def with_workers(
     fetcher: _DataFetcher, waiting: Callable[[], AbstractContextManager[Any]], starting: Callable[[], None]
 ) -> list[Redirect]:
-    """Attends to the fetcher's DataLoaders with workers, until the redirects that it gives are removed.
+    """Wrap the fetcher's DataLoaders with workers until the returned redirects are removed.
 
     Args:
         fetcher: Its iterators exist.
-        waiting: Opened around every wait of an iterator for its workers.
-        starting: Called before an iterator is made, which forks: a CombinedLoader makes some in mid-epoch.
+        waiting: Context around every wait of an iterator for its workers.
+        starting: Called before an iterator is made, which forks. A CombinedLoader makes some iterators in mid-epoch.
     """
 
     def make(redirect: Redirect) -> Any:
@@ -408,7 +407,7 @@ def with_workers(
 def _open_around_waits(iterator: Any, waiting: Callable[[], AbstractContextManager[Any]]) -> None:
     if not isinstance(iterator, _MultiProcessingDataLoaderIter) or "_get_data" in vars(iterator):
         return
-    # Weakly: an iterator ends its workers when it is dropped, which a cycle through itself would put off.
+    # A weak reference: an iterator ends its workers when it is dropped, which a reference cycle would delay.
     itself = weakref.ref(iterator)
     get: Callable[[Any], Any] = type(iterator)._get_data
 
@@ -420,14 +419,14 @@ def _open_around_waits(iterator: Any, waiting: Callable[[], AbstractContextManag
 
 
 def is_fit(function: Callable[..., Any], trainer: L.Trainer | None) -> bool:
-    """Tell whether ``function``, which a launcher is to call, is the fit of ``trainer``."""
+    """Return True if ``function``, which a launcher is to call, is the fit of ``trainer``."""
     return function == getattr(trainer, "_fit_impl", None)
 
 
 def with_checkpoint(
     function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], checkpoint: Path
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a fit that resumes from ``checkpoint`` instead of what the user has named."""
+    """Return the arguments of a fit that resumes from ``checkpoint`` instead of the user's ``ckpt_path``."""
     bound = inspect.signature(function).bind(*args, **kwargs)
     bound.arguments["ckpt_path"] = checkpoint
     return bound.args, bound.kwargs

@@ -9,9 +9,10 @@ from typing import Any
 
 
 class Redirect:
-    """Stands in the ``__dict__`` of ``owner`` for its method ``name``; calls go to ``handler(redirect, ...)``.
+    """Temporary replacement of the method ``name`` of one object. Calls go to ``handler(redirect, ...)``.
 
-    An object and not a closure, so that a deep copy or a pickle of the owner gets its own plain method.
+    It stands in the ``__dict__`` of ``owner``. It is an object rather than a closure, so that a deep copy or a pickle
+    of the owner gets its own plain method.
     """
 
     def __init__(self, owner: Any, name: str, handler: Callable[..., Any]) -> None:
@@ -20,16 +21,16 @@ class Redirect:
         self.original: Callable[..., Any] = getattr(owner, name)
         self._shadowed = name in vars(owner)
         self._handler = handler
-        # Not by setattr: Module, Metric and LightningModule each watch theirs.
+        # Without setattr, which Module, Metric and LightningModule override.
         vars(owner)[name] = self
 
     @property
     def replaced(self) -> Callable[..., Any] | None:
-        """Method that the user had put into the owner's ``__dict__`` instead of the class's; None if there was none."""
+        """Method that the user had put into the owner's ``__dict__`` instead of the class's method, or None."""
         return self.original if self._shadowed else None
 
     def remove(self) -> None:
-        """Restores the owner's ``__dict__``, unless somebody else has replaced the entry meanwhile."""
+        """Restore the owner's ``__dict__``, unless other code has replaced the entry meanwhile."""
         if vars(self.owner).get(self.name) is not self:
             return
         if self._shadowed:
@@ -39,7 +40,7 @@ class Redirect:
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
-        """Within it, the owner has its own method."""
+        """Context manager in which the owner has its own method."""
         self.remove()
         try:
             yield

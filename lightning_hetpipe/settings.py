@@ -1,10 +1,10 @@
-"""The settings model: an annotation declares a setting once; its check, its errors and its row in the docs follow.
+"""The settings model: an annotation declares a setting once. Its check, its errors and its row in the docs follow.
 
     def __init__(self, in_flight: Annotated[int | Literal["auto"], Bounds(1, 1000)] = "auto") -> None:
         given = read(HetPipeStrategy, locals())
 
-``Annotated`` takes predicates (:class:`Bounds`, :class:`Length`, :class:`Choices`, or any function of the value), and a
-text that says what the setting must be, where the types do not say enough. :class:`Reads` makes "24 GiB" bytes.
+``Annotated`` takes predicates (:class:`Bounds`, :class:`Length`, :class:`Choices`, or any function of the value). It
+takes a text that describes allowed values if the types are not enough. :class:`Reads` makes "24 GiB" bytes.
 
 Records are dataclasses and named tuples. They are read from mappings: of a program (:func:`take`), of a configuration,
 and of JSON files (``planning/plan/json_file.py``). Relations between values are not declared: settings have them in
@@ -27,18 +27,18 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 from lightning_hetpipe.errors import SettingError, closest
 
 MOST = 10**9
-"""Largest number of a setting that counts waves, minibatches or steps; messages carry it in 64 bits."""
+"""Largest number of a setting that counts waves, minibatches or steps. Messages carry it in 64 bits."""
 
 _YEAR = 365 * 24 * 3600.0
-"""Longest time of a setting, in seconds; threads cannot wait for much longer."""
+"""Longest time of a setting, in seconds. Threads cannot wait for much longer."""
 
 _OWN = ("lightning", "lightning_hetpipe")
-"""Packages whose annotations hold. Other code may take text where it says ``Path``."""
+"""Packages whose annotations are reliable. Other code may take text for ``Path``."""
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """Least and largest number; infinite is none."""
+    """Smallest and largest number. Infinity is not allowed."""
 
     least: float
     most: float = sys.float_info.max
@@ -59,7 +59,7 @@ def is_positive(value: float) -> bool:
 
 @dataclass(frozen=True)
 class Length:
-    """Least and largest number of items; a text has none."""
+    """Smallest and largest number of items. A text has no items."""
 
     least: int = 1
     most: float = sys.float_info.max
@@ -71,7 +71,7 @@ class Length:
 
 @dataclass(frozen=True)
 class Reads:
-    """Maker of a value from what stands for it, such as "24 GiB"; it is given the setting, too, for its errors."""
+    """Function that makes a value from, for example, "24 GiB". It is also given the setting's name for errors."""
 
     read: Callable[[Any, str], Any]
 
@@ -85,7 +85,7 @@ class Key:
 
 @dataclass(frozen=True)
 class Choices:
-    """Texts that are taken, where ``Literal`` would repeat a list that stands elsewhere."""
+    """Allowed texts, if ``Literal`` would repeat a list that is defined elsewhere."""
 
     names: Sequence[str]
 
@@ -111,11 +111,11 @@ class Style:
     """Way in which a source writes settings: Python, YAML, JSON or messages.
 
     Attributes:
-        show: Writes a setting at a path with its value.
+        show: Formats a setting's path and value.
         literals: Words for True, False and None.
-        made: Class of the object that a mapping stands for, Any if nobody can tell; other values as they are.
-        builds: Whether records are made of mappings.
-        whole: Name of what has no path; empty for that of the class that is read.
+        made: Returns the class of the object that a mapping stands for, Any if unknown, and other values unchanged.
+        builds: Whether records are made from mappings.
+        whole: Name of the whole source, which has no path. If empty, the name of the class that is read.
     """
 
     show: Callable[[str, Any], str]
@@ -133,11 +133,10 @@ class Declared:
     """Arguments of a class or function that may be given by name.
 
     Attributes:
-        owner: The class or function.
-        parameters: By name, or by :class:`Key`.
-        hints: Annotations likewise, if they can be evaluated.
-        takes_any: True if any other name is taken as well (``**kwargs``).
-        trusted: True if annotations that name classes hold.
+        parameters: Parameters by name or by :class:`Key`.
+        hints: Annotations by the same names, if they can be evaluated.
+        takes_any: True if any other name is also allowed (``**kwargs``).
+        trusted: True if annotations that name classes are reliable.
         secrets: Names of arguments whose values are not shown.
     """
 
@@ -170,16 +169,14 @@ class Declared:
     def check(
         self, values: Mapping[str, Any], path: str = "", owner: str = "", style: Style = PYTHON
     ) -> dict[str, Any]:
-        """Check ``values`` of arguments, and return what they stand for.
+        """Check ``values`` of arguments by name, and return what they stand for.
 
         Args:
-            values: By name.
-            path: Setting that has these arguments; empty for a call.
-            owner: Name of what takes them.
-            style: Words of the error.
+            path: Setting that has these arguments, or an empty text for a call.
+            owner: Name of what takes them, for errors.
 
         Raises:
-            SettingError: for a name that is not declared, and for a value that the declaration does not allow.
+            SettingError: for an undeclared name, or a value that the declaration does not allow.
         """
         found = dict(values)
         for name, value in values.items():
@@ -204,7 +201,7 @@ class Declared:
         return replace(self, trusted=True)
 
     def record(self, values: Mapping[str, Any], path: str, style: Style) -> Any:
-        """Make the owner of ``values``; where the style builds nothing, return these."""
+        """Make the owner from ``values``. If the style builds no records, return ``values``."""
         found = self._of_ours.check(values, path, name := path or style.whole or self.owner.__name__, style)
         self.check_whole(values, path, name)
         given = {self.parameters[key].name: each for key, each in found.items()}
@@ -215,7 +212,7 @@ declared: Callable[[Callable[..., Any]], Declared] = cache(Declared.by)
 
 
 def _hints(function: Any, module: str | None) -> Iterator[tuple[str, Any]]:
-    """Yield names and evaluated annotations; ``module`` may import what the function's own does for type checkers."""
+    """Yield names and evaluated annotations. ``module`` may have names that another imports for type checkers only."""
     names = getattr(sys.modules.get(module or ""), "__dict__", {})
     for name, written in inspect.get_annotations(function).items():
         with suppress(Exception):  # a class of Lightning's that is not loaded, say
@@ -234,9 +231,9 @@ def read(owner: type, values: Mapping[str, Any]) -> SimpleNamespace:
 
 
 def take(record: object, values: Mapping[str, Any]) -> None:
-    """Set the fields of a frozen dataclass by ``values``, the variables of its constructor; otherwise as :func:`read`.
+    """Set fields of a frozen dataclass from ``values``, the variables of its constructor, checked as by :func:`read`.
 
-    Errors begin with the class, and with the name that a record has.
+    Errors begin with the class, and with the record's name if it has one.
     """
     own, kind, name = declared(type(record)), type(record).__name__, values.get("name")
     given = {each: values[each] for each in own.parameters}
@@ -252,15 +249,14 @@ class CheckedRecord:
 
 
 class _Misfit(Exception):
-    """A value is not what a hint allows."""
+    """A hint does not allow a value."""
 
 
 def check(path: str, value: Any, hint: Any, style: Style = PYTHON, *, secret: bool = False) -> Any:
     """Check one value, and return what it stands for.
 
     Raises:
-        SettingError: unless ``value`` is what ``hint`` says; of a list or mapping, the item is named that has a
-            declaration of its own and does not fit it.
+        SettingError: if ``hint`` does not allow ``value``. It names an item that has its own declaration.
     """
     try:
         return _read(path, value, hint, style)
@@ -272,12 +268,12 @@ def check(path: str, value: Any, hint: Any, style: Style = PYTHON, *, secret: bo
 
 
 def inner(path: str, name: str) -> str:
-    """Path of an argument of the setting at ``path``."""
+    """Return the path of an argument of the setting at ``path``."""
     return f"{path}.{name}" if path else name
 
 
 def unknown(key: str, path: str, known: list[str], owner: str = "", rest: str = "") -> SettingError:
-    """Make the error for a key that nothing reads: ``key`` at ``path`` with ``rest``, instead of one of ``known``."""
+    """Make the error for the unknown ``key`` at ``path`` with ``rest``, which suggests one of ``known``."""
     name = f"{inner(path, key)}{rest}"
     if (near := closest(key, known)) is not None:
         return SettingError(f"{name} is not a setting", f"did you mean {inner(path, near)}{rest}?")
@@ -286,7 +282,7 @@ def unknown(key: str, path: str, known: list[str], owner: str = "", rest: str = 
 
 
 def words(hint: Any, style: Style = PYTHON) -> str:
-    """Say what ``hint`` allows, as the end of "must be"."""
+    """Describe what ``hint`` allows, as the end of "must be"."""
     said = [*dict.fromkeys(_words(hint, style))]
     if any(each.startswith("a mapping of ") for each in said):
         said = [each for each in said if each != "a mapping"]
@@ -310,11 +306,11 @@ _PLAIN = {*_NOUNS, bool, NoneType}
 
 Parts = tuple[list[tuple[Any, Any]], tuple[Any, ...]]
 _known: dict[int, tuple[Any, Parts]] = {}
-"""Hints, some of which have no hash, and their parts, by their ``id``."""
+"""Cache of hints and their parts by the hint's ``id``, because some hints have no hash."""
 
 
 def _parts(hint: Any) -> Parts:
-    """Return the members of a union, each with its origin, and what ``Annotated`` says of all of them."""
+    """Return the members of a union, each with its origin, and the marks of ``Annotated`` for all members."""
     if (known := _known.get(id(hint))) is None:
         known = _known[id(hint)] = hint, _take_apart(hint)
     return known[1]
@@ -371,17 +367,12 @@ def _noun(member: Any, kind: Any, style: Style) -> str:
 
 
 def is_record(kind: Any) -> bool:
-    """Return True for a dataclass, and for a named tuple."""
+    """Return True for a dataclass or a named tuple."""
     return inspect.isclass(kind) and (is_dataclass(kind) or (issubclass(kind, tuple) and hasattr(kind, "_fields")))
 
 
 def _read(path: str, value: Any, hint: Any, style: Style) -> Any:
-    """Return what ``value`` stands for by ``hint``.
-
-    Raises:
-        _Misfit: if it is something else.
-        SettingError: for an item with a declaration of its own.
-    """
+    """Return what ``value`` stands for by ``hint``, or raise :class:`_Misfit`, or SettingError for an item."""
     members, marks = _parts(hint)
     for member, kind in members:
         with suppress(_Misfit):
@@ -398,7 +389,7 @@ def _read(path: str, value: Any, hint: Any, style: Style) -> Any:
 
 
 def _as(path: str, value: Any, member: Any, kind: Any, style: Style) -> Any:
-    """Return ``value`` as a ``member``; as it is, if nobody can tell."""
+    """Return ``value`` as a ``member``, or unchanged if its type cannot be checked."""
     if kind is Annotated:
         return _read(path, value, member, style)
     if kind is Literal:
@@ -431,11 +422,7 @@ def _as(path: str, value: Any, member: Any, kind: Any, style: Style) -> Any:
 
 
 def _items(path: str, values: Any, hints: Sequence[Any], kind: type, style: Style) -> Any:
-    """Return the items of a list as ``list[int]`` or ``tuple[float, float]`` says, and a mapping's, too.
-
-    Raises:
-        SettingError: for an item with a declaration of its own.
-    """
+    """Return the items of a list or mapping as ``list[int]`` or ``tuple[float, float]`` says."""
     hints = [hint for hint in hints if hint is not ...]
     if not hints:
         return values

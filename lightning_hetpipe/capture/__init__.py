@@ -1,1 +1,1 @@
-"""From a LightningModule to pieces, layers and stages: what is pipelined, found by watching one minibatch."""
+"""From a LightningModule to pieces, layers and stages: one watched minibatch shows what is pipelined."""

@@ -28,27 +28,27 @@ from lightning_hetpipe.torch_private.subclasses import address_of
 from lightning_hetpipe.torch_private.tensors import pytree, without_memory
 
 VARIANTS = 8
-"""Most graphs of one piece: one for each kind of input that needs one of its own."""
+"""Largest number of graphs of one piece, one for each kind of input."""
 
 DECISIONS = 8
-"""Most graphs that are made for one call to find the answers by which its module decides."""
+"""Largest number of graphs that are made for one call to find the answers by which its module decides."""
 
 T = TypeVar("T")
 
 
 class Captured:
-    """Graphs of one module, and the layers that they are split into.
+    """Graphs of one module, and the layers into which they are split.
 
-    Each graph is for one mode: the module's, whether gradients are wanted, and what autocast does at the call.
+    Each graph is for one mode: the module's mode, whether gradients are wanted, and autocast's dtypes.
 
     Args:
-        name: The module's path in the LightningModule.
+        name: Path of the module in the LightningModule.
         module: The live module.
-        args, kwargs: What it was given in the watched step; kept, as later captures may need them.
-        frozen: What it read of Python outside itself when it was run there.
+        args, kwargs: Arguments in the watched step. They are kept for later captures.
+        frozen: Python values outside the module that it read in this step.
 
     Raises:
-        SettingError: if it cannot be captured.
+        SettingError: if the module cannot be captured.
     """
 
     def __init__(
@@ -57,15 +57,15 @@ class Captured:
         self.layers: list[Layer] = []
         self.frozen = frozen
         self.exclusive: Callable[[], AbstractContextManager[None]] = nullcontext
-        """Opened around a capture; once minibatches are in flight, within it nothing else computes."""
+        """Context around a capture. Once minibatches are in flight, nothing else computes within it."""
         self.beside: Sequence[str] = ()
         """Names of the other pieces."""
         self.needless_comparisons = 0
         """Number of comparisons in which a changed Python value made no difference."""
         self.joined: tuple[str, list[str]] | None = None
-        """The buffer whose changes join its parts into one layer, and the paths of these parts; None if none does."""
+        """Buffer whose changes join parts of the module into one layer, and the paths of these parts, or None."""
         self.has_filled = False
-        """True once it has set attributes for inputs of a new kind, until whoever follows attributes has seen it."""
+        """True after attributes were set for inputs of a new kind, until the code that follows attributes sees it."""
         self._name = name
         self._module = module
         self._example = (args, kwargs)
@@ -78,7 +78,7 @@ class Captured:
         self._capture(args, kwargs)
 
     def value(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-        """Input of the first layer for ``module(*args, **kwargs)``; captures a graph where none fits."""
+        """Return the input of the first layer for ``module(*args, **kwargs)``. If no graph fits, capture one."""
         of_this_mode = self._of_this_mode()
         for number, variant in of_this_mode:
             if (leaves := variant.fitting(args, kwargs)) is not None:
@@ -101,30 +101,25 @@ class Captured:
         return self.value(args, kwargs)
 
     def changed(self, value: tuple[Any, ...]) -> str | None:
-        """Name a Python value that is not as the graph has it that ``value`` is for; None if there is none.
+        """Name a Python value that differs from the value in the graph for ``value``, or return None.
 
-        What a graph has is known once :meth:`take_equal` was called for it.
+        The graph's values are known after a call of :meth:`take_equal`.
         """
         held = self._variants[value[0]].held
         return "what it reads" if held is None else self.frozen.changed(held)
 
     def take_equal(self, value: tuple[Any, ...], autograd: AutogradNodes | None = None) -> None:
-        """Note that the graph for ``value`` was seen to give what the module gives, with Python values as they are now.
-
-        Args:
-            value: An input of the first layer.
-            autograd: The autograd nodes by which the module computed it; None if that was not looked at.
-        """
+        """Record that the graph for ``value`` equals the module for present Python values, with ``autograd`` nodes."""
         self._variants[value[0]].held = self.frozen.reached.now()
         self._variants[value[0]].autograd = autograd
 
     def autograd(self, value: tuple[Any, ...]) -> AutogradNodes | None:
-        """The autograd nodes of the module when the graph for ``value`` was last compared with it in a minibatch."""
+        """Return the module's autograd nodes in the last comparison with the graph for ``value`` in a minibatch."""
         variant: Variant = self._variants[value[0]]
         return variant.autograd
 
     def capture_again(self) -> None:
-        """Follows a change of the module, other than of its weights' and buffers' values."""
+        """Follow a change of the module other than a change of the values of weights and buffers."""
         self._variants.clear()
         for layer in self.layers:
             graph_layer(layer).code.clear()
@@ -133,7 +128,7 @@ class Captured:
 
     @property
     def decides(self) -> str | None:
-        """The first line at which it decides by the values of its data; None if there is none."""
+        """The first line at which the module decides by the values of its data, or None."""
         return next((variant.decides for variant in self._variants if variant.decides is not None), None)
 
     def _of_this_mode(self) -> list[tuple[int, Variant]]:
@@ -194,8 +189,8 @@ class Captured:
     def _inputs(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], images_vary: bool, numbers: frozenset[int]
     ) -> frozenset[int]:
-        """Those of ``numbers`` of which a graph can make inputs; others are constants, as an operator takes no tensor
-        there, or as ``forward`` decides by them."""
+        """Select those ``numbers`` that can be inputs of a graph: an operator takes a tensor there, and ``forward``
+        does not decide by them. Other numbers are constants."""
         found = frozenset[int]()
         for number in sorted(numbers - self._constants):
             try:
@@ -208,7 +203,7 @@ class Captured:
     def _decided(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], images_vary: bool, numbers: Collection[int]
     ) -> tuple[fx.GraphModule, DataChecks]:
-        """The graph whose decisions by values of data are those for this call."""
+        """Make the graph whose decisions by values of data are right for this call."""
         known: Answers = ()
         leaves = pytree.tree_leaves((args, kwargs))
         args, kwargs = inputs_on(self.device, (args, kwargs))
@@ -245,16 +240,16 @@ class Captured:
         raise decides(self._name, f" at {checks.lines[first]}")
 
     def _repeats(self, effect: SideEffect, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Tell whether the module has ``effect`` in a run on values, too, and not for the sake of traced tensors only.
+        """Return True if the module has ``effect`` also in a run on values, not only while it is traced.
 
-        Libraries keep tables of the classes that they have met, to which tracing adds torch's own.
+        Libraries keep tables of the classes that they have met, to which tracing adds torch's own classes.
         """
         with untouched(self._module, self.frozen, runs=True) as before_run:
             self._run(args, kwargs)
             return not set(effect.paths).isdisjoint(before_run.changed())
 
     def _fill(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Run the module for the attributes that it sets in its first call on such inputs, as caches that grow."""
+        """Run the module so that it sets attributes as in its first call on such inputs, such as growing caches."""
         buffers = [(buffer, buffer.clone()) for buffer in self._module.buffers()]
         self._run(args, kwargs)
         put_back(buffers)
@@ -279,7 +274,7 @@ class Captured:
         changes: Collection[str],
         live: Collection[str],
     ) -> list[str | Tensor]:
-        """The paths of ``tensors``, which ``layer`` holds; a constant that it does not hold is given itself."""
+        """Return the paths of ``tensors`` that ``layer`` holds. A constant that it does not hold is returned itself."""
         own = list[str | Tensor]()
         for path, tensor in tensors.items():
             held = graph_layer(layer).held(path)
@@ -295,7 +290,6 @@ class Captured:
         return own
 
     def _refuse_shared_memory(self, live: Mapping[str, Tensor], changes: Collection[str]) -> None:
-        """Refuse a graph that changes a buffer of whose memory another tensor is a view: stages have copies of both."""
         for path in changes:
             for other, tensor in live.items():
                 if tensor is not live[path] and address_of(tensor) == address_of(live[path]) is not None:
@@ -305,7 +299,7 @@ class Captured:
                     )
 
     def _other_layers(self, marked: Sequence[str]) -> PipelineRefusal:
-        """A later graph, whose nodes are in modules of these ``marked`` paths, cannot be divided as the first graph."""
+        """Refuse a later graph, with nodes in modules of the paths ``marked``, that splits unlike the first graph."""
         alike = called_alike(self._module, self._marked, marked)
         names = [*self.beside, *(f"{self._name}.{path}" for path in alike)]
         return PipelineRefusal(
@@ -326,9 +320,9 @@ def graph_layer(layer: Layer) -> GraphLayer:
 
 @contextmanager
 def on_one_device(module: nn.Module, device: torch.device) -> Iterator[None]:
-    """Within it, tensors on ``device`` stand in for those of ``module`` that lie elsewhere.
+    """Context manager in which tensors on ``device`` replace tensors of ``module`` on other devices.
 
-    Tracing looks at sizes and devices only, so that they need no memory, for which the device may have no room.
+    Tracing looks only at sizes and devices. So the replacements need no memory, which the device may lack.
     """
     elsewhere = [
         (part, name, tensor)
@@ -348,7 +342,7 @@ def on_one_device(module: nn.Module, device: torch.device) -> Iterator[None]:
 
 
 def inputs_on(device: torch.device, inputs: T) -> T:
-    """``inputs`` with tensors on ``device`` that stand in for those on other devices of its kind."""
+    """Replace tensors in ``inputs`` on other devices of this type by stand-ins on ``device``."""
     found: T = pytree.tree_map_only(
         Tensor,
         lambda each: (

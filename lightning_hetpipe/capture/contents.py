@@ -1,7 +1,7 @@
 """Contents of containers, objects and namespaces, and plain attributes of modules: read, compared, and put back.
 
-Plain attributes are in no ``state_dict``, and copies of a layer in stages do not share them. Among objects that hold
-tensors, dataclasses are registered with pytree, and opaque ones do not cross from stage to stage.
+Plain attributes are in no ``state_dict``, and copies of a layer in stages do not share them. Dataclasses that hold
+tensors are registered with pytree. Other opaque objects with tensors do not cross from stage to stage.
 """
 
 from __future__ import annotations
@@ -33,25 +33,25 @@ ABSENT = object()
 PLAIN = (int, float, complex, str, bytes, bool, type(None))
 
 CONTAINERS = (dict, list, set, deque)
-"""Containers whose items may be exchanged."""
+"""Containers whose items can be replaced."""
 
 _KINDS = (OrderedDict, *CONTAINERS, tuple, frozenset)
 
 
 def kind_of(container: Any) -> Any:
-    """The class of Python's own that a container is of: a subclass may load what its methods give."""
+    """Return Python's own class of a container. A subclass may load the results of its methods lazily."""
     return next(kind for kind in _KINDS if isinstance(container, kind))
 
 
 def items_of(container: Any) -> tuple[Any, ...]:
-    """The items of a container; of a dict its keys, then its values."""
+    """Return the items of a container, for a dict its keys and then its values."""
     kind = kind_of(container)
     items, values = kind.__iter__, getattr(kind, "values", None)
     return tuple(items(container)) if values is None else (*items(container), *values(container))
 
 
 def refill(container: Any, items: Sequence[Any]) -> None:
-    """Give one of ``CONTAINERS`` the ``items`` that :func:`items_of` has given earlier, and no others."""
+    """Replace the contents of one of ``CONTAINERS`` by ``items`` from :func:`items_of`."""
     container.clear()
     if isinstance(container, dict):
         half = len(items) // 2
@@ -65,7 +65,7 @@ def refill(container: Any, items: Sequence[Any]) -> None:
 
 
 def assign(holder: Any, name: str, value: Any) -> None:
-    """Give ``holder``, a namespace or a class, this ``value``, or none."""
+    """Set ``name`` in ``holder``, a namespace or a class, or remove it for ``ABSENT``."""
     if isinstance(holder, type):
         delattr(holder, name) if value is ABSENT else setattr(holder, name, value)
     elif value is ABSENT:
@@ -75,7 +75,7 @@ def assign(holder: Any, name: str, value: Any) -> None:
 
 
 def namespace_of(value: Any) -> dict[str, Any]:
-    """The ``__dict__`` of ``value``, whatever its class makes of attributes; empty if it has none."""
+    """Return the ``__dict__`` of ``value``, whatever its class does with attributes, or an empty dict."""
     try:
         found = object.__getattribute__(value, "__dict__")
     except AttributeError:
@@ -84,7 +84,7 @@ def namespace_of(value: Any) -> dict[str, Any]:
 
 
 def attributes_of(value: Any) -> dict[str, Any]:
-    """The attributes that ``value`` itself holds, in its ``__dict__`` and in slots."""
+    """Return the attributes that ``value`` itself holds, in its ``__dict__`` and in slots."""
     found = dict(namespace_of(value))
     for owner in type(value).__mro__:
         slots = (name for name, each in vars(owner).items() if isinstance(each, MemberDescriptorType))
@@ -93,7 +93,7 @@ def attributes_of(value: Any) -> dict[str, Any]:
 
 
 def bytes_of(value: Any) -> bytes:
-    """The contents of a ``bytearray``, an ``array``, or an array of numpy."""
+    """Return the contents of a ``bytearray``, an ``array``, or an array of numpy."""
     return bytes(value) if isinstance(value, bytearray) else bytes(value.tobytes())
 
 
@@ -102,14 +102,14 @@ def copy_of(data: Data) -> Data:
 
 
 def same_data(one: Data, other: Data) -> bool:
-    """Tell whether both have the same numbers; NaN is the same as NaN."""
+    """Return True if both have the same numbers. NaN equals NaN."""
     if isinstance(one, np.ndarray):
         return isinstance(other, np.ndarray) and np.array_equal(one, other, equal_nan=one.dtype.kind in "fc")
     return isinstance(other, Tensor) and equal(one, other)
 
 
 def same_objects(ones: Sequence[Any], others: Sequence[Any]) -> bool:
-    """Tell whether both are the same objects in the same order."""
+    """Return True if both are the same objects in the same order."""
     return len(ones) == len(others) and all(map(operator.is_, ones, others))
 
 
@@ -124,7 +124,7 @@ def same(one: Any, other: Any) -> bool:
     return type(one) in PLAIN and bool(one == other)
 
 
-# What torch keeps for itself. An RNN rebuilds its lists of weights as it likes; on meta, it draws no random numbers.
+# Attributes of torch itself. An RNN rebuilds its lists of weights at will. On meta, it draws no random numbers.
 _TORCHS_OWN = {
     name
     for owner in (nn.Module(), nn.RNN(1, 1, device="meta"), nn.Module)
@@ -134,11 +134,11 @@ _TORCHS_OWN = {
 
 
 def plain_attributes(module: nn.Module) -> dict[str, Any]:
-    """The entries of ``vars(module)`` that a user's code may set.
+    """Return the entries of ``vars(module)`` that user code may set.
 
-    Left out are parameters, buffers, submodules, hooks and what else ``nn.Module`` keeps for itself, ``training``, and
-    tensors that ``torch.nn.utils`` computes from parameters (``weight`` from ``weight_g`` and ``weight_v``). Where an
-    object of ours stands in for a method, what it has replaced is given.
+    Left out are ``training``, everything that ``nn.Module`` keeps for itself (parameters, buffers, submodules, hooks),
+    and tensors that ``torch.nn.utils`` computes from parameters (``weight`` from ``weight_g`` and ``weight_v``). If an
+    object of this package replaces a method, the replaced method is returned.
     """
     computed = computed_names(module)
     found: dict[str, Any] = {}
@@ -152,16 +152,15 @@ def plain_attributes(module: nn.Module) -> dict[str, Any]:
 
 
 def attributes_with_contents(module: nn.Module) -> dict[str, Any]:
-    """``plain_attributes``, to be compared: a list, dict, set or deque is given as a tuple of itself and its items."""
+    """Return ``plain_attributes`` to compare: a list, dict, set or deque becomes a tuple of itself and its items."""
     held = plain_attributes(module).items()
     return {name: (value, *items_of(value)) if isinstance(value, CONTAINERS) else value for name, value in held}
 
 
 def changed_attribute(before: dict[str, Any], after: dict[str, Any]) -> str | None:
-    """The name of the first attribute that was added, removed or changed; None if there is none.
+    """Return the name of the first attribute that was added, removed or changed, or None.
 
-    Values are the same if they are the same object, or equal numbers, strings or tuples of such. Others, tensors among
-    them, are never compared with ``==``.
+    Values are compared by :func:`same`. Other values, such as tensors, are never compared with ``==``.
     """
     for name in (*before, *after):
         if not same(before.get(name, ABSENT), after.get(name, ABSENT)):
@@ -170,13 +169,13 @@ def changed_attribute(before: dict[str, Any], after: dict[str, Any]) -> str | No
 
 
 class AttributesBefore:
-    """Plain attributes of ``module`` and of its parts, as they are before a call."""
+    """Plain attributes of ``module`` and of its parts before a call."""
 
     def __init__(self, module: nn.Module) -> None:
         self._parts = [(part, attributes_with_contents(part)) for part in module.modules()]
 
     def changed(self) -> tuple[nn.Module, str] | None:
-        """The first attribute that was set, or whose container has other items, with its module."""
+        """Return the first attribute that was set, or whose container has other items, with its module."""
         for part, before in self._parts:
             if name := changed_attribute(before, attributes_with_contents(part)):
                 return part, name
@@ -184,11 +183,11 @@ class AttributesBefore:
 
 
 class SetsState(PipelineRefusal):
-    """Refusal of a module that sets an attribute, or puts a tensor in the place of a buffer, in forward."""
+    """Refusal of a module that sets an attribute, or replaces a buffer, in forward."""
 
 
 def sets_attribute(layer: str, module: nn.Module, attribute: str, line: str | None = None) -> SetsState:
-    """The forward of ``layer`` changes an ``attribute`` of ``module`` in it, in this ``line`` of the user's."""
+    """Make the error that ``layer`` sets ``attribute`` of ``module`` in forward, at the user's ``line``."""
     where = f" ({line})" if line else ""
     return SetsState(
         f"layer '{layer}' sets its attribute '{attribute}' (of {type(module).__name__}) in forward{where}, which only"
@@ -197,7 +196,7 @@ def sets_attribute(layer: str, module: nn.Module, attribute: str, line: str | No
 
 
 def _behind_stand_ins(name: str, value: Any) -> Any:
-    """Attribute as the user has set it, behind what random generators and redirects have put in its place."""
+    """Return the user's attribute behind replacements by random generators and redirects."""
     while isinstance(value, Redirect) or (name == "forward" and type(value).__module__ == generators.__name__):
         replaced = getattr(value, "replaced", None)
         value = ABSENT if replaced is None else replaced
@@ -209,29 +208,28 @@ _SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)  # sizes, while a graph
 
 
 def opaque_in(value: Any) -> Any | None:
-    """The first object in ``value`` that holds tensors and is no nesting of tuples, lists and dicts; None if none is.
+    """Return the first object in ``value`` that holds tensors and is no nesting of tuples, lists and dicts, or None.
 
-    Such are subclasses of ``dict`` and objects with attributes, unless they are registered with torch's pytree (as
-    Hugging Face's outputs are). Dataclasses are registered here, if their fields are all that there is of them.
+    Examples are subclasses of ``dict`` and objects with attributes, unless torch's pytree knows them (as it knows
+    Hugging Face's outputs). Dataclasses that consist only of their fields are registered here.
     """
     return next(filter(_is_opaque, _leaves(value)), None)
 
 
 def unknown_in(value: Any) -> Any | None:
-    """The first object in ``value`` of which torch.export makes no input, whether it holds tensors or not; None if
-    there is none."""
+    """Return the first object in ``value`` that torch.export does not take as an input, or None."""
     return next((leaf for leaf in _leaves(value) if not isinstance(leaf, _INPUTS)), None)
 
 
 def without_opaque(name: str, output: Any) -> Any:
-    """``output`` of the module ``name``, with a placeholder for each object such as :func:`opaque_in` finds."""
+    """Return ``output`` of the module ``name`` with a placeholder for each object that :func:`opaque_in` finds."""
     if not any(map(_is_opaque, _leaves(output))):
         return output
     return pytree.tree_map(lambda leaf: LeftOut(type(leaf).__name__, name) if _is_opaque(leaf) else leaf, output)
 
 
 def _leaves(value: Any) -> list[Any]:
-    """The leaves of ``value``; registers the classes of plain dataclasses in it, for the whole process."""
+    """Return the leaves of ``value``, and register plain dataclasses in it for the whole process."""
     while classes := {type(leaf) for leaf in pytree.tree_leaves(value) if _is_plain_dataclass(leaf)}:
         for each in classes:
             torch.export.register_dataclass(each)
@@ -243,7 +241,7 @@ def _is_opaque(leaf: Any) -> bool:
 
 
 def _is_plain_dataclass(item: Any) -> bool:
-    """Tell whether ``item`` can be made again from its fields."""
+    """Return True if ``item`` can be made again from its fields."""
     if not dataclasses.is_dataclass(item) or isinstance(item, (type, Mapping)):
         return False
     fields = {field.name: getattr(item, field.name, None) for field in dataclasses.fields(item)}
@@ -256,7 +254,7 @@ def _is_plain_dataclass(item: Any) -> bool:
 
 
 def _keeps(kind: type, fields: Mapping[str, Any]) -> bool:
-    """Tell whether a ``kind`` that is made of ``fields`` holds these very objects, and ``__post_init__`` no others."""
+    """Return True if a ``kind`` made from ``fields`` holds these very objects, unchanged by ``__post_init__``."""
     try:
         made = kind(**fields)
     except Exception:  # whatever __post_init__ raises

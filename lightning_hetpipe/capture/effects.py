@@ -1,8 +1,8 @@
-"""Side effects of a module: what its forward does besides returning a value, found and undone around runs of ours.
+"""Side effects of a module: what its forward does besides returning a value, found and undone around additional runs.
 
-A module runs once more to be traced, and to be compared with its graph. Whatever it changes then beside its weights is
-put back: attributes and buffers of its own, what they hold, and what its functions reach outside of it
-(``frozen.py``). A change that it makes in each run is a side effect, which no graph has.
+A module runs again to be traced, and to be compared with its graph. Changes beside its weights are then put back: of
+its attributes and buffers, of their contents, and of what its functions reach outside of it (``frozen.py``). A change
+that it makes in each run is a side effect, which no graph has.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class SideEffect(PipelineRefusal):
 
     Attributes:
         paths: What it changes below its attributes, or outside of itself, while it is traced.
-        is_shared: Whether it changes what is no attribute of its own: a global, a closure, a class.
+        is_shared: Whether it changes something outside its own attributes: a global, a closure, a class.
         is_lost: True if the module cannot be taken apart either. User code runs in another thread, which has other
-            context variables. Or a comparison cannot put the change back, as an iterator's.
+            context variables. Or a comparison cannot put the change back, as for an iterator.
     """
 
     def __init__(
@@ -62,16 +62,9 @@ class SideEffect(PipelineRefusal):
 
 
 class StateBefore:
-    """The state of ``module``, and of what its functions reach, before it runs for our sake.
+    """The state of ``module``, and of what its functions reach (``frozen``), before an additional run.
 
-    Args:
-        module: The live module.
-        frozen: What it reaches, as was noted when it ran.
-        runs: Whether it runs on values, and not only on their shapes, so that buffers may have others.
-
-    Attributes:
-        attributes: The plain attributes of the module and of its parts.
-        buffers: Copies of its buffers, by path, if it ``runs``.
+    If it ``runs`` on values and not only on shapes, buffers may change. Then ``buffers`` has copies of them by path.
     """
 
     def __init__(self, module: nn.Module, frozen: FrozenValues, runs: bool) -> None:
@@ -86,13 +79,13 @@ class StateBefore:
         self._containers = _with_items([*map(vars, parts), *owned])
 
     def changed(self) -> list[str]:
-        """The paths of what was changed beside own attributes, and in them below their first level."""
+        """Return the paths of changes outside the module's own attributes, and inside them below their first level."""
         return self._frozen.changes(self._before)
 
     def undo_buffers(self) -> None:
-        """Give the modules the buffers that they held, in the memory and with the values that these had.
+        """Give the modules the buffers that they held, with their memory and values.
 
-        What a forward has put in their place may be a view of its inputs, or of data.
+        A forward may have replaced them by views of its inputs, or of data.
         """
         _refill(self._names)
         for buffer, data in self._memory:
@@ -119,7 +112,7 @@ def _refill(containers: Iterable[tuple[Any, tuple[Any, ...]]]) -> None:
 
 @contextmanager
 def untouched(module: nn.Module, frozen: FrozenValues, *, runs: bool = False) -> Iterator[StateBefore]:
-    """Context manager: put back what is done to ``module`` and to what it reaches, weights excepted."""
+    """Context manager that puts back all changes of ``module`` and of what it reaches, except weights."""
     before_run = StateBefore(module, frozen, runs)
     with ExitStack() as stack:
         reached = frozen.reached
@@ -139,7 +132,7 @@ def put_back(buffers: Iterable[tuple[Tensor, Tensor]]) -> None:
 
 
 class Given:
-    """Containers in the arguments of ``forward``, of the module ``name``, as they are before a call."""
+    """Containers in the arguments of ``forward`` of the module ``name`` before a call."""
 
     def __init__(self, name: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._name = name
@@ -150,32 +143,20 @@ class Given:
         self._containers = [(path, value, _items(value)) for path, value in _containers(bound, "")]
 
     def refuse_changes(self) -> None:
-        """Refuse a container that has other items now.
-
-        Raises:
-            SideEffect: which names the argument.
-        """
+        """Refuse, by a :class:`SideEffect` that names the argument, a container that has other items now."""
         for path, value, earlier in self._containers:
             if not same_objects(_items(value), earlier):
                 raise SideEffect(self._name, f"changes its argument '{path}' (a {type(value).__name__})")
 
 
 def refuse_noticed(name: str, frozen: FrozenValues, *kinds: str) -> None:
-    """Refuse a graph for the module ``name`` where its forward was seen to make calls of these ``kinds``.
-
-    Raises:
-        SideEffect: which names the call and its line.
-    """
+    """Refuse, by a :class:`SideEffect`, a graph for the module ``name`` if its forward made calls of ``kinds``."""
     if (told := frozen.noticed.told(*kinds)) is not None:
         raise SideEffect(name, *told)
 
 
 def refuse_seeded(name: str) -> None:
-    """Refuse to pipeline the module ``name``, whose numbers a seed of the user's decides.
-
-    Raises:
-        PipelineRefusal: always.
-    """
+    """Refuse to pipeline the module ``name`` because a seed of the user determines its numbers."""
     raise PipelineRefusal(
         f"'{name}' draws random numbers after training_step has set a seed, and in stages each minibatch draws from"
         " generators of its own; set no seed there, or name the other modules to pipeline (module=[...])"
@@ -183,7 +164,7 @@ def refuse_seeded(name: str) -> None:
 
 
 def _containers(value: Any, path: str, depth: int = 4) -> Iterator[tuple[str, Any]]:
-    """The lists, dicts and registered objects in ``value``, with their names."""
+    """Yield the lists, dicts and registered objects in ``value``, with their names."""
     if isinstance(value, Tensor | str | bytes) or depth == 0:
         return
     if path and not isinstance(value, tuple) and (isinstance(value, CONTAINERS) or hasattr(value, "__dict__")):

@@ -1,8 +1,7 @@
-"""Finds out, on one step of an evaluation, which of the modules that it calls a pipeline can run.
+"""Watch of one step of an evaluation, which finds the called modules that a pipeline can run.
 
 If a pipeline would not answer a call exactly as the module does, the module runs itself. Only a side effect that cannot
-be put back is refused. A module that cannot be captured is taken apart, as in training: the calls that it makes are
-tried instead.
+be put back is refused. A module that cannot be captured is taken apart, as in training: the calls in it are tried.
 """
 
 from __future__ import annotations
@@ -39,15 +38,15 @@ from lightning_hetpipe.torch_private.tensors import pytree, version_counter
 
 @dataclass(eq=False)
 class EvaluationWatch(Watch):
-    """Watches one step of an evaluation, for modules that it calls from outside every other one that has parameters.
+    """Watch of one step of an evaluation, for its outermost calls of modules with parameters.
 
     Attributes:
-        known: The pieces of the training that goes on; then no others are looked for.
-        calls: Gets each module that was called.
-        on_apart: Told of each module before it is run again to be taken apart.
-        reasons: Why a pipeline cannot run the others, by their names.
+        known: Pieces of the running training. If given, no other pieces are searched.
+        calls: List to which each called module is appended.
+        on_apart: Called with each module before it is run again to be taken apart.
+        reasons: Why a pipeline cannot run the other modules, by their names.
         apart: Modules that were taken apart, by their names.
-        shares: Whether a module has a side effect that batches in flight would see of each other.
+        shares: Whether a module has a side effect that batches in flight would share.
     """
 
     known: Sequence[Piece]
@@ -97,7 +96,7 @@ class EvaluationWatch(Watch):
         return any(True for _ in module.parameters())
 
     def _try(self, piece: Piece, call: ModuleCall) -> Any:
-        """Run the module of ``piece`` as it is, then try whether its layers do the same one by one."""
+        """Run the module of ``piece`` unchanged, then try whether its layers one by one compute the same."""
         args, kwargs = call.args, call.kwargs
         parts = list(piece.module.modules())
         buffers = [(buffer, version_counter(buffer), buffer.clone()) for buffer in piece.module.buffers()]
@@ -131,7 +130,7 @@ class EvaluationWatch(Watch):
             try:
                 handed_on = handed_on_by(graph=piece.needs_graph() or may_have_graph)
             except Exception as error:  # whatever torch.export raises
-                # A side effect the layers would have without a graph, too.
+                # The layers would have this side effect without a graph, too.
                 if isinstance(error, torch.OutOfMemoryError | SideEffect) or not may_have_graph:
                     raise
                 piece.captured, piece.layers = None, []
@@ -144,7 +143,7 @@ class EvaluationWatch(Watch):
                 raise
             self.shares |= isinstance(error, SideEffect) and error.is_shared
             self.reasons[piece.name] = reason_of(error)
-            # It would add once more to what it is given, such as a cache, and to what batches share.
+            # Another run would add again to its arguments, such as a cache, and to what batches share.
             if apart and not self.shares and unknown_in((args, kwargs)) is None:
                 self._take_apart(call, own, frozen)
             return output
@@ -154,17 +153,9 @@ class EvaluationWatch(Watch):
     def _handed_on(
         self, piece: Piece, given: tuple[Any, Any], frozen: FrozenValues, output: Any, *, graph: bool
     ) -> Any:
-        """Find the layers of ``piece``, unless they are known, and return what they hand on of the module's ``output``.
+        """Find the layers of ``piece``, if unknown, as parts of a ``graph`` or not, and run them on ``given``.
 
-        Args:
-            piece: The module.
-            given: Its arguments.
-            frozen: What it reads outside itself.
-            output: What it has given.
-            graph: Whether the layers are parts of a graph.
-
-        Raises:
-            SettingError: if the layers give other values than the module.
+        Return what they hand on of the module's ``output``, or raise SettingError if they compute other values.
         """
         if piece.module not in self._known:
             refuse_scripted(piece.name, piece.module)
@@ -196,7 +187,7 @@ class EvaluationWatch(Watch):
         return handed_on
 
     def _take_apart(self, call: ModuleCall, given: tuple[Any, Any], frozen: FrozenValues) -> None:
-        """Try the calls that a module makes which cannot be captured, by running it again on these copies."""
+        """Run a module that cannot be captured again on copies of its arguments, to try the calls that it makes."""
         outermost, before = self._until == math.inf, len(self.pieces)
         if outermost:
             self._until = time.perf_counter() + self.capture_timeout
@@ -204,7 +195,7 @@ class EvaluationWatch(Watch):
         self._called.remove(call.module)
         self.apart[call.name] = call.module
         self.on_apart(call.module)
-        # What it gives is of no use.
+        # Its output is not used.
         with (
             own_state(ProcessState.seeded(0, 0, "capture")),
             untouched(call.module, frozen),

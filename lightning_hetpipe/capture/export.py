@@ -1,4 +1,4 @@
-"""Export of a module by ``torch.export``: its graph, or one sentence about why it has none.
+"""Export of a module by ``torch.export``: its graph, or one sentence that explains why it has none.
 
 If ``forward`` assigns buffers, or writes them by ``.data``, the graph writes their values into the buffers in place.
 """
@@ -36,7 +36,7 @@ from lightning_hetpipe.torch_private.modules import without_hooks
 from lightning_hetpipe.torch_private.tensors import pytree
 
 _IS_NUMBER = re.compile(r"`.*(\bint\(|\.item\(\)|\.tolist\(\)|size).*`")
-"""A line of code that turns data into a number, such as the size of an output."""
+"""Pattern of code that turns data into a number, such as the size of an output."""
 
 _Shapes: Any = ShapesCollection  # torch has no types here
 _DATA: Any = Tensor.data  # torch has no types for the descriptor
@@ -54,28 +54,23 @@ def graph_of(
     images_vary: bool = False,
     numbers: Collection[int] = (),
 ) -> tuple[fx.GraphModule, DataChecks]:
-    """The graph of ``module(*args, **kwargs)``: operators and no Python.
+    """Make the graph of ``module(*args, **kwargs)``, operators without Python, and the part for its decisions.
 
-    The sizes of inputs may vary from call to call, as far as the graph does not depend on them. Its inputs are the
-    leaves of ``(args, kwargs)``, in order. The module is left as it was. The graph is to be run under the autocast that
-    holds now: its operators cast as that says, and dtypes that ``forward`` asks tensors for are as they were.
+    The sizes of inputs may vary from call to call, if the graph does not depend on them. Its inputs are the leaves of
+    ``(args, kwargs)``, in order. The module is left unchanged. The graph must run under the present autocast: its
+    operators cast accordingly, and dtypes that ``forward`` asked of tensors are fixed.
 
     Args:
-        name: The module's path in the LightningModule, for messages.
-        module: The live module, in the mode in which it is to be run.
-        args: What it is given; only shapes, dtypes and devices of tensors matter.
-        kwargs: The same.
-        frozen: What the module reads outside itself, and how it has decided by values of its data.
-        known: Other answers to its first questions about these values.
-        images_vary: Whether this also holds for inputs of four dimensions and more, beside the first. It takes minutes
+        module: The live module, in the mode in which it is to run.
+        args, kwargs: Arguments, of which only shapes, dtypes and devices of tensors matter.
+        frozen: Python values that the module reads outside itself, and its decisions by values of data.
+        known: Other answers to its first decisions.
+        images_vary: Whether sizes behind the first may vary for inputs of four and more dimensions. This takes minutes
             for models that cut images into windows.
-        numbers: The places, among its inputs, of numbers that may be others in other calls.
-
-    Returns:
-        The graph, and the part of it that computes what the module decides by.
+        numbers: Places, among the inputs, of numbers that may vary between calls.
 
     Raises:
-        SettingError: if it cannot be captured; the message names the line of the user's where that shows.
+        SettingError: if it cannot be captured. If possible, the message names the user's line.
     """
     if (unknown := unknown_in((args, kwargs))) is not None:
         raise PipelineRefusal(
@@ -96,7 +91,7 @@ def graph_of(
 
 
 def _refuse_cumulative_averages(name: str, module: nn.Module) -> None:
-    """Refuse BatchNorm that counts its batches in Python, which torch's error for it does not say."""
+    """Refuse BatchNorm that counts its batches in Python, which torch's own error does not name."""
     for path, part in module.named_modules(prefix=name):
         batch_norm = isinstance(part, nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d)
         if batch_norm and part.training and part.track_running_stats and part.momentum is None:
@@ -118,14 +113,14 @@ def _traced(
     numbers: Collection[int],
     as_called: bool,
 ) -> tuple[fx.GraphModule, DataChecks]:
-    """Do what :func:`graph_of` says. ``as_called``: the code of ``module`` is not told that it is traced.
+    """Do the work of :func:`graph_of`. With ``as_called``, hide from the code of ``module`` that it is traced.
 
-    Some libraries compute by other operators then, whose gradients differ in their last bits; few parts of them can be
-    traced in no other way.
+    Some libraries that know of tracing use other operators, whose gradients differ in their last bits. A few of their
+    parts can be traced in no other way.
     """
     decisions = Decisions(known, frozen.answers)
     leaves, spec = pytree.tree_flatten(call)
-    # Of a number that a tensor holds, export knows nothing, and keeps how Python and torch compute with it.
+    # Export does not know the value of a number in a tensor, and so keeps how Python and torch compute with it.
     kinds = {float: torch.float64, int: torch.int64}
     given = [torch.tensor(each, dtype=kinds[type(each)]) if n in numbers else each for n, each in enumerate(leaves)]
     args, kwargs = pytree.tree_unflatten(given, spec)
@@ -166,7 +161,7 @@ def _traced(
 
 
 def _is_limited(number: fx.Node) -> bool:
-    """Tell whether a graph asserts anything of ``number``, as of one that is the size of a tensor."""
+    """Return True if a graph asserts anything about ``number``, as about the size of a tensor."""
     found = [number]
     for node in found:
         if any(name in str(node.target) for name in ("_assert_scalar", "sym_constrain_range")):
@@ -191,21 +186,21 @@ def _refusal(name: str, error: Exception, kwargs: Mapping[str, Any]) -> SettingE
 
 
 def chain_of(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield ``error``, and what it was made of."""
+    """Yield ``error`` and the errors that caused it."""
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__
 
 
 def _without_labels(kwargs: Mapping[str, Any]) -> str:
-    """Way out for a model that computes its loss, as those of Hugging Face do where they are given labels."""
+    """Way out for a model that computes its loss, as models of Hugging Face do if they are given labels."""
     if kwargs.get("labels") is None:
         return ""
     return "if that is in its loss, call it without labels, and compute the loss in training_step; else "
 
 
 def decides(name: str, where: str = "", kwargs: Mapping[str, Any] | None = None) -> SettingError:
-    """The module ``name`` decides by its data in a way that cannot be foreseen from its inputs."""
+    """Make the error that the module ``name`` decides by its data in a way that its inputs do not determine."""
     way_out = "use torch.where, or decide in training_step, outside the pipelined module"
     if "distribution.py:" in where:  # torch.distributions checks its arguments
         way_out = "give the distribution validate_args=False, or make it in training_step"
@@ -221,12 +216,10 @@ def decides(name: str, where: str = "", kwargs: Mapping[str, Any] | None = None)
 def _left_alone(name: str, module: nn.Module, frozen: FrozenValues) -> Iterator[set[str]]:
     """Undo what tracing leaves in the modules' attributes, such as weights that ``torch.nn.utils`` computes.
 
-    A side effect of ``forward`` is refused, as a graph would not have it; so is a tensor of another kind that
-    ``forward`` puts in the place of a buffer. (Tracing runs ``forward``, not for the first time: what it sets in its
-    first call only, it has set by now.) Hooks of the module itself run around its graph, so they are no part of it.
-
-    Yields:
-        The paths, in the module, of buffers that it has assigned.
+    Refuse a side effect of ``forward``, which a graph would not have, and a buffer that ``forward`` replaces by a
+    tensor of another kind. Since ``forward`` has run before, attributes that it sets only in its first call are set
+    already. Hooks of the module itself are no part of its graph. Yield the paths, in the module, of buffers that it has
+    assigned.
     """
     buffers: dict[str, Tensor] = {}
     assigned: set[str] = set()
@@ -268,9 +261,9 @@ def _left_alone(name: str, module: nn.Module, frozen: FrozenValues) -> Iterator[
 def _as_one_call(
     name: str, module: nn.Module, decisions: Decisions, numbers: Collection[int], *, as_called: bool
 ) -> Iterator[None]:
-    """Within it, ``forward`` takes ``(args, kwargs)``, since torch.export knows no keywords that land in ``**kwargs``.
+    """Context manager in which ``forward`` takes ``(args, kwargs)``, as torch.export knows no names in ``**kwargs``.
 
-    It gives what the pipeline hands on, and the tensors that it has decided by.
+    It returns what the pipeline hands on, and the tensors by which it has decided.
     """
 
     held, forward = vars(module), module.forward
@@ -303,7 +296,7 @@ def _as_one_call(
 
 @contextmanager
 def _silently() -> Iterator[None]:
-    """Withhold torch's own diagnostics, such as the whole graph where it fails: our error says enough."""
+    """Suppress torch's own diagnostics, such as the whole graph after a failure, because our error is enough."""
     printed = io.StringIO()
     with ExitStack() as stack:
         for log in map(logging.getLogger, _LOGS):
@@ -326,7 +319,7 @@ def _numpy_state() -> Any:
 
 
 class WritesByData(TorchFunctionMode):
-    """While a graph is made of ``module``: the ``.data`` of its buffers are views of them, which can be traced."""
+    """Mode while a graph of ``module`` is made: the ``.data`` of its buffers are views of them, which can be traced."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -346,19 +339,14 @@ class WritesByData(TorchFunctionMode):
 def write_assigned_buffers(
     name: str, graph: fx.GraphModule, buffers: Mapping[str, Tensor], assigned: Collection[str]
 ) -> None:
-    """Write each assigned buffer where its new value is made; ``torch.export`` writes it at the end of ``graph``.
+    """Write each assigned buffer where its new value is made, not at the end of ``graph`` as ``torch.export`` does.
 
-    There, all layers from the first that reads the buffer to the last would be one. Reads of the value before get a
-    copy, since autograd may keep it for the backward.
-
-    Args:
-        name: The module's path.
-        graph: The graph of the module.
-        buffers: The module's buffers, by their paths in it.
-        assigned: The paths of the buffers that were seen to be assigned.
+    At the end, the write would join all layers from the first to the last read into one layer. Earlier reads get a
+    copy, since autograd may keep it for the backward. ``buffers`` has the module's buffers by path, and ``assigned``
+    the paths of those that were seen to be assigned.
 
     Raises:
-        PipelineRefusal: for a value that is a view of the buffer, or requires a gradient, and for a buffer that
+        PipelineRefusal: for a value that is a view of the buffer or requires a gradient, and for a buffer that
             ``torch.export`` does not write.
     """
     nodes = graph.graph
@@ -391,7 +379,7 @@ def write_assigned_buffers(
 
 
 def _is_of_export(node: fx.Node, buffers: Mapping[str, Tensor]) -> bool:
-    """Tell whether ``torch.export`` has added ``node`` for an assigned buffer: it looks like the value."""
+    """Return True if ``torch.export`` seems to have added ``node`` for an assigned buffer."""
     if node.target is not _COPY or node.users:
         return False
     buffer, value = node.args[:2]
@@ -401,14 +389,14 @@ def _is_of_export(node: fx.Node, buffers: Mapping[str, Tensor]) -> bool:
 
 
 def _changed_in_place(node: fx.Node) -> fx.Node:
-    """The node whose value ``node`` gives, after changes of it in place."""
+    """Return the node whose value ``node`` gives after changes in place."""
     while (written := written_by(node)) and written[0] is node.args[0]:
         node = written[0]
     return node
 
 
 def replaces_buffer(name: str, path: str) -> SetsState:
-    """``forward`` assigns a buffer in a way that no graph can."""
+    """Make the error that ``forward`` assigns a buffer in a way that no graph can."""
     return SetsState(
         f"'{name}' puts another tensor in the place of its buffer '{path}' in forward, of another shape or dtype, or"
         f" one that requires a gradient or is a view of the buffer; change the buffer in place, as by {path}.copy_()"

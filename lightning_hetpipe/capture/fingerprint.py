@@ -1,4 +1,4 @@
-"""Fingerprint of the live layers beside their weights and buffers: stages hold copies, which must not fall behind."""
+"""Fingerprint of the live layers beside their weights and buffers. Copies in stages must not fall behind them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lightning_hetpipe.torch_private.tensors import version_counter
 
 
 class Fingerprint:
-    """Modules, parameters, buffers, hooks and plain attributes of ``pieces``, as they were when last taken."""
+    """Modules, parameters, buffers, hooks and plain attributes of ``pieces`` at the last :meth:`take`."""
 
     def __init__(self, pieces: Sequence[Piece]) -> None:
         self.pieces = pieces
@@ -28,7 +28,7 @@ class Fingerprint:
         self.take()
 
     def take(self) -> None:
-        """Take the layers as they are now for what they should be."""
+        """Take the layers as they are now."""
         self._seen = list(self._now())
         self._modules = [module for piece in self.pieces for module in piece.module.modules()]
         self._beside = list(self._found_beside())
@@ -36,11 +36,11 @@ class Fingerprint:
         self._parameters = [_parameters(piece) for piece in self.pieces]
 
     def with_own_parameters(self, piece: int) -> bool:
-        """Tell whether piece number ``piece`` holds its own parameters now, and no others in their place."""
+        """Return True if piece number ``piece`` holds its own parameters now, without replacements."""
         return _parameters(self.pieces[piece]) == self._parameters[piece]
 
     def changed(self) -> str | None:
-        """The name of what has changed since :meth:`take`; None if nothing has."""
+        """Return the name of what has changed since :meth:`take`, or None."""
         held = self._held()
         if all(map(same_objects, held, self._contents)):
             return None
@@ -59,7 +59,7 @@ class Fingerprint:
         return None
 
     def _held(self) -> list[tuple[Any, ...]]:
-        """All that may tell of a change, quick to compare: first of things beside the modules, then of each module."""
+        """Return objects that show a change and compare fast, first of things beside the modules, then of modules."""
         beside = [
             (_SMALL.setdefault(version_counter(thing), version_counter(thing)),)
             if isinstance(thing, Tensor)
@@ -69,7 +69,7 @@ class Fingerprint:
         return beside + [contents(module) for module in self._modules]
 
     def _found_beside(self) -> Iterator[tuple[str, Any]]:
-        """Find tensors and objects (configurations) in plain attributes, which may be changed in place."""
+        """Yield tensors and objects (configurations) in plain attributes, which may be changed in place."""
         seen: set[int] = set()
         for piece in self.pieces:
             for name, module in piece.module.named_modules():
@@ -79,11 +79,11 @@ class Fingerprint:
                         yield ".".join(part for part in (piece.name, name, attribute) if part), value
 
     def modes(self) -> list[bool]:
-        """Modes of all modules: True for training."""
+        """Return the modes of all modules: True for training."""
         return [module.training for module in self._modules]
 
     def other_mode(self, modes: list[bool]) -> str | None:
-        """The name of a module whose mode is not that of ``modes``, if there is one."""
+        """Return the name of a module whose mode differs from ``modes``, or None."""
         for module, training in zip(self._modules, modes, strict=True):
             if module.training is not training:
                 return next(
@@ -95,7 +95,7 @@ class Fingerprint:
         return None
 
     def follow(self) -> None:
-        """Captures graphs anew, and refuses changes that copying the layers anew does not answer.
+        """Capture graphs anew, and refuse changes that new copies of the layers would not follow.
 
         Raises:
             SettingError: for layers that were replaced, and for hooks.
@@ -128,11 +128,11 @@ class Fingerprint:
 
 
 _SMALL: dict[int, int] = {}
-"""One object for each number, so that counters, too, are compared by identity."""
+"""One object for each number, so that counters can be compared by identity."""
 
 
 def _is_plain_object(value: Any) -> bool:
-    """Tell whether ``value`` is a user's object that holds settings: no module, function or class, and no library's."""
+    """Return True if ``value`` is a user's object with settings: no module, function, class or library's object."""
     kind = type(value)
     if isinstance(value, nn.Module | type) or callable(value) or not hasattr(value, "__dict__"):
         return False
@@ -140,7 +140,7 @@ def _is_plain_object(value: Any) -> bool:
 
 
 def _different(thing: Any, one: tuple[Any, ...], other: tuple[Any, ...]) -> str:
-    """The name of the first attribute of ``thing`` in which two states of it differ."""
+    """Name the first attribute of ``thing`` in which two of its states differ."""
     now, before = (dict(zip(state[: len(state) // 2], state[len(state) // 2 :], strict=True)) for state in (one, other))
     return next((name for name in (*now, *before) if now.get(name, thing) is not before.get(name, thing)), "attributes")
 

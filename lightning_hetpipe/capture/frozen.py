@@ -1,10 +1,9 @@
-"""Python values from outside a captured module that its ``forward`` reads: a graph has frozen them.
+"""Python values from outside a captured module that its ``forward`` reads, and that a graph has frozen.
 
-Attributes of the module's own are followed, or refused by name, when they change (``fingerprint.py``). Here are those
-that stand elsewhere: globals, closures, defaults, class attributes, attributes of other objects. Which of them may be
-read is found while the module itself runs: the functions that it calls name them. A change is a reason to compare the
-graph with the module (``parity_check.py``), not to refuse it. A change that the module itself makes is a side effect
-(``effects.py``).
+Attributes of the module itself are followed, or refused by name, when they change (``fingerprint.py``). This file is
+about globals, closures, defaults, class attributes, and attributes of other objects. While the module runs, the names
+in the functions that it calls show which values it may read. After a change, the graph is compared with the module
+(``parity_check.py``), not refused. A change by the module itself is a side effect (``effects.py``).
 """
 
 from __future__ import annotations
@@ -33,9 +32,9 @@ class FrozenValues:
         self.answers = SeenAnswers()
         """Answers to its decisions by values of data, when it was last watched."""
         self.checkpoints = False
-        """True once it was seen to call ``torch.utils.checkpoint``."""
+        """True after it was seen to call ``torch.utils.checkpoint``."""
         self.noticed = NoticedCalls()
-        """Calls that a graph would leave out, as far as the module was seen to make any."""
+        """Calls that the module was seen to make and a graph would leave out."""
         self.tolerated: set[str] = set()
         """Paths of values that the module may change while it is traced, as it did not change them in a real run."""
         self._own: list[str] = []
@@ -47,9 +46,9 @@ class FrozenValues:
 
     @contextmanager
     def noted(self) -> Iterator[None]:
-        """Context manager: profile the module's forward, and note the functions and the noticed calls in it.
+        """Context manager that profiles the module's forward, and records its functions and noticed calls.
 
-        If another profiler runs in this thread, note nothing, and warn. Contexts may be nested.
+        If another profiler runs in this thread, record nothing, and warn. Contexts may be nested.
         """
         outer, self.noticed = sys.getprofile(), NoticedCalls()  # calls of an evaluation are not those of a minibatch
         if outer is not None and not isinstance(outer, _Called):
@@ -84,14 +83,13 @@ class FrozenValues:
 
     @property
     def reached(self) -> ReachedValues:
-        """The values that functions may read which the module was seen to call."""
+        """The values that the functions may read that the module was seen to call."""
         if self._stale:
             self._find()
         return self._reached
 
     def changed(self, before: Moment) -> str | None:
-        """Name some values that are not as they were ``before``, or that nobody watched then; None if there are
-        none."""
+        """Name some values that have changed since ``before`` or were not watched then, or return None."""
         if before.values is not self.reached:
             return "what it reads"
         found = [*before.differences()]
@@ -99,17 +97,17 @@ class FrozenValues:
         return told(found)
 
     def changes(self, before: Moment) -> list[str]:
-        """The paths of values that are not as they were ``before``, except of those that are tolerated."""
+        """Return the paths of values that have changed since ``before``, without tolerated changes."""
         return [
             path for path in dict.fromkeys(each.path for each in before.differences()) if path not in self.tolerated
         ]
 
     def is_own(self, path: str) -> bool:
-        """Tell whether ``path`` is an attribute of the module or of its parts, or lies in one."""
+        """Return True if ``path`` is an attribute of the module or of its parts, or lies in such an attribute."""
         return any(path == own or path.startswith((f"{own}.", f"{own}[")) for own in self._own)
 
     def line_of(self, path: str) -> str | None:
-        """The first line of the functions that were called which names the last part of ``path``, for people."""
+        """Return for people the first line of the called functions that names the last part of ``path``."""
         return line_that_names([code for code, _ in self._called], path)
 
     def _find(self) -> None:
@@ -133,12 +131,12 @@ class FrozenValues:
 
 
 def _is_generated(code: CodeType, globals_: Mapping[str, Any]) -> bool:
-    """Tell whether a library has written ``code`` for a class of its own, as ``dataclasses`` does."""
+    """Return True if a library has written ``code`` for a class of its own, as ``dataclasses`` does."""
     return code.co_filename == "<string>" and not is_followed(str(globals_.get("__name__")))
 
 
 def _functions(called: Mapping[tuple[CodeType, int], Mapping[str, Any]]) -> Iterator[FunctionType]:
-    """Yield the functions that have the code of ``called``, which also has their globals."""
+    """Yield the functions with the code of ``called``, which also has their globals."""
     unknown: dict[int, CodeType] = {}
     for (code, _), globals_ in called.items():
         first, *rest = code.co_qualname.split(".")
@@ -155,9 +153,9 @@ def _functions(called: Mapping[tuple[CodeType, int], Mapping[str, Any]]) -> Iter
 
 
 class _Called(dict[tuple[CodeType, int], dict[str, Any]]):
-    """Functions that are called while this profiles: their codes, with their globals.
+    """Profiler that records the called functions: their codes with their globals.
 
-    By both, as functions of two files whose lines are the same have codes that are equal.
+    Code alone is not enough, because functions of two files with equal lines have equal codes.
     """
 
     def __init__(self, noticed: NoticedCalls) -> None:

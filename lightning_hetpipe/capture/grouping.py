@@ -1,16 +1,16 @@
 """Grouping of the nodes of a captured graph into layers.
 
 A layer is a run of nodes of one *block*: a submodule with weights that holds no list of further blocks, such as one
-layer of a transformer. A block of the user's in an ``nn.Sequential``, such as a residual block, is split further: its
-children with weights are layers, each with what the block itself computes after it. What runs between blocks goes with
-the block before it. Where the whole is an ``nn.Sequential``, each of its children is a block, with weights or without,
-as it is where stages run these children themselves.
+layer of a transformer. A user's block in an ``nn.Sequential``, such as a residual block, is split further: its children
+with weights are layers, each with what the block computes after it. Nodes between blocks go with the block before. If
+the whole module is an ``nn.Sequential``, each of its children is a block, with or without weights, as if stages ran
+these children.
 
-Runs are joined where a later one would change in place what an earlier one has made (or a view of it): such a value may
-not cross a split point.
+Runs are joined if a later run would change a value (or a view) of an earlier run in place. Such a value may not cross a
+split point.
 
-A *Sequential* only calls its children in order, so that its layers can be seen without a graph. A child that is itself
-such an ``nn.Sequential`` is taken apart.
+A *Sequential* only calls its children in order, so its layers are known without a graph. An ``nn.Sequential`` among
+them is taken apart.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from lightning_hetpipe.torch_private.tensors import pytree
 
 
 def is_plain_sequential(module: nn.Module) -> bool:
-    """Tell whether ``module`` calls its children in order, as ``nn.Sequential`` does, and these can be copied.
+    """Return True if ``module`` calls its children in order, as ``nn.Sequential`` does, and the children can be copied.
 
-    They cannot where one holds a module that it is not made of, such as the LightningModule.
+    They cannot be copied if one holds a module outside of itself, such as the LightningModule.
     """
     if not isinstance(module, nn.Sequential) or type(module).forward is not nn.Sequential.forward:
         return False
@@ -55,7 +55,7 @@ def _items(value: Any) -> Iterable[Any]:
 
 
 def layers_of(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The layers of ``module`` at ``name``, with their paths: itself, if it is no plain ``nn.Sequential``."""
+    """Yield the layers of ``module`` at ``name``, with their paths: itself, if it is no plain Sequential."""
     if not is_plain_sequential(module):
         yield name, module
         return
@@ -70,19 +70,19 @@ def layers_of(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def is_torchs_own(module: nn.Module) -> bool:
-    """Tell whether ``module``, and all in it, are torch.nn's own: it runs no code of the user's."""
+    """Return True if ``module``, and everything in it, belongs to torch.nn, so that it runs no code of the user's."""
     return all(type(part).__module__.startswith("torch.nn.") for part in module.modules())
 
 
 def has_users_layers(module: nn.Module) -> bool:
-    """Tell whether a layer of the Sequential ``module`` runs the user's code, which a graph can stand for."""
+    """Return True if a layer of the Sequential ``module`` runs the user's code, which a graph can replace."""
     return not all(is_torchs_own(layer) for _, layer in layers_of("", module))
 
 
 def shares_draws(module: nn.Module) -> bool:
-    """Tell whether a module that may draw random numbers is in several layers of the Sequential ``module``.
+    """Return True if a module that may draw random numbers is in several layers of the Sequential ``module``.
 
-    Its draws are named by the layer (law L7), and in a graph they would be named by the module.
+    The layer names its draws (law L7), but in a graph the module would name them.
     """
     seen, shared = set[nn.Module](), set[nn.Module]()
     for _, layer in layers_of("", module):
@@ -94,13 +94,10 @@ def shares_draws(module: nn.Module) -> bool:
 
 @dataclass
 class LayerNodes:
-    """A layer's nodes, in order.
+    """Nodes of a layer, in the order of the graph.
 
-    Attributes:
-        call: The path, in the captured module, of its block or of the part of that, with a mark where that is called
-            again.
-        nodes: In the order of the graph.
-        within: The path of its block, marked as well.
+    ``call`` is the path, in the captured module, of its block or of a part of its block. ``within`` is the path of its
+    block. Paths of repeated calls have marks.
     """
 
     call: str | None
@@ -109,23 +106,23 @@ class LayerNodes:
 
     @property
     def part(self) -> str:
-        """The path of its block, or of the part of that; empty for the captured module itself."""
+        """Path of its block or of the part of its block, without marks. Empty for the captured module itself."""
         return _unmarked(self.call or "")
 
     @property
     def block(self) -> str:
-        """The path of its block; empty for the captured module itself."""
+        """Path of its block, without marks."""
         return _unmarked(self.within or "")
 
 
 def groups(graph: fx.Graph, module: nn.Module) -> list[LayerNodes]:
-    """The layers of ``graph``, in order, with all its nodes but inputs, weights and the output."""
+    """Return the layers of ``graph``, in order, with all its nodes except inputs, weights and the output."""
     found = _runs(graph, module)
     return _joined(found or [LayerNodes(None)], (span for span, _ in _spans(graph, found)))
 
 
 def joined_by_buffer(graph: fx.Graph, module: nn.Module) -> tuple[str, list[str]] | None:
-    """The path of the buffer whose changes join most runs of nodes into one layer, and the paths of these runs."""
+    """Return the path of the buffer whose changes join most runs of nodes into one layer, and these runs' paths."""
     found = _runs(graph, module)
     spans = [(last - first, first, last, path) for (first, last), path in _spans(graph, found) if path]
     width, first, last, path = max(spans, default=(0, 0, 0, ""))
@@ -134,7 +131,7 @@ def joined_by_buffer(graph: fx.Graph, module: nn.Module) -> tuple[str, list[str]
 
 
 def _runs(graph: fx.Graph, module: nn.Module) -> list[LayerNodes]:
-    """Runs of nodes of one block, or of a part of one, in order."""
+    """Runs of nodes of one block, or of a part of one block, in order."""
     blocks = dict(_blocks(module))
     found: list[LayerNodes] = []
     where: dict[fx.Node, LayerNodes] = {}
@@ -155,12 +152,10 @@ def _runs(graph: fx.Graph, module: nn.Module) -> list[LayerNodes]:
 
 
 def alike(found: Sequence[LayerNodes], calls: Sequence[str | None]) -> list[LayerNodes] | None:
-    """Split ``found`` where another graph of the same module is split, whose groups have these ``calls``.
+    """Split ``found`` like another graph of the same module, whose groups have these ``calls``.
 
-    Groups that the other one lacks are joined with those before; those that only the other one has are empty.
-
-    Returns:
-        None if that cannot be, as the graph begins otherwise.
+    Groups that the other graph lacks are joined with the group before. Groups that only the other graph has are empty.
+    Return None if the graph begins otherwise.
     """
     split: list[LayerNodes] = []
     for group in found:
@@ -177,22 +172,19 @@ def compute_nodes(graph: fx.Graph) -> Iterator[fx.Node]:
 
 
 def path_of(node: fx.Node) -> str:
-    """The path of the innermost module that runs ``node``."""
+    """Return the path of the innermost module that runs ``node``."""
     return _unmarked(_marked_path(node))
 
 
 def marked_paths(graph: fx.Graph) -> list[str]:
-    """The paths of the modules that run the nodes of ``graph``, in order; calls of one module again are marked."""
+    """Return the paths of the modules that run the nodes of ``graph``, in order, with marks on repeated calls."""
     return [path for path, _ in groupby(map(_marked_path, compute_nodes(graph)))]
 
 
 def called_alike(module: nn.Module, one: Sequence[str], other: Sequence[str]) -> list[str]:
-    """The paths of the outermost parts of ``module`` with weights that two graphs call alike, and in one order.
+    """Return the paths of the outermost parts of ``module`` with weights that two graphs call alike, in the same order.
 
-    Args:
-        module: The captured module.
-        one: The marked paths of a graph.
-        other: The marked paths of another graph.
+    ``one`` and ``other`` are the marked paths of the two graphs.
     """
     found: list[str] = []
     pending = list(reversed(_children(module, "")))
@@ -208,7 +200,7 @@ def called_alike(module: nn.Module, one: Sequence[str], other: Sequence[str]) ->
 
 
 def _calls_in(parts: Sequence[str], marked: Sequence[str]) -> list[str]:
-    """Those of the ``marked`` paths that lie in ``parts``."""
+    """Select the ``marked`` paths that lie in ``parts``."""
     return [path for path in marked if any(f"{_unmarked(path)}.".startswith(f"{part}.") for part in parts)]
 
 
@@ -222,14 +214,14 @@ def _unmarked(path: str) -> str:
 
 
 def _begins(block: str | None, call: str | None, last: LayerNodes) -> bool:
-    """Tell whether a node of ``call`` in ``block`` begins a layer, after the one that is ``last`` so far."""
+    """Return True if a node of ``call`` in ``block`` begins a new layer after ``last``."""
     if block is None or last.within is None:
         return False
     return block != last.within or (call not in (None, last.call) and last.call != block)
 
 
 def _blocks(module: nn.Module) -> Iterator[tuple[str, Collection[str]]]:
-    """The path of each block in ``module``, with the paths of the parts that it is split into, if it is."""
+    """Yield the path of each block in ``module``, with the paths of the parts into which it is split, if any."""
     if not is_plain_sequential(module):
         yield from _blocks_in(module, "", nn.Module)
         return
@@ -241,7 +233,7 @@ def _blocks(module: nn.Module) -> Iterator[tuple[str, Collection[str]]]:
 def _blocks_in(
     module: nn.Module, path: str, holder: type[nn.Module], listed: bool = False
 ) -> Iterator[tuple[str, Collection[str]]]:
-    """Those in ``module``, at ``path`` in a ``holder``; ``listed`` if it is inside a list already."""
+    """Yield the blocks in ``module``, at ``path`` in a ``holder``. ``listed`` is True inside a list of blocks."""
     children = _children(module, path)
     splits = issubclass(holder, nn.Sequential) and not is_torchs_own(module) and not is_plain_sequential(module)
     if path and not any(_is_list(part, listed, least=2 if splits else 1) for part in module.modules()):
@@ -256,7 +248,7 @@ def _blocks_in(
 
 
 def _parts(block: nn.Module, path: str) -> Iterator[str]:
-    """The paths of the children of ``block`` that have weights; of a Sequential among them, those of its own."""
+    """Yield the paths of the children of ``block`` with weights, and of the children of a Sequential among them."""
     for own, child in _children(block, path):
         if isinstance(child, nn.Sequential):
             yield from _parts(child, own)
@@ -277,10 +269,10 @@ def _has_tensors(module: nn.Module) -> bool:
 
 
 def _is_list(module: nn.Module, listed: bool, least: int = 1) -> bool:
-    """Tell whether it holds modules with weights, one after the other.
+    """Return True if ``module`` holds modules with weights, one after the other.
 
-    Inside such a list, an ``nn.Sequential`` of nothing but single layers (a transformer layer's MLP, a downsampling),
-    or with fewer than ``least`` others (a norm, attention and dropout), is a part of a block.
+    Inside such a list, an ``nn.Sequential`` may be a part of a block: if it has only single layers (a transformer
+    layer's MLP, a downsampling), or fewer than ``least`` other modules (a norm, attention and dropout).
     """
     if not isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential):
         return False
@@ -291,7 +283,7 @@ def _is_list(module: nn.Module, listed: bool, least: int = 1) -> bool:
 
 
 def _call_of(path: str, blocks: Mapping[str, Collection[str]]) -> tuple[str | None, str | None]:
-    """The start of the marked ``path`` that is a block, and the one that is a part of it, if it is split into parts."""
+    """Return the starts of the marked ``path`` that are a block and, if the block is split, a part of it."""
     names = path.split(".")
     prefixes = [".".join(names[:length]) for length in range(1, len(names) + 1)]
     block = next((prefix for prefix in prefixes if _unmarked(prefix) in blocks), None)
@@ -301,7 +293,7 @@ def _call_of(path: str, blocks: Mapping[str, Collection[str]]) -> tuple[str | No
 
 
 def _is_a_look(node: fx.Node) -> bool:
-    """Tell whether ``node`` only picks a part, or a size, of another node's output: it goes where that is."""
+    """Return True if ``node`` only takes a part, or a size, of another node's output. It stays with that node."""
     return node.target in (operator.getitem, torch.ops.aten.sym_size.int)
 
 
@@ -309,19 +301,19 @@ def _is_a_look(node: fx.Node) -> bool:
 
 
 def changed_buffers(nodes: Iterable[fx.Node]) -> Iterator[str]:
-    """The paths of the buffers that ``nodes`` change in place."""
+    """Yield the paths of the buffers that ``nodes`` change in place."""
     for node in nodes:
         bases = [base_of(value) for value in _written_and_viewed(node)[0]]  # a view of a buffer may be changed
         yield from (str(base.target) for base in bases if base.op == "get_attr")
 
 
 def written_by(node: fx.Node) -> list[fx.Node]:
-    """The inputs that ``node`` changes in place."""
+    """Return the inputs that ``node`` changes in place."""
     return _written_and_viewed(node)[0] if node.op == "call_function" else []
 
 
 def base_of(node: fx.Node) -> fx.Node:
-    """The node that has made the memory in which the value of ``node`` lies."""
+    """Return the node that made the memory in which the value of ``node`` lies."""
     while node.op == "call_function" and (isinstance(node.target, OperatorOverload) or _is_a_look(node)):
         viewed = _written_and_viewed(node)[1]
         if not viewed:
@@ -331,7 +323,7 @@ def base_of(node: fx.Node) -> fx.Node:
 
 
 def _spans(graph: fx.Graph, found: Sequence[LayerNodes]) -> Iterator[tuple[tuple[int, int], str]]:
-    """Ranges of groups that belong together, as one changes in place what another has made; with a buffer's path."""
+    """Yield ranges of groups that a change in place joins, with the path of a changed buffer."""
     layer = {node: index for index, group in enumerate(found) for node in group.nodes}
     shares: dict[fx.Node, set[fx.Node]] = {}  # the nodes whose values may lie in the same memory
     for node in compute_nodes(graph):
@@ -351,7 +343,7 @@ def _spans(graph: fx.Graph, found: Sequence[LayerNodes]) -> Iterator[tuple[tuple
 
 
 def _written_and_viewed(node: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
-    """The inputs that ``node`` changes in place, and those whose memory its output may share."""
+    """Return the inputs that ``node`` changes in place, and the inputs whose memory its output may share."""
     if not isinstance(node.target, OperatorOverload):
         # getitem; a region of its own rules may give back what it was given
         return list(_written_in_regions(node)), list(node.all_input_nodes)
@@ -359,7 +351,7 @@ def _written_and_viewed(node: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
 
 
 def _written_in_regions(node: fx.Node) -> Iterator[fx.Node]:
-    """The inputs of ``node`` that regions in it, such as what runs under ``torch.no_grad()``, change in place."""
+    """Yield the inputs of ``node`` that its regions, such as code under ``torch.no_grad()``, change in place."""
     args = pytree.tree_leaves(node.args)
     nodes = {place: each for place, each in enumerate(args) if isinstance(each, fx.Node) and each.op == "get_attr"}
     held = {place: at(node.graph.owning_module, str(each.target)) for place, each in nodes.items()}
@@ -374,7 +366,7 @@ def _written_in_regions(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def at(graph: Any, path: str) -> Any:
-    """Module or tensor that ``graph`` holds at ``path``."""
+    """Return the module or tensor that ``graph`` holds at ``path``."""
     return functools.reduce(getattr, path.split("."), graph)
 
 

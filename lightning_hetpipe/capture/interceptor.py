@@ -1,6 +1,6 @@
-"""Interceptor of calls of modules: the watched step, the pipeline and evaluation are its handlers.
+"""Interceptor of calls of modules. The watched step, the pipeline and evaluation are its handlers.
 
-It redirects ``forward``, so that the hooks that users put on a module run around the call as they always do.
+It redirects ``forward``, so that hooks of users on a module run around the call as usual.
 """
 
 from __future__ import annotations
@@ -17,19 +17,14 @@ from torch import nn
 from lightning_hetpipe.redirect import Redirect
 
 NOT_TAKEN = object()
-"""Returned by a handler in place of an output: the module's own ``forward`` is to run, as user code."""
+"""Result of a handler in place of an output, which makes the module's own ``forward`` run as user code."""
 
 
 @dataclass(eq=False)
 class ModuleCall:
-    """One call of a module.
+    """One call of a module: its path ``name`` in the LightningModule, and the arguments of ``forward``.
 
-    Attributes:
-        name: The module's path in the LightningModule.
-        module: The module.
-        args, kwargs: What its ``forward`` is given.
-        redirect: Stands in for that.
-        calls: Those of this thread.
+    ``redirect`` replaces ``forward``. ``calls`` has the state of calls in this thread.
     """
 
     name: str
@@ -40,20 +35,20 @@ class ModuleCall:
     calls: _Calls
 
     def own_forward(self) -> AbstractContextManager[None]:
-        """Within it, the module has its own ``forward``."""
+        """Return a context in which the module has its own ``forward``."""
         return self.redirect.suspended()
 
     def run(self) -> Any:
-        """Run the module's own ``forward``; modules that it calls are not intercepted."""
+        """Run the module's own ``forward``. Modules that it calls are not intercepted."""
         return self.run_with(self.args, self.kwargs)
 
     def run_with(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run it on other arguments."""
+        """Run the module's own ``forward`` on other arguments."""
         return self.redirect.original(*args, **kwargs)
 
     @contextmanager
     def intercepting(self) -> Iterator[None]:
-        """Within it, calls of modules are intercepted, as they are outside of every call."""
+        """Context manager in which calls of modules are intercepted, as outside of every call."""
         self.calls.handling = False
         try:
             yield
@@ -62,16 +57,12 @@ class ModuleCall:
 
 
 class Interceptor:
-    """Hands calls of ``modules`` to ``handler``, until it is removed or its ``with`` block ends.
+    """Redirects calls of ``modules``, given by names, to ``handler`` until it is removed or its ``with`` block ends.
 
-    Only outermost calls are intercepted: what ``handler`` itself calls, in its own thread, runs as it is, except within
-    :meth:`ModuleCall.intercepting`. Where it returns ``NOT_TAKEN``, the module runs, and the modules that it calls are
-    intercepted in turn. Any number of threads may call modules at once.
-
-    Args:
-        modules: Modules by their names; each of them once.
-        handler: Called with each call; returns its output.
-        one_step: A single step runs at a time, so that calls in threads that a handled module starts are inside of it.
+    Only outermost calls are intercepted: modules that ``handler`` itself calls, in its own thread, run normally, except
+    within :meth:`ModuleCall.intercepting`. If it returns ``NOT_TAKEN``, the module runs, and calls that it makes are
+    intercepted. Any number of threads may call modules at once. With ``one_step``, a single step runs at a time, so
+    calls in threads that a handled module starts belong to its call.
     """
 
     def __init__(
@@ -82,13 +73,13 @@ class Interceptor:
         self._redirects = [Redirect(module, "forward", partial(self._intercept, name)) for name, module in modules]
 
     def remove(self) -> None:
-        """Give the modules their own ``forward`` back, for good."""
+        """Give the modules their own ``forward`` back."""
         for redirect in self._redirects:
             redirect.remove()
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
-        """Within it, the modules have their own ``forward``."""
+        """Context manager in which the modules have their own ``forward``."""
         with ExitStack() as stack:
             for redirect in self._redirects:
                 stack.enter_context(redirect.suspended())
@@ -117,4 +108,4 @@ class _Calls:
 
 
 class _ThreadCalls(threading.local, _Calls):
-    """Calls of each thread by themselves."""
+    """State of calls, separate for each thread."""

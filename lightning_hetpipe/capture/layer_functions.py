@@ -20,16 +20,15 @@ from lightning_hetpipe.torch_private.graphs import ASSERTS_METADATA, OperatorOve
 
 @dataclass(frozen=True)
 class LayerFunction:
-    """One layer of one graph.
+    """One layer of one graph. Paths are in the captured module unless stated otherwise.
 
     Attributes:
-        call: What its group is called.
-        name: Its path in the LightningModule; the second layer of that path is marked with ":2".
-        part: That path in the captured module.
-        block: The path, there, of the block that it is, or is a part of.
-        kind: The class of the module at ``part``.
-        own: The paths, in the captured module, of the tensors (or regions of the graph) that it takes.
-        changes: Those of them that it changes in place.
+        call: Name of its group.
+        name: Path in the LightningModule. A second layer of this path has the mark ":2".
+        part, block: Paths of the layer, and of the block to which it belongs.
+        kind: Class of the module at ``part``.
+        own: Paths of the tensors (or regions of the graph) that it takes.
+        changes: Paths of the tensors that it changes in place.
         graph: What it computes.
     """
 
@@ -46,17 +45,9 @@ class LayerFunction:
 def parts(
     graph: fx.GraphModule, module: nn.Module, name: str, device: torch.device, calls: Sequence[str | None] | None = None
 ) -> list[LayerFunction] | None:
-    """Split ``graph``, which is ``module``'s at path ``name``, into layers. Each hands on all that a later one needs.
+    """Split ``graph`` of ``module`` at path ``name`` into layers. Each hands on everything that a later layer needs.
 
-    Args:
-        graph: What it was captured as.
-        module: The captured module.
-        name: Its path.
-        device: Where it was captured.
-        calls: What the groups of another graph of it are called, where this one is to be split too.
-
-    Returns:
-        None if it cannot be split so.
+    If ``calls`` has the groups' names in another graph of the module, ``graph`` is split like it. None if it cannot.
     """
     whole = groups(graph.graph, module)
     found = whole if calls is None else alike(whole, calls)
@@ -100,17 +91,15 @@ def parts(
 
 
 def device_of(module: nn.Module) -> torch.device:
-    """Device on which ``module`` is captured: that of its tensors."""
+    """Return the device on which ``module`` is captured: the device of its tensors."""
     return next((tensor.device for tensor in (*module.parameters(), *module.buffers())), torch.device("cpu"))
 
 
 def _draw(name: str, owners: Mapping[str, str], ordinals: dict[str, int], node: fx.Node) -> tuple[Any, ...]:
-    """Arguments of :func:`drawn` before those of ``node``, a random operation.
+    """Return the arguments of :func:`drawn` before those of ``node``, a random operation.
 
-    Args:
-        name: The path of the captured module.
-        owners: The first path of the module at each path, because a shared module has several.
-        ordinals: How many operations of each module have drawn so far.
+    ``owners`` has the first path of the module at each path, because a shared module has several paths. ``ordinals``
+    counts the operations of each module that have drawn so far.
     """
     path = ".".join(filter(None, [name, owners.get(path_of(node), path_of(node))]))
     ordinals[path] = ordinals.get(path, -1) + 1
@@ -118,7 +107,7 @@ def _draw(name: str, owners: Mapping[str, str], ordinals: dict[str, int], node: 
 
 
 class _Maker:
-    """Makes the function of one group: takes the device, the group's own tensors and the values ``given``."""
+    """Maker of the function of one group, which takes the device, the group's own tensors and the values ``given``."""
 
     def __init__(
         self,
@@ -170,7 +159,7 @@ class _Maker:
         return made
 
     def _prepare(self, region: fx.GraphModule) -> None:
-        """Lets the operations of a region draw, and make new tensors, as the others do."""
+        """Make the operations of a region draw, and create tensors, like other operations."""
         for part in region.modules():
             if isinstance(part, fx.GraphModule):
                 self._place(part.graph)
@@ -179,7 +168,7 @@ class _Maker:
                 part.recompile()
 
     def _place(self, graph: fx.Graph) -> None:
-        """Lets the operations of a region make tensors where the layer is."""
+        """Make the operations of a region create tensors on the layer's device."""
         nodes = list(graph.nodes)
         with graph.inserting_before(next(node for node in nodes if node.op != "placeholder")):
             place = graph.call_function(here)
@@ -196,15 +185,15 @@ class _Maker:
     def _mapped_leaf(self, value: Any) -> Any:
         if isinstance(value, fx.Node):
             return self._new[value]
-        # A tensor that the graph makes or moves to where it was captured belongs where the layer is.
+        # A tensor that the graph makes on the captured device, or moves there, belongs on the layer's device.
         return self._device if isinstance(value, torch.device) and value == self._captured_on else value
 
 
 def _keywords(node: fx.Node) -> dict[str, Any]:
-    """The keywords of ``node``, with the dtype of the tensor that it makes of none, where it names none.
+    """Return the keywords of ``node``. If it makes a tensor from no tensor and names no dtype, add the tensor's dtype.
 
-    That would be the default dtype of the process, which need not be the one of ``training_step`` while a stage runs.
-    What asserts of a tensor how it is, asserts nothing of its device, as that need not be the layer's.
+    Otherwise the process's default dtype would apply, which may differ from ``training_step``'s while a stage runs.
+    Assertions about a tensor lose the device, which need not be the layer's.
     """
     if node.target is ASSERTS_METADATA:
         return {name: value for name, value in node.kwargs.items() if name != "device"}

@@ -1,4 +1,4 @@
-"""Measures how long one device of a group takes for a part of a layer's channels."""
+"""Measurement of the time of one device in a group for a part of a layer's channels."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from lightning_hetpipe.planning.model.profile import LayerWidths, Times, Width
 from lightning_hetpipe.rules.channel_layouts import ChannelCounts
 
 MOST_WIDTHS = 16
-"""Most parts of a layer's channels that are measured."""
+"""Largest number of parts of a layer's channels that are measured."""
 
 ROUNDS = 4
-"""Rounds in which parts take turns; the least times count, as whatever disturbs adds to them."""
+"""Rounds in which parts take turns. The smallest times count, because disturbances only add."""
 
 
 def layer_widths(pieces: Sequence[Piece]) -> dict[int, LayerWidths]:
-    """Divisions of the layers of ``pieces`` that a group of devices may make, counted through all; without times.
+    """Return the divisions of layers that a group of devices may make, by the layers' index over all ``pieces``.
 
-    A piece with a layer that was not captured as a graph cannot be divided.
+    The result has no times. A piece with a layer that was not captured as a graph cannot be divided.
     """
     found: dict[int, LayerWidths] = {}
     before = 0
@@ -50,13 +50,9 @@ def layer_widths(pieces: Sequence[Piece]) -> dict[int, LayerWidths]:
 def measured_widths(
     profiling: ProfilingInput, device: torch.device, name: str, tick: Callable[[], object] = lambda: None
 ) -> dict[int, LayerWidths]:
-    """As :func:`layer_widths`, with times of layers that begin to be divided, on ``device``.
+    """Return :func:`layer_widths` with times on ``device``, the profile's ``name``, of layers that begin a division.
 
-    Args:
-        profiling: The watched step.
-        device: Where they are measured.
-        name: Of the device, in a profile.
-        tick: Called after each layer.
+    ``tick`` is called after each layer.
     """
     found = layer_widths(profiling.pieces)
     for number, (layer, values, piece) in enumerate(profiling.layers):
@@ -71,8 +67,8 @@ def measured_widths(
 
 
 def measured_parts(units: int) -> list[float]:
-    """Parts of so many ``units`` that are measured, ascending: multiples of the least power of two by which there are
-    at most 16, so that those at which kernels have whole blocks of channels are among them."""
+    """Return the fractions of ``units`` that are measured, ascending: at most 16 multiples of a power of two. So
+    fractions at which kernels have whole blocks of channels are among them."""
     step = 1
     while units > MOST_WIDTHS * step:
         step *= 2
@@ -80,7 +76,7 @@ def measured_parts(units: int) -> list[float]:
 
 
 def _widths(layer: Layer, calls: Sequence[tuple[Microbenchmark, int]], units: Mapping[str, int]) -> list[Width]:
-    """Times of the parts of ``layer`` that its units can be divided in, in all of its calls together."""
+    """Measure the parts into which the units of ``layer`` can be divided, in all its calls together."""
     parts = measured_parts(min(units.values()))
     counts = {share: {name: round(share * number) for name, number in units.items()} for share in parts}
     joined = joined_graph([layer], 0)
@@ -107,7 +103,7 @@ def _widths(layer: Layer, calls: Sequence[tuple[Microbenchmark, int]], units: Ma
 
 
 def _member_times(benchmark: Microbenchmark, graph: fx.GraphModule, leaves: Sequence[Any]) -> Times:
-    """Seconds of one forward and backward of the member's ``graph``."""
+    """Measure one forward and backward of the member's ``graph``."""
     with torch.enable_grad(), benchmark.opened():
         fresh = [
             each.detach().requires_grad_(each.requires_grad) if isinstance(each, Tensor) else each for each in leaves
@@ -125,7 +121,7 @@ def _member_times(benchmark: Microbenchmark, graph: fx.GraphModule, leaves: Sequ
 
 
 def _values(benchmark: Microbenchmark, joined: JoinedGraph) -> dict[fx.Node, Any]:
-    """Value of each node of ``joined`` for the inputs of the watched step."""
+    """Compute each node of ``joined`` for the inputs of the watched step."""
     _, own = benchmark.inputs()
     set_here(benchmark.device)
     scratch = benchmark.scratch
@@ -139,7 +135,7 @@ def _values(benchmark: Microbenchmark, joined: JoinedGraph) -> dict[fx.Node, Any
 
 
 def _leaves(region: Region, known: dict[fx.Node, Any], device: torch.device) -> list[Any]:
-    """Inputs of the region as the first member takes them."""
+    """Return the inputs of the region for the first member."""
 
     def taken(each: RegionInput) -> Any:
         if each.taken is TakenAs.DEVICE:

@@ -1,8 +1,8 @@
-"""Calls inside a module's ``forward`` that its graph would leave out without a difference in the values it gives.
+"""Calls inside a module's ``forward`` that its graph would leave out without a difference in its values.
 
-Such calls act in the backward pass (hooks on tensors), on the gradients that are computed (``inference_mode``), or on
-the default generators (seeds), or they write something that the program does not read. ``FrozenValues`` profiles the
-module while it runs, and asks here about each call.
+Such calls act in the backward pass (hooks on tensors), on computed gradients (``inference_mode``), or on the default
+generators (seeds). Or they write something that the program does not read. ``FrozenValues`` profiles the module while
+it runs, and asks here about each call.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from lightning_hetpipe.accelerator import default_generators
 HOOK, JOINT_HOOK, INFERENCE, SEED, STATE = "hook", "joint hook", "inference mode", "seed", "random state"
 OUTPUT = "output"
 NOWHERE = JOINT_HOOK, STATE
-"""Kinds of calls that no pipelined module may make, and no user code in a pipeline: a piece has a backward of its own,
-and a minibatch its own generators."""
+"""Kinds of calls that no pipelined module and no user code in a pipeline may make. A piece has its own backward, a
+minibatch its own generators."""
 IN_NO_GRAPH = HOOK, INFERENCE, OUTPUT, SEED
-"""Kinds of calls that a graph would leave out, and user code in a pipeline may make."""
+"""Kinds of calls that a graph would leave out, and that user code in a pipeline may make."""
 
 _TORCH = f"{Path(torch.__file__).parent}{os.sep}"
 _PACKAGE = Path(__file__).parent.parent
@@ -65,33 +65,33 @@ _CALLS: dict[CodeType, tuple[str, str]] = {
     _code(logging.Logger.callHandlers): _OUTPUT,
     _code(LightningModule.log): _OUTPUT,
 }
-"""Functions by their code, each with the kind of the call and the words for it."""
+"""Functions by their code, each with the kind of the call and its description."""
 
 _OF_NODES: dict[str, tuple[str, str]] = {
     "register_prehook": (HOOK, "puts a hook on a node of autograd's graph"),
     "register_hook": (HOOK, "puts a hook on a node of autograd's graph"),
 }
-"""Methods of autograd's nodes, which have no code of Python's."""
+"""Methods of autograd's nodes, which have no Python code."""
 
 _OF_GENERATORS: dict[str, tuple[str, str]] = {
     "manual_seed": (SEED, "sets a seed of one device"),
     "seed": (SEED, "sets a seed of one device"),
     "set_state": (STATE, "sets the state of a default random generator (set_rng_state)"),
 }
-"""Methods of default generators, by which every device's functions set seeds and states; they are written in C."""
+"""Methods of default generators, written in C, by which functions of all devices set seeds and states."""
 
 _WRITERS = (print, open)
 _WRITING = {"write", "writelines"}
-"""Methods of files, of which the console is one."""
+"""Methods of files, including the console."""
 
 _FORK = _code(torch.random.fork_rng)
 
 
 class NoticedCalls(dict[str, tuple[str, str]]):
-    """Calls that were noticed, the first one of each kind: its words, and the line of the user's that makes it."""
+    """The first noticed call of each kind: its description, and the user's line that makes it."""
 
     def call(self, frame: FrameType) -> None:
-        """Look at the function that begins in ``frame``."""
+        """Check the function that begins in ``frame``."""
         found = _CALLS.get(frame.f_code)
         if found is None or found[0] in self:
             return
@@ -103,7 +103,7 @@ class NoticedCalls(dict[str, tuple[str, str]]):
         self[found[0]] = (found[1], _users_line(caller))
 
     def c_call(self, frame: FrameType, function: Any) -> None:
-        """Look at ``function``, which is written in C and called in ``frame``."""
+        """Check ``function``, which is written in C and called in ``frame``."""
         if torch.compiler.is_dynamo_compiling():  # torch 2.11 traces profilers, and fails at such names
             return
         name, owner = getattr(function, "__name__", ""), getattr(function, "__self__", None)
@@ -119,17 +119,17 @@ class NoticedCalls(dict[str, tuple[str, str]]):
             self[found[0]] = (found[1], _users_line(frame))
 
     def told(self, *kinds: str) -> tuple[str, str] | None:
-        """The words for a call of these ``kinds``, and the line that makes it; None if none was noticed."""
+        """Return the description and the line of a noticed call of these ``kinds``, or None."""
         return next((self[kind] for kind in kinds if kind in self), None)
 
 
 def line_for_people(file: str, line: int) -> str:
-    """The name of ``file``, the number of a ``line`` in it, and its text."""
+    """Format the name of ``file``, the number of a ``line`` in it, and its text."""
     return f"{Path(file).name}:{line}, `{linecache.getline(file, line).strip()}`"
 
 
 def is_users(code: CodeType) -> bool:
-    """Tell whether it is neither torch's code, nor Python's, nor ours."""
+    """Return True if the code belongs neither to torch, nor to Python, nor to this package."""
     file = code.co_filename
     if file.startswith(_NOT_USERS):
         return False
@@ -137,7 +137,7 @@ def is_users(code: CodeType) -> bool:
 
 
 def line_that_names(codes: Iterable[CodeType], path: str) -> str | None:
-    """The first line of ``codes`` which names the last part of ``path``, for people."""
+    """Return for people the first line of ``codes`` that names the last part of ``path``."""
     name = path.partition("' in the closure")[0].rpartition("'")[2] or path
     for part in (part.partition("[")[0] for part in reversed(name.split("."))):
         for code in codes:
@@ -149,7 +149,7 @@ def line_that_names(codes: Iterable[CodeType], path: str) -> str | None:
 
 
 def _asked_by_user(frame: FrameType | None) -> bool:
-    """Tell whether a user's own code is the one that writes, itself or by the standard library; warnings are not."""
+    """Return True if a user's own code writes, itself or by the standard library, except for warnings."""
     while frame is not None and not frame.f_code.co_filename.startswith(PACKAGES):
         if is_users(frame.f_code):
             return True
@@ -160,7 +160,7 @@ def _asked_by_user(frame: FrameType | None) -> bool:
 
 
 def _is_torchs_own(frame: FrameType | None) -> bool:
-    """Tell whether a part of torch that is no function for seeds and states sets them, to put back what it found."""
+    """Return True if torch itself sets a seed or a state, to restore it, rather than by its functions for the user."""
     while frame is not None:
         code = frame.f_code
         is_torchs = code.co_filename.startswith(_TORCH)

@@ -1,7 +1,7 @@
-"""Calls of modules in the watched step: the calls that these make, what each shows, and what copies cannot reproduce.
+"""Calls of modules in the watched step: their inner calls, what each call shows, and what copies cannot reproduce.
 
-Copies in stages must reproduce the facts that are observed, and a call is refused if they cannot. The leaves that a
-loss reaches are checked, too: leaves that would get no gradient, or one of another version, are refused.
+Copies in stages must reproduce the observed facts, and a call is refused if they cannot. Leaves that a loss reaches are
+also checked: a leaf that would get no gradient, or the gradient of another version, is refused.
 """
 
 from __future__ import annotations
@@ -33,16 +33,10 @@ from lightning_hetpipe.torch_private.tensors import behind_functorch, version_co
 
 
 def refuse_leaves(root: nn.Module, allowed: Collection[int], loss: Tensor, made_inside: bool = False) -> None:
-    """Refuses a leaf that ``loss`` reaches, in ``root`` or not, whose gradient would be of another version or lost.
+    """Refuse a leaf that ``loss`` reaches if its gradient would be lost or belong to another version.
 
-    Args:
-        root: The LightningModule, which names parameters.
-        allowed: Leaves, by ``id``.
-        loss: What is differentiated.
-        made_inside: Whether modules that run as user code make leaves, whose gradients nobody wants, themselves.
-
-    Raises:
-        SettingError: which names the parameter.
+    ``root``, the LightningModule, names parameters in errors. ``allowed`` has the ``id`` of allowed leaves. If
+    ``made_inside``, modules that run as user code make leaves themselves, whose gradients nobody needs.
     """
     leaves = (leaf for leaf in graph_leaves([graph_start(loss)]) if id(leaf) not in allowed)
     reached = next((leaf for leaf in leaves if isinstance(leaf, nn.Parameter) or not made_inside), None)
@@ -66,11 +60,7 @@ def refuse_leaves(root: nn.Module, allowed: Collection[int], loss: Tensor, made_
 
 
 def refuse_foreign_leaf(layer: str, root: nn.Module, leaf: Tensor) -> None:
-    """Refuses ``leaf``, from which ``layer`` has computed its output, and which is none of its inputs and weights.
-
-    Raises:
-        SettingError: which names the leaf, if it is a parameter of ``root``.
-    """
+    """Refuse ``leaf``, from which ``layer`` computed its output, but which is neither its input nor its weight."""
     found = next((f"the parameter '{name}'" for name, parameter in root.named_parameters() if parameter is leaf), None)
     what = found or (
         f"a tensor of shape {tuple(leaf.shape)} that requires a gradient (as with torch.func.functional_call)"
@@ -82,13 +72,10 @@ def refuse_foreign_leaf(layer: str, root: nn.Module, leaf: Tensor) -> None:
 
 
 class Observation:
-    """One call of ``module``, a part of the model at the path ``name``, with ``value``; made just before the call.
+    """One call of ``module``, a part of the model at the path ``name``, with ``value``. It begins just before the call.
 
-    Attributes:
-        name: The module's path.
-        module: The live module.
-        mutates: Whether the call changed a tensor of ``value`` in place, once :meth:`end` was called.
-        foreign: The leaves from which it has computed its output, and which are none of its inputs and parameters.
+    After :meth:`end`, ``mutates`` is True if the call changed a tensor of ``value`` in place. ``foreign`` has leaves
+    that reach its output, but are neither inputs nor parameters.
     """
 
     def __init__(self, name: str, module: nn.Module, value: Any) -> None:
@@ -107,7 +94,7 @@ class Observation:
         self._changes_weights = False
 
     def end(self, output: Any) -> None:
-        """Note what has changed; the call is over, and gave ``output``."""
+        """Record what the call, which returned ``output``, has changed."""
         self._output, self._outputs = output, tensors_of(output)
         self._gave = [graph_start(tensor) for tensor in self._outputs]
         # A view that the call has changed in place has another place in the graph now.
@@ -119,14 +106,10 @@ class Observation:
         self._changes_weights = self._weights != _counters(self._parameters)
 
     def layer(self, root: nn.Module, attributes: AttributesBefore) -> Layer:
-        """Make the module a layer, of which stages run copies.
-
-        Args:
-            root: The LightningModule, which names parameters.
-            attributes: Those of the module, taken before the call.
+        """Make the module a layer, of which stages run copies. ``attributes`` are those of the module before the call.
 
         Raises:
-            SettingError: if copies could not do as the module does.
+            SettingError: if copies could not do what the module does.
         """
         refuse_compiled(self.name, self.module)
         self.check(root)
@@ -136,9 +119,9 @@ class Observation:
         return Layer(self.name, self.module, self.mutates, aliases, class_of(self.module))
 
     def check(self, root: nn.Module) -> None:
-        """Refuse what neither copies nor a graph of the module could do as it does; ``root`` names parameters.
+        """Refuse what neither copies nor a graph of the module can do. ``root`` names parameters.
 
-        Whether a graph may stand for a module that sets attributes is seen when it is captured.
+        The capture itself shows whether a graph may replace a module that sets attributes.
         """
         name, module = self.name, self.module
         refuse_hooks(name, module)
@@ -162,7 +145,7 @@ class Observation:
         refuse_opaque(f"layer '{name}' gives", self._output)
 
     def refuse_custom_function(self) -> None:
-        """Refuse a ``torch.autograd.Function`` of the user's between its inputs and its output: a graph lacks it."""
+        """Refuse a user's ``torch.autograd.Function`` between inputs and output, which a graph lacks."""
         gave, given = ([None if isinstance(s, Tensor) else s for s in each] for each in (self._gave, self._starts))
         nodes: Iterator[Any] = graph_nodes(gave, given)
         if (node := next((node for node in nodes if isinstance(node, BackwardCFunction)), None)) is not None:
@@ -184,7 +167,7 @@ def changes_input(layer: str, piece: str) -> SettingError:
 
 
 def refuse_opaque(what: str, value: Any) -> None:
-    """Refuse an object in ``value`` that holds tensors; ``what`` is said to be or have it."""
+    """Refuse an object in ``value`` that holds tensors. ``what`` is the beginning of the error."""
     if (opaque := opaque_in(value)) is not None:
         raise PipelineRefusal(
             f"{what} a {type(opaque).__name__} that holds tensors, whose gradients would be lost on the way through"
@@ -207,12 +190,12 @@ T = TypeVar("T")
 
 
 class Checked:
-    """Something that may be refused, with the first reason."""
+    """Subject of checks that may be refused, with the first reason."""
 
     refusal: Exception | None
 
     def check(self, check: Callable[[], T]) -> T | None:
-        """Call ``check``, unless this is refused already, and keep the error that it raises."""
+        """Call ``check``, unless there is a refusal already, and keep the error that it raises."""
         if self.refusal is None:
             try:
                 return check()
@@ -226,14 +209,13 @@ class CallNode(Checked):
     """One call of a module.
 
     Attributes:
-        piece: The module, as the piece that it is if a pipeline can run it.
-        inner: The calls that it made of modules with trainable parameters, in order.
-        seconds: How long it took, with those.
-        refusal: Why no pipeline can run it, as far as the call has shown that.
-        graph: What is needed to make its graph; None if it is to have none.
-        inputs, outputs: Nodes of autograd's graph that what it was given, and what it returned, come from.
-        blocks: Blocks of memory that its output lies in.
-        training: Whether the module was in training mode.
+        piece: The module, as a piece if a pipeline can run it.
+        inner: Calls that it made of modules with trainable parameters, in order.
+        seconds: Its duration, including inner calls.
+        refusal: Why no pipeline can run it, as far as the call has shown.
+        graph: Data needed for its graph, or None if it gets no graph.
+        inputs, outputs: Nodes of autograd's graph that made its arguments and its results.
+        blocks: Blocks of memory in which its output lies.
     """
 
     piece: Piece
@@ -247,14 +229,14 @@ class CallNode(Checked):
     training: bool = True
 
     def ends(self, given: Any, output: Any) -> None:
-        """Note where the call lies in autograd's graph."""
+        """Record where the call lies in autograd's graph."""
         given, made = tensors_of(given), tensors_of(output)
         self.inputs = [tensor.grad_fn for tensor in given if tensor.grad_fn is not None]
         self.outputs = [tensor.grad_fn for tensor in made if tensor.grad_fn is not None]
         self.blocks = blocks(made)
 
     def all(self) -> Iterator[CallNode]:
-        """This call and all below it, in order."""
+        """Yield this call and all calls below it, in order."""
         yield self
         for each in self.inner:
             yield from each.all()
@@ -265,17 +247,15 @@ class WatchedCall(Checked):
     """The watched call of a module of which a graph is to be made.
 
     Attributes:
-        given: What it was given: (args, kwargs).
-        inputs: The tensors in that, where they are in autograd's graph.
-        buffers: Copies of its buffers from before, by path.
-        memory: The addresses of its buffers before, by path.
-        gave: What it gave; None until it is over.
-        outputs: The tensors in that, where they are in autograd's graph.
-        frozen: What it may have read of Python outside itself.
-        autocast: What autocast did at the call.
-        counters: How often each tensor of ``given`` and ``gave`` had been changed in place when it was over.
-        lent: The path of a buffer that shared memory with one of these tensors when it was over.
-        refusal: Why an ``nn.Sequential`` gets no graph, although it can run without one; None if that is not known.
+        given: Its (args, kwargs).
+        inputs, outputs: Tensors in ``given`` and ``gave``, where they are in autograd's graph.
+        buffers, memory: Copies, and addresses, of the module's buffers before the call, by path.
+        gave: Its result, or None until it is over.
+        frozen: Python values that it may have read outside itself.
+        autocast: State of autocast at the call.
+        counters: For each tensor of ``given`` and ``gave``, the count of changes in place at the end of the call.
+        lent: Path of a buffer that shared memory with one of these tensors at the end of the call.
+        refusal: Why an ``nn.Sequential`` gets no graph, although it can run without one, or None.
     """
 
     given: Value
@@ -291,7 +271,7 @@ class WatchedCall(Checked):
     refusal: Exception | None = None
 
     def end(self, module: nn.Module, gave: Any) -> None:
-        """Note that the call of ``module`` is over, and ``gave`` this."""
+        """Record that the call of ``module`` is over and returned ``gave``."""
         self.gave, self.outputs = Value.of(gave), tensors_of(gave)
         self.counters = self._count()
         seen = {address_of(tensor) for tensor in self._tensors()} - {None}
@@ -302,10 +282,10 @@ class WatchedCall(Checked):
                 self.lent = path
 
     def own_buffers(self, name: str, module: nn.Module) -> None:
-        """Give the buffers of ``module``, which has this ``name``, memory of their own, as stages write to them.
+        """Give the buffers of ``module``, called ``name``, memory of their own, because stages write to them.
 
         Raises:
-            SetsState: if later code has changed one in place, through what the call was given or gave.
+            SetsState: if later code has changed a buffer in place, through arguments or results of the call.
         """
         if self.lent is not None and self.was_changed:
             raise SetsState(
@@ -318,7 +298,7 @@ class WatchedCall(Checked):
 
     @property
     def was_changed(self) -> bool:
-        """True if later code has changed in place what it was given or gave."""
+        """True if later code has changed arguments or results in place."""
         return self.counters != self._count()
 
     def _count(self) -> list[int]:
@@ -331,14 +311,10 @@ class WatchedCall(Checked):
 def user_bytes(
     root: nn.Module, loss: Tensor, batch: Any, calls: Sequence[CallNode], pieces: Collection[nn.Module]
 ) -> UserBytes:
-    """Count what lies on the last stage's device besides layers.
+    """Count the bytes on the last stage's device besides layers.
 
-    Args:
-        root: The LightningModule.
-        loss: Of the watched step, before its backward.
-        batch: Arguments of the step.
-        calls: Calls of ``pieces`` in it.
-        pieces: The modules that are pipelined.
+    ``loss`` belongs to the watched step, before its backward. ``batch`` has its arguments, ``calls`` its calls of
+    ``pieces``.
     """
     inside = {id(tensor) for piece in pieces for tensor in (*piece.parameters(), *piece.buffers())}
     outside = [each for each in (*root.parameters(), *root.buffers()) if id(each) not in inside]
@@ -359,12 +335,11 @@ def user_bytes(
 
 
 def _saved(nodes: Iterable[Any]) -> dict[tuple[torch.device, int], int]:
-    """The blocks of memory that ``nodes`` keep for their backward."""
     return blocks([tensor for node in nodes for tensor in _saved_by(node)])
 
 
 def _saved_by(node: Any) -> Iterator[Tensor]:
-    """Yield what ``node`` keeps; where hooks have packed it, the packed tensor, since to unpack would run user code."""
+    """Yield what ``node`` keeps, packed if hooks have packed it, since unpacking would run user code."""
     for name in _names(node.__class__):
         value = getattr(node, name)
         packed = (each.data for each in (value if isinstance(value, tuple) else [value]) if hasattr(each, "data"))
@@ -373,5 +348,5 @@ def _saved_by(node: Any) -> Iterator[Tensor]:
 
 @cache
 def _names(kind: Any) -> list[str]:
-    """The attributes of nodes of that ``kind`` that hold saved tensors, as torch documents them."""
+    """Attributes of nodes of this ``kind`` that hold saved tensors, as torch documents them."""
     return [name for name in dir(kind) if name.startswith("_raw_saved_")]

@@ -1,13 +1,13 @@
-"""Captures a piece, and compares its graph with the module itself: both must give the very same values.
+"""Capture of a piece, and comparison of its graph with the module itself: both must give the very same values.
 
-They are compared on the call that was watched, and again wherever a graph may have fallen behind: when Python values
-that it has frozen have changed, when a graph was made for inputs of another kind, at minibatches 2, 4, 8, and so on,
-and at the first of each epoch.
+They are compared on the watched call, and again when a graph may have fallen behind: after a change of frozen Python
+values, and for a new graph. They are also compared at minibatches 2, 4, 8, and so on, and at each epoch's first
+minibatch.
 
-The values do not show what acts in the backward pass alone. So the gradients of the watched call are compared as well,
-for the same gradients of the outputs. The module's gradients come from the autograd graph of that call, which its loss
-keeps, so that the module is not run once more. Those of the graph are computed layer by layer, from the last one to the
-first, so that one layer's activations are held at a time.
+Values do not show what acts only in the backward pass. So gradients of the watched call are also compared, for equal
+gradients of the outputs. The module's gradients come from the call's autograd graph, which its loss keeps, so the
+module does not run again. The graph's gradients are computed from the last layer to the first, so one layer's
+activations are held at a time.
 """
 
 from __future__ import annotations
@@ -46,18 +46,18 @@ from lightning_hetpipe.torch_private.subclasses import address_of
 from lightning_hetpipe.torch_private.tensors import without_gradient_hooks
 
 RUNS = 3
-"""Repetitions of a graph on an accelerator, that show whether its last bits vary."""
+"""Repetitions of a graph on an accelerator that show whether its last bits vary."""
 
 MOST_NEEDLESS = 20
-"""Comparisons caused by changed values and without a difference, after which a warning says so."""
+"""Number of comparisons after changed values without a difference at which a warning is given."""
 
 
 def capture(piece: Piece, calls: Sequence[WatchedCall], generators: RandomGenerators, minibatch: int | str) -> None:
-    """Give ``piece`` its layers, and the input of each of them in each of the watched ``calls``.
+    """Give ``piece`` its layers, and the input of each layer in each of the watched ``calls``.
 
     Raises:
-        SettingError: if it cannot be captured, or if its graph gives other values than the module itself; for one that
-            need not have a graph also if that is for some values of its data only.
+        SettingError: if it cannot be captured, or if its graph gives other values than the module. A piece that needs
+            no graph is also refused if its graph depends on values of data.
     """
     for ordinal, call in enumerate(calls):
         args, kwargs = call.given.tree(call.given.tensors)
@@ -97,21 +97,19 @@ def compare(
     """Compare the graph of ``piece`` with the module itself, on the live weights and on scratch buffers.
 
     Args:
-        piece: A captured one.
-        given: What the module is given: (args, kwargs).
-        value: What its first layer is given for it.
-        generators: The run's random numbers.
-        minibatch: The minibatch, whose random numbers both draw; the name of an evaluation's batch.
-        call: Number of calls of the piece that come before this one in it.
+        given: Arguments of the module: (args, kwargs).
+        value: Input of the first layer for these arguments.
+        minibatch: The minibatch whose random numbers both draw, or the name of an evaluation's batch.
+        call: Number of earlier calls of the piece in the minibatch.
 
     Raises:
-        SettingError: if they give other values, and the module gives the same when it is run twice.
+        SettingError: if the values differ, while two runs of the module agree.
     """
     captured, module = piece.captured, piece.module
     assert captured is not None
     changed = captured.changed(value)
     inputs = Value.of(given)
-    # A layer may make tensors on a device on which it has none, as all of its weights are another stage's.
+    # A layer may make tensors on a device without weights of its own, if all these weights belong to other stages.
     others = [graph_layer(layer).device for layer in piece.layers] + [tensor.device for tensor in inputs.tensors]
     with (
         captured.exclusive(),
@@ -163,15 +161,15 @@ def compare(
 
 
 def _copied(value: Value, buffers: Iterable[Tensor]) -> Value:
-    """``value``, with copies of what shares memory with ``buffers``, which are about to change."""
+    """Copy the tensors in ``value`` that share memory with ``buffers``, which are about to change."""
     changing = {address_of(buffer) for buffer in buffers} - {None}
     return replace(value, tensors=tuple(t.clone() if address_of(t) in changing else t for t in value.tensors))
 
 
 def _varies(run: Callable[[], tuple[Value, list[Value]]], found: Value, gave: Value, autocast: Autocast) -> bool:
-    """Tell whether the values that a graph ``found`` are what its module ``gave``, but for last bits that vary.
+    """Return True if the graph's values ``found`` equal the module's ``gave`` except for last bits that vary.
 
-    Some kernels of accelerators add in an order that is left to chance, so that ``run`` finds others each time.
+    Some kernels of accelerators add in a random order, so each ``run`` may find other bits.
     """
     pairs = [*zip(found.tensors, gave.tensors, strict=False)]
     if len(found.tensors) != len(gave.tensors) or not any(accelerates(tensor.device) for tensor in found.tensors):
@@ -191,11 +189,11 @@ def _varies(run: Callable[[], tuple[Value, list[Value]]], found: Value, gave: Va
 def _run_graph(
     piece: Piece, value: Any, buffers: dict[str, Tensor], drawing: Callable[[], AbstractContextManager[None]]
 ) -> tuple[Value, list[Value]]:
-    """Run the layers of ``piece`` on ``value`` while ``drawing``, from ``buffers``; also return the input of each."""
+    """Run the layers of ``piece`` on ``value`` while ``drawing``, from ``buffers``. Return also each layer's input."""
     inputs: list[Value] = []
     with drawing():
         for layer in piece.layers:
-            # With a graph, since some operators compute otherwise without; one layer at a time, to spare memory.
+            # With autograd, since some operators compute differently without it. One layer at a time saves memory.
             with torch.enable_grad():
                 scratch = _scratch(graph_layer(layer), buffers)
                 inputs.append(Value.of(value))
@@ -206,20 +204,19 @@ def _run_graph(
 
 
 def equal_outputs(found: Value, gave: Value) -> bool:
-    """Tell whether tensors, numbers and text in both are the same."""
+    """Return True if tensors, numbers and text in both are equal."""
     tensors = len(found.tensors) == len(gave.tensors) and all(map(_same, found.tensors, gave.tensors))
     return tensors and len(found.others) == len(gave.others) and all(map(_alike, found.others, gave.others))
 
 
 def _alike(one: Any, other: Any) -> bool:
-    """Tell whether two parts of an output are the same numbers or text; tensors are not looked at."""
+    """Return True if two parts of an output are equal numbers or text. Tensors are not compared."""
     if not isinstance(one, PLAIN) and not isinstance(other, PLAIN):
         return True
     return type(one) is type(other) and bool(one == other or one != one)
 
 
 def _scratch(layer: GraphLayer, buffers: dict[str, Tensor]) -> GraphLayer:
-    """A copy of ``layer`` with these ``buffers``."""
     scratch = copy_of(layer, None)
     with torch.no_grad():
         for path, buffer in buffers.items():
@@ -235,11 +232,10 @@ def _same(one: Tensor, other: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class Tolerance:
-    """By how much two gradients may differ.
+    """Allowed difference of two gradients.
 
-    Attributes:
-        part: Of a gradient, as its sums associate otherwise.
-        negligible: Of the piece's largest gradient, which is taken for rounding errors.
+    ``part`` is a fraction of a gradient, since sums associate differently. ``negligible`` is a fraction of the piece's
+    largest gradient, for rounding errors.
     """
 
     part: float
@@ -247,22 +243,16 @@ class Tolerance:
 
 
 EXACT, ROUGH = Tolerance(1e-3, 1e-5), Tolerance(0.1, 1e-2)
-"""For gradients computed in 32 bits or more, and for gradients computed in fewer bits, as under autocast."""
+"""Tolerances for gradients in 32 bits or more, and for gradients in fewer bits, as under autocast."""
 
 
 def refuse_other_gradients(
     piece: Piece, call: WatchedCall, inputs: Sequence[Value], copied: Callable[[GraphLayer], GraphLayer]
 ) -> None:
-    """Compare the graph of ``piece``, which gave the values of ``call``, with the module.
+    """Compare gradients of the graph of ``piece`` and of the module's watched ``call``, before the loss's backward.
 
-    Args:
-        piece: Captured.
-        call: Its watched call, before the backward of the loss.
-        inputs: The input of each layer in it.
-        copied: Makes a copy of a layer, with the buffers from before the call.
-
-    Raises:
-        PipelineRefusal: which names the first input or weight with another gradient.
+    ``inputs`` has the input of each layer. ``copied`` copies a layer, with the buffers from before the call. A
+    :class:`PipelineRefusal` names the first input or weight with another gradient.
     """
     outputs = [tensor for tensor in call.outputs if tensor.requires_grad]
     if not outputs:
@@ -270,7 +260,7 @@ def refuse_other_gradients(
     trained = {f"input {n}": tensor for n, tensor in enumerate(call.inputs) if tensor.requires_grad}
     behind = {*graph_nodes(following_nodes(trained.values()), ())}
     earlier = {id(leaf) for leaf in graph_leaves(behind)}
-    # Their gradients come from earlier calls, too, or by way of another input.
+    # Their gradients come also from earlier calls, or by way of another input.
     names = {n: each for n, each in trained.items() if each.grad_fn not in behind and id(each) not in earlier}
     earlier |= {*map(id, trained.values())}
     names |= {f"'{name}'": each for name, each in piece.module.named_parameters() if id(each) not in earlier}
@@ -300,7 +290,7 @@ def _of_graph(
     given: Sequence[Tensor],
     copied: Callable[[GraphLayer], GraphLayer],
 ) -> dict[int, Tensor]:
-    """The graph's gradients, by the ``id`` of the module's own inputs and weights."""
+    """Compute the graph's gradients, by the ``id`` of the module's own inputs and weights."""
     live = dict(piece.module.named_parameters(remove_duplicate=False))
     found: dict[int, Tensor] = {}
     wants = [tensor.requires_grad for tensor in call.outputs]
@@ -324,7 +314,7 @@ def _of_graph(
             if gradient is not None:
                 before = found.get(id(own))
                 found[id(own)] = gradient if before is None else before + gradient.to(before.device)
-    # The first layer is given the number of a variant, then each distinct tensor of the call once, in order.
+    # The first layer takes the number of a variant, then each distinct tensor of the call once, in order.
     for tensor, gradient in zip(call.inputs, after, strict=True):
         if gradient is not None:
             found[id(tensor)] = gradient
@@ -332,13 +322,13 @@ def _of_graph(
 
 
 def tolerance_of(autocast: Autocast, tensor: Tensor | None) -> Tolerance:
-    """By how much ``tensor`` may differ, if it was computed under ``autocast``."""
+    """Return the allowed difference of ``tensor`` if it was computed under ``autocast``."""
     low = any(dtype is not None for _, dtype in autocast.dtypes)
     return ROUGH if low or (tensor is not None and tensor.element_size() < 4) else EXACT
 
 
 def alike(one: Tensor | None, other: Tensor | None, tolerance: Tolerance, largest: float = 0.0) -> bool:
-    """Tell whether two tensors of one shape are the same up to rounding, beside a tensor of norm ``largest``."""
+    """Return True if two tensors of one shape are equal up to rounding, beside a tensor of norm ``largest``."""
     if one is None or other is None:
         return one is other
     size, difference = _norm(one), _norm(one - other.to(one.device))

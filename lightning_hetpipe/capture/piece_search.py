@@ -1,7 +1,7 @@
-"""Search for the pieces among the calls of a watched step: the outermost ones that can be captured.
+"""Search for the pieces among the calls of a watched step: the outermost calls that can be captured.
 
-What ``torch.export`` refuses as a whole is taken apart: the calls that its ``forward`` makes are tried instead, and the
-code around them runs as user code. A class is tried once, and so many seconds are spent on it.
+A module that ``torch.export`` refuses is taken apart: the calls of its ``forward`` are tried instead, and the code
+around them runs as user code. A class is tried once, and the search has a limit in seconds.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from lightning_hetpipe.errors import SettingError, reason_of
 from lightning_hetpipe.pipeline.random.generators import RandomGenerators
 
 NAMED = 4
-"""Most pieces that a message names."""
+"""Largest number of pieces that a message names."""
 
 CAPTURE_TIMEOUT = 60.0
-"""Seconds that are spent on taking modules apart, unless others are set."""
+"""Default seconds for taking modules apart."""
 
 
 @dataclass(frozen=True)
 class TakenApart:
-    """Modules that ``training_step`` calls and no pipeline can run, as a whole; false if there are none.
+    """Modules that ``training_step`` calls and that no pipeline can run as a whole. False if there are none.
 
     Attributes:
         modules: These modules, by their paths. Their own code runs as user code.
         reasons: Why they are not pipelined, by their paths.
-        pieces: Names of the pieces, in them and beside them.
-        share: Part of ``training_step``'s seconds that it spent in pieces.
+        pieces: Names of the pieces, in these modules and beside them.
+        share: Fraction of ``training_step``'s seconds in pieces.
         timed_out: Whether the time was over before everything was tried.
-        shared: The first side effect that is on more than the module itself, so that minibatches in flight share it.
+        shared: The first side effect outside its module, which minibatches in flight would share.
     """
 
     modules: Mapping[str, nn.Module] = field(default_factory=dict)
@@ -55,7 +55,7 @@ class TakenApart:
         return bool(self.modules)
 
     def explanation(self) -> str:
-        """Tell what is pipelined and what is not, for people."""
+        """Explain to people what is pipelined and what is not."""
         name, *others = self.modules
         also = f" ({len(others)} more are taken apart, too)" if others else ""
         pieces = [f"'{piece}'" for piece in self.pieces]
@@ -68,7 +68,7 @@ class TakenApart:
         )
 
     def timeout_warning(self, seconds: float) -> str:
-        """Say that not everything was tried."""
+        """Explain that not everything was tried."""
         return (
             f"taking '{next(iter(self.modules))}' apart took more than capture_timeout={seconds:g} seconds, so that"
             " the modules in it that were not tried by then are not pipelined; set capture_timeout to more, or name the"
@@ -78,14 +78,10 @@ class TakenApart:
 
 @dataclass(eq=False)
 class PieceSearch:
-    """Finds the pieces among ``calls``, the outermost calls of modules in a watched step.
+    """Search for the pieces among ``calls``, the outermost calls of modules in a watched step, in their order.
 
-    Attributes:
-        calls: In their order.
-        generators: The run's random generators.
-        minibatch: The watched minibatch.
-        timeout: Seconds after which nothing more is tried, once a module was taken apart.
-        without_graph: Why Sequentials of the user's modules have no graph, a line for each.
+    After ``timeout`` seconds of taking modules apart, nothing more is tried. ``without_graph`` has a line for each
+    Sequential of the user's modules that explains why it has no graph.
     """
 
     calls: Sequence[CallNode]
@@ -102,14 +98,10 @@ class PieceSearch:
         self._timed_out = False
 
     def pieces(self, *, whole: bool) -> list[Piece]:
-        """The pieces, with their layers, in the order of their calls.
-
-        Args:
-            whole: Whether all of the outermost calls must be pieces.
+        """Return the pieces, with their layers, in the order of their calls. If ``whole``, all ``calls`` are pieces.
 
         Raises:
-            SettingError: where there is no piece, or not each of ``calls`` is one though that was asked for: why the
-                first one is none.
+            SettingError: if there is no piece, or if a call that must be a piece is none, with the first reason.
         """
         refusals = [error for call in self.calls if (error := self._settle(call, whole)) is not None]
         if refusals and not self._found:
@@ -117,11 +109,10 @@ class PieceSearch:
         return list(self._found)
 
     def called(self) -> list[int]:
-        """The pieces that the step called, by their places among :meth:`pieces`, in the order of the calls."""
+        """Return the pieces that the step called, as indices into :meth:`pieces`, in the order of the calls."""
         return [self._place(node.piece) for node in self._nodes(self.calls)]
 
     def _nodes(self, nodes: Sequence[CallNode]) -> Iterator[CallNode]:
-        """The calls of pieces among ``nodes`` and below them."""
         for node in nodes:
             if self._place(node.piece) >= 0:
                 yield node
@@ -132,7 +123,7 @@ class PieceSearch:
         return next((place for place, found in enumerate(self._found) if found is piece), -1)
 
     def taken_apart(self, seconds: float) -> TakenApart:
-        """Tell what is not pipelined as a whole, in a step that took so many ``seconds``."""
+        """Describe what is not pipelined as a whole, in a step that took ``seconds``."""
         left = [call for call in self.calls if self._place(call.piece) < 0]
         return TakenApart(
             {call.piece.name: call.piece.module for call in left},
@@ -144,7 +135,7 @@ class PieceSearch:
         )
 
     def _settle(self, node: CallNode, whole: bool) -> Exception | None:
-        """Find the pieces in ``node``; tell why it is none itself, if so."""
+        """Find the pieces in ``node``. If it is no piece itself, return the reason."""
         calls = [call for call in self.calls if call.piece is node.piece] or [node]
         if node is not calls[0]:  # the first of them has settled it
             return None
@@ -164,11 +155,7 @@ class PieceSearch:
         return None
 
     def _take(self, piece: Piece, calls: Sequence[CallNode]) -> None:
-        """Give ``piece`` its layers, as its ``calls`` in the step show them.
-
-        Raises:
-            SettingError: if it cannot be one.
-        """
+        """Give ``piece`` its layers, as its ``calls`` in the step show them, or raise the reason why it is no piece."""
         for call in calls:
             if call.refusal is not None:
                 raise call.refusal
@@ -176,7 +163,7 @@ class PieceSearch:
             self._timed_out = True
             raise SettingError(f"'{piece.name}' was not tried, as the time for taking modules apart was over")
         if self._times_called[piece.module] > len(calls):
-            # Its random numbers would be named by the call, unlike those in a graph of the whole.
+            # Each call would name its random numbers, unlike in a graph of the whole module.
             raise SettingError(f"'{piece.name}' is called several times inside another module")
         parts = set(piece.module.modules())
         if any(other.module in parts or piece.module in other.module.modules() for other in self._found):
@@ -189,7 +176,7 @@ class PieceSearch:
         if piece.needs_graph():
             self._capture(piece, graphs, type(piece.module), type(piece.module).__name__)
             return
-        # Its layers are known without a graph, if it has none.
+        # Without a graph its layers are known anyway.
         layers, inputs = piece.layers, piece.inputs
         piece.layers, piece.inputs = [], []
         kinds = {type(layer) for _, layer in layers_of("", piece.module) if not is_torchs_own(layer)}
@@ -205,7 +192,7 @@ class PieceSearch:
             self.without_graph.append(without_graph(piece, error))
 
     def _capture(self, piece: Piece, graphs: Sequence[WatchedCall], kind: object, name: str) -> None:
-        """Capture ``piece``, unless another one of its ``kind``, which has a ``name``, was refused."""
+        """Capture ``piece``, unless another piece of its ``kind``, called ``name``, was refused."""
         if kind in self._refused:
             raise SettingError(f"another {name} could not be captured: {reason_of(self._refused[kind])}")
         began, apart = time.perf_counter(), bool(self._refused)
@@ -220,7 +207,7 @@ class PieceSearch:
 
 
 def without_graph(piece: Piece, error: Exception) -> str:
-    """Say that the layers of ``piece``, a Sequential, are its children as they are, for want of a graph."""
+    """Explain that the layers of ``piece``, a Sequential, are its children because it has no graph."""
     child = _raised_in(piece, error)
     which = f" (in its layer '{child}')" if child else ""
     return (
@@ -230,11 +217,11 @@ def without_graph(piece: Piece, error: Exception) -> str:
 
 
 def _raised_in(piece: Piece, error: BaseException) -> str | None:
-    """The child of the Sequential ``piece`` whose code has raised ``error``, or what that was made of."""
+    """Return the child of the Sequential ``piece`` whose code raised ``error``, or a cause of it."""
     owners = {id(vars(part)): name for name, layer in layers_of(piece.name, piece.module) for part in layer.modules()}
     for frame in (frame for each in chain_of(error) for frame, _ in traceback.walk_tb(each.__traceback__)):
         owner = frame.f_locals.get("self")
-        # While it is traced, what stands for a module shares its attributes.
+        # While a module is traced, its replacement shares its attributes.
         if isinstance(owner, nn.Module) and id(vars(owner)) in owners:
             return owners[id(vars(owner))]
     return None

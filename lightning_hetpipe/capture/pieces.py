@@ -1,9 +1,9 @@
 """The pieces of a LightningModule, and their layers.
 
 A *piece* is a module with trainable parameters that ``training_step`` calls from outside every other such module. The
-*layers* of an ``nn.Sequential`` of torch.nn's own modules are its children (``grouping.py``). Of any other module
-they are parts of its graph, so that stages run no code of the user's. An ``nn.Sequential`` of the user's modules of
-which no graph can be made has its children as layers, too.
+*layers* of an ``nn.Sequential`` of torch.nn's own modules are its children (``grouping.py``). The layers of any other
+module are parts of its graph, so stages run no user code. An ``nn.Sequential`` of the user's modules without a graph
+has its children as layers.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from lightning_hetpipe.torch_private.modules import behind_compile, has_any_hook
 
 
 class SingleLayer(nn.Module):
-    """Calls ``module``, a piece that is one of torch.nn's own layers, with the arguments that it is given as one value.
+    """Caller of ``module``, a piece that is one layer of torch.nn, with its arguments as one value.
 
-    Not through ``__call__``: the user's call of the piece has been through that.
+    It calls ``forward`` because the user's call of the piece already went through ``__call__``.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -40,7 +40,7 @@ class SingleLayer(nn.Module):
 
 
 def class_of(layer: nn.Module) -> str:
-    """Name of a layer's class, for people."""
+    """Return the name of a layer's class, for people."""
     return type(layer.module if isinstance(layer, SingleLayer) else layer).__name__
 
 
@@ -49,14 +49,13 @@ class Piece:
     """One pipelined module.
 
     Attributes:
-        name: Its path in the LightningModule.
-        module: The live module.
-        layers: Its layers, in order.
-        inputs: What each layer was given in each call of the watched step, detached.
-        autocast: What ``training_step`` had autocast do where it called the piece in the watched step.
-        single: Its one layer, if it is one of torch.nn's own.
+        name: Path in the LightningModule.
+        layers: Layers, in order.
+        inputs: Detached inputs of each layer in each call of the watched step.
+        autocast: State of autocast where ``training_step`` called the piece in the watched step.
+        single: Its one layer, if it is a layer of torch.nn.
         captured: Its graphs, if it has any.
-        wants_graph: Whether it is to have a graph if it can: a stage at a host runs nothing else.
+        wants_graph: Whether it gets a graph if possible, because a stage at a host runs nothing else.
     """
 
     name: str
@@ -75,27 +74,27 @@ class Piece:
         return Piece(name, module, single=single, wants_graph=wants_graph)
 
     def names_without_graph(self) -> list[str]:
-        """Names of its layers where a Sequential of torch's own modules has no graph."""
+        """Return the names of its layers if a Sequential of torch's own modules had no graph."""
         if self.wants_graph and is_plain_sequential(self.module) and not has_users_layers(self.module):
             return [name for name, _ in layers_of(self.name, self.module)]
         return [layer.name for layer in self.layers]
 
     def needs_graph(self) -> bool:
-        """Tell whether its layers can be seen in a graph only."""
+        """Return True if only a graph shows its layers."""
         return self.single is None and not is_plain_sequential(self.module)
 
     def may_have_graph(self) -> bool:
-        """Tell whether it is to have a graph if it can, though its layers can be seen without one."""
+        """Return True if it gets a graph if possible, although its layers are known without one."""
         if self.single is not None or not is_plain_sequential(self.module) or shares_draws(self.module):
             return False
         return self.wants_graph or has_users_layers(self.module)
 
     def modules_of_layers(self) -> list[tuple[str, nn.Module]]:
-        """Its layers by their names, as far as these can be seen without a graph."""
+        """Return its layers with their names, if these are known without a graph."""
         return [(self.name, self.single)] if self.single is not None else list(layers_of(self.name, self.module))
 
     def measured_inputs(self) -> list[list[tuple[Value, int]]]:
-        """For each layer its inputs of different sizes, each with the number of calls that have such a one."""
+        """Return for each layer its inputs of different sizes, each with the number of calls with this size."""
         return [_alike(values) for values in zip(*self.inputs, strict=True)]
 
     def run(
@@ -106,11 +105,9 @@ class Piece:
         kwargs: dict[str, Any],
         call: int = 0,
     ) -> Any:
-        """Run the module as it is; random operations draw as those of stages do for ``batch`` (law L7), in call number
-        ``call`` of the module there.
+        """Run the module itself in its call number ``call``, with the random draws of stages for ``batch`` (law L7).
 
-        Draws are named as in stages: by the position of a layer in an ``nn.Sequential``. Hooks of the module itself do
-        not run.
+        Draws are named as in stages, by the position of a layer in an ``nn.Sequential``. Its own hooks do not run.
         """
         if self.needs_graph():
             with generators.watch({self.name: self.module}, batch, call):
@@ -122,13 +119,13 @@ class Piece:
         return value
 
     def value(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Input of its first layer, where ``training_step`` calls the module with these arguments."""
+        """Return the input of its first layer for a call of the module with these arguments."""
         if self.captured is not None:
             return self.captured.value(args, kwargs)
         return self.plain_value(args, kwargs)
 
     def plain_value(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Input of the first of the layers that can be seen without a graph."""
+        """Return the input of the first layer, if the layers are known without a graph."""
         if self.single is not None:
             return args, kwargs
         (value,) = (*args, *kwargs.values())  # as nn.Sequential takes one
@@ -144,7 +141,7 @@ def _alike(values: Iterable[Value]) -> list[tuple[Value, int]]:
 
 
 def named_pieces(root: nn.Module, setting: str | Sequence[str] | None) -> list[str] | None:
-    """The names in the ``module`` setting, checked; None where pieces are to be found.
+    """Check the names in the ``module`` setting and return them, or None if pieces are to be searched.
 
     Raises:
         SettingError: for a name that is no module of ``root``, or has no parameters.
@@ -166,7 +163,7 @@ def named_pieces(root: nn.Module, setting: str | Sequence[str] | None) -> list[s
 
 
 def never_called(names: Collection[str], name: str) -> SettingError:
-    """The ``module`` setting has a name that is never called."""
+    """Make the error that the ``module`` setting has a name that is never called."""
     return PipelineRefusal(
         f"module={list(names)!r} names '{name}', which training_step did not call, or only inside another pipelined"
         " module; leave it out of module, or call it in every training_step"
@@ -174,22 +171,18 @@ def never_called(names: Collection[str], name: str) -> SettingError:
 
 
 def is_single(module: nn.Module) -> bool:
-    """Tell whether ``module`` is one layer of torch.nn's own, with nothing around it that a graph had to show."""
+    """Return True if ``module`` is one layer of torch.nn, with nothing around it that only a graph would show."""
     if not type(module).__module__.startswith("torch.nn.modules.") or has_any_hooks(module):
         return False
     return not any(True for child in module.children() for _ in child.parameters())
 
 
 class HasHooks(PipelineRefusal):
-    """Refusal of a layer that has a hook of the user's."""
+    """Refusal of a layer with a hook of the user's."""
 
 
 def refuse_hooks(name: str, layer: nn.Module) -> None:
-    """Refuse hooks of the user's on layer ``name``, or on anything in it.
-
-    Raises:
-        HasHooks: if there is a hook.
-    """
+    """Refuse, by :class:`HasHooks`, hooks of the user's on layer ``name``, or on anything in it."""
     layer = layer.module if isinstance(layer, SingleLayer) else layer
     hooked = next((path for path, module in layer.named_modules() if has_hooks(module)), None)
     if hooked is not None:

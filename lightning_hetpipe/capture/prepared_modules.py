@@ -1,8 +1,8 @@
 """Modules that the user has prepared for another way to run: compiled, scripted, or with gradient checkpointing.
 
-- By torch.compile: looked through, because stages run layers of their own.
-- By torch.jit: run as they are, and refused where stages would have to run them.
-- With gradient checkpointing as Hugging Face's models have it: stages compute such layers again in their backward.
+- torch.compile: such modules are looked through, because stages run their own layers.
+- torch.jit: such modules run unchanged, and are refused if stages would have to run them.
+- Gradient checkpointing of Hugging Face's models: stages recompute such layers in their backward.
   gradient_checkpointing_enable() sets two attributes of each part, and a hook that lets frozen embeddings take part.
 """
 
@@ -29,11 +29,9 @@ from lightning_hetpipe.torch_private.modules import (
 
 
 def look_through(root: nn.Module, *, stages_compile: bool = False) -> list[Redirect]:
-    """Lets compiled modules in ``root`` run as they were written, until the redirects are removed; warns of it.
+    """Make compiled modules in ``root`` run uncompiled until the returned redirects are removed, and warn about it.
 
-    Unless ``stages_compile`` their layers, in which case it changes little.
-
-    Frozen ones stay compiled: they are no pieces.
+    If ``stages_compile``, the warning says that stages compile the layers. Frozen modules stay compiled.
     """
     found = {name: module for name, module in root.named_modules() if name and is_looked_through(module)}
     if found:
@@ -52,7 +50,7 @@ def look_through(root: nn.Module, *, stages_compile: bool = False) -> list[Redir
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Tell whether ``torch.compile`` has made it, or it was compiled in place."""
+    """Return True if ``torch.compile`` made the module, or it was compiled in place."""
     return behind_compile(module) is not None or vars(module).get(COMPILED_CALL) is not None
 
 
@@ -61,7 +59,7 @@ def is_looked_through(module: nn.Module) -> bool:
 
 
 def refuse_compiled(name: str, layer: nn.Module) -> None:
-    """Refuses a compiled module inside layer ``name`` of an ``nn.Sequential``, of which stages run copies."""
+    """Refuse a compiled module inside layer ``name`` of an ``nn.Sequential``, of which stages run copies."""
     if any(behind_compile(module) is not None for module in layer.modules()):
         raise PipelineRefusal(
             f"layer '{name}' holds a module that is compiled by torch.compile, whose copies in stages would be compiled"
@@ -70,14 +68,14 @@ def refuse_compiled(name: str, layer: nn.Module) -> None:
 
 
 def is_scripted(module: nn.Module) -> bool:
-    """Tell whether ``torch.jit.script``, ``trace`` or ``load`` has made it."""
+    """Return True if ``torch.jit.script``, ``trace`` or ``load`` made the module."""
     return isinstance(module, torch.jit.ScriptModule)
 
 
 def refuse_scripted(name: str, module: nn.Module) -> None:
-    """Refuses TorchScript in module ``name``, which stages would run, or which has parameters that are trained.
+    """Refuse TorchScript in module ``name`` that stages would run, or that has trained parameters.
 
-    Its attributes lie where copies do not share them and no change of them is seen, and so do its parameters.
+    Copies do not share its attributes and parameters, and changes of them cannot be seen.
     """
     for path, part in module.named_modules(prefix=name):
         if is_scripted(part):
@@ -105,13 +103,13 @@ _SETTINGS = {"preserve_rng_state"} | {
 
 
 def is_checkpointed(module: nn.Module) -> bool:
-    """Tell whether ``module``, or a part of it, is to be computed again in its backward."""
+    """Return True if ``module``, or a part of it, is recomputed in its backward."""
     return any(_FUNCTION in vars(part) and getattr(part, _ENABLED, False) for part in module.modules())
 
 
 @contextmanager
 def without_checkpoints(module: nn.Module) -> Iterator[None]:
-    """Within it, the parts of ``module`` run as if gradient checkpointing was off."""
+    """Context manager in which the parts of ``module`` run without gradient checkpointing."""
     with ExitStack() as stack:
         for part in module.modules():
             if (function := vars(part).get(_FUNCTION)) is not None:

@@ -1,6 +1,6 @@
-"""Measures a model's layers on one device: how long each takes, and how many bytes it has.
+"""Measurement of a model's layers on one device: time and bytes of each layer.
 
-A microbenchmark runs a layer's forward and backward on a scratch copy: no weight, buffer or random state is touched.
+A microbenchmark runs a layer's forward and backward on a scratch copy, so no weight, buffer or random state changes.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from lightning_hetpipe.planning.model.profile import LayerBytes, Times, UserByte
 ROUNDS = 5
 """Rounds for each layer. The watched step, and the comparison of its graph, have warmed up.
 
-*Measured* beside other programs, on a model with two partitions of which one is 2% better: of three rounds' medians
-3 in 10 choose the other one, of five rounds' least times 1 in 14.
+*Measured* beside other programs, on a model with two partitions of which one is 2% better. The medians of three rounds
+choose the worse one 3 times in 10, the smallest times of five rounds 1 time in 14.
 """
 
 
@@ -56,13 +56,12 @@ def _brought(make: Callable[[], Microbenchmark], backward: bool) -> Callable[[],
 def layer_times(
     layers: Sequence[Callable[[], Callable[[], None]]], rounds: int = ROUNDS, tick: Callable[[], object] = lambda: None
 ) -> list[float]:
-    """The least seconds of each of ``layers`` in ``rounds`` rounds through all of them: whatever disturbs adds to them.
+    """Return the smallest seconds of each of ``layers`` in ``rounds`` rounds, because disturbances only add.
 
     Args:
-        layers: For each layer a call that brings it to the device, untimed, and gives one that runs its forward and
-            backward once, to completion. Layers take turns, so that a disturbance of the machine hits neighbours alike.
-        rounds: How often each is timed.
-        tick: Is called after each of these.
+        layers: For each layer, a function that brings the layer to the device, untimed, and returns a function that
+            runs its forward and backward once, to completion. They take turns, so a disturbance hits neighbours alike.
+        tick: Called after each run.
     """
     times: list[list[float]] = [[] for _ in layers]
     for _ in range(rounds):
@@ -77,11 +76,10 @@ def layer_times(
 
 
 class Microbenchmark:
-    """One layer of ``piece``, on scratch weights and on copies of its inputs ``value``; calls last until it is done.
+    """One layer of ``piece`` on scratch weights and on copies of its inputs ``value``. Calls wait for the device.
 
-    Attributes:
-        device: Where it runs; by default where the layer lies.
-        lasts: Whether it may be run again: its copy takes no memory for weights, and a graph sets no attributes.
+    It runs on ``device``, by default the layer's own. ``lasts`` is True if it may run again: its copy takes no memory
+    for weights, and a graph sets no attributes.
     """
 
     def __init__(
@@ -103,33 +101,33 @@ class Microbenchmark:
         self._value, self._piece, self._profiling = value, piece, profiling
 
     def infer(self) -> None:
-        """A forward, in the mode of gradients that holds here."""
+        """Run a forward in the present mode of gradients."""
         self._forward([move(tensor, self.device).clone() for tensor in self._value.tensors])
         self.wait()
 
     def run(self) -> None:
-        """Forward and backward."""
+        """Run forward and backward."""
         inputs, own = self.inputs()
         self.backward(inputs, self.forward(own))
 
     def inputs(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Fresh leaves, and tensors for :meth:`forward`: the leaves, or copies where the layer changes its input.
+        """Return fresh leaves, and tensors for :meth:`forward`: the leaves, or copies if the layer changes its input.
 
-        A copy takes as long as many a layer, so that none is made for the others.
+        A copy takes as long as many layers, so other layers get none.
         """
         leaves = self._value.leaves(self.device)
         with torch.enable_grad():
             return leaves, [tensor.clone() for tensor in leaves] if self._mutates_input else [*leaves]
 
     def forward(self, own: Sequence[Tensor]) -> list[Tensor]:
-        """The outputs of a forward in training."""
+        """Return the outputs of a forward in training."""
         with torch.enable_grad():
             outputs = tensors_of(self._forward(own))
         self.wait()
         return outputs
 
     def backward(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> list[Tensor | None]:
-        """Gradients of the leaves ``inputs``, and then of the weights."""
+        """Return the gradients of the leaves ``inputs``, followed by those of the weights."""
         with torch.enable_grad():
             ones = [torch.ones_like(o) if o.is_floating_point() else None for o in outputs]
             found = gradients(outputs, ones, [*inputs, *self._parameters])
@@ -138,13 +136,13 @@ class Microbenchmark:
 
     @contextmanager
     def opened(self) -> Iterator[None]:
-        """Within it, what the layer computes is computed as in a run."""
+        """Context manager in which the layer computes as in a run."""
         of = self._profiling
         with of.generators.minibatch(0), self._piece.autocast.opened(), creating(of.default_dtype):
             yield
 
     def value(self, tensors: Sequence[Tensor]) -> Any:
-        """The layer's input, made of ``tensors``."""
+        """Make the layer's input from ``tensors``."""
         return self._value.tree(tensors)
 
     def _forward(self, tensors: Sequence[Tensor]) -> Any:
@@ -163,27 +161,25 @@ def _has_gradient(tensor: Tensor) -> bool:
 
 WARM_UP = 2
 TIMED = 7
-"""Rounds of each layer that a profile counts, after those that warm up; their median is taken."""
+"""Rounds of each layer that a profile counts, after the rounds that warm up. It takes their median."""
 
 METHOD = 4
-"""Counts the ways in which layers, and parts of them, were measured: what another one has found is measured anew."""
+"""Version of the way in which layers and their parts are measured. Results of another version are measured anew."""
 
 
 @dataclass(frozen=True)
 class ProfilingInput:
-    """Layers of a model with their inputs in the watched step, from which it can be profiled.
+    """Layers of a model with their inputs in the watched step, from which a profile can be made.
 
     Attributes:
-        pieces: With what each of their layers was given.
-        generators: Of random operations.
-        default_dtype: In the watched step; None for torch's own.
-        optimizer: The Trainer's.
-        samples: In its minibatch.
+        pieces: Pieces with the inputs of their layers.
+        default_dtype: Default dtype in the watched step, or None for torch's own.
+        samples: Samples of the minibatch.
         called: Which of the pieces the step calls, in order.
         user: What user code takes beside the layers.
-        finetuned: Whether weights that are frozen in the watched step are trained later: layers are then measured as
-            they are with all weights trained.
-        why_apart: Why a module was taken apart, so that parts of it have no layers; empty if none was.
+        finetuned: Whether weights frozen in the watched step are trained later. Layers are then measured with all
+            weights trained.
+        why_apart: Why a module was taken apart, so that parts of it have no layers, or an empty text.
     """
 
     pieces: Sequence[Piece]
@@ -198,7 +194,7 @@ class ProfilingInput:
 
     @property
     def calls(self) -> list[tuple[int, int]]:
-        """The calls of the step, as a profile has them: none where each piece is called once."""
+        """Calls of the step in a profile's form, empty if each piece is called once."""
         if len(self.called) <= len(self.pieces):
             return []
         ends = [*accumulate(len(piece.layers) for piece in self.pieces)]
@@ -206,7 +202,7 @@ class ProfilingInput:
 
     @property
     def layers(self) -> list[tuple[Layer, list[tuple[Value, int]], Piece]]:
-        """Each layer with what it was given, and in how many calls."""
+        """Each layer with its inputs and the number of calls for each input."""
         return [
             (layer, values, piece)
             for piece in self.pieces
@@ -216,14 +212,10 @@ class ProfilingInput:
     def on(
         self, device: torch.device, now: Callable[[], float] = time.perf_counter
     ) -> Iterator[tuple[LayerBytes, Times]]:
-        """Measures each layer on ``device``, one after another: what all of its calls in a minibatch take together.
+        """Measure each layer on ``device``, one after another, for all its calls in a minibatch together.
 
-        Weights, buffers and random states stay as they are. Layers are copied and measured one after another, so that a
-        device needs no more memory than the largest takes.
-
-        Args:
-            device: A CPU, or a GPU.
-            now: The clock, in seconds.
+        Weights, buffers and random states stay unchanged. Layers are copied one at a time, so the device needs memory
+        for the largest only. ``now`` is a clock in seconds.
         """
         return self._measured(device, lambda each: _times(each, _update(self.optimizer, each), now))
 
@@ -234,13 +226,13 @@ class ProfilingInput:
         backward: bool = True,
         tick: Callable[[], object] = lambda: None,
     ) -> list[float]:
-        """Seconds that each layer takes in a minibatch: forward and backward of each call.
+        """Return the seconds of each layer in a minibatch: forward and backward of each call.
 
-        One copy of a layer is there at a time, but for graphs whose copies share the live weights.
+        One copy of a layer exists at a time, except for graphs, whose copies share the live weights.
 
         Args:
-            device: Where layers are measured; None for where each of them lies.
-            backward: Whether backwards count; without them, forwards run in the mode of gradients that holds here.
+            device: Device to measure on, or None for each layer's own device.
+            backward: Whether backwards count. Without them, forwards run in the present mode of gradients.
             tick: Called after each layer in each round.
         """
         layers = self.layers
@@ -257,7 +249,7 @@ class ProfilingInput:
         return found
 
     def sizes(self) -> list[LayerBytes]:
-        """Bytes of each layer, where it lies."""
+        """Return the bytes of each layer, measured on its own device."""
         return [size for size, _ in self._measured(None, lambda benchmark: Times(0.0, 0.0))]
 
     def _measured(
@@ -273,7 +265,7 @@ class ProfilingInput:
 
 
 def _together(calls: Sequence[tuple[LayerBytes, Times]]) -> tuple[LayerBytes, Times]:
-    """Bytes and seconds of one layer's ``calls`` in a minibatch; its weights are there, and updated, once."""
+    """Add bytes and seconds of one layer's ``calls`` in a minibatch. Its weights exist, and are updated, once."""
     first, times = calls[0]
     if len(calls) == 1:
         return first, times
@@ -313,7 +305,7 @@ def _times(benchmark: Microbenchmark, update: Callable[[], object], now: Callabl
 
 
 def _update(optimizer: torch.optim.Optimizer | None, benchmark: Microbenchmark) -> Callable[[], object]:
-    """A step of an optimizer like ``optimizer`` on such weights; nothing where it is none of torch's own."""
+    """Return a step of an optimizer like ``optimizer`` on such weights. It does nothing for other libraries."""
     parameters = [nn.Parameter(each.detach().clone()) for each in benchmark.scratch.parameters() if each.requires_grad]
     if optimizer is None or not parameters or not type(optimizer).__module__.startswith("torch.optim."):
         return lambda: None
@@ -330,7 +322,7 @@ def _update(optimizer: torch.optim.Optimizer | None, benchmark: Microbenchmark) 
 
 
 def code_of(module: nn.Module) -> str:
-    """A hash that changes with what ``module`` computes, as far as its code, its graph and its ``repr`` say."""
+    """Return a hash of what ``module`` computes, by its code, its graph and its ``repr``."""
     parts = [repr(module)]
     for each in module.modules():
         if isinstance(each, GraphLayer):
@@ -345,13 +337,13 @@ def code_of(module: nn.Module) -> str:
 
 
 def _attributes(module: nn.Module) -> str:
-    """Its mode, and what it was told and its ``repr`` may leave out, such as an attention's number of heads."""
+    """Describe its mode, and settings that its ``repr`` may leave out, such as an attention's number of heads."""
     found = {name: value for name, value in sorted(vars(module).items()) if not name.startswith("_")}
     return "; ".join(f"{name}={_plain(value)}" for name, value in found.items() if not isinstance(value, Tensor))
 
 
 def _plain(value: object) -> str:
-    """Without addresses, which differ from run to run."""
+    """Describe ``value`` without addresses, which differ between runs."""
     if value is None or isinstance(value, bool | int | float | str | torch.dtype):
         return repr(value)
     if isinstance(value, tuple | list):

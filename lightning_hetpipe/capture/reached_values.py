@@ -1,7 +1,7 @@
-"""Python values that functions may reach: which places hold them is found once, and read again and again.
+"""Python values that functions may reach. The places that hold them are found once, and read again and again.
 
-Places are namespaces, containers, closures, tensors and arrays. Which of them functions may read follows from the names
-in their code. Finding too many costs only time.
+Places are namespaces, containers, closures, tensors and arrays. The names in the functions' code show which places they
+may read. Too many places cost only time.
 """
 
 from __future__ import annotations
@@ -42,22 +42,22 @@ from lightning_hetpipe.capture.contents import (
 from lightning_hetpipe.torch_private.tensors import version_counter
 
 DEPTH = 12
-"""Most attributes in a row that are followed; from ``self.owner[0]`` to its Trainer's counter of steps are nine."""
+"""Largest number of followed attributes in a row. From ``self.owner[0]`` to its Trainer's counter of steps are nine."""
 
 ITEMS = 256
-"""Most objects of one container that are followed."""
+"""Largest number of objects of one container that are followed."""
 
 ENDS = 16
-"""Items at each end of a longer container that are compared where only ends are."""
+"""Number of compared items at each end of a longer container, if only ends are compared."""
 
 SOURCES = 2000
-"""Most namespaces, containers and tensors that are watched."""
+"""Largest number of namespaces, containers and tensors that are watched."""
 
 SMALL = 65_536
-"""Most bytes of an array that is read whenever values are; the contents of a larger one are compared elsewhere."""
+"""Largest bytes of an array that is read with other values. The contents of a larger array are compared elsewhere."""
 
 NAMED = 3
-"""Most changed values that a message names."""
+"""Largest number of changed values that a message names."""
 
 _DESCRIPTORS = (FunctionType, staticmethod, classmethod, property, GetSetDescriptorType, MemberDescriptorType)
 _NOT_FOLLOWED = {"torch", "lightning_hetpipe", "numpy", *sys.stdlib_module_names} - {"argparse", "types"}
@@ -66,13 +66,10 @@ _NOT_FOLLOWED = {"torch", "lightning_hetpipe", "numpy", *sys.stdlib_module_names
 
 @dataclass(frozen=True)
 class _Source:
-    """A place that holds values.
+    """A place that holds values, named ``path`` for people. ``names`` are the values' names, empty for a list.
 
-    Attributes:
-        path: Its name, for people.
-        names: The names of its values. Items of a list have no names.
-        read: Returns the values as they are now.
-        write: Puts earlier values back. None if user code cannot change the values, or others put them back.
+    ``read`` returns the present values. ``write`` puts earlier values back. It is None if user code cannot change the
+    values, or other code puts them back.
     """
 
     path: str
@@ -83,7 +80,7 @@ class _Source:
 
 @dataclass(frozen=True)
 class Difference:
-    """A value that differs, with its ``path``; of a container with another length all its items."""
+    """A value that differs, with its ``path``. If a container has another length, the values are all its items."""
 
     path: str
     before: Any
@@ -96,7 +93,7 @@ class Difference:
 
 
 def told(differences: Iterable[Difference]) -> str | None:
-    """Name at most ``NAMED`` of ``differences``; None if there are none."""
+    """Name at most ``NAMED`` of ``differences``, or return None."""
     return ", and ".join(dict.fromkeys(map(str, islice(differences, NAMED)))) or None
 
 
@@ -104,10 +101,7 @@ def told(differences: Iterable[Difference]) -> str | None:
 class Moment:
     """Contents of all places of ``values`` at one moment.
 
-    Attributes:
-        values: They know the places.
-        contents: Of each place.
-        copies: Tensors and arrays among them, by path, each with a copy; none if these are not asked for.
+    ``copies`` has the tensors and arrays among them, by path, each with a copy, if copies were requested.
     """
 
     values: ReachedValues
@@ -115,7 +109,7 @@ class Moment:
     copies: Mapping[str, tuple[Data, Data]]
 
     def differences(self) -> Iterator[Difference]:
-        """Yield each value that is another one now."""
+        """Yield each value that differs now."""
         found = set[str]()
         for each in self._exchanged():
             found.add(each.path)
@@ -150,18 +144,18 @@ class Moment:
 
 
 class ReachedValues:
-    """The values that functions may reach which name ``names``.
+    """The values that functions may reach that contain the names ``names``.
 
     Args:
         names: Names in the functions' code.
         left_out: Objects that are not watched.
-        only_ends: Whether only the ends of long containers are compared, as where user code runs in each minibatch.
+        only_ends: Whether only the ends of long containers are compared, as for user code in each minibatch.
 
     Attributes:
         sources: The places that hold the values.
-        plain: Tensors and arrays among the values, by their paths, without parameters.
-        parameters: Those of the modules among them.
-        kinds: The classes of the objects that are watched.
+        plain: Tensors and arrays among the values, by path, without parameters.
+        parameters: Parameters of the modules among the values.
+        kinds: Classes of the watched objects.
     """
 
     def __init__(self, names: Collection[str], left_out: Iterable[object], *, only_ends: bool = False) -> None:
@@ -180,22 +174,22 @@ class ReachedValues:
         return [source.read() for source in self.sources]
 
     def now(self, *, copied: bool = False) -> Moment:
-        """Note what there is now; ``copied``: tensors and arrays, too, with their numbers."""
+        """Return the present contents, and if ``copied`` also the numbers of tensors and arrays."""
         copies = {path: (data, copy_of(data)) for path, data in self.plain.items()} if copied else {}
         return Moment(self, self.read(), copies)
 
     def is_lost(self, path: str) -> bool:
-        """Tell whether a change of ``path`` would be in one thread alone, or cannot be put back, as an iterator's."""
+        """Return True if a change of ``path`` is in one thread alone, or cannot be put back, as for an iterator."""
         return any(path == own or path.startswith(f"{own}.") for own in self._lost)
 
     # What to watch.
 
     def value(self, path: str, value: Any) -> None:
-        """Watch ``value``, of the name ``path``, once :meth:`follow` is called."""
+        """Watch ``value``, named ``path``, after :meth:`follow` is called."""
         self._pending.append((path, value, DEPTH))
 
     def follow(self) -> None:
-        """Watch the values given so far, and the values that these hold: near values first."""
+        """Watch the values given so far, and the values that these hold, near values first."""
         while self._pending:
             self._follow(*self._pending.popleft())
 
@@ -357,7 +351,7 @@ class ReachedValues:
 
 
 def names_in(codes: Iterable[CodeType]) -> set[str]:
-    """The names that ``codes`` read, and strings in them that they may give to ``getattr``."""
+    """Return the names that ``codes`` read, and strings in them that may be arguments of ``getattr``."""
     found: set[str] = set()
     for code in codes:
         found.update(code.co_names)
@@ -371,7 +365,7 @@ def is_value(attribute: Any) -> bool:
 
 
 def _bytes_of(value: Any) -> Callable[[], tuple[tuple[bytes]]]:
-    """Return a function that reads the bytes of an array: one object as long as they are the same."""
+    """Return a function that reads the bytes of an array, as the same object until they change."""
     held = (b"",)
 
     def read() -> tuple[tuple[bytes]]:
@@ -389,7 +383,7 @@ def _put_bytes(value: bytearray | array[Any], contents: bytes) -> None:
 
 
 def is_followed(module: str) -> bool:
-    """Tell whether objects of the ``module`` may hold what a user would change for ``forward``."""
+    """Return True if objects of the ``module`` may hold what a user would change for ``forward``."""
     return module.startswith("lightning_hetpipe.demo") or module.partition(".")[0] not in _NOT_FOLLOWED
 
 

@@ -1,9 +1,9 @@
 """Conditions under which a call of a module may run one of its graphs.
 
-Among them are decisions of the module by values of its data, such as torch's own, whether a transformer's mask is
-causal. Such a decision is a ``bool`` of a tensor. While a graph is made, each is answered as it was seen to be, and the
-tensor that it asks is given out beside the graph's outputs. The part of the graph that computes these tensors is then
-split off: it is run on the inputs of each call, and a call for which it gives other answers is one for another graph.
+They include decisions of the module by values of its data, such as torch's own question whether a transformer's mask is
+causal. Such a decision is a ``bool`` of a tensor. While a graph is made, each decision gets the answer that was seen
+before, and its tensor becomes an additional output of the graph. The part of the graph that computes these tensors is
+split off and runs on the inputs of each call. If its answers differ, the call needs another graph.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from lightning_hetpipe.torch_private.modes import ThreadDispatchMode
 from lightning_hetpipe.torch_private.tensors import pytree
 
 UNSEEN = 64
-"""Most answers in one graph that nobody has seen: a loop that none of them ends would be traced for ever."""
+"""Largest number of unseen answers in one graph, because a loop without an end would be traced for ever."""
 
 Answers = tuple[bool, ...]
 
@@ -46,27 +46,27 @@ _BETWEEN = tuple(str(_TORCH / name) for name in ("overrides.py", "_ops.py", "uti
 
 
 class SeenAnswers:
-    """Answers that the module was given when it last ran with Python around it, by the line of code that asks."""
+    """Answers that the module got when it last ran in Python, by the line of code that asked."""
 
     def __init__(self) -> None:
         self._found: dict[_Place, list[bool]] = {}
 
     @contextmanager
     def noted(self) -> Iterator[None]:
-        """Note the answers that the module is given within it, in place of those before."""
+        """Context manager that records the answers that the module gets, in place of earlier answers."""
         self._found.clear()
         with _Noting(self._found):
             yield
 
     def at(self, place: _Place, ordinal: int) -> bool:
-        """The answer when that line asked for the ``ordinal``-th time.
+        """Return the answer when the line at ``place`` asked for the ``ordinal``-th time.
 
-        Where it was seen to ask less often, its last answer, as that has ended a loop; False if it never was.
+        If it asked less often, return its last answer, because that has ended a loop. If it never asked, return False.
         """
         return self._found.get(place, [False])[: ordinal + 1][-1]
 
     def count(self, place: _Place) -> int:
-        """Number of times that line was seen to ask."""
+        """Return how often the line was seen to ask."""
         return len(self._found.get(place, []))
 
 
@@ -85,16 +85,10 @@ class _Noting(ThreadDispatchMode):
 
 
 class Decisions(TorchFunctionMode):
-    """Mode in which a module's questions are answered, since tensors have no values while its graph is made.
+    """Mode that answers a module's questions, since tensors have no values while its graph is made.
 
-    Args:
-        known: The answers to its first questions, in order.
-        seen: Has those to all others.
-
-    Attributes:
-        asked: The tensors that were asked for, as they were then.
-        answers: What was said.
-        lines: Where it was asked, for people.
+    ``known`` has the answers to its first questions, in order, and ``seen`` to all others. The mode records the tensors
+    ``asked``, the ``answers``, and the ``lines`` for people.
     """
 
     def __init__(self, known: Answers, seen: SeenAnswers) -> None:
@@ -127,16 +121,13 @@ class Decisions(TorchFunctionMode):
 
 
 class Undecidable(Exception):
-    """A decision that depends on more than inputs and constants, or is made for ever: the argument is its line."""
+    """A decision that depends on more than inputs and constants, or that is made for ever. The argument is its line."""
 
 
 class DataChecks:
-    """The part of a graph that computes what its module decides by.
+    """The part of a graph that computes the tensors by which its module decides.
 
-    Args:
-        graph: The exported graph, whose last outputs are what ``decisions`` has noted; they are taken from it.
-        module: The live module.
-        decisions: Has answered the module.
+    The last outputs of ``graph``, which ``decisions`` recorded, are removed from it.
 
     Raises:
         Undecidable: if an answer depends on weights, on buffers that change, or on random numbers.
@@ -162,7 +153,7 @@ class DataChecks:
                 graph.graph.erase_node(node)
 
     def of(self, leaves: Sequence[Any]) -> Answers:
-        """The answers for a call with these inputs."""
+        """Return the answers for a call with these inputs."""
         if self._run is None:
             return ()
         with torch.no_grad(), torch.autocast(self._device.type, enabled=False):
@@ -188,7 +179,7 @@ class DataChecks:
 
 
 def _needed(asked: Sequence[fx.Node], nodes: Sequence[fx.Node]) -> set[fx.Node]:
-    """The nodes that ``asked`` depend on, also those that change in place what others have made."""
+    """Return the nodes on which ``asked`` depend, including nodes that change values of others in place."""
     needed: set[fx.Node] = set()
     pending = list(asked)
     while pending:
@@ -211,7 +202,7 @@ def _check(needed: set[fx.Node], nodes: Sequence[fx.Node], parameters: dict[str,
 
 
 def _place(frame: FrameType | None) -> _Place:
-    """The innermost line that is neither ours nor what torch has between an operator and its caller."""
+    """Return the innermost line outside of this package and of torch's code between an operator and its caller."""
     while frame is not None and frame.f_code.co_filename.startswith((_PACKAGE, *_BETWEEN)):
         frame = frame.f_back
     return ("", 0) if frame is None else (frame.f_code.co_filename, frame.f_lineno)
@@ -219,11 +210,10 @@ def _place(frame: FrameType | None) -> _Place:
 
 @dataclass(frozen=True)
 class AutogradNodes:
-    """Autograd nodes of one call of a module: a ``detach()`` or ``no_grad()`` in it changes nothing else.
+    """Autograd nodes of one call of a module. A ``detach()`` or ``no_grad()`` in it changes nothing else.
 
-    Attributes:
-        inputs: The shape of each input, and whether it requires a gradient.
-        nodes: How many nodes of each kind autograd goes through. (Casts are left out, as autocast remembers some.)
+    ``inputs`` has the shape of each input, and whether it requires a gradient. ``nodes`` counts autograd's nodes by
+    kind, without casts, because autocast caches some.
     """
 
     inputs: tuple[tuple[torch.Size, bool], ...]
@@ -239,24 +229,22 @@ class AutogradNodes:
         )
 
     def differs(self, before: AutogradNodes | None) -> bool:
-        """Tell whether it goes through other nodes than ``before``, for inputs of the same shapes."""
+        """Return True if its nodes differ from ``before``, for inputs of the same shapes."""
         return before is not None and self.inputs == before.inputs and self.nodes != before.nodes
 
 
 FITTED = 256
-"""Combinations of sizes that are remembered to fit a graph."""
+"""Largest number of combinations of sizes that are remembered to fit a graph."""
 
 Mode = tuple[bool, bool, tuple[tuple[str, torch.dtype | None], ...]]
-"""The module's mode (to be trained or not), whether gradients are wanted, and the dtypes of autocast."""
+"""The module's mode (training or not), whether gradients are wanted, and the dtypes of autocast."""
 
 
 class Variant:
-    """Conditions under which a call may run one graph.
+    """Conditions under which a call may run one graph, in the mode ``mode``.
 
-    Attributes:
-        mode: Whether the module was to be trained, whether gradients were wanted, and the dtypes of autocast.
-        held: The Python values outside the module with which it gave what the module gives, once this was seen.
-        autograd: The nodes by which the module computed then, if that was in a minibatch in flight.
+    ``held`` has the Python values outside the module with which the graph was seen to equal the module. ``autograd``
+    has the module's nodes then, if that was in a minibatch in flight.
     """
 
     def __init__(
@@ -282,11 +270,11 @@ class Variant:
 
     @property
     def decides(self) -> str | None:
-        """The first line that decides by the values of data; None if there is none."""
+        """The first line that decides by the values of data, or None."""
         return self._checks.lines[0] if self._checks.answers else None
 
     def fitting(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any] | None:
-        """The tensors and other parts of a call, in the order of the graph's inputs; None if it is for others."""
+        """Return the parts of a call in the order of the graph's inputs, or None if the graph does not fit."""
         leaves = self._leaves(args, kwargs)
         if leaves is None or _places(leaves) != self._places:
             return None
@@ -304,19 +292,19 @@ class Variant:
         return leaves if self._checks.of(leaves) == self._checks.answers else None
 
     def changing_numbers(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> frozenset[int]:
-        """The places of numbers that are others in a call that is else of this kind; empty if it is of another kind."""
+        """Return the places of numbers that differ in a call that otherwise fits. Empty if it does not fit."""
         if (leaves := self._leaves(args, kwargs)) is None:
             return frozenset()
         others = self._others([_kind(leaf) for leaf in leaves])
         return others | self._numbers if all(number >= 0 for number in others) else frozenset()
 
     def _others(self, kinds: Sequence[Any]) -> frozenset[int]:
-        """The places of inputs of other ``kinds`` than this graph's; a number of another class has no place."""
+        """Return the places of inputs whose ``kinds`` differ. The place -1 means that not only a number differs."""
         pairs = enumerate(zip(kinds, self._kinds, strict=True))
         return frozenset(n if one[0] is other[0] in (float, int) else -1 for n, (one, other) in pairs if one != other)
 
     def _leaves(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any] | None:
-        """The parts of a call in the order of the graph's inputs; None if it has another structure."""
+        """Return the parts of a call in the order of the graph's inputs, or None if it has another structure."""
         if set(kwargs) != set(self._keywords):
             return None
         leaves, spec = pytree.tree_flatten((args, {name: kwargs[name] for name in self._keywords}))
@@ -324,9 +312,9 @@ class Variant:
 
 
 def _places(leaves: Sequence[Any]) -> list[int]:
-    """The place at which each of ``leaves`` is met first: a graph of one tensor given twice is not one of two tensors.
+    """Return the place at which each of ``leaves`` occurs first: one tensor given twice needs another graph.
 
-    Modules also ask for that, as attention does to a sequence itself.
+    Modules also ask whether arguments are identical, as attention does.
     """
     first: dict[int, int] = {}
     return [
@@ -335,11 +323,11 @@ def _places(leaves: Sequence[Any]) -> list[int]:
 
 
 def _kind(leaf: Any) -> Any:
-    """Part of the input that a graph depends on: of a tensor its dtype, dimensions, and which of them are 0 or 1.
+    """Return the properties of an input on which a graph depends: a tensor's dtype, dimensions, and which are 0 or 1.
 
-    Layers move from device to device, and inputs with them, so that no more counts than whether one is an accelerator.
+    Of its device, only the type counts, since layers and inputs move between devices.
     """
     if isinstance(leaf, Tensor):
         return (leaf.dtype, leaf.device.type, tuple(size if size < 2 else -1 for size in leaf.shape))
-    # 1, 1.0 and True are equal, and so are 0.0 and -0.0, but graphs of them differ; NaN is not equal to itself.
+    # 1, 1.0 and True are equal, and so are 0.0 and -0.0, but their graphs differ. NaN is not equal to itself.
     return (type(leaf), repr(leaf) if isinstance(leaf, float) else leaf)

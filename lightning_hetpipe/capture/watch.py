@@ -1,8 +1,8 @@
-"""Watches one ordinary step of the user's, to find the pieces of a LightningModule and their layers.
+"""Watch of one ordinary step of the user's, to find the pieces of a LightningModule and their layers.
 
-The watched step runs once, and as it would without us, so nothing is guessed: which modules are called, in which order
-and by which others, with what inputs, whether a layer changes its input in place, and what no stage could do as it
-does. What follows from that is decided when the step is over.
+The watched step runs once, and as it would without this package, so nothing is guessed. It shows the calls of modules,
+their order, callers and inputs, changes of inputs in place, and everything that no stage could do. Conclusions are
+drawn when the step is over.
 """
 
 from __future__ import annotations
@@ -65,16 +65,16 @@ from lightning_hetpipe.torch_private.tensors import version_counter
 
 @dataclass(eq=False)
 class Watch:
-    """Watches one step of ``root``: calls of modules in it go to :meth:`answer`.
+    """Watch of one step of ``root``, whose calls of modules go to :meth:`answer`.
 
     Attributes:
         root: The LightningModule.
-        names: Modules that may be pipelined; None for all.
-        generators: The run's random generators; layers draw from them in the watched step too.
-        batch: Number of the watched minibatch, or the name of the batch of an evaluation.
+        names: Modules that may be pipelined, or None for all.
+        generators: The run's random generators, from which layers draw also in the watched step.
+        batch: Number of the watched minibatch, or name of an evaluation's batch.
         capture_timeout: Seconds after which nothing more is taken apart.
         pieces: Modules that a pipeline is to run, in the order of their first calls.
-        without_graph: Why Sequentials of the user's modules have no graph, a line for each.
+        without_graph: Lines that explain why Sequentials of the user's modules have no graph.
     """
 
     root: nn.Module
@@ -88,34 +88,33 @@ class Watch:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Within it, calls of modules are seen. Nothing of it remains in the modules afterwards."""
+        """Context manager in which calls of modules are seen. Nothing of it remains in the modules."""
         with Interceptor(list(self.candidates()), self.answer, one_step=True):
             yield
 
     def candidates(self) -> Iterator[tuple[str, nn.Module]]:
-        """Modules whose calls may matter."""
+        """Yield modules whose calls may matter."""
         raise NotImplementedError
 
     def answer(self, call: ModuleCall) -> Any:
-        """Run the module that is called, or return ``NOT_TAKEN``."""
+        """Run the called module, or return ``NOT_TAKEN``."""
         raise NotImplementedError
 
 
 @dataclass(eq=False)
 class TrainingWatch(Watch):
-    """Watches one ``training_step``, and finds the pieces that a pipeline can run.
+    """Watch of one ``training_step`` that finds the pieces that a pipeline can run.
 
-    Modules that were named are pieces, or refused. Otherwise these are the outermost calls that can be captured: of a
-    module that cannot be, those that its ``forward`` makes, while its own code runs as user code.
+    Named modules are pieces, or refused. Otherwise pieces are the outermost calls that can be captured. If a module
+    cannot be captured, calls in its ``forward`` are tried, and its own code runs as user code.
 
     Attributes:
-        frozen_too: Whether a Sequential with frozen parameters is a piece as well, as a callback unfreezes it later. (A
-            named one always is.)
-        changed_later: Tells of a layer what a callback will do to it, if that is something that no graph follows.
-        wants_graphs: Whether Sequentials of torch's own modules are to have graphs, too.
-        called: The pieces that were called, by their places among ``pieces``, in the order of the calls.
-        apart: What was taken apart, once :meth:`check` was called.
-        user: What user code takes beside the pieces, once :meth:`check` was called.
+        frozen_too: Whether a Sequential with frozen parameters is a piece, as a callback unfreezes it. Named ones
+            always are.
+        changed_later: Describes what a callback will do to a layer, if no graph can follow it.
+        wants_graphs: Whether Sequentials of torch's own modules also get graphs.
+        called: Called pieces, as indices into ``pieces``, in the order of the calls.
+        apart, user: What was taken apart, and what user code takes beside the pieces, after :meth:`check`.
     """
 
     frozen_too: bool = False
@@ -149,7 +148,7 @@ class TrainingWatch(Watch):
         return ((name, module) for name, module in self.root.named_modules() if module not in left_out)
 
     def check(self, loss: Tensor, batch: Any = None) -> None:
-        """Find the pieces, after the watched step on ``batch`` has given ``loss``; refuse what cannot be pipelined."""
+        """Find the pieces after the watched step on ``batch`` gave ``loss``, and refuse what cannot be pipelined."""
         called = [call.piece.name for call in self._calls]
         if missing := [name for name in self.names or () if name not in called]:
             raise never_called(self.names or (), missing[0])
@@ -178,7 +177,7 @@ class TrainingWatch(Watch):
         self._copies.clear()
 
     def changed_buffers(self) -> set[int]:
-        """The ``id`` of each buffer that the watched step has changed."""
+        """Return the ``id`` of each buffer that the watched step has changed."""
         # By value: batch norm changes its statistics without counting it.
         before = self._buffers
         now = self.root.named_buffers()  # some may have moved to their stages
@@ -186,11 +185,11 @@ class TrainingWatch(Watch):
 
     def answer(self, call: ModuleCall) -> Any:
         name, module = call.name, call.module
-        # Nothing is trained by such calls, and no autograd graph shows them.
+        # Such calls train nothing, and no autograd graph shows them.
         if torch.is_inference_mode_enabled() or (not torch.is_grad_enabled() and _in_custom_function()):
             return NOT_TAKEN
         if self._open:
-            # Several threads of a module's could make calls at once, which would be in no order.
+            # Several threads of a module could make calls at once, which would have no order.
             if threading.get_ident() != self._thread or not self._has_work(module):
                 return NOT_TAKEN
             return self._run(call)
@@ -222,7 +221,7 @@ class TrainingWatch(Watch):
         return any(p.requires_grad or self.frozen_too for p in module.parameters())
 
     def _run(self, call: ModuleCall) -> Any:
-        """Run the module that is called, once and as it is, and note what the call shows."""
+        """Run the called module once and unchanged, and record what the call shows."""
         began, before = _now(), self._observing
         earlier = [each for each in self._calls if each.piece.module is call.module and not self._open]
         piece = earlier[0].piece if earlier else Piece.of(call.name, call.module, self.wants_graphs)
@@ -284,7 +283,7 @@ class TrainingWatch(Watch):
         return output
 
     def _watched_call(self, call: ModuleCall, earlier: Sequence[CallNode]) -> WatchedCall:
-        """Note what a graph needs of a call that begins now, after ``earlier`` ones of its module."""
+        """Record what a graph needs of a call that begins now, after ``earlier`` calls of its module."""
         before = [each.graph.frozen for each in earlier if each.graph is not None]
         frozen = before[0] if before else FrozenValues(call.module)
         given = call.args, call.kwargs
@@ -292,7 +291,7 @@ class TrainingWatch(Watch):
         return WatchedCall(Value.of(given), tensors_of(given), self._copied(call.module), memory, frozen)
 
     def _run_layers(self, node: CallNode, call: ModuleCall, earlier: Sequence[CallNode]) -> Any:
-        """Run a module whose layers can be seen without a graph, layer by layer, after ``earlier`` calls of it."""
+        """Run a module whose layers are known without a graph, layer by layer, after ``earlier`` calls of it."""
         piece, value = node.piece, node.piece.plain_value(call.args, call.kwargs)
         node.check(partial(refuse_opaque, f"the pipelined module '{piece.name}' is given", value))
         found, given, outermost = piece.modules_of_layers(), tensors_of(value), len(self._open) == 1
@@ -332,13 +331,14 @@ class TrainingWatch(Watch):
         return value
 
     def _raise_refusal(self, node: CallNode) -> None:
-        """Raise the refusal of an outermost call, unless its module can be taken apart: then its effects are right."""
+        """Raise the refusal of an outermost call, unless its module can be taken apart, which keeps its
+        effects right."""
         may_be_apart = self.names is None and isinstance(node.refusal, SetsState | HasHooks)
         if node.refusal is not None and not may_be_apart:
             raise node.refusal
 
     def _refuse_without_graph(self, name: str, layer: nn.Module, frozen: FrozenValues) -> None:
-        """Refuse a graph for a Sequential whose ``layer`` does what its copies can follow, and a graph cannot."""
+        """Refuse a graph for a Sequential whose ``layer`` does what its copies can follow, but not a graph."""
         if frozen.checkpoints:
             raise SettingError(
                 f"layer '{name}' calls torch.utils.checkpoint, which a graph would leave out, to compute nothing again"
@@ -347,7 +347,7 @@ class TrainingWatch(Watch):
             raise SettingError(f"layer '{name}' {change}")
 
     def _timed(self, node: CallNode, call: ModuleCall, run: Callable[[], Any]) -> Any:
-        """Call ``run``, with the calls of modules in it intercepted unless ``node`` is a single layer or was named."""
+        """Call ``run``. Intercept calls of modules in it, unless ``node`` is a single layer or was named."""
         began, before = _now(), self._observing
         try:
             if self.names is not None or node.piece.single is not None:
@@ -358,7 +358,7 @@ class TrainingWatch(Watch):
             node.seconds += _now() - began - (self._observing - before)
 
     def _copied(self, module: nn.Module) -> dict[str, Tensor]:
-        """Copies of the buffers of ``module`` as they are now: earlier ones, where these have not changed since."""
+        """Return copies of the buffers of ``module`` as they are now. Reuse earlier copies of unchanged buffers."""
         for buffer in module.buffers():
             if id(buffer) not in self._copies or not equal(self._copies[id(buffer)], buffer):
                 self._copies[id(buffer)] = buffer.clone()
@@ -366,7 +366,7 @@ class TrainingWatch(Watch):
 
 
 def _in_custom_function() -> bool:
-    """Tell whether the ``forward`` of a ``torch.autograd.Function`` runs, whose ``backward`` computes gradients."""
+    """Return True if the ``forward`` of a ``torch.autograd.Function`` runs, whose ``backward`` computes gradients."""
     frame: FrameType | None = sys._getframe()
     while frame is not None and frame.f_code is not torch.autograd.Function.apply.__code__:
         frame = frame.f_back
@@ -374,7 +374,7 @@ def _in_custom_function() -> bool:
 
 
 def _now() -> float:
-    """Seconds of a clock, once all that was started has been computed."""
+    """Seconds of a clock, after everything that was started has been computed."""
     if is_initialized():
         torch.accelerator.synchronize()
     return time.perf_counter()

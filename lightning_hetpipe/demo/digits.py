@@ -19,17 +19,14 @@ _Share = Annotated[float, Bounds(0.01, 0.98)]
 class Digits(L.LightningDataModule):
     """scikit-learn's digits as images of shape (N, 1, 8, 8), float32 in 0..1, with labels of shape (N,), int64.
 
-    The split into train, val and test keeps every class's share and depends on `split_seed` only.
+    The split into train, val and test keeps the share of each class and depends on `split_seed` only.
 
     Args:
         batch_size: images per batch.
-        val_share: share of all images that validation gets, 0..1.
-        test_share: share of all images that the test gets, 0..1.
-        split_seed: seed of the split.
+        val_share, test_share: shares of all images for validation and for the test, 0..1.
 
     Raises:
-        SettingError: for a batch size below 1, or shares that leave a part empty; in `setup`, if scikit-learn is not
-            installed.
+        SettingError: for a batch size below 1, for shares that leave a part empty, or in `setup` without scikit-learn.
     """
 
     def __init__(
@@ -64,7 +61,7 @@ class Digits(L.LightningDataModule):
 
 
 def load() -> tuple[Tensor, Tensor]:
-    """All images (1797, 1, 8, 8), scaled to 0..1, and their labels (1797,)."""
+    """Load all images (1797, 1, 8, 8), scaled to 0..1, and their labels (1797,)."""
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:
@@ -79,7 +76,7 @@ def load() -> tuple[Tensor, Tensor]:
 def split(
     images: Tensor, labels: Tensor, *, val_share: float, test_share: float, seed: int
 ) -> tuple[TensorDataset, TensorDataset, TensorDataset]:
-    """Train, val and test, disjoint; every class is divided by the same shares."""
+    """Split into disjoint parts train, val and test, each class by the same shares."""
     generator = torch.Generator().manual_seed(seed)
     parts: tuple[list[Tensor], list[Tensor], list[Tensor]] = ([], [], [])
     for label in range(CLASSES):

@@ -19,7 +19,7 @@ _Beta = Annotated[float, Bounds(0, 0.9999999)]
 
 
 class Embedding(nn.Module):
-    """Bytes (N, T), int64, to the sum of a token's and a position's vector, (N, T, width)."""
+    """Map bytes (N, T), int64, to the sum of a token's and a position's vector, (N, T, width)."""
 
     def __init__(self, context: int, width: int, dropout: float) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class Embedding(nn.Module):
 
 
 class CausalSelfAttention(nn.Module):
-    """(N, T, width) to the same shape; a position sees itself and what came before."""
+    """Map (N, T, width) to the same shape. A position sees itself and earlier positions."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class CausalSelfAttention(nn.Module):
 
 
 class Block(nn.Module):
-    """A transformer block, normalised first; dropout on each residual branch."""
+    """A transformer block, normalised first, with dropout on each residual branch."""
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
@@ -70,22 +70,20 @@ class Block(nn.Module):
 
 
 class GPT(L.LightningModule):
-    """A model of the next byte; logs `train_loss`, and for val and test `_loss` (nats per byte) and `_bits_per_byte`.
+    """A model of the next byte. It logs `train_loss`, for val and test `_loss` (nats per byte) and `_bits_per_byte`.
 
     `net` is one `nn.Sequential`: the embedding, the blocks, the last norm and the head are the layers.
 
     Args:
         context: longest input, bytes.
-        width: features per position; a multiple of `heads`.
-        blocks: transformer blocks.
-        heads: attention heads per block.
+        width: features per position, a multiple of `heads`.
+        blocks, heads: transformer blocks, and attention heads per block.
         dropout: probability, 0..1.
         lr: AdamW's learning rate, reached after `warmup` steps.
-        betas: AdamW's; a low first one, since staleness in a pipeline acts as momentum.
-        warmup: optimizer steps.
+        betas: AdamW's betas. The first is low, since staleness in a pipeline acts as momentum.
 
     Raises:
-        SettingError: for a size below 1, and a width that is no multiple of `heads`.
+        SettingError: for a size below 1, or a width that is no multiple of `heads`.
     """
 
     def __init__(
@@ -119,12 +117,12 @@ class GPT(L.LightningModule):
                 nn.init.normal_(module.weight, std=0.02)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Bytes (N, T), int64, to logits (N, T, 256) for the byte that follows each."""
+        """Map bytes (N, T), int64, to logits (N, T, 256) for the byte after each byte."""
         logits: Tensor = self.net(ids)
         return logits
 
     def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
-        """Mean cross-entropy in nats per byte."""
+        """Compute the mean cross-entropy in nats per byte."""
         ids, targets = batch
         return F.cross_entropy(self(ids).flatten(0, 1), targets.flatten())
 

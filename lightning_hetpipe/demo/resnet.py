@@ -38,16 +38,14 @@ class ResidualBlock(nn.Module):
 
 
 class ResNet(L.LightningModule):
-    """A classifier of images of shape (N, 1, H, W); logs `train_loss`, `val_loss`, `val_acc`, `test_loss`, `test_acc`.
+    """A classifier of images (N, 1, H, W). It logs `train_loss`, `val_loss`, `val_acc`, `test_loss`, `test_acc`.
 
-    `net` is one `nn.Sequential`; stages can begin between its children, and inside of its residual blocks.
+    `net` is one `nn.Sequential`. Stages can begin between its children, and inside its residual blocks.
 
     Args:
-        width: channels of the first residual block; the second half of the blocks has twice as many.
+        width: channels of the first residual block. The second half of the blocks has twice as many.
         blocks: residual blocks.
-        classes: number of classes.
         lr: peak learning rate of AdamW, reached after a third of the steps and annealed to zero (one cycle).
-        weight_decay: AdamW's weight decay.
 
     Raises:
         SettingError: for a size below 1, or a rate below 0.
@@ -72,7 +70,7 @@ class ResNet(L.LightningModule):
         self.test_acc = MulticlassAccuracy(classes, average="micro")
 
     def forward(self, x: Tensor) -> Tensor:
-        """Images (N, 1, H, W) to logits (N, classes)."""
+        """Map images (N, 1, H, W) to logits (N, classes)."""
         logits: Tensor = self.net(x)
         return logits
 
@@ -106,7 +104,7 @@ class ResNet(L.LightningModule):
 
 
 def one_cycle(progress: float) -> float:
-    """The learning rate's factor, 0..1, when `progress` (0..1) of the steps are done: up for a third, then a cosine."""
+    """Return the learning rate's factor, 0..1, at `progress` (0..1) of the steps: up for a third, then a cosine."""
     rise = 1 / 3
     if progress < rise:
         return progress / rise

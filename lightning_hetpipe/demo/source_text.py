@@ -18,18 +18,18 @@ from lightning_hetpipe.settings import Bounds, Size, read
 class SourceText(L.LightningDataModule):
     """Windows over the standard library's source, as bytes.
 
-    A batch is `(inputs, targets)`, both of shape (N, context) and int64 in 0..255; a target is the byte that follows
-    its input. Validation and test take the last files, so no window of theirs was trained on.
+    A batch is `(inputs, targets)`, both of shape (N, context) and int64 in 0..255. A target is the byte after its
+    input. Validation and test take the last files, so none of their windows was trained on.
 
     Args:
         context: bytes per window.
         batch_size: windows per batch.
         max_bytes: bytes of text read, over all parts.
-        val_share: share of the text that validation gets, 0..1; the test gets as much again.
-        folder: where the `*.py` files are; default: this interpreter's standard library.
+        val_share: share of the text for validation, 0..1. The test gets an equal share.
+        folder: folder of the `*.py` files, by default this interpreter's standard library.
 
     Raises:
-        SettingError: for a size below 1; in `setup`, if the folder holds too little source for one batch of each part.
+        SettingError: for a size below 1, or in `setup` if the folder has too little source for one batch of each part.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class SourceText(L.LightningDataModule):
 
 
 def read_source(folder: Path, max_bytes: int) -> Tensor:
-    """The folder's `*.py` files in order of their names, joined, up to `max_bytes`, as uint8 of shape (bytes,)."""
+    """Read the folder's `*.py` files in order of their names, joined, up to `max_bytes`, as uint8 of shape (bytes,)."""
     chunks: list[bytes] = []
     size = 0
     for path in sorted(folder.glob("*.py")):

@@ -1,6 +1,6 @@
-"""Program of a host's process: lets in whoever has connected, before it imports what a stage needs.
+"""Program of a host's process: it lets the caller in before it imports what a stage needs.
 
-So a stranger costs a bare interpreter for a moment, and not the memory and the seconds of torch.
+So an unknown caller costs a bare interpreter for a moment, but not the memory and the seconds of torch.
 """
 
 from __future__ import annotations
@@ -20,18 +20,16 @@ sys.path[:] = told["path"]
 from lightning_hetpipe.hosts.host_child import child
 child(told["security"], *map(int, sys.argv[2:]))
 """
-"""Program of a host, whose arguments are a name and descriptors, and whose input says what it has to know."""
+"""Program of a host. Its arguments are a name and descriptors. Its input has the search path and the security."""
 
 LONGEST_REASON = 1000
-"""Bytes of the reason for which somebody was not let in."""
+"""Largest bytes of the reason for a refusal."""
 
 
 def child(security: dict[str, Any], descriptor: int, reasons: int) -> None:
-    """Be a host, at the socket ``descriptor``.
+    """Run a host at the socket ``descriptor``, to callers that ``security`` admits.
 
-    Args:
-        security: By which callers have to show who they are.
-        reasons: A pipe; gets why the caller was not let in, and is closed when that is known.
+    ``reasons`` is a pipe for the reason of a refusal. It is closed when the decision is known.
     """
     _end_with(os.getppid())
     raw = socket.socket(fileno=descriptor)
@@ -48,9 +46,9 @@ def child(security: dict[str, Any], descriptor: int, reasons: int) -> None:
 
 
 def _end_with(parent: int) -> None:
-    """Have SIGTERM end this process only where it says that the process ``parent`` has ended.
+    """Make SIGTERM end this process only if the process ``parent`` has ended.
 
-    Who tells all processes of a run to end, as SLURM does, reaches hosts, too, whose weights are still to be saved.
+    Launchers that signal all processes of a run, such as SLURM, also reach hosts, whose weights must still be saved.
     """
 
     def told(number: int, frame: FrameType | None) -> None:
@@ -71,7 +69,7 @@ def _served(raw: socket.socket, connection: Any, given: dict[str, Any]) -> bool:
 
 
 def _admitted(raw: socket.socket, given: dict[str, Any], reasons: int) -> Any:
-    """The connection, if whoever is at its other end is let in."""
+    """Return the connection, if the caller is let in, or None."""
     from lightning_hetpipe.hosts.secured_socket import INTRODUCING, RELEASE, Refused, admit
     from lightning_hetpipe.server.transport.security import Security
 

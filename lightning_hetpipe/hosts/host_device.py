@@ -1,4 +1,4 @@
-"""The device that a host computes on: the CPU of its machine, or one of the accelerators there."""
+"""The device on which a host computes: the CPU of its machine, or one of the accelerators there."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from lightning_hetpipe.planning.model.units import in_bytes
 
 
 class Computed(NamedTuple):
-    """Result of a stage that is computed on its device behind ``event``."""
+    """Result that the stage's device has computed once ``event`` has happened."""
 
     result: Result
     event: StreamEvent
@@ -32,12 +32,9 @@ class Computed(NamedTuple):
 
 
 class HostDevice:
-    """Device of a host: the CPU until :meth:`use` is called.
+    """Device of a host: the CPU until :meth:`use` is called. ``place`` is its name with the host's, for people.
 
-    Attributes:
-        device: As torch has it.
-        members: Devices of the stage's group, the stage's own among them; none where it lies on one device, or a CPU.
-        place: For people, with the host's name.
+    ``members`` are the devices of the stage's group, including the stage's own. Empty without a group.
     """
 
     def __init__(self) -> None:
@@ -47,12 +44,12 @@ class HostDevice:
         self._stream: Stream | None = None
 
     def use(self, host: str, own: tuple[int, str], members: Sequence[tuple[int, str]]) -> None:
-        """Compute on an accelerator of this machine; messages have tensors on the CPU.
+        """Compute on an accelerator of this machine. Messages keep their tensors on the CPU.
 
         Args:
-            host: This host's name, for errors.
-            own: The accelerator's number on this machine, and its name as a plan has it.
-            members: Likewise for each member of the stage's group; none if it has no group.
+            host: Name of this host, for errors.
+            own: Number of the accelerator on this machine, and its name in a plan.
+            members: Number and name for each member of the stage's group, or none.
 
         Raises:
             SettingError: if this machine has no such device.
@@ -69,20 +66,20 @@ class HostDevice:
             default_generators()[self.device.index].manual_seed(seed)
 
     def given(self, message: Any) -> Any:
-        """``message`` for a stage on the device: autocast on the CPU, as which the leader sees it, holds there."""
+        """Adapt ``message`` to the device: the leader sees a CPU, so the CPU's autocast becomes the device's."""
         if accelerates(self.device) and isinstance(message, Forward):
             return message._replace(autocast=message.autocast.as_on_cpu(self.device.type))
         return message
 
     def taken(self, value: Any) -> Any:
-        """``value``, a nesting of tensors, as it is now and on the CPU: it may change before it is sent."""
+        """Copy ``value``, a nesting of tensors, to the CPU now, because it may change before it is sent."""
         if isinstance(value, Tensor):
             there = move(value, CPU)
             return value.clone(memory_format=torch.preserve_format) if there is value else there
         return [*map(self.taken, value)] if isinstance(value, list | tuple) else value
 
     def brought(self, message: Any) -> Any:
-        """``message`` with its tensors on the CPU; one thread alone calls it, which copies in a stream of its own."""
+        """Return ``message`` with its tensors on the CPU. Only one thread may call this, as it has its own stream."""
         if not isinstance(message, Computed):
             return message
         result, event = message
@@ -98,12 +95,11 @@ class HostDevice:
         return result._replace(gradients=gradients, sums={n: move(sum, CPU) for n, sum in result.sums.items()})
 
     def state(self, state: Sequence[Sequence[Tensor]]) -> Sequence[Sequence[Tensor]]:
-        """``state`` on the CPU."""
+        """Return ``state`` on the CPU."""
         return [[move(tensor, CPU) for tensor in own] for own in state]
 
 
 def _accelerator(number: int, name: str, host: str) -> torch.device:
-    """The accelerator of this machine that has this ``number`` and ``name``."""
     there = all_devices()
     if 0 <= number < len(there) and canonical(name) == canonical(name_of(there[number])):
         return there[number]
@@ -112,11 +108,11 @@ def _accelerator(number: int, name: str, host: str) -> torch.device:
 
 
 def name_of(device: torch.device) -> str:
-    """The catalogue's name of ``device``, or torch's where that does not know it."""
+    """Return the catalogue's name of ``device``, or torch's if the catalogue does not know it."""
     return canonical(accelerator.name_of(device))
 
 
 def told_devices() -> str:
-    """Accelerators of this machine for people, with their memory; nothing where there are none."""
+    """List this machine's accelerators for people, with their memory, or return an empty text."""
     sizes = {each: accelerator.total_memory(each) for each in all_devices()}
     return ", ".join(f"{each} ({name_of(each)}, {in_bytes(size)})" for each, size in sizes.items())

@@ -1,6 +1,6 @@
-"""Meeting of the nodes of a launch some of which serve stages of virtual workers whose leaders are on other nodes.
+"""Meeting of the nodes of a launch, some of which serve stages of virtual workers with leaders on other nodes.
 
-node 0             listens; notes where each node serves, tells everybody, and says in the end how it has ended
+node 0             listens; records where each node serves, tells everybody, and says in the end how it has ended
 other processes    say what their node serves, and learn what all others do; a node without a leader then serves
                    until node 0 has ended
 """
@@ -31,27 +31,25 @@ from lightning_hetpipe.hosts.secured_socket import (
 from lightning_hetpipe.server.transport.security import Security, split
 
 MOST = 1024
-"""Largest number of connections at a time; further ones are closed."""
+"""Largest number of connections at a time. Further connections are closed."""
 
 MOST_NAMED = 8
-"""Largest number of machines whose refusals are told again in the end."""
+"""Largest number of machines whose refusals are repeated in the final error."""
 
 SAYING = 5.0
-"""Seconds in which all that serve are told how node 0 has ended."""
+"""Seconds for telling all serving nodes how node 0 has ended."""
 
 _AGAIN = 0.5  # seconds between attempts to connect
 
 
 @dataclass(frozen=True)
 class Arrival:
-    """A process that has come, and what its node serves.
+    """A process that has arrived, and what its node serves.
 
     Attributes:
-        node: The number of its node.
         plan: Checksum of its plan.
-        host: The address of the host server of its node; empty where this process has none.
-        server: Likewise of the parameter server.
-        stays: It serves until node 0 has ended.
+        host, server: Addresses of the host server and the parameter server of its node, empty if this process has none.
+        stays: Whether it serves until node 0 has ended.
     """
 
     node: int
@@ -62,16 +60,12 @@ class Arrival:
 
 
 class HostRendezvous:
-    """Node 0's end, between entering and leaving the context.
+    """Node 0's end of the meeting, as a context manager that listens at ``address``.
 
-    Args:
-        address: Where to listen.
-        security: Certificates and token.
-        own: This process's arrival.
-        expected: Names of the nodes that serve, by their numbers.
+    ``own`` is this process's arrival. ``expected`` has the names of the nodes that serve, by their numbers.
 
     Raises:
-        SettingError: on entering, if the address cannot be had.
+        SettingError: on entering, if the address is not available.
     """
 
     def __init__(self, address: str, security: Security, own: Arrival, expected: Mapping[int, str]) -> None:
@@ -105,10 +99,10 @@ class HostRendezvous:
         self.end(1)
 
     def everyone(self, seconds: float) -> list[Arrival]:
-        """Addresses at which all nodes serve, once those that are expected have come.
+        """Wait for the expected nodes, and return the addresses at which all nodes serve.
 
         Raises:
-            SettingError: if that takes longer than so many ``seconds``; it names those that are missing.
+            SettingError: after ``seconds``. It names the missing nodes.
         """
         began, told = time.monotonic(), False
         with self._changed:
@@ -129,7 +123,7 @@ class HostRendezvous:
             return [self._arrived[node] for node in sorted(self._arrived)]
 
     def end(self, status: int) -> None:
-        """Tell those that serve that this process has ended with ``status``. May be called again."""
+        """Tell serving nodes that this process has ended with ``status``. Further calls do nothing."""
         with self._changed:
             if self._status is not None:
                 return
@@ -189,16 +183,12 @@ class HostRendezvous:
 
 
 class Meeting:
-    """The end of another process; closed by leaving the context.
+    """The end of another process than node 0, as a context manager whose exit closes the connection.
 
-    Args:
-        address: Node 0's.
-        security: Certificates and token.
-        own: This process's arrival.
-        seconds: Those for which nobody may answer at ``address``.
+    ``address`` is node 0's. Node 0 must answer there within ``seconds``. ``own`` is this process's arrival.
 
     Raises:
-        SettingError: if nobody does, or node 0 does not let this process in.
+        SettingError: if nobody answers in time, or if node 0 does not let this process in.
     """
 
     def __init__(self, address: str, security: Security, own: Arrival, seconds: float) -> None:
@@ -217,10 +207,10 @@ class Meeting:
         self._raw.close()
 
     def everyone(self, seconds: float) -> list[Arrival]:
-        """Addresses at which all nodes serve, once those that are expected have come.
+        """Wait for the expected nodes, and return the addresses at which all nodes serve.
 
         Raises:
-            SettingError: if node 0 has another plan, or has ended, or takes longer than so many ``seconds``.
+            SettingError: if node 0 has another plan, has ended, or takes longer than ``seconds``.
         """
         try:
             told = self._told(seconds)
@@ -238,7 +228,7 @@ class Meeting:
         return [Arrival(**each) for each in told["arrived"]]
 
     def status(self) -> int | None:
-        """Wait until node 0 has ended; gives its exit code, or None if it could not say it."""
+        """Wait until node 0 has ended, and return its exit code, or None if it could not send it."""
         self._raw.settimeout(None)
         try:
             found: int = hear(self._connection)["status"]
@@ -247,7 +237,7 @@ class Meeting:
         return found
 
     def _told(self, seconds: float) -> dict[str, Any]:
-        """Hear node 0 out; a person is told of a longer wait."""
+        """Receive node 0's message, and print a notice after a longer wait."""
         if not wait([self._raw], min(seconds, NOTICE_AFTER)):
             say(f"this node waits for others of the plan, at node 0 ({self._address})")
         self._raw.settimeout(seconds)
@@ -258,7 +248,7 @@ class Meeting:
 
 
 def _connected(address: str, security: Security, seconds: float) -> tuple[socket.socket, Connection]:
-    """Connect to node 0, which may have been started later than this process."""
+    """Connect to node 0, which may start later than this process."""
     began, waits, said = time.monotonic(), threading.Event(), False
     while True:
         try:

@@ -1,7 +1,7 @@
 """Server of hosts: for each connection it starts a process that is the host of one stage, and never outlives it.
 
-Each connection has a thread, which waits until the caller speaks, starts the process, and stays until that ends: the
-kernel ends a child with the *thread* that forked it.
+Each connection has a thread, which waits until the caller speaks, starts the process, and stays until the process ends.
+The kernel ends a child with the *thread* that forked it.
 """
 
 from __future__ import annotations
@@ -27,27 +27,25 @@ from lightning_hetpipe.server.transport.rejections import Rejections
 from lightning_hetpipe.server.transport.security import Security, joined, split
 
 MOST_HOSTS = 64
-"""Largest number of processes at a time; further connections are closed."""
+"""Largest number of processes at a time. Further connections are closed."""
 
 MOST_ASKING = 16
-"""Largest number of these that have yet to let in who has connected; further connections wait."""
+"""Largest number of these processes whose caller is not let in yet. Further connections wait."""
 
 MOST_WAITING = 64
-"""Largest number of connections that wait, if there are enough descriptors to start processes beside them."""
+"""Largest number of connections that wait, if descriptors are left to start processes beside them."""
 
 _FIRST = 4  # bytes that are looked at
 _SILENT = "it has connected and said nothing"
 
 
 class HostServer:
-    """Server of hosts between entering and leaving the context, at the end of which all of its hosts end.
+    """Server of hosts as a context manager, at whose end all its hosts end.
 
-    Args:
-        address: Where to listen; port 0 takes any that is free.
-        security: Certificates and token, which each host checks.
+    It listens at ``address``, where port 0 takes any free port. Its hosts check the login by ``security``.
 
     Raises:
-        SettingError: if the certificates cannot be used; on entering, if the address cannot be had.
+        SettingError: if the certificates cannot be used, or on entering, if the address is not available.
     """
 
     def __init__(self, address: str, security: Security) -> None:
@@ -109,7 +107,7 @@ class HostServer:
             print(f"hetpipe-host: process {process.pid}, of a stage, {how(code)}.", file=sys.stderr, flush=True)
 
     def _why_not(self, connection: socket.socket) -> str | None:
-        """Wait until the caller speaks; return why it is not let in, or None if it may be."""
+        """Wait until the caller speaks, and return why it is not let in, or None."""
         connection.settimeout(INTRODUCING)
         try:
             first = connection.recv(_FIRST, socket.MSG_PEEK)
@@ -123,7 +121,7 @@ class HostServer:
         return unlike(first, self._security) if first else ""
 
     def _host_of(self, connection: socket.socket, reasons: int) -> subprocess.Popen[bytes] | None:
-        """Start the host of ``connection``, which writes into the pipe ``reasons`` why it lets nobody in."""
+        """Start the host of ``connection``, which writes into the pipe ``reasons`` why it refuses the caller."""
         with self._lock:
             if self._ended or len(self._running) >= MOST_HOSTS:
                 return None
@@ -141,14 +139,9 @@ class HostServer:
 
 
 def serve(address: str, security: Security, ready: Callable[[str], None]) -> int:
-    """Serve until a signal, whose number is returned; must be called in the main thread.
+    """Serve until a signal, and return its number. ``ready`` is called with the address once the server listens.
 
-    Args:
-        address, security: As of :class:`HostServer`.
-        ready: Is called with the address, once it serves.
-
-    Raises:
-        SettingError: as :class:`HostServer` does.
+    This must be called in the main thread. Errors are as for :class:`HostServer`.
     """
     with Signals() as signals, HostServer(address, security) as server:
         ready(server.address)

@@ -1,8 +1,8 @@
-"""Hosts of stages that follow each other, between which activations and gradients go without passing the leader.
+"""Hosts of consecutive stages, between which activations and gradients travel without passing the leader.
 
-The leader says which segments follow each other. What a segment of this host gives goes to the host of the one that
-follows, and the leader gets numbers in its place (:class:`~lightning_hetpipe.hosts.orders.HandedOver`), which it hands
-on as it would the tensors: so the order of messages, and what they mean, are as without.
+The leader says which segments follow each other. The output of a segment goes to the host of the next segment. The
+leader gets numbers in its place (:class:`~lightning_hetpipe.hosts.orders.HandedOver`), and hands them on like tensors.
+So the order and the meaning of messages stay unchanged.
 """
 
 from __future__ import annotations
@@ -37,18 +37,16 @@ from lightning_hetpipe.pipeline.values import Addends, Gradients, Value
 from lightning_hetpipe.server.transport.security import Security
 
 REACHING = 10.0
-"""Seconds in which a peer has to answer."""
+"""Seconds in which a peer must answer."""
 
 MOST = 64
-"""Connections that a host has of peers, and of whoever has yet to say who it is; further ones are closed."""
+"""Largest number of a host's connections from peers and unknown callers. Further connections are closed."""
 
 
 class PeerHosts:
-    """Hosts of other stages of the same virtual worker, as one of them has them.
+    """Hosts of other stages of one virtual worker, as seen by one of its hosts, which listens at ``host`` for them.
 
-    Args:
-        host: At which it listens for them.
-        security: Certificates and token, which both sides show.
+    Both sides show the certificates and the token of ``security``.
     """
 
     def __init__(self, host: str, security: Security) -> None:
@@ -67,7 +65,7 @@ class PeerHosts:
         self._lost: set[int] = set()
 
     def listen(self, secret: str) -> int:
-        """Let in peers that show ``secret``; gives the port."""
+        """Let in peers that show ``secret``, and return the port."""
         listener = listen(self._host, 0)
         port: int = listener.getsockname()[1]
         self._door = Door(listener, lambda raw, _: self._take(raw, secret), MOST, "hetpipe-peer-hosts")
@@ -77,13 +75,13 @@ class PeerHosts:
     def connect(
         self, stage: int, hosts: Sequence[tuple[str, str]], forwards: Mapping[int, int], backwards: Mapping[int, int]
     ) -> list[str | None]:
-        """Hand what segments of ``stage`` give over to the hosts of those that follow; gives why some cannot be.
+        """Hand results of segments of ``stage`` over to the hosts of the next segments. Return why a host fails, or
+        None.
 
         Args:
-            stage: The number of this stage.
             hosts: Addresses and secrets of other stages' hosts.
-            forwards: For each segment whose outputs are handed over, the place of a host.
-            backwards: Likewise of gradients of inputs.
+            forwards: For each segment whose outputs are handed over, the index of a host.
+            backwards: For each segment whose gradients of inputs are handed over, the index of a host.
         """
         self._stage = stage
         reasons: list[str | None] = []
@@ -100,7 +98,7 @@ class PeerHosts:
         return reasons
 
     def hand_over(self, result: Result) -> Result:
-        """Send tensors of ``result`` to the host of the segment that follows, if it is known; gives what is left."""
+        """Send tensors of ``result`` to the host of the next segment, if it is known, and return the rest."""
         if isinstance(result, Output) and (link := self._forwards.get(result.segment)) is not None:
             value = result.value
             handed = tuple(self._handed(each, link, result.minibatch) for each in value.tensors)
@@ -114,7 +112,7 @@ class PeerHosts:
         """Put the tensors into ``message`` that peers have handed over.
 
         Raises:
-            RuntimeError: if one has not come within so many ``seconds``, or its host has ended.
+            RuntimeError: if a tensor has not come within ``seconds``, or its host has ended.
         """
         if isinstance(message, Forward):
             value = message.value
@@ -127,7 +125,7 @@ class PeerHosts:
         return message
 
     def forget(self, minibatch: int) -> None:
-        """Have peers forget what was handed over of ``minibatch``, as nobody wants it any more."""
+        """Make peers forget what was handed over for ``minibatch``, because nobody needs it any more."""
         for link in self._links:
             link.send(orders.Forgotten(minibatch))
 
@@ -220,11 +218,11 @@ class _Link:
         self._thread.start()
 
     def send(self, message: Any) -> None:
-        """Send ``message`` soon; its tensors must stay as they are meanwhile."""
+        """Send ``message`` soon. Its tensors must not change meanwhile."""
         self._waiting.put(message)
 
     def close(self) -> None:
-        """Send nothing any more."""
+        """Stop sending."""
         self._waiting.put(None)
 
     def _send(self) -> None:
@@ -235,7 +233,6 @@ class _Link:
 
 
 def _each(change: Callable[[Any], Any], gradients: Gradients) -> Gradients:
-    """``gradients`` with each tensor in them changed."""
     return [
         Addends(map(change, each)) if isinstance(each, Addends) else None if each is None else change(each)
         for each in gradients

@@ -1,4 +1,4 @@
-"""Encrypted sockets that one thread may read while another one writes, the login at both ends, and their listener.
+"""Encrypted sockets that one thread may read while another thread writes, the login at both ends, and a listener.
 
 The listener (:class:`Door`) limits how many callers wait.
 """
@@ -23,16 +23,16 @@ from lightning_hetpipe.server.transport.rejections import printable
 from lightning_hetpipe.server.transport.security import Security, split
 
 RELEASE = f"lightning_hetpipe {PACKAGE} with torch {metadata.version('torch')}"
-"""Release that both ends have to be of: so operators are called the same, and give the same bits."""
+"""Release that both ends must have, so that operators have the same names and compute the same bits."""
 
 INTRODUCING = 20.0
-"""Seconds in which whoever has connected shows token, release and certificate."""
+"""Seconds in which a caller must show its token, release and certificate."""
 
 UNREACHABLE = 60.0
-"""Seconds after which a machine that does not answer is taken for lost."""
+"""Seconds after which a machine that does not answer counts as lost."""
 
 _PASSING = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.ECONNABORTED)
-"""Errors of taking a connection after which the next one may be taken."""
+"""Errors of accepting a connection after which the next connection may be accepted."""
 
 _AGAIN = 0.1  # seconds until it is tried
 _PART = 1 << 18
@@ -63,16 +63,15 @@ class Refused(Exception):
 class SecuredSocket:
     """A connection over ``raw`` with certificates on both sides.
 
-    ``ssl.SSLSocket`` has one state for both directions, which two threads must not use at once. Here it is locked only
-    while bytes are encrypted or decrypted, and never while anybody waits for the network.
+    ``ssl.SSLSocket`` has one state for both directions, which two threads must not use at once. Here the state is
+    locked only while bytes are encrypted or decrypted, never during a wait for the network.
 
     Args:
-        raw: Connected, with a timeout, which the handshake keeps.
-        security: The files.
-        host: The name that the other side's certificate must have; None at the side that was dialled.
+        raw: Connected socket with a timeout, which limits the handshake.
+        host: Name that the other side's certificate must have, or None at the side that was called.
 
     Raises:
-        SettingError: if the files cannot be used.
+        SettingError: if the files of ``security`` cannot be used.
         Refused: if the other side shows no certificate that the ``ca`` has signed.
     """
 
@@ -146,10 +145,10 @@ def _unfit(error: ssl.SSLError) -> str:
 
 
 def check_names(security: Security, host: str) -> None:
-    """Check that the certificate names ``host``, at which others look for this process.
+    """Check that the certificate names ``host``, at which other nodes look for this process.
 
     Raises:
-        SettingError: if it does not, or the files cannot be used.
+        SettingError: if it does not, or if the files cannot be used.
     """
     if not security.encrypted:
         return
@@ -174,10 +173,10 @@ def check_names(security: Security, host: str) -> None:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that takes connections at ``host``; port 0 takes any that is free.
+    """Return a socket that accepts connections at ``host``. Port 0 takes any free port.
 
     Raises:
-        OSError: if the address cannot be had.
+        OSError: if the address is not available.
     """
     return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
 
@@ -185,9 +184,9 @@ def listen(host: str, port: int) -> socket.socket:
 def arriving(
     listener: socket.socket, make_room: Callable[[], bool] = lambda: False
 ) -> Iterator[tuple[socket.socket, str]]:
-    """Connections to ``listener``, and from where, until that is shut down.
+    """Yield connections to ``listener``, and their origins, until it is shut down.
 
-    If one cannot be taken, ``make_room`` may end another one, and tell so.
+    If a connection cannot be accepted, ``make_room`` may end another connection, and returns True if it did.
     """
     pause = threading.Event()
     while True:
@@ -203,12 +202,11 @@ def arriving(
 
 
 class Door:
-    """Takes connections, each in a thread of its own, from :meth:`open` to :meth:`close`.
+    """Acceptor of connections, each in a thread of its own, from :meth:`open` to :meth:`close`.
 
     Args:
-        listener: As of :func:`listen`.
-        serve: Called with a connection, which is closed afterwards, and with the host that it comes from.
-        most: Number of connections at a time. For a further one, the one that was silent for longest is ended.
+        serve: Called with a connection, which is closed afterwards, and with its origin.
+        most: Largest number of connections. For a further connection, the longest silent one is ended.
         name: Name of the threads.
     """
 
@@ -222,11 +220,11 @@ class Door:
         self._closed = False
 
     def open(self) -> None:
-        """Take connections from now on."""
+        """Start to accept connections."""
         threading.Thread(target=self._take, name=self._name, daemon=True).start()
 
     def heard(self, connection: socket.socket) -> bool:
-        """Note that the caller has said something; False if ``connection`` was ended for another one."""
+        """Record that the caller has sent something. Return False if ``connection`` was ended for another one."""
         with self._lock:
             is_there = connection in self._there
             if is_there:
@@ -234,12 +232,12 @@ class Door:
         return is_there
 
     def settle(self, connection: socket.socket) -> None:
-        """Count ``connection`` no more."""
+        """Stop counting ``connection``."""
         with self._lock:
             self._there.pop(connection, None)
 
     def close(self, seconds: float | None = None) -> None:
-        """Take no connections any more, and wait for the threads of those that are there, for so many ``seconds``."""
+        """Stop accepting connections, and wait up to ``seconds`` for the threads of existing connections."""
         with self._lock:
             self._closed, threads = True, [*self._threads]
         with suppress(OSError):  # wakes the thread that takes connections, which closing alone does not
@@ -275,7 +273,7 @@ class Door:
                 self._threads.discard(threading.current_thread())
 
     def _end_silent(self) -> bool:
-        """End the connection that was silent for longest, if there is one: its thread finds it at its end."""
+        """End the longest silent connection, if any. Its thread finds it closed."""
         with self._lock:
             connection = next((each for each, is_silent in self._there.items() if is_silent), None)
             if connection is None:
@@ -287,14 +285,14 @@ class Door:
 
 
 def connect(address: str, security: Security, release: str, seconds: float) -> tuple[socket.socket, Connection]:
-    """Connect to ``address``; both sides show what ``security`` has, and their ``release``.
+    """Connect to ``address``. Both sides show the credentials of ``security``, and their ``release``.
 
-    Gives the socket, which has no timeout then, and the connection over it.
+    Return the socket, then without a timeout, and the connection over it.
 
     Raises:
-        Refused: if the other side does not let this process in, or the other way round.
+        Refused: if one side does not let the other in.
         OSError: if nobody answers there.
-        TimeoutError: if the answers take longer than so many ``seconds``.
+        TimeoutError: if an answer takes longer than ``seconds``.
         SettingError: if the certificates cannot be used.
     """
     raw = socket.create_connection(split(address), seconds)
@@ -315,11 +313,11 @@ def connect(address: str, security: Security, release: str, seconds: float) -> t
 
 
 def admit(raw: socket.socket, security: Security, release: str, seconds: float) -> Connection:
-    """Let in whoever has connected as :func:`connect` does; gives the connection over ``raw``.
+    """Let in a caller of :func:`connect`, and return the connection over ``raw``.
 
     Raises:
         Refused: if it shows another token, release or certificate.
-        OSError: if it does not show them within so many ``seconds``.
+        OSError: if it does not show them within ``seconds``.
     """
     raw.settimeout(seconds)
     keep_alive(raw)
@@ -341,11 +339,7 @@ def admit(raw: socket.socket, security: Security, release: str, seconds: float) 
 
 @contextmanager
 def _within(raw: socket.socket, seconds: float) -> Iterator[None]:
-    """Allow so many ``seconds``: the timeout of ``raw`` itself begins anew with each byte.
-
-    Raises:
-        TimeoutError: once they are over.
-    """
+    """Limit the context to ``seconds`` by a TimeoutError. The timeout of ``raw`` itself restarts with each byte."""
     over = threading.Event()
 
     def end() -> None:
@@ -367,7 +361,7 @@ def _within(raw: socket.socket, seconds: float) -> Iterator[None]:
 
 
 def unlike(first: bytes, security: Security) -> str | None:
-    """Say why :func:`admit` would not let in who begins with these four bytes, or fewer; None if it might."""
+    """Return why :func:`admit` would refuse a caller with these first bytes (at most four), or None if it might not."""
     if security.encrypted:
         return None if first[:1] == _TLS else _NO_CERTIFICATE
     too_long = len(first) == _HEAD.size and _HEAD.unpack(first)[0] > _LONGEST
@@ -375,16 +369,16 @@ def unlike(first: bytes, security: Security) -> str | None:
 
 
 def tell(connection: Connection, message: dict[str, Any]) -> None:
-    """Send ``message``, as JSON."""
+    """Send ``message`` as JSON."""
     text = json.dumps(message).encode()
     connection.sendall(_HEAD.pack(len(text)) + text)
 
 
 def hear(connection: Connection) -> dict[str, Any]:
-    """Receive what the other side has told.
+    """Receive a message of the other side.
 
     Raises:
-        Refused: if the other side has closed the connection, or tells something else.
+        Refused: if the other side has closed the connection, or sends something else.
     """
     (length,) = _HEAD.unpack(_read(connection, _HEAD.size))
     if length > _LONGEST:
@@ -415,7 +409,7 @@ def _read(connection: Connection, length: int) -> bytearray:
 def keep_alive(connection: socket.socket) -> None:
     """Send small messages at once, and notice after :data:`UNREACHABLE` seconds that the other machine is gone.
 
-    Idle connections are probed; for what was sent and not received, there is a limit of its own.
+    Idle connections are probed. Data that was sent and not received has a limit of its own.
     """
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

@@ -1,6 +1,6 @@
-"""Calls of parameter servers that a host makes for the client of its virtual worker, with weights that it has itself.
+"""Calls of parameter servers that a host makes for the client of its virtual worker, with the host's own weights.
 
-The process of Lightning's loop says when and what to call, and has the answers without their bodies.
+The process of Lightning's loop decides when and what to call, and gets the answers without their bodies.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ AT_ONCE = 8
 """Largest number of calls that a host makes at the same time."""
 
 GRACE = 10.0
-"""Seconds for which a host may answer later than the server that it calls."""
+"""Seconds by which a host may answer later than the server that it calls."""
 
 REACHING = 5.0
-"""Seconds in which a server has to answer a host that calls it for the first time."""
+"""Seconds in which a server must answer a host that calls it for the first time."""
 
 
 class HostHolder:
     """The host as a :class:`~lightning_hetpipe.server.process.held_weights.WeightHolder`, in Lightning's process.
 
     Args:
-        memory: The host's.
-        begin: Has the host call a method, behind all operators so far; gives the result to come.
-        end: Ends the host, which has not answered for so many seconds; gives the error that says so.
+        memory: Memory of the host.
+        begin: Makes the host call a method, after all earlier operators, and returns the future result.
+        end: Ends the host, which has not answered for the given seconds, and returns the error for it.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class HostHolder:
         return self._called(order._replace(body=_held(body), into=_held(into)))
 
     def cannot_reach(self, channel: Channel) -> str | None:
-        """Why the host cannot call the server that ``channel`` leads to; None if it can."""
+        """Return why the host cannot call the server of ``channel``, or None if it can."""
         assert isinstance(channel, SessionChannel)
         address = channel.address
         if address not in self._reached:
@@ -90,11 +90,7 @@ class HostHolder:
 
 
 class ServerCalls:
-    """The same at the host.
-
-    Args:
-        security: Certificates and token for servers, as the host itself has them.
-    """
+    """The host's end, which calls servers with the certificates and the token of ``security``."""
 
     def __init__(self, security: Security) -> None:
         self._security = security
@@ -104,11 +100,11 @@ class ServerCalls:
         self._pool = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="hetpipe-host-calls")
 
     def make(self, order: orders.CallServer, body: Tensor | None, into: Tensor | None) -> Future[orders.ServerAnswered]:
-        """Make a call; gives its answer to come."""
+        """Make a call, and return its future answer."""
         return self._pool.submit(self._made, order, body, into)
 
     def close(self) -> None:
-        """End the calls that are under way."""
+        """End the running calls."""
         with self._lock:
             self._ended, channels = True, [*self._channels.values()]
         for channel in channels:

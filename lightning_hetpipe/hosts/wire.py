@@ -2,7 +2,7 @@
 
     | length of the text, 8 bytes | text | the bytes of each tensor |
 
-The bytes of large tensors go from the sender's tensor to the socket and from there into the receiver's tensor.
+The bytes of large tensors go from the sender's tensor to the socket, and from there into the receiver's tensor.
 :class:`HostConnection` is the leader's end.
 """
 
@@ -28,31 +28,31 @@ from lightning_hetpipe.server.transport.security import Security
 _LENGTH = struct.Struct(">Q")
 
 SMALL = 1 << 16
-"""Bytes of tensors that are sent together with the text."""
+"""Largest bytes of a tensor that is sent together with the text."""
 
 
 LONGEST = 1 << 30
-"""Bytes of the longest message, beside its tensors: graphs of large models take a few million."""
+"""Largest bytes of a message without its tensors. Graphs of large models take a few million."""
 
 
 CODE = PlainCode([*stage_messages.RECORDS, *orders.RECORDS])
 
 ANSWERING = 60.0
-"""Seconds in which a host has to answer: its process imports torch meanwhile."""
+"""Seconds in which a host must answer, including its import of torch."""
 
 
 class Wire:
-    """One end of the wire at ``connection``. Any thread may send; one receives."""
+    """One end of the wire at ``connection``. Any thread may send, but only one receives."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._lock = threading.Lock()
 
     def send(self, message: Any) -> None:
-        """Send ``message``; its tensors must stay as they are meanwhile.
+        """Send ``message``. Its tensors must not change meanwhile.
 
         Raises:
-            NotPlain: for what is no message.
+            NotPlain: if it is no message.
             OSError: if the other process has ended.
         """
         text, tensors = CODE.write(stage_messages.to_record(message))
@@ -68,10 +68,10 @@ class Wire:
             self._connection.sendall(small)
 
     def receive(self) -> Any:
-        """The next message.
+        """Return the next message.
 
         Raises:
-            EOFError: if none comes any more.
+            EOFError: if no other message comes.
             NotPlain: for bytes that are no message.
         """
         head = bytearray(_LENGTH.size)
@@ -84,7 +84,7 @@ class Wire:
         return stage_messages.of_record(CODE.read(bytes(text), self._take))
 
     def end(self) -> None:
-        """Send nothing any more; what the other process has sent can still be received."""
+        """End sending. What the other process has sent can still be received."""
         with suppress(OSError):  # it has ended
             self._connection.shutdown(socket.SHUT_WR)
 
@@ -93,7 +93,7 @@ class Wire:
 
     @contextmanager
     def _whole(self) -> Iterator[None]:
-        """Send a message whole, or none any more: where Ctrl-C interrupts it, nobody could read what follows."""
+        """Send a message whole, or end the connection: after Ctrl-C interrupts it, nobody could read what follows."""
         try:
             yield
         except OSError:
@@ -124,15 +124,12 @@ __all__ = ["CODE", "NotPlain", "Wire"]
 
 
 class HostConnection:
-    """A host at ``address``.
+    """Connection to a host at ``address``, with the certificates and the token of ``security``.
 
-    Args:
-        address: The address.
-        security: Certificates and token.
-        node: Name of its node of a plan, for people.
+    ``node`` is the name of the host's node in a plan, for people.
 
     Raises:
-        SettingError: if nobody answers there, or this process is not let in.
+        SettingError: if nobody answers there, or if this process is not let in.
     """
 
     def __init__(self, address: str, security: Security, node: str = "") -> None:
@@ -162,11 +159,11 @@ class HostConnection:
         return f"host {self._address}"
 
     def told(self) -> str:
-        """Say how it has ended, as the end of a sentence."""
+        """Describe how the host has ended, as the end of a sentence."""
         there = f", or {self.node} cannot be reached any more; see the output there" if self.node else ""
         return f"has closed the connection{there or ', or its machine cannot be reached any more'}"
 
     def kill(self) -> None:
-        """End the connection, and with it the process."""
+        """End the connection, and with it the host's process."""
         with suppress(OSError):  # it has ended
             self._connection.shutdown(socket.SHUT_RDWR)

@@ -1,7 +1,6 @@
-"""Decision on a fit's stages, their devices and the number in flight, as it is made at its start.
+"""Decision on a fit's stages, their devices and the number in flight, made at the start of the fit.
 
-If a model was taken apart, hand-overs between user code and stages may cost more than a pipeline gains
-(:func:`without_gain`).
+If a model was taken apart, hand-overs between user code and stages may cost more than it gains (:func:`without_gain`).
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ HAND_OVER = 300e-6
 """Seconds that one segment costs beside its computation, forward and backward (``benchmarks/engine_cost.py``)."""
 
 LEAST_GAIN = 0.05
-"""Part of one stage's throughput that a pipeline must add to be worth its hand-overs."""
+"""Fraction of one stage's throughput that a pipeline must add to be worth its hand-overs."""
 
 
 @dataclass(frozen=True)
@@ -32,17 +31,12 @@ class Decision:
 
     Attributes:
         split_points: The first layer of each stage.
-        devices: Of each stage.
-        in_flight: Nm.
-        times: Seconds of each stage for one minibatch, forward and backward; 0 where nothing was measured.
-        explanation: For the user, a line each.
-        names: Of each stage's device, where others were declared than torch's.
-        emulated: Whether stages take as long as the devices ``names``, which are not here.
-        planned: Memory of each stage; none where nothing was planned, or devices are emulated.
-        weights: The weight policy.
-        groups: The devices of each stage that has several.
-        at: Decides anew for an Nm and a weight policy, as that Nm was searched for; None where any other Nm leaves
-            stages as they are.
+        times: Seconds of each stage for one minibatch, forward and backward, or 0 without a measurement.
+        names: Names of the stages' devices, if they were declared under names other than torch's.
+        emulated: Whether stages take as long as on the devices ``names``, which are not here.
+        planned: Memory of each stage. Empty if nothing was planned or devices are emulated.
+        groups: Devices of each stage that has several.
+        at: Decides anew for another Nm and weight policy. None if another Nm leaves stages unchanged.
     """
 
     split_points: tuple[int, ...]
@@ -58,21 +52,20 @@ class Decision:
     at: Callable[[int, WeightPolicy], Decision] | None = field(default=None, repr=False, compare=False)
 
     def in_groups(self, groups: Mapping[int, DeviceGroup]) -> Decision:
-        """This decision with ``groups`` of devices for some of its stages."""
+        """Return this decision with ``groups`` of devices for some of its stages."""
         lines = [f"stage {stage} is divided among {group}" for stage, group in groups.items()]
         return replace(self, groups=groups, explanation=[*self.explanation, *lines])
 
 
 Decide = Callable[[ProfilingInput, Sequence[WeightPolicy]], Decision]
-"""Function that makes the decision once the first minibatch has shown the layers, for the first of these weight
-policies that devices have room for."""
+"""Function that decides after the first minibatch has shown the layers, for the first weight policy that fits."""
 
 
 def without_gain(apart: TakenApart, pieces: Sequence[Piece], decision: Decision) -> str | None:
-    """Say that the pipeline of ``decision`` is hardly faster than one stage; None where it is much faster, where no
-    module was taken apart, and where there is one stage.
+    """Explain that the pipeline of ``decision`` is hardly faster than one stage.
 
-    Sections of user code never run at the same time. Their seconds are estimated from their share of the watched step.
+    Return None if it is much faster, if no module was taken apart, or if there is one stage. Sections of user code
+    never run at the same time. Their seconds are estimated from their share of the watched step.
     """
     if not apart or len(decision.times) < 2:
         return None

@@ -20,13 +20,13 @@ CPU = torch.device("cpu")
 
 
 def discovered_cluster(devices: Sequence[torch.device] | None = None) -> Cluster:
-    """Discover one node with ``devices``, by default all GPUs, or the CPU where there are none.
+    """Discover one node with ``devices``, by default all GPUs, or the CPU if there are none.
 
-    A GPU has the catalogue's name, or torch's where that does not know it, and the memory that is free for tensors of
-    this process, less a margin for fragmentation; a CPU's memory is no limit, and nothing has to travel there.
+    A GPU has the catalogue's name, or torch's name if the catalogue does not know it. Its memory is free for tensors of
+    this process, minus a margin for fragmentation. A CPU has no limit of memory, and no transfers.
 
     Raises:
-        SettingError: for a GPU that has next to nothing free.
+        SettingError: if a GPU has almost no free memory.
     """
     if devices is None:
         devices = all_devices() or [CPU]
@@ -50,13 +50,13 @@ def _discovered(device: torch.device) -> Device:
 
 @dataclass(frozen=True)
 class DevicePlacement:
-    """Devices that the stages of one virtual worker may lie on.
+    """Devices on which the stages of one virtual worker may lie.
 
     Attributes:
-        cluster: As declared over what was found; memory that neither says is the catalogue's.
-        devices: Torch's, one for each of ``cluster.slots``.
-        declared: Whether the cluster was declared: its names are what the user knows.
-        emulated: Whether the devices are not here, so that stages on a CPU take as long as they would.
+        cluster: The declared cluster merged with what was found. The catalogue supplies missing memories.
+        devices: Torch's device for each of ``cluster.slots``.
+        declared: Whether the cluster was declared, so that the user knows its names.
+        emulated: Whether the devices are not here, so that stages on a CPU are slowed down to emulate them.
     """
 
     cluster: Cluster
@@ -66,12 +66,12 @@ class DevicePlacement:
 
     @classmethod
     def of(cls, declared: Cluster | None, devices: Sequence[torch.device], plan: Plan | None = None) -> DevicePlacement:
-        """Place stages on ``devices``, those that the Trainer was given.
+        """Place stages on ``devices``, which the Trainer was given.
 
-        A CPU stands for any number of devices: of those that are ``declared``, or of as many as a ``plan`` has.
+        A CPU stands for any number of devices: the ``declared`` devices, or as many as a ``plan`` has.
 
         Raises:
-            SettingError: where accelerators are declared otherwise than they are there.
+            SettingError: if declared accelerators differ from the accelerators that are here.
         """
         on_cpu = all(device.type == "cpu" for device in devices)
         if declared is None:
@@ -88,10 +88,10 @@ class DevicePlacement:
         return cls(declared.with_memory({}), [CPU] * len(declared.slots), declared=True, emulated=emulated)
 
     def planned(self, plan: Plan) -> list[torch.device]:
-        """Device of each stage of ``plan``.
+        """Return the device of each stage of ``plan``.
 
         Raises:
-            SettingError: where the plan has devices that are not here.
+            SettingError: if the plan has devices that are not here.
         """
         if found := list(plan.problems(self.cluster)):
             way = "make a plan for these" if self.declared else "plan anew, or give the cluster that it was made for"
@@ -99,15 +99,15 @@ class DevicePlacement:
         return [self.device(slot) for slot in plan.slots(0, self.cluster)]
 
     def device(self, slot: DeviceSlot) -> torch.device:
-        """Torch's device for ``slot``."""
+        """Return torch's device for ``slot``."""
         return self.devices[self.cluster.slots.index(slot)]
 
     def roomiest(self, count: int) -> list[torch.device]:
-        """Those ``count`` devices that have the most memory, in their order; of equal ones the first."""
+        """Return the ``count`` devices with the most memory, in their order. Of equal devices, take the first."""
         return [self.devices[index] for index in roomiest([slot.device.memory for slot in self.cluster.slots], count)]
 
     def room(self, stages: Sequence[torch.device]) -> list[float]:
-        """Bytes of memory for each of ``stages``, given by their devices; where no limit is known, all the same."""
+        """Return the bytes of memory for each of ``stages``, given by devices. Without a limit, numbers are equal."""
         known = self.limits
         if any(device not in known for device in stages):
             return [1.0] * len(stages)
@@ -124,7 +124,7 @@ class DevicePlacement:
 
     @property
     def types(self) -> dict[str, torch.device]:
-        """One device of each type that is here, by its name."""
+        """One device of each type that is here, by the type's name."""
         if self.emulated:
             return {"cpu": CPU}
         found: dict[str, torch.device] = {}
@@ -135,17 +135,17 @@ class DevicePlacement:
 
     @property
     def is_even(self) -> bool:
-        """True if all devices are of one type; a few MiB less on one, for a screen, are no difference."""
+        """True if all devices are of one type. A few MiB less on one device, as for a screen, make no difference."""
         return len({slot.device.name for slot in self.cluster.slots}) == 1
 
     def name(self, slot: DeviceSlot) -> str:
-        """Name of the device, as tables have it."""
+        """Return the name of the device for tables."""
         where = f"{self.cluster.nodes[slot.node].name} " if len(self.cluster.nodes) > 1 else ""
         return f"{where}{slot}"
 
 
 def _as_measured(cluster: Cluster) -> Cluster:
-    """Make speeds relative to what is measured: of each name, the first device of speed 1, else the first."""
+    """Make speeds relative to the device that is measured: for each name the first of speed 1, else the first."""
     speeds: dict[str, float] = {}
     for device in (slot.device for slot in cluster.slots):
         speeds[device.name] = 1.0 if device.speed == 1.0 else speeds.get(device.name, device.speed)
@@ -157,8 +157,7 @@ def _as_measured(cluster: Cluster) -> Cluster:
 
 
 def _named_as_in(plan: Plan | None, found: Cluster) -> Cluster:
-    """Name the one discovered node as the plan's node of the last stage: machines have other names than people give
-    them. The plan's other nodes are what it says of them: their devices are at hosts."""
+    """Name the discovered node as in the plan, since machines may have other names, and add the nodes of hosts."""
     if plan is None:
         return found
     worker, (node,) = plan.virtual_workers[0], found.nodes

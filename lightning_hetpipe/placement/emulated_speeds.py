@@ -1,4 +1,4 @@
-"""Speeds of emulated devices: how long stages on a CPU take, so that they compare as devices that are not here."""
+"""Speeds of emulated devices: how long stages on a CPU take, so that they compare like devices that are not here."""
 
 from __future__ import annotations
 
@@ -12,26 +12,21 @@ from lightning_hetpipe.planning.model.estimate import StageEstimate
 from lightning_hetpipe.planning.model.profile import Profile
 
 SHARE = 1 / 3
-"""Share of the CPU's cores that stages may compute on at once: the rest is Lightning's loop's, and the system's."""
+"""Fraction of the CPU's cores on which stages may compute at once. Lightning's loop and the system need the rest."""
 
 LEAST = 2.0
-"""Time of the fastest device as a multiple of its layers' time: a stage does more than to compute layers."""
+"""Time of the fastest device relative to its layers' time on the CPU: a stage does more than compute layers."""
 
 TOLERATED = 0.1
-"""Share of an emulated stage's passes that may take longer than they should before a warning."""
+"""Fraction of an emulated stage's passes that may take too long before a warning."""
 
 
 def slowed(profile: Profile, cluster: Cluster, cores: int | None = None) -> tuple[Profile, float]:
-    """``profile`` as emulated devices are to keep to, and how many times longer that is than it says.
+    """Return the profile that emulated devices follow, and the factor by which its times are longer than ``profile``.
 
-    Seconds that were measured on such a device, or come from those of one, are kept to. Where only this machine's CPU
-    was measured, ratios are all there is: the fastest device takes :data:`LEAST` times as long as the CPU, or longer by
-    as much as it takes for all of them to fit into its cores.
-
-    Args:
-        profile: With times of all devices of ``cluster``.
-        cluster: The emulated devices.
-        cores: That this process may use; by default counted.
+    Measured seconds of an emulated device, or seconds derived from them, are kept. If only this machine's CPU was
+    measured, only ratios are known: the fastest device then takes at least :data:`LEAST` times as long as the CPU. It
+    takes longer if all devices together need more than the CPU's ``cores`` (by default counted).
     """
     if not _knows_ratios_only(profile):
         return profile, 1.0
@@ -44,24 +39,24 @@ def slowed(profile: Profile, cluster: Cluster, cores: int | None = None) -> tupl
 
 
 def _knows_ratios_only(profile: Profile) -> bool:
-    """Tell whether nothing but this machine's CPU was measured."""
+    """Return True if only this machine's CPU was measured."""
     return set(profile.times) - set(profile.estimated) == {"cpu"}
 
 
 def relative_speeds(profile: Profile, cluster: Cluster) -> list[float]:
-    """Speed of each device on the whole model, as a multiple of the CPU's."""
+    """Return the speed of each device on the whole model, relative to the CPU."""
     cpu = sum(each.forward + each.backward for each in profile.times["cpu"])
     whole = [sum(each.forward + each.backward for each in profile.times_on(slot.device)) for slot in cluster.slots]
     return [cpu / each if each else 1.0 for each in whole]
 
 
 def pads(stages: Sequence[StageEstimate]) -> list[Pad]:
-    """Time of each stage: its layers on its device, and transfers to it over the links."""
+    """Return the time of each stage: its layers on its device, and transfers to it over the links."""
     return [Pad(s.times.forward + s.times.receive, s.times.backward + s.times.receive_gradient) for s in stages]
 
 
 def described(profile: Profile, cluster: Cluster, factor: float) -> str:
-    """One line on what is emulated, and how fast."""
+    """Describe in one line what is emulated, and how fast."""
     if not _knows_ratios_only(profile):
         names = ", ".join(dict.fromkeys(slot.device.name for slot in cluster.slots))
         return f"{names} are emulated on this CPU: each stage takes the seconds of its device's profile"

@@ -34,7 +34,7 @@ class Layout:
 
     @classmethod
     def of(cls, pieces: Sequence[Piece], decision: Decision) -> Layout:
-        """Layers of ``pieces`` as ``decision`` has them."""
+        """Lay out the layers of ``pieces`` as ``decision`` says."""
         return cls([layer for piece in pieces for layer in piece.layers], decision)
 
     @property
@@ -48,14 +48,14 @@ class Layout:
         return self.decision.devices
 
     def is_spread(self) -> bool:
-        """Tell whether stages lie on different devices."""
+        """Return True if stages lie on different devices."""
         return len(set(self.devices)) > 1
 
     def stage_layers(self, stage: int) -> list[Layer]:
         return self.layers[slice(self.split_points[stage], [*self.split_points[1:], len(self.layers)][stage])]
 
     def lacking(self, in_flight: int, recompute: bool) -> str:
-        """Say what the stages were to take, where a device runs out of memory before they are there."""
+        """Describe the memory of stages, for the error that a device ran out of memory during their setup."""
         planned = [
             f"stage {index} is to take {each} on {device}"
             for index, (device, each) in enumerate(zip(self.devices, self.decision.planned, strict=False))
@@ -95,7 +95,6 @@ class Layout:
         )
 
     def _device(self, stage: int) -> str:
-        """Device of ``stage``, for people; of a group, those of its members."""
         group, names = self.decision.groups.get(stage), self.decision.names
         if group is not None:
             return " + ".join(map(device_name, group.devices))
@@ -103,16 +102,12 @@ class Layout:
 
 
 def stage_count(stages: int | Literal["auto"], devices: int, layers: int, why_few: str = "") -> int:
-    """k: as asked, or one for each device while there are layers.
+    """Return k: the setting ``stages``, or for "auto" one stage for each device while there are layers.
 
-    Args:
-        stages: The setting.
-        devices: Of this virtual worker.
-        layers: Of all pieces.
-        why_few: Why there are no more layers, with a way out; empty where nothing joins layers or leaves them out.
+    ``why_few`` explains the few layers, with a way out. It is empty if nothing joins layers or leaves them out.
 
     Raises:
-        SettingError: if more stages are asked for than there are layers.
+        SettingError: if ``stages`` is larger than the number of layers.
     """
     if stages == "auto":
         if devices > layers:
@@ -141,20 +136,16 @@ def stage_count(stages: int | Literal["auto"], devices: int, layers: int, why_fe
 
 
 def place(stages: int, devices: Sequence[T]) -> list[T]:
-    """The device of each stage: the first k devices in order; where stages exceed devices, neighbours share one."""
+    """Return the device of each stage: the first k devices in order. If there are fewer devices, neighbours share."""
     if stages <= len(devices):
         return list(devices[:stages])
     return [devices[stage * len(devices) // stages] for stage in range(stages)]
 
 
 def move_to_devices(layout: Layout, module: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
-    """Moves the live weights, their gradients and their optimizer state to their stages' devices; what no stage holds,
-    to the last one's, where the loss is.
+    """Move the live weights, their gradients and their optimizer state to their stages' devices.
 
-    Args:
-        layout: Which layers lie where.
-        module: All of the model.
-        optimizer: Whose state follows its parameters.
+    Tensors outside of stages go to the last stage's device, where the loss is.
     """
     places: dict[int, torch.device] = {}
     for stage, device in enumerate(layout.devices):
@@ -171,12 +162,12 @@ def move_to_devices(layout: Layout, module: nn.Module, optimizer: torch.optim.Op
 
 
 def device_bytes(device: torch.device) -> int | None:
-    """The most that torch has allocated on ``device`` at once; None for a CPU, where it does not count."""
+    """Return the most bytes that torch has allocated on ``device``, or None for a CPU, where it does not count."""
     return torch.accelerator.max_memory_allocated(device) if accelerates(device) else None
 
 
 def device_name(device: torch.device) -> str:
-    """The device for people: "cpu", or the GPU's name with its index."""
+    """Name the device for people: "cpu", or the GPU's name with its index."""
     if not accelerates(device):
         return str(device)
     return f"{device} ({name_of(device)})"

@@ -1,4 +1,4 @@
-"""Profile of the layers that a watched step has shown: measured once on each type of device, and kept on disk."""
+"""Profile of the layers that a watched step has shown, measured once on each type of device and cached on disk."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from lightning_hetpipe.planning.model.stage_memory import COPIES, OPTIMIZERS, WE
 from lightning_hetpipe.planning.plan.profile_file import Conditions, ProfileCache
 
 UNKNOWN_OPTIMIZER = "adam"
-"""Optimizer whose state is assumed for one that the memory model does not know."""
+"""Optimizer whose state is assumed for an optimizer that the memory model does not know."""
 
 _WHEEL = re.compile(r"\+(cpu|cu\d+)$")
 
@@ -37,18 +37,14 @@ def profiled(
     with_speeds: bool = False,
     with_widths: bool = False,
 ) -> Profile:
-    """The profile of the layers on ``devices``, of which there is at least one.
+    """Return the profile of the layers on ``devices``, at least one, each given by the name of its type.
 
     Args:
-        profiling: What the watched step has shown.
-        devices: By the name of their type.
-        model: For people.
-        precision: The Trainer's.
-        cache: Where to look for what was measured before, and to put what is measured now; None for nowhere.
-        bar: Shows the measuring.
-        with_speeds: Whether also the speed of devices that the catalogue does not know is measured, for estimates of
-            others. It takes some 140 MB there.
-        with_widths: Whether also parts of layers are measured that a group of devices may divide.
+        cache: Cache of measurements, or None.
+        bar: Shows the progress of measuring.
+        with_speeds: Whether to measure the speed of devices that the catalogue does not know, for estimates of other
+            devices. Measuring takes about 140 MB on the device.
+        with_widths: Whether to measure parts of layers that a group of devices may divide.
     """
     found: Profile | None = None
     for name, device in devices.items():
@@ -67,7 +63,7 @@ def profiled(
 
 
 def _joined(one: Profile, other: Profile) -> Profile:
-    """Merge the times of both devices; of the bytes that kernels keep there, a profile has the larger number."""
+    """Merge the times of both devices. Of the bytes that kernels keep, take the larger number."""
     layers = [
         replace(mine, kept=max(mine.kept, theirs.kept)) for mine, theirs in zip(one.layers, other.layers, strict=True)
     ]
@@ -77,9 +73,9 @@ def _joined(one: Profile, other: Profile) -> Profile:
 def kept(
     profiling: ProfilingInput, name: str, model: str, precision: str, cache: ProfileCache | None
 ) -> Profile | None:
-    """Kept profile of devices of that ``name``, perhaps from another machine; None if there is none."""
+    """Return the cached profile of devices named ``name``, perhaps from another machine, or None."""
     one = None if cache is None else cache.get(conditions(profiling, name, precision).key())
-    # Other layers are those of a file that somebody has changed.
+    # A different number of layers means that somebody has changed the file.
     if one is None or name not in one.times or len(one.layers) != len(profiling.layers):
         return None
     return replace(one, model=model, samples=profiling.samples, calls=profiling.calls, user=profiling.user)
@@ -97,7 +93,7 @@ def _measured(profiling: ProfilingInput, device: torch.device, name: str, model:
 
 
 def layer_seconds(profiling: ProfilingInput, device: torch.device | None, bar: Bar) -> list[float]:
-    """Measure seconds of each layer, forward and backward, on ``device`` or where it lies."""
+    """Measure the seconds of each layer, forward and backward, on ``device`` or on the layers' own devices."""
     rounds = ROUNDS * sum(len(values) for _, values, _ in profiling.layers)
     there = {str(each.device) for layer, _, _ in profiling.layers for each in layer.module.parameters()}
     where = device or " and ".join(sorted(there)) or "cpu"
@@ -106,7 +102,7 @@ def layer_seconds(profiling: ProfilingInput, device: torch.device | None, bar: B
 
 
 def optimizer_name(optimizer: torch.optim.Optimizer) -> str | None:
-    """Name of ``optimizer`` in the memory model; None if it does not know it."""
+    """Return the name of ``optimizer`` in the memory model, or None if it is unknown there."""
     name, options = type(optimizer).__name__.lower(), optimizer.defaults
     copies = name in COPIES
     if name in ("sgd", "rmsprop") and options.get("momentum"):
@@ -122,15 +118,15 @@ def optimizer_name(optimizer: torch.optim.Optimizer) -> str | None:
 
 
 def known_optimizer(optimizer: torch.optim.Optimizer) -> str:
-    """Name of ``optimizer`` in the memory model, or of the one that is assumed for it."""
+    """Return the name of ``optimizer`` in the memory model, or of the optimizer that is assumed for it."""
     return optimizer_name(optimizer) or UNKNOWN_OPTIMIZER
 
 
 def conditions(profiling: ProfilingInput, device: str, precision: str) -> Conditions:
-    """Conditions of measuring the layers of ``profiling`` on a device; where they differ, no kept profile holds.
+    """Return the conditions of measuring the layers of ``profiling`` on a device. If they differ, no cache is used.
 
-    They are the same on a machine that has the device and on one that has not, so that a cache can be copied there:
-    which of its wheels of one version torch came in is left out.
+    They are equal on machines with and without the device, so that a cache can be copied. So the variant of torch's
+    wheel is left out.
     """
     layers = [(layer.name, layer.module) for layer, _, _ in profiling.layers]
     return Conditions(
@@ -149,7 +145,7 @@ def conditions(profiling: ProfilingInput, device: str, precision: str) -> Condit
 
 
 def processor() -> str:
-    """Name of this machine's CPU, and the instructions that torch uses of it."""
+    """Name this machine's CPU, and the instructions that torch uses on it."""
     model = platform.processor()
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as file:
@@ -160,7 +156,6 @@ def processor() -> str:
 
 
 def _settings(profiling: ProfilingInput) -> dict[str, str]:
-    """Settings of the process and of the Trainer."""
     backends: Any = torch.backends
     found = {
         "method": METHOD,
@@ -170,9 +165,10 @@ def _settings(profiling: ProfilingInput) -> dict[str, str]:
         "default dtype": profiling.default_dtype,
         "autocast": [[str(dtype) for kind, dtype in piece.autocast.dtypes if dtype] for piece in profiling.pieces],
         "optimizer": f"{type(profiling.optimizer).__module__}.{type(profiling.optimizer).__qualname__}",
-        # Those that decide how a step is computed are switches, or off at zero; how large the others are is no matter.
+        # Switches, and options that are zero when off, decide how a step is computed. The size of other options does
+        # not matter.
         "options": _switches({} if profiling.optimizer is None else profiling.optimizer.defaults),
-        # These can be read whichever of torch's two ways to set them the user has taken.
+        # These can be read in whichever of torch's two ways the user has set them.
         "matmul": [backends.cuda.matmul.fp32_precision, backends.mkldnn.matmul.fp32_precision],
         "convolutions": [backends.cudnn.conv.fp32_precision, backends.cudnn.benchmark, backends.mkldnn.enabled],
         "rnn": backends.cudnn.rnn.fp32_precision,
@@ -197,7 +193,7 @@ def _inputs(value: Value, times: int) -> list[tuple[tuple[int, ...], str]]:
 
 
 def _strides(tensor: torch.Tensor) -> str:
-    """Channels that come last make convolutions faster, or slower."""
+    """Convolutions are faster or slower if channels come last."""
     return str(tensor.stride() if tensor.layout is torch.strided else tensor.layout)
 
 
@@ -205,16 +201,13 @@ SIZE = 1024
 """Rows and columns of the matrices whose product shows the peak: 2.1 GFLOP."""
 
 BYTES = 64 << 20
-"""Bytes that are copied to show the bandwidth of memory, more than caches hold."""
+"""Bytes that are copied to show the bandwidth of memory. Caches hold less."""
 
 _ROUNDS = 5
 
 
 def measured_speed(device: torch.device) -> float:
-    """FLOP/s of ``device`` in 32 bits: from the fastest of some products of matrices, and of some copies in memory.
-
-    No random number is drawn.
-    """
+    """Measure the FLOP/s of ``device`` in 32 bits by matrix products and copies in memory, without random numbers."""
     with torch.no_grad(), torch.autocast(device.type, enabled=False):
         one, product = (torch.ones(SIZE, SIZE, dtype=torch.float32, device=device) for _ in range(2))
         source, target = (torch.ones(BYTES, dtype=torch.uint8, device=device) for _ in range(2))
@@ -224,7 +217,6 @@ def measured_speed(device: torch.device) -> float:
 
 
 def _fastest(run: Callable[[], object], device: torch.device) -> float:
-    """Seconds of the fastest run, after one that warms up."""
     found = []
     for _ in range(1 + _ROUNDS):
         began = time.perf_counter()

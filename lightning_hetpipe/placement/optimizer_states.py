@@ -1,4 +1,4 @@
-"""The state of an optimizer lies where its parameters do, and moves there one tensor at a time."""
+"""State of an optimizer: it lies where its parameters lie, and moves there one tensor at a time."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from lightning_hetpipe.pipeline.values import nested_tensors
 from lightning_hetpipe.torch_private.subclasses import address_of
 
 Change = Callable[[Any, Tensor], Tensor]
-"""Given the name of a state, if it has one, and its tensor; returns the one to take its place."""
+"""Function from the name of a state, if it has one, and its tensor to the tensor that replaces it."""
 
 
 def follow_parameters(optimizer: torch.optim.Optimizer) -> None:
-    """Move every state to its parameter's device, as torch does where it loads a state; dtypes stay.
+    """Move every state to its parameter's device, as torch does when it loads a state. Dtypes stay.
 
     A step counter on the host stays there, unless ``capturable`` or ``fused`` asks for it on the device.
     """
@@ -25,7 +25,7 @@ def follow_parameters(optimizer: torch.optim.Optimizer) -> None:
 
 
 def leave_before_parameters(optimizer: torch.optim.Optimizer, moving: Callable[[Tensor], bool]) -> None:
-    """Move the states of parameters that are ``moving`` to the host, so that their devices have room for others."""
+    """Move the states of parameters that are ``moving`` to the host, so that their devices have room."""
     _move(optimizer, lambda parameter: torch.device("cpu") if moving(parameter) else parameter.device)
 
 
@@ -43,8 +43,7 @@ def _moved(device: torch.device, counts_there: bool, name: Any, state: Tensor) -
 
 
 def load_state(optimizer: torch.optim.Optimizer, loaded: Any) -> None:
-    """Load a state dict: torch puts each state on its parameter's device, and none stays in the memory of ``loaded``,
-    which a file may back."""
+    """Load a state dict. No state shares memory with ``loaded``, which a file may back."""
     if type(optimizer).load_state_dict is torch.optim.Optimizer.load_state_dict:
         optimizer.state.clear()  # as of Adagrad, which makes its state at once; torch makes all of the new one first
     optimizer.load_state_dict(loaded)
@@ -58,7 +57,7 @@ def load_state(optimizer: torch.optim.Optimizer, loaded: Any) -> None:
 
 
 def _changed(value: Any, change: Change, name: Any = None) -> Any:
-    """``value`` with its tensors changed; dicts and lists stay the same objects."""
+    """Change the tensors in ``value``. Dicts and lists stay the same objects."""
     if isinstance(value, Tensor):
         return change(name, value)
     if isinstance(value, dict):
@@ -72,5 +71,4 @@ def _changed(value: Any, change: Change, name: Any = None) -> Any:
 
 
 def _address(tensor: Tensor) -> int:
-    """Address of the memory of ``tensor``; 0 if it has none of its own."""
     return (address_of(tensor) or 0) if tensor.layout is torch.strided else 0

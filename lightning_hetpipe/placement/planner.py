@@ -1,8 +1,8 @@
-"""Planner of a fit: decides on stages, their devices and the number in flight at its start.
+"""Planner of a fit: at its start it decides on stages, their devices and the number in flight.
 
-A saved plan is followed. Else one is made from measurements of the layers. Devices that are all the same, and not
-declared, get equal stages by the layers' times and Nm = k + 1: Nm, on which results depend (law L1), is so a matter of
-settings alone, and measured times decide the split points only.
+It follows a saved plan, or makes a plan from measurements of the layers. Equal devices that are not declared get equal
+stages by the layers' times, and Nm = k + 1. So Nm, on which results depend (law L1), follows from settings alone, and
+measured times decide only the split points.
 """
 
 from __future__ import annotations
@@ -53,24 +53,16 @@ class Planner:
     """Maker of the decision, for the layers that a watched step has shown.
 
     Attributes:
-        placement: Devices that stages may lie on.
-        model: The model's name, for people.
-        precision: The Trainer's.
-        stages, in_flight, recompute: What the strategy was asked for.
-        plan: To be followed.
-        plan_name: For people.
-        emulation: Is told what stages take, where the placement's devices are emulated.
-        cache: Of profiles.
-        bar: Shows the measuring, and the search.
-        even: Whether devices are taken to be all the same, and without a memory limit.
-        choose_split_points: Gives the first layer of each stage, by the layers' seconds and k, on even devices.
-        reported: Whether one stage is measured, too, as there is a logger to be told.
+        emulation: Receives the times of stages if the placement's devices are emulated.
+        bar: Shows the progress of measuring and of the search.
+        even: Whether devices count as equal and without a memory limit.
+        choose_split_points: Returns the first layer of each stage from the layers' seconds and k, on even devices.
+        reported: Whether a single stage is measured too, because a logger reports it.
         every: Minibatches of an optimizer step.
-        spread: Whether ``in_flight=1`` asks for a spread run, unless forwards of several stages are computed again.
-        copies: Copies of its weights that each device holds besides, for the synchronisation of virtual workers.
-        weights: The weight policy.
-        must_fit: Whether another one is tried where there is no room for it.
-        split: By stage, the shares of its devices, where it has several; "auto" lets the search join devices.
+        spread: Whether ``in_flight=1`` asks for a spread run, unless forwards of several stages are recomputed.
+        copies: Additional copies of its weights on each device, for the synchronisation of virtual workers.
+        must_fit: Whether another weight policy is tried if this one does not fit.
+        split: Shares of the devices of each stage that has several, or "auto" to let the search join devices.
     """
 
     placement: DevicePlacement
@@ -96,15 +88,15 @@ class Planner:
 
     @property
     def before_pass(self) -> BeforePass | None:
-        """Padding of stages that are emulated; None where their devices are here."""
+        """Padding of emulated stages, or None if the devices are here."""
         return self.emulation if self.placement.emulated else None
 
     def __call__(self, profiling: ProfilingInput, policies: Sequence[WeightPolicy]) -> Decision:
-        """Decide, for the first of ``policies`` that devices have room for.
+        """Decide for the first of ``policies`` that fits into the devices' memory.
 
         Raises:
-            SettingError: where the plan is one for another model, where what was asked for does not fit, or for more
-                stages than there are layers.
+            SettingError: if the plan is for another model, the settings do not fit, or there are more stages than
+                layers.
         """
         for policy in policies:
             try:
@@ -116,7 +108,7 @@ class Planner:
 
     def _decide(self, profiling: ProfilingInput) -> Decision:
         if not self.recompute and any(layer.recompute for piece in profiling.pieces for layer in piece.layers):
-            # A stage with a checkpointed layer computes all of it again.
+            # A stage with a checkpointed layer recomputes all its layers.
             return replace(self, recompute=True)._decide(profiling)
         if self.plan is not None:
             return self._follow(self.plan, profiling)
@@ -138,7 +130,6 @@ class Planner:
         return self._estimated(found, profile, factor, self._reasons(found, profiling))
 
     def _follow(self, plan: Plan, profiling: ProfilingInput) -> Decision:
-        """Take over a plan that was given."""
         names = _names(profiling)
         if plan.layers == tuple(name for piece in profiling.pieces for name in piece.names_without_graph()):
             plan = plan.merged(names)  # graphs hold modules that work in place together with the one before
@@ -181,7 +172,7 @@ class Planner:
         times: list[float],
         *why: str,
     ) -> Decision:
-        """Decide on stages on ``slots``, which begin at the layers ``first``; ``why`` is for the user, a line each."""
+        """Decide on stages on ``slots`` that begin at the layers ``first``. ``why`` are lines for the user."""
         placement, weights = self.placement, self.weights
         where = [placement.name(slot) for slot in slots]
         stages = ", ".join(f"{device} from {layers[start]}" for device, start in zip(where, first, strict=True))
@@ -210,7 +201,7 @@ class Planner:
             )
 
     def _divide_equally(self, profiling: ProfilingInput) -> Decision:
-        """Plan for devices that are all the same: equal stages on the devices in their order, k + 1 in flight."""
+        """Plan for equal devices: equal stages on the devices in their order, k + 1 in flight."""
         names, slots = _names(profiling), self.placement.cluster.slots
         stages = stage_count(self.stages, len(slots), len(names), _why_few(profiling))
         seconds = [0.0] * len(names)
@@ -240,12 +231,11 @@ class Planner:
         return decision if stages > 1 else replace(decision, explanation=())
 
     def _most_in_flight(self, stages: int) -> int:
-        """As many in flight as are of use for so many stages, and as the weight policy can have."""
+        """Largest useful Nm for ``stages`` that the weight policy allows."""
         return Versions(self.weights, stages + 1 if stages > 1 else 1, self.every).most_in_flight
 
     def _within_memory(self, decision: Decision, seconds: Sequence[float], profiling: ProfilingInput) -> Decision:
-        """Decide for equal stages if they have room, else for others that have; a warning says where none has, as
-        results depend on Nm."""
+        """Keep equal stages if they fit, else search for others. If none fit, warn, since results depend on Nm."""
         slots = place(len(decision.split_points), self.placement.cluster.slots)
         times = [Times(each / 3, 2 * each / 3) for each in seconds]
         named = {slot.device.name: times for slot in slots}
@@ -274,7 +264,7 @@ class Planner:
         return replace(decision, planned=_planned(found))
 
     def _profile(self, profiling: ProfilingInput) -> tuple[Profile, float]:
-        """Profile of all devices; where they are emulated, with the factor by which they are slowed down."""
+        """Profile of all devices. If they are emulated, the factor is how much they are slowed down."""
         placement = self.placement
         profile = profiled(
             profiling, placement.types, self.model, self.precision, self.cache, self.bar, with_widths=bool(self.split)
@@ -284,12 +274,12 @@ class Planner:
             return profile, 1.0
         for name in dict.fromkeys(canonical(device.name) for device in devices if device.name not in profile.times):
             if (one := kept(profiling, name, self.model, self.precision, self.cache)) is not None:
-                # Its kernels may keep other bytes there; a profile has one number for all.
+                # Kernels there may keep other bytes, but a profile has one number for all devices.
                 profile = profile.joined(replace(one, layers=profile.layers, samples=profile.samples))
         if set(profile.times) != {"cpu"} and all(device.name != "cpu" for device in devices):
             profile = replace(profile, times={name: own for name, own in profile.times.items() if name != "cpu"})
         precision = "16" if "16" in self.precision else "32"
-        # An emulation knows ratios only, and a CPU is too slow for the seconds that follow from its speed.
+        # An emulation needs only ratios, and a CPU is too slow for seconds that follow from its speed.
         ratios = replace(profile, speeds={}).with_estimates(devices, precision)
         return emulated_speeds.slowed(ratios, placement.cluster)
 
@@ -312,7 +302,6 @@ class Planner:
 
     @property
     def _shares(self) -> Mapping[int, Sequence[float]]:
-        """The shares of :attr:`split`."""
         return {} if self.split == "auto" else self.split
 
     def _best_plan(self, problem: PlanningProblem, in_flight: int | None) -> Estimate:
@@ -338,7 +327,7 @@ class Planner:
         )
 
     def _shared(self, problem: PlanningProblem, stages: int) -> Estimate:
-        """Estimate more stages than devices, of which neighbours share one, with as many in flight as have room."""
+        """Estimate more stages than devices, which neighbours share, with the largest Nm that fits."""
         slots = place(stages, problem.slots)
         first = split_points_in_order(problem.profile, problem.cluster, slots, self.recompute)
         most = self._most_in_flight(stages) if self.in_flight == "auto" else self.in_flight
@@ -387,7 +376,7 @@ class Planner:
 
 
 class _Unfit(SettingError):
-    """Devices lack memory; ``plan`` is the one that lacks the least."""
+    """Error that devices lack memory. ``plan`` lacks the least."""
 
     def __init__(self, message: str, plan: Plan) -> None:
         super().__init__(message)
@@ -399,7 +388,7 @@ def _names(profiling: ProfilingInput) -> list[str]:
 
 
 def _why_few(profiling: ProfilingInput) -> str:
-    """Why a piece has few layers: a buffer joins its parts, or it was taken apart; empty if neither is so."""
+    """Explain why a piece has few layers: a buffer joins its parts, or it was taken apart. Empty in other cases."""
     for piece in profiling.pieces:
         if piece.captured is not None and piece.captured.joined is not None:
             buffer, parts = piece.captured.joined
@@ -413,7 +402,7 @@ def _why_few(profiling: ProfilingInput) -> str:
 
 
 def _estimate(problem: PlanningProblem, slots: Sequence[DeviceSlot], first: Sequence[int], in_flight: int) -> Estimate:
-    """Estimate stages on ``slots``, in a spread run if that is what so many in flight ask for."""
+    """Estimate stages on ``slots``, as a spread run if ``in_flight`` asks for it."""
     return problem.estimate(slots, first, in_flight, problem.spread_memory if in_flight == 1 else None)
 
 

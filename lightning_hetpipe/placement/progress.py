@@ -1,4 +1,4 @@
-"""A progress bar for what takes longer than a moment: measuring layers, searching for a plan."""
+"""Progress bar for work that takes longer than a moment: measuring layers, searching for a plan."""
 
 from __future__ import annotations
 
@@ -16,25 +16,24 @@ if TYPE_CHECKING:
     from lightning.pytorch.callbacks import RichProgressBar
 
 MOMENT = 1.0
-"""Seconds, before which no bar is drawn."""
+"""Seconds before a bar is drawn."""
 
 _BETWEEN = 0.1
-"""Seconds, at least, between drawings, as tqdm has it."""
+"""Minimum seconds between drawings, as in tqdm."""
 
 Bar = Callable[[str, int | None], AbstractContextManager[Callable[[], object]]]
-"""Context around work of that name and number of steps, None where nobody knows; gives what to call after each. It
-leaves no trace."""
+"""Context of named work with a number of steps (None if unknown). It gives a function to call after each step."""
 
 
 @contextmanager
 def hidden(what: str, of: int | None) -> Iterator[Callable[[], object]]:
-    """No bar."""
+    """Show no bar."""
     yield lambda: None
 
 
 @contextmanager
 def on_terminal(what: str, of: int | None) -> Iterator[Callable[[], object]]:
-    """Bar on stderr, if that is a terminal."""
+    """Show a bar on stderr, if that is a terminal."""
     with tqdm(
         desc=what, total=of, unit="plan" if of is None else "layer", leave=False, delay=MOMENT, disable=None
     ) as bar:
@@ -42,7 +41,7 @@ def on_terminal(what: str, of: int | None) -> Iterator[Callable[[], object]]:
 
 
 def of_trainer(trainer: L.Trainer) -> Bar:
-    """Bar as the user wants it in this process."""
+    """Return the bar that fits the progress bar of the user's Trainer in this process."""
     from lightning.pytorch.callbacks import RichProgressBar  # hetpipe-plan has bars without Lightning
 
     own = trainer.progress_bar_callback
@@ -53,7 +52,7 @@ def of_trainer(trainer: L.Trainer) -> Bar:
 
 @contextmanager
 def _below(own: RichProgressBar, what: str, of: int | None) -> Iterator[Callable[[], object]]:
-    """A line of Rich's, which holds the terminal: each step of any other bar would be a line of its own there."""
+    """Show a line of Rich, which holds the terminal: another bar would print a new line for each step."""
     progress = own.progress
     if progress is None:  # it was switched off
         yield lambda: None

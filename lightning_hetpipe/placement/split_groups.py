@@ -1,4 +1,4 @@
-"""Groups of devices that divide the layers of a stage: those of a plan, or by the shares that were asked for."""
+"""Groups of devices that divide the layers of a stage, by a plan or by the requested shares."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lightning_hetpipe.rules.channel_layouts import ChannelCounts
 
 
 def planned_groups(plan: Plan, placement: DevicePlacement) -> dict[int, DeviceGroup]:
-    """The group of each stage of ``plan`` that has one, on devices that are here."""
+    """Return the group of each stage of ``plan`` that has one, on devices that are here."""
     found: dict[int, DeviceGroup] = {}
     stages = plan.virtual_workers[0].stages
     for number, (stage, slots) in enumerate(zip(stages, plan.groups(0, placement.cluster), strict=True)):
@@ -34,7 +34,7 @@ def planned_groups(plan: Plan, placement: DevicePlacement) -> dict[int, DeviceGr
 
 
 def chosen_groups(stages: Sequence[StageEstimate], placement: DevicePlacement) -> dict[int, DeviceGroup]:
-    """The group of each of ``stages`` for which one was chosen."""
+    """Return the group of each of ``stages`` for which the search chose a group."""
     return {
         number: _group(stage.divided.slots, ChannelCounts(stage.divided.shares, stage.divided.counts), placement)
         for number, stage in enumerate(stages)
@@ -45,7 +45,7 @@ def chosen_groups(stages: Sequence[StageEstimate], placement: DevicePlacement) -
 def shared_groups(
     parts: Parts, split: Mapping[int, Sequence[float]], placement: DevicePlacement
 ) -> dict[int, DeviceGroup]:
-    """The group of each stage that ``split`` has shares for, on its devices of ``parts``."""
+    """Return the group of each stage for which ``split`` has shares, on its devices of ``parts``."""
     return {stage: _group(parts[stage], ChannelCounts(shares), placement) for stage, shares in split.items()}
 
 
@@ -55,12 +55,12 @@ def _group(slots: Sequence[DeviceSlot], counts: ChannelCounts, placement: Device
 
 
 def parts_of(split: Mapping[int, Sequence[float]], stages: int, placement: DevicePlacement) -> Parts:
-    """Give each of so many ``stages`` its devices, in order: several to those that ``split`` has shares for.
+    """Give each stage its devices, in order: several devices if ``split`` has shares for the stage.
 
-    A CPU stands for any number of devices, unless these are declared.
+    A CPU stands for any number of devices, unless devices are declared.
 
     Raises:
-        SettingError: for a stage that there is not, where there are too few devices, and for a group on two nodes.
+        SettingError: if a stage does not exist, if there are too few devices, or if a group lies on two nodes.
     """
     slots, nodes = placement.cluster.slots, placement.cluster.nodes
     if (last := max(split)) >= stages:
@@ -90,7 +90,7 @@ def parts_of(split: Mapping[int, Sequence[float]], stages: int, placement: Devic
 
 
 def as_planned(found: Estimate, worker: PlannedWorker, groups: Collection[int], factor: float) -> Estimate:
-    """``found`` with the planned seconds of stages on ``groups``, so many times longer: it knows one device of each."""
+    """Use the planned seconds times ``factor`` for stages on ``groups``, of which ``found`` knows one device."""
     stages = list(found.stages)
     for number in groups:
         times, planned = stages[number].times, worker.stages[number].time_s * factor

@@ -1,13 +1,12 @@
-"""Spreading a model over devices before its layers are known: by the bytes of its parameters and the devices' memory.
+"""Spreading a model over devices before its layers are known, by the bytes of its parameters and the devices' memory.
 
-Where it is trained, frozen parameters count less, as no gradient and no optimizer state comes with them.
+In training, frozen parameters count less, because they have no gradient and no optimizer state.
 
-Modules that hold tensors are divided in the order in which they were registered, which is mostly the order of their
-calls. What holds none, such as metrics with their states, lies on the root device.
+Modules with tensors are divided in the order of their registration, which is mostly the order of their calls. Modules
+without tensors, such as metrics with their states, lie on the root device.
 
-What a model's activations take is seen only when it runs: those of a ResNet lie nearly all on the device of its first
-layers, which hold few of its weights. So in the first forward weights go on to another device, where their own would be
-full of activations by then.
+The memory of activations is seen only when the model runs. Those of a ResNet lie nearly all on the device of its first
+layers, which hold few weights. So in the first forward, weights move on if activations have filled their device.
 """
 
 from __future__ import annotations
@@ -30,13 +29,12 @@ from lightning_hetpipe.torch_private.modules import without_tensors
 def spread(
     module: nn.Module, devices: Sequence[torch.device], room: Sequence[float], *, frozen: float = FROZEN
 ) -> None:
-    """Moves ``module`` to ``devices``, each part of it with tensors of its own to one of them.
+    """Move ``module`` to ``devices``, each part of it with tensors of its own to one device.
 
     Args:
-        module: The whole model.
-        devices: Of each stage, in order; the last one is the root device.
-        room: Of each stage, in any unit: tensors are divided in these proportions, as far as parts can be.
-        frozen: Part of its bytes by which a frozen parameter counts.
+        devices: Device of each stage, in order. The last device is the root device.
+        room: Room of each stage, in any unit. Tensors are divided in about these proportions.
+        frozen: Weight of a frozen parameter's bytes.
     """
     parts = list(_with_tensors(module))
     sizes = [
@@ -49,9 +47,9 @@ def spread(
 
 
 def move_apart(module: nn.Module, places: Mapping[int, torch.device], root: torch.device) -> None:
-    """Moves each tensor of ``module`` to its device in ``places``, found by its ``id``, and all else to ``root``.
+    """Move each tensor of ``module`` to its device in ``places``, by its ``id``, and all other tensors to ``root``.
 
-    What leaves a device has left it before anything comes: no device ever holds more than before or after.
+    Tensors leave a device before other tensors come, so no device ever holds more than before or after.
     """
     if all(device == root for device in places.values()):
         module.to(root)
@@ -68,11 +66,11 @@ def move_apart(module: nn.Module, places: Mapping[int, torch.device], root: torc
 
 
 def move_live(tensor: Tensor, device: torch.device) -> None:
-    """Moves ``tensor``, a parameter or buffer of the user's, to ``device`` as the same object, with its gradient."""
+    """Move ``tensor``, a parameter or buffer of the user's, to ``device`` as the same object, with its gradient."""
     if tensor.device == device:
         return
     gradient, tensor.grad = tensor.grad, None
-    # In an evaluation the copy would be an inference tensor, and no graph could be made of what holds it.
+    # In an evaluation the copy would be an inference tensor, on which no graph can be built.
     with torch.inference_mode(tensor.is_inference()):
         tensor.data = tensor.data.to(device)
     if gradient is not None:
@@ -80,7 +78,7 @@ def move_live(tensor: Tensor, device: torch.device) -> None:
 
 
 def _with_tensors(module: nn.Module) -> Iterator[tuple[nn.Module, list[Tensor]]]:
-    """Parts of ``module`` with parameters and buffers of their own; a tied one is with its first owner."""
+    """Yield parts of ``module`` with parameters and buffers of their own. A tied tensor belongs to its first owner."""
     seen: set[int] = set()
     for part in module.modules():
         own = [*part.parameters(recurse=False), *part.buffers(recurse=False)]
@@ -91,13 +89,12 @@ def _with_tensors(module: nn.Module) -> Iterator[tuple[nn.Module, list[Tensor]]]
 
 
 class Overflow:
-    """Told of the operands of each operation; moves weights and buffers of ``module`` before their first use.
+    """Observer of the operands of each operation, which moves weights and buffers of ``module`` before their first use.
 
     Args:
-        module: The whole model, spread over ``devices``.
-        devices: In the order of the layers.
-        limits: Bytes of those of the devices that have a limit.
-        optimizers: Whose states go with the weights, in a run that is resumed.
+        devices: Devices over which the model is spread, in the order of the layers.
+        limits: Bytes of each device that has a limit.
+        optimizers: Optimizers whose states move with the weights, in a run that is resumed.
         finetuned: Whether weights that are frozen now are trained later.
     """
 
@@ -114,13 +111,13 @@ class Overflow:
         self._limits = {device: limit for device, limit in limits.items() if accelerates(device)}
         self._optimizers = optimizers
         self._finetuned = finetuned
-        # What comes for each byte of a trained weight: its gradient, and the optimizer's state.
+        # Bytes that follow for each byte of a trained weight: its gradient, and the optimizer's state.
         states = [optimizer_state(known_optimizer(each)) for each in optimizers if not each.state]
         self._later = 1 + max(states, default=0)
         self._owed = Counter[torch.device]()
 
     def __call__(self, operands: Sequence[Tensor]) -> None:
-        """An operation is about to be run on ``operands``."""
+        """Make room before an operation runs on ``operands``."""
         if not self._unused or not (new := [each for each in operands if id(each) in self._unused]):
             return
         self._unused.difference_update(map(id, new))
@@ -143,7 +140,7 @@ class Overflow:
         return tensor.requires_grad and torch.is_grad_enabled()
 
     def _room(self, device: torch.device, new: Sequence[Tensor], owed: int) -> float:
-        """Bytes that ``device`` would have left with the ``new`` weights and what is ``owed`` to them."""
+        """Bytes that ``device`` would have left with the ``new`` weights and the bytes that these still need."""
         if device not in self._limits:
             return math.inf
         coming = owed + sum(each.nbytes for each in new if each.device != device)

@@ -1,1 +1,1 @@
-"""Measured layer times and the partition of layers into stages."""
+"""Planning: measured layer times, and the partition of layers into stages."""

@@ -1,4 +1,4 @@
-"""Timelines and plans as pictures. Needs matplotlib, the extra ``plot``; it is imported where a picture is drawn."""
+"""Timelines and plans as pictures. Drawing imports matplotlib (the extra ``plot``)."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ COLOURS = {
     "drain": "#FFFFFF",
     "evaluation": "#CC79A7",
 }
-"""Colours of Okabe and Ito (2008), which people with any kind of colour vision tell apart; waits are white."""
+"""Colours of Okabe and Ito (2008), which people with any colour vision can distinguish. Waits are white."""
 LINES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-"""Colours of the stages' curves, in turn; line styles tell equal ones apart."""
+"""Colours of the stages' curves, in turn. Line styles distinguish repeated colours."""
 WAITS = {"wait_for_minibatch", "drain"}
-"""Waits of Lightning's thread, hatched like those of stages."""
+"""Waits of Lightning's thread, hatched like waits of stages."""
 WORDS = {
     "step": "Lightning's step",
     "wait_for_minibatch": "nothing to do yet",
@@ -49,13 +49,13 @@ WORDS = {
     "evaluation": "evaluate",
     IDLE: "nothing to do yet",
 }
-"""Names in a legend, where they differ."""
+"""Names in a legend that differ from the work's name."""
 ORDER = (FORWARD, LOSS, BACKWARD, EVALUATE, TURN, IDLE)
 """Order of a legend's first entries."""
 THIN = 0.004
-"""Boxes with a smaller share of the width have no edges, which would cover them."""
+"""Boxes with a smaller fraction of the width have no edges, because edges would cover them."""
 POINTS = 200
-"""Points of a curve of utilisation."""
+"""Number of points of a utilisation curve."""
 
 
 IDLE_COLOUR = "#EEEEEE"
@@ -66,22 +66,17 @@ SHARED_COLOUR = "#999999"
 
 
 def draw(timeline: Timeline, first: int | None = None, last: int | None = None) -> Figure:
-    """Draws ``timeline`` from the start of minibatch ``first`` to the end of ``last``, with all that is between.
+    """Draw ``timeline`` from the start of minibatch ``first`` to the end of ``last``, with everything in between.
 
-    Above: stages as rows, then user code and Lightning's thread; numbers of minibatches stand in boxes that are wide
-    enough, and waits are hatched. Below: how busy each stage is, over as long as Nm minibatches take, and how many
-    minibatches are in flight.
-
-    Args:
-        timeline: Measured or simulated.
-        first: The first minibatch; by default one that leaves as many as can be read, from the middle.
-        last: The last minibatch, included.
+    By default a readable number of minibatches from the middle is drawn. The upper part has rows for stages, user code
+    and Lightning's thread. Boxes that are wide enough show the number of the minibatch, and waits are hatched. The
+    lower part shows how busy each stage is, averaged over the time of Nm minibatches, and the number in flight.
 
     Returns:
-        A figure of its own, which no window shows; ``figure.savefig("timeline.png")`` writes it.
+        A figure that no window shows. ``figure.savefig("timeline.png")`` writes it.
 
     Raises:
-        SettingError: without matplotlib, or if nothing of these minibatches is in the timeline.
+        SettingError: without matplotlib, or if the timeline has nothing of these minibatches.
     """
     made = figure_class()
     if first is None and last is None:
@@ -102,7 +97,7 @@ def draw(timeline: Timeline, first: int | None = None, last: int | None = None) 
 
 
 def image(timeline: Timeline) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """:func:`draw` as pixels: height, width, and red, green and blue from 0 to 255."""
+    """Return :func:`draw` as pixels of shape (height, width, 3): red, green and blue from 0 to 255."""
     figure = draw(timeline)
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
@@ -112,14 +107,14 @@ def image(timeline: Timeline) -> np.ndarray[Any, np.dtype[np.uint8]]:
 
 
 def encoded(figure: Figure) -> bytes:
-    """``figure`` as the bytes of a PNG file."""
+    """Return ``figure`` as the bytes of a PNG file."""
     file = BytesIO()
     figure.savefig(file, format="png")
     return file.getvalue()
 
 
 def figure_class() -> type[Any]:
-    """Matplotlib's class of figures.
+    """Return matplotlib's class of figures.
 
     Raises:
         SettingError: without matplotlib.
@@ -134,7 +129,7 @@ def figure_class() -> type[Any]:
 
 
 def _readable(timeline: Timeline) -> tuple[int, int]:
-    """Minibatches from the middle: at an epoch's start and end a pipeline does not look as it does else."""
+    """Choose minibatches from the middle, because a pipeline looks different at an epoch's start and end."""
     kept = timeline.minibatches
     if not kept:
         raise SettingError("this timeline is empty, so that there is nothing to draw; record some minibatches")
@@ -185,7 +180,6 @@ def _style(span: Span) -> dict[str, Any]:
 
 
 def _write(axes: Axes, text: str, place: int, left: float, right: float, width: float) -> None:
-    """Write ``text`` in the box, if it is wide enough."""
     if (right - left) / width > 0.005 * len(text):
         centre = 500.0 * (left + right)
         axes.text(centre, place, text, ha="center", va="center", fontsize="x-small", clip_on=True)
@@ -228,13 +222,10 @@ def _draw_curves(axes: Axes, timeline: Timeline, start: float, end: float) -> No
 
 
 def draw_cluster(plan: Plan, cluster: Cluster, bars: Sequence[tuple[str, Sequence[float | None]]] = ()) -> Figure:
-    """Draw each device of ``cluster`` as a box with its virtual worker, its stage and layers.
+    """Draw each device of ``cluster`` as a box with its virtual worker, stage and layers in ``plan``.
 
-    Args:
-        plan: Of all virtual workers.
-        cluster: That it is for.
-        bars: Allocations beside it: a name, and minibatches per second with equal shares and with unequal ones; None
-            where that is not possible.
+    ``bars`` are other allocations to compare: a name, and minibatches per second with equal and with unequal shares, or
+    None.
 
     Raises:
         SettingError: without matplotlib.

@@ -1,4 +1,4 @@
-"""Report of one run: its numbers, as a meter counts them, and the table that shows them to people."""
+"""Report of one run: numbers that a meter counts, and the table that shows them to people."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _COUNTED = (
 
 
 class Meter:
-    """Samples, minibatches and seconds of training. Time counts between :meth:`start` and :meth:`stop` only."""
+    """Samples, minibatches and seconds of training. Time counts only between :meth:`start` and :meth:`stop`."""
 
     def __init__(self, stages: int) -> None:
         self.samples = 0
@@ -56,24 +56,21 @@ class Meter:
         self._before, self._started = self.seconds, None
 
     def count(self, batch: object, seconds: float = 0.0) -> None:
-        """A minibatch is done, which computed ``batch`` and was in flight for ``seconds``."""
+        """Count a finished minibatch with the batch ``batch``, which was in flight for ``seconds``."""
         self.samples += batch_size(batch)
         self.minibatches += 1
         self._flown += seconds
 
     def interval(self, busy_seconds: Sequence[float]) -> dict[str, float]:
-        """The metrics over the time since the last call, by their names on a logger.
+        """Return the metrics since the last call, by names on a logger. ``busy_seconds`` are each stage's total so far.
 
-        A minibatch counts where it ends, so that few of them make "in_flight", their mean number, a rough figure.
-
-        Args:
-            busy_seconds: For each stage, the seconds in which it has computed so far.
+        Minibatches count at their end, so the mean number "in_flight" is rough if they are few.
         """
         seconds = max(self.seconds - self._until, 1e-9)
         metrics = {"hetpipe/samples_per_second": (self.samples - self._samples_until) / seconds}
         for stage, (busy, before) in enumerate(zip(busy_seconds, self._busy_until, strict=True)):
             metrics[f"hetpipe/stage_{stage}/busy"] = min(1.0, (busy - before) / seconds)
-        # Little's law: what arrives per second, times how long each stays, is how many are there.
+        # Little's law: arrivals per second, times the duration of each stay, is the number that is there.
         metrics["hetpipe/in_flight"] = self._flown / seconds
         self._until += seconds
         self._flown = 0.0
@@ -82,7 +79,7 @@ class Meter:
 
 
 def batch_size(batch: object) -> int:
-    """The first dimension of the first tensor in ``batch``; 1 where there is none."""
+    """Return the first dimension of the first tensor in ``batch``, or 1 without a tensor."""
     for leaf in pytree.tree_leaves(batch):
         if isinstance(leaf, Tensor) and leaf.ndim:
             return leaf.shape[0]
@@ -94,20 +91,18 @@ class StageReport:
     """One stage.
 
     Attributes:
-        device: Where it ran, for people.
+        device: Name of its device for people.
         layers: Paths of its layers, such as "net.3".
-        layer_types: Their classes' names.
         time_s: Measured seconds of its layers per minibatch, forward and backward, before training.
-        busy: Fraction of the training time in which it computed, 0 to 1; None where it was not measured.
-        parameters: Number of parameters.
-        versions_bytes: The most bytes of weight versions at once; see :mod:`lightning_hetpipe.pipeline.memory`.
-        activations_bytes: The most bytes kept from forwards for backwards at once; None where it was not counted.
-        gradients_bytes: The most bytes of gradients that waited for Lightning's step at once; None as above.
-        memory_bytes: The most bytes of these three together at once; None as above.
-        host_bytes: The most bytes of gradients that waited on the host at once, as the device had no room for them.
-        held: The most minibatches whose activations it held at once.
-        device_bytes: The most bytes that torch had allocated at once on its device, for whomever; None on CPU.
-        compile_s: Seconds of the passes in which torch.compile may have been at work, which run alone.
+        busy: Fraction of the training time in which it computed, 0 to 1. None if not measured.
+        versions_bytes: Peak bytes of weight versions, see :mod:`lightning_hetpipe.pipeline.memory`.
+        activations_bytes: Peak bytes that forwards kept for backwards. None if not counted.
+        gradients_bytes: Peak bytes of gradients that waited for Lightning's step. None if not counted.
+        memory_bytes: Peak bytes of versions, activations and gradients together. None if not counted.
+        host_bytes: Peak bytes of gradients that waited on the host because the device had no room.
+        held: Largest number of minibatches whose activations it held at once.
+        device_bytes: Peak bytes that torch had allocated on its device, for anything. None on CPU.
+        compile_s: Seconds of passes in which torch.compile may have worked. Such passes run alone.
     """
 
     device: str
@@ -128,20 +123,18 @@ class StageReport:
 
 @dataclass(frozen=True, repr=False)
 class RunReport:
-    """One ``fit``. ``print`` shows it as the table that ``hetpipe-train`` ends with.
+    """One ``fit``. ``print`` shows it as the table with which ``hetpipe-train`` ends.
 
     Attributes:
-        in_flight: Nm.
-        minibatches: Minibatches trained, but for the first, which is watched.
-        samples_per_second: Over the time of those minibatches, without validation.
-        stages: In order; empty where no fit has had any.
-        timeline: What took place when, if it was asked for.
-        emulated: Whether stages took as long as other devices would, and ``time_s`` is of those.
-        virtual_worker: i, of the virtual worker that this is the report of.
-        virtual_workers: N.
-        taken_apart: Why modules do not run in stages as a whole, by their paths: their own code runs as user code,
-            around the pipelined modules in them. Empty where all that ``training_step`` calls is pipelined.
-        spread: Whether it was a spread run: with one minibatch in flight, and without a pipeline.
+        minibatches: Number of trained minibatches without the first, which is watched.
+        samples_per_second: Rate over the time of these minibatches, without validation.
+        stages: Stages in order. Empty if no fit has had stages.
+        timeline: Timeline, if it was requested.
+        emulated: Whether stages emulated other devices. ``time_s`` is then the time of these devices.
+        virtual_worker, virtual_workers: i and N.
+        taken_apart: For each module that does not run in stages as a whole, by its path, the reason. Its own code runs
+            as user code around the pipelined modules in it.
+        spread: Whether it was a spread run: one minibatch in flight, without a pipeline.
     """
 
     in_flight: int = 1
@@ -164,7 +157,7 @@ class RunReport:
 
     @property
     def table(self) -> str:
-        """Headline, a row for each stage, and what the columns mean; :data:`NOTHING` without stages."""
+        """Headline, a row for each stage, and the meaning of the columns, or :data:`NOTHING` without stages."""
         if not self.stages:
             return NOTHING
         apart = [f"user code: of '{name}', the part around its pipelined modules" for name in self.taken_apart]
@@ -184,7 +177,7 @@ class RunReport:
 
     @property
     def throughput(self) -> str:
-        """Samples per second as text; a dash where no minibatch was counted."""
+        """Samples per second as text, or a dash if no minibatch was counted."""
         each = "" if self.virtual_workers == 1 else "   of this virtual worker; each trains on a share of the data"
         return f"{self.samples_per_second:,.0f}{each}" if self.minibatches else NONE
 
@@ -215,5 +208,5 @@ class RunReport:
 
 
 def _kinds(types: Sequence[str]) -> str:
-    """The layers' types in the order of their first layers, those of several layers counted."""
+    """List the layers' types in the order of their first layers, with counts."""
     return ", ".join(kind if count == 1 else f"{kind} ×{count}" for kind, count in Counter(types).items())

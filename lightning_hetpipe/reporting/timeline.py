@@ -35,14 +35,11 @@ class Timeline:
     """Spans of one virtual worker, over time. A notebook shows it as :func:`reporting.plots.draw` draws it.
 
     Attributes:
-        spans: By their start, in seconds since ``zero``. Those of one row do not overlap. Rows are the stages,
+        spans: Spans by their start, in seconds since ``zero``. Spans of one row do not overlap. Rows are the stages,
             "Lightning" (its own thread) and "user code" (the sections of ``training_step``).
-        stages: k.
-        in_flight: Nm.
-        virtual_worker: i.
-        versions: Of each minibatch, the version of the weights that it used.
-        zero: When the clock was 0, in seconds since 1970; None where no clock ran, as in a simulation.
-        devices: Each stage's device, for people; empty if unknown.
+        versions: Version of the weights that each minibatch used.
+        zero: Time 0 of the clock in seconds since 1970, or None without a clock, as in a simulation.
+        devices: Each stage's device for people, or empty if unknown.
     """
 
     spans: tuple[Span, ...]
@@ -57,14 +54,14 @@ class Timeline:
     def simulated(
         cls, simulation: Simulation, stages: Sequence[StageTimes], in_flight: int, devices: Sequence[str] = ()
     ) -> Timeline:
-        """Timeline of ``simulate(stages, in_flight, ...)``, with which a measured one can be compared."""
+        """Make the timeline of ``simulate(stages, in_flight, ...)``, to compare with a measured timeline."""
         spans = [part for span in simulation.spans for part in _parts(span, stages[span.stage])]
         versions = {span.minibatch: max(0, span.minibatch - in_flight) for span in spans}
         ordered = tuple(sorted(spans, key=attrgetter("start")))
         return cls(ordered, len(stages), in_flight, versions=versions, devices=tuple(devices))
 
     def __str__(self) -> str:
-        """Its subject: "virtual worker 0, minibatches 2 to 64, Nm = 5 (measured)"."""
+        """Subject such as "virtual worker 0, minibatches 2 to 64, Nm = 5 (measured)"."""
         kept = self.minibatches
         which = f"minibatches {kept.start} to {kept.stop - 1}" if kept else "no minibatches"
         clock = "simulated" if self.zero is None else "measured"
@@ -74,7 +71,7 @@ class Timeline:
         return f"<Timeline of {self}>"
 
     def _repr_png_(self) -> bytes | None:
-        """Picture for notebooks; None, so that they show the text, where there is nothing to draw it of or with."""
+        """Draw a picture for notebooks. None, if nothing can be drawn, makes them show the text."""
         from lightning_hetpipe.reporting.plots import draw, encoded  # and matplotlib, which other uses do without
 
         try:
@@ -84,13 +81,13 @@ class Timeline:
 
     @property
     def minibatches(self) -> range:
-        """The first to the last that were kept."""
+        """Range from the first to the last kept minibatch."""
         numbers = [span.minibatch for span in self.spans if span.work != EVALUATE]
         return range(min(numbers), max(numbers) + 1) if numbers else range(0)
 
     @property
     def rows(self) -> list[Row]:
-        """The stages, and those other rows in which something took place."""
+        """The stages, and the other rows that have spans."""
         used = {span.row for span in self.spans}
         return [*range(self.stages), *(row for row in (USER_CODE, LIGHTNING) if row in used)]
 
@@ -100,13 +97,13 @@ class Timeline:
         return _extent(self.spans)
 
     def between(self, first: int, last: int) -> Timeline:
-        """The part of it that belongs to the minibatches ``first`` to ``last``, both inclusive.
+        """Return the part of the timeline that belongs to the minibatches ``first`` to ``last``, both inclusive.
 
-        Evaluations are in it where they lie between these. At its edges, where other minibatches were in flight as
-        well, stages look idler than they were; ``reporting.plots.draw(timeline, first, last)`` shows those, too.
+        Evaluations in between are included. At the edges stages look too idle, because other minibatches are left out.
+        ``reporting.plots.draw(timeline, first, last)`` shows also these.
 
         Raises:
-            SettingError: if nothing of these minibatches was kept.
+            SettingError: if the timeline has nothing of these minibatches.
         """
         own = [span for span in self.spans if span.work != EVALUATE and first <= span.minibatch <= last]
         if not own:
@@ -119,17 +116,17 @@ class Timeline:
         return replace(self, spans=tuple(sorted(own, key=attrgetter("start"))), versions=versions)
 
     def label(self, row: Row) -> str:
-        """Name of ``row`` for people; of a stage with its device, if that is known: "stage 1, RTX-3090:0"."""
+        """Name ``row`` for people, a stage with its device if known: "stage 1, RTX-3090:0"."""
         if not isinstance(row, int):
             return str(row)
         return f"stage {row}, {self.devices[row]}" if self.devices else f"stage {row}"
 
     def row(self, row: Row) -> list[Span]:
-        """The spans in ``row``, by their start."""
+        """Return the spans in ``row``, by their start."""
         return [span for span in self.spans if span.row == row]
 
     def waits(self, stage: int) -> Iterator[Span]:
-        """The time between what ``stage`` computed, as spans whose work is IDLE or TURN, before the minibatch named."""
+        """Yield the waits of ``stage`` as spans with the work IDLE or TURN and the minibatch that follows."""
         turns = next((span.row for span in self.spans if span.work == LOSS), self.stages - 1)
         for before, after in pairwise(self.row(stage)):
             if before.end < after.start:
@@ -138,14 +135,14 @@ class Timeline:
                 yield Span(stage, TURN if turn else IDLE, after.minibatch, before.end, after.start)
 
     def utilisation(self, stage: int, start: Any, end: Any) -> Any:
-        """The fraction of the time from ``start`` to ``end`` in which ``stage`` computed, 0 to 1: numbers or arrays."""
+        """Return the fraction, 0 to 1, of the time from ``start`` to ``end`` (or arrays) that ``stage`` computed."""
         row = self.row(stage)
         when = [time for span in row for time in (span.start, span.end)] or [0.0]
         until = np.cumsum([part for span in row for part in (0.0, span.end - span.start)] or [0.0])
         return (np.interp(end, when, until) - np.interp(start, when, until)) / np.maximum(end - start, 1e-12)
 
     def flights(self) -> dict[int, tuple[float, float]]:
-        """Start (first user code, or forward) and end (last backward) of each minibatch's time in flight."""
+        """Return start (first user code, or forward) and end (last backward) of each minibatch's time in flight."""
         found: dict[int, tuple[float, float]] = {}
         for span in self.spans:
             if span.row != LIGHTNING and span.work != EVALUATE:
@@ -154,7 +151,7 @@ class Timeline:
         return found
 
     def in_flight_over_time(self) -> list[tuple[float, int]]:
-        """Times in seconds, each with the number of minibatches that are in flight from then on."""
+        """Return times in seconds, each with the number of minibatches in flight from then on."""
         changes = [change for start, end in self.flights().values() for change in ((start, 1), (end, -1))]
         curve: list[tuple[float, int]] = []
         count = 0
@@ -166,11 +163,11 @@ class Timeline:
         return curve
 
     def to_chrome_trace(self) -> dict[str, Any]:
-        """The JSON object that https://ui.perfetto.dev and chrome://tracing open."""
+        """Return the JSON object that https://ui.perfetto.dev and chrome://tracing open."""
         return chrome_trace(self)
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Writes :meth:`to_chrome_trace` to the file ``path``."""
+        """Write :meth:`to_chrome_trace` to the file ``path``."""
         with open(path, "w") as file:
             json.dump(self.to_chrome_trace(), file)
 
@@ -181,7 +178,7 @@ def _extent(spans: Iterable[Span]) -> tuple[float, float]:
 
 
 def _parts(span: Any, times: StageTimes) -> Iterator[Span]:
-    """A simulated task: a turn is one there, and three things to see."""
+    """Divide a simulated task into spans: a turn is one task with three spans."""
     if span.work is not Work.TURN:
         yield Span(span.stage, span.work.value, span.minibatch, span.start, span.end)
         return

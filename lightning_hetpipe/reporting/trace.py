@@ -1,7 +1,7 @@
 """Timelines in the Trace Event Format, which Perfetto and chrome://tracing open.
 
 Source: "Trace Event Format" (Chromium's documentation of chrome://tracing). A virtual worker is a process there, and a
-row is a thread; both are numbered from 1, as viewers take process 0 and thread 0 for the kernel's. Times are in
+row is a thread. Both are numbered from 1, because viewers take process 0 and thread 0 for the kernel's. Times are in
 microseconds.
 """
 
@@ -19,7 +19,7 @@ Event = dict[str, Any]
 
 
 def chrome_trace(timeline: Timeline) -> dict[str, Any]:
-    """``timeline`` as the JSON object of a trace. Its ``otherData`` says when time 0 was, in seconds since 1970."""
+    """Convert ``timeline`` to the JSON object of a trace. Its ``otherData`` has time 0 in seconds since 1970."""
     events = sorted([*_spans(timeline), *_arrows(timeline), *_counters(timeline)], key=_when)
     return {
         "traceEvents": [*_names(timeline), *events],
@@ -29,10 +29,7 @@ def chrome_trace(timeline: Timeline) -> dict[str, Any]:
 
 
 def together(traces: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """One trace of those of several virtual workers, as :func:`chrome_trace` made them, by one clock.
-
-    It is as exact as the machines' clocks agree.
-    """
+    """Merge traces of :func:`chrome_trace` of several virtual workers, as exactly as the machines' clocks agree."""
     zeros: list[float] = [trace["otherData"]["zero"] or 0.0 for trace in traces]
     zero = min(zeros, default=0.0)
     every = [(event, own) for trace, own in zip(traces, zeros, strict=True) for event in trace["traceEvents"]]
@@ -71,7 +68,7 @@ def _names(timeline: Timeline) -> Iterator[Event]:
 
 def _spans(timeline: Timeline) -> Iterator[Event]:
     threads = _threads(timeline)
-    # Where a stage is idle its row is empty, as viewers show all others.
+    # The row of an idle stage is empty, because viewers show all other waits.
     waits = [wait for stage in range(timeline.stages) for wait in timeline.waits(stage) if wait.work != IDLE]
     for span in [*timeline.spans, *waits]:
         start, end = _microseconds(span.start), _microseconds(span.end)
@@ -92,7 +89,7 @@ def _spans(timeline: Timeline) -> Iterator[Event]:
 
 
 def _arrows(timeline: Timeline) -> Iterator[Event]:
-    """Arrows from stage to stage, along each minibatch's way."""
+    """Yield arrows from stage to stage, along each minibatch's way."""
     threads = _threads(timeline)
     ways: dict[int, list[Span]] = {}
     for span in timeline.spans:

@@ -1,10 +1,10 @@
-"""Counts of units that the members of a group get, and layouts of tensors that they hold in parts: pure arithmetic.
+"""Counts of units for the members of a group, and layouts of tensors that members hold in parts, as pure arithmetic.
 
-A tensor is divided along one dimension. That dimension is seen as ``outer`` times ``units`` times ``inner``: in each of
-``outer`` blocks the units lie one after the other, each of ``inner`` entries. A member has ``counts[member]`` units of
-every block, behind those of the members before it. So 3 blocks are a fused projection to queries, keys and values; its
-units are heads, and ``inner`` their width. Channels that were flattened with their pixels have as many entries as each
-has pixels.
+A tensor is divided along one dimension, which is seen as ``outer`` times ``units`` times ``inner``. Each of ``outer``
+blocks has the units one after the other, and each unit has ``inner`` entries. A member has ``counts[member]`` units of
+every block, behind the units of the members before it. For example, a fused projection to queries, keys and values has
+3 blocks. Its units are heads, and ``inner`` is their width. For channels flattened with their pixels, ``inner`` is the
+number of pixels.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from itertools import accumulate
 from lightning_hetpipe.errors import SettingError, nearest
 
 Size = int | str
-"""Size of a dimension; text, such as "2*s77", where it may vary from call to call."""
+"""Size of a dimension, or text such as "2*s77" if the size may vary from call to call."""
 
 Sizes = Sequence[Size]
 
 LEAST_UNITS = 2
-"""Fewer cannot be divided."""
+"""Smallest number of units that can be divided."""
 
 _LIMIT = 1e300
-"""Shares are below this, so that their sum is finite."""
+"""Upper bound of shares, so that their sum is finite."""
 
 
 def is_share(number: float) -> bool:
-    """Return True for a ``number`` that may be the share of a member: 0 or more, and finite with those of others."""
+    """Return True if ``number`` may be the share of a member: 0 or more, with a finite sum of shares."""
     return 0 <= number < _LIMIT
 
 
@@ -37,28 +37,25 @@ def is_share(number: float) -> bool:
 class ChannelCounts:
     """Division that a group was asked for.
 
-    Attributes:
-        shares: Of each member, for all layers that can be divided.
-        splits: Counts by layer, in place of that; layers that are not there are left whole, or go on as they are given
-            their input.
+    ``shares`` has the share of each member, for all layers that can be divided. Counts in ``splits`` replace the
+    shares: other layers are then left whole, or follow the division of their input.
     """
 
     shares: Sequence[float]
     splits: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     def of(self, layer: str, options: Sequence[int]) -> tuple[int, ...] | None:
-        """Counts of ``layer``, which can be divided in so many units as one of ``options`` says, the best one first;
-        None where it is to be left whole."""
+        """Return the counts of ``layer``, or None if it stays whole. ``options`` are numbers of units, best first."""
         if not self.splits:
             return apportioned(options[0], self.shares) if options[0] >= LEAST_UNITS else None
         counts = self.splits.get(layer, ())
         return counts if sum(counts) in options else None
 
     def check(self, divisible: Mapping[str, Sequence[int]]) -> None:
-        """Refuse counts for what is none of the ``divisible`` layers, and counts that fit none of its numbers of units.
+        """Refuse counts for layers that are not ``divisible``, or that add up to none of a layer's numbers of units.
 
         Raises:
-            SettingError: that names the first one.
+            SettingError: for the first such layer.
         """
         for layer, counts in self.splits.items():
             if layer not in divisible:
@@ -79,10 +76,10 @@ class ChannelLayout:
     """Division of a tensor among the members of a group.
 
     Attributes:
-        dim: Which dimension is divided, from 0.
-        outer: Blocks that are each divided alike; None where their number may vary from call to call.
+        dim: Dimension that is divided, from 0.
+        outer: Number of blocks, each divided alike. None if it may vary from call to call.
         inner: Entries of each unit.
-        counts: The units of each member.
+        counts: Units of each member.
     """
 
     dim: int
@@ -97,27 +94,26 @@ class ChannelLayout:
 
     @property
     def members(self) -> list[int]:
-        """The members that have something."""
+        """The members that have at least one unit."""
         return [member for member, count in enumerate(self.counts) if count]
 
     @property
     def ends(self) -> list[int]:
-        """The entry, of each block, at which each member's part ends."""
+        """The entry, in each block, at which each member's part ends."""
         return [end * self.inner for end in accumulate(self.counts)]
 
     def size(self, member: int) -> int | None:
-        """Size of the divided dimension for ``member``; None where that may vary."""
+        """Return the size of the divided dimension for ``member``, or None if it may vary."""
         return None if self.outer is None else self.outer * self.counts[member] * self.inner
 
     def at(self, dim: int) -> ChannelLayout:
-        """The same division of dimension ``dim``."""
+        """Return the same division of dimension ``dim``."""
         return replace(self, dim=dim)
 
     def reshaped(self, before: Sizes, after: Sizes) -> ChannelLayout | None:
-        """Division of a tensor of sizes ``after`` that is a view of one of sizes ``before`` with this division.
+        """Return the division of a view with sizes ``after`` of a tensor with sizes ``before`` and this division.
 
-        Returns:
-            None if the members' parts are no such view of theirs.
+        None if the members' parts of the view are not views of their parts of the tensor.
         """
         left = 0
         while left < min(len(before), len(after)) and before[left] == after[left]:
@@ -148,13 +144,12 @@ class ChannelLayout:
 
 
 def _volume(sizes: Sizes) -> int | None:
-    """Product of ``sizes``; None where one of them may vary."""
     known = [size for size in sizes if isinstance(size, int)]
     return math.prod(known) if len(known) == len(sizes) else None
 
 
 def apportioned(units: int, shares: Sequence[float]) -> tuple[int, ...]:
-    """Divide ``units`` in proportion to ``shares``: whole numbers, what remains goes to the largest remainders."""
+    """Divide ``units`` in proportion to ``shares`` into whole numbers. The largest remainders are rounded up."""
     total = sum(shares)
     exact = [units * share / total for share in shares]
     counts = [int(each) for each in exact]

@@ -6,23 +6,25 @@ from collections.abc import Sequence
 
 PLACEMENTS = ("size", "round_robin", "local")
 CANDIDATES = ("size", "local")
-"""Placements among which a plan chooses: dealing parameters out in turn is never better than by size."""
+"""Placements among which a plan chooses. "round_robin" is left out, because it is never better than "size"."""
 
 
 def place(sizes: Sequence[int], servers: int, how: str, homes: Sequence[int] = ()) -> list[list[int]]:
-    """Return the indices of the parameters on each server, ascending.
+    """Return the ascending indices of the parameters on each server. Server 0 is the coordinator, beside VW 0.
+
+    Values of ``how``:
+
+    - "size" gives each parameter, the largest first, to the server with the fewest bytes, so that links carry equal
+      loads.
+    - "round_robin" deals parameters out to servers in turn.
+    - "local" leaves each parameter with the server beside the stage of virtual worker 0 that holds it. If all virtual
+      workers hold it on one node (the paper's ED-local, HetPipe, section 7), its updates cross no network. If virtual
+      worker 0 lies on one node, the coordinator has all parameters. A machine without a stage of virtual worker 0,
+      without which no run goes on, holds no weights that could be lost with it.
 
     Args:
         sizes: Bytes of each parameter.
-        servers: How many there are. Server 0 is the coordinator, which lies beside virtual worker 0.
-        how: "size" gives each parameter, the largest first, to the server that has the fewest bytes, so that each
-            machine's link carries about the same; "round_robin" goes through them in turn; "local" leaves each with the
-            server beside virtual worker 0's stage that holds it. Where the stages of all virtual workers that hold it
-            lie on one node (the paper's ED-local, HetPipe, section 7), its updates cross no network. Where virtual
-            worker 0 lies on one node, all are left with the coordinator. No machine without a stage of virtual worker
-            0, which nobody goes on without, takes weights with it when it is lost.
-        homes: For each parameter, the server beside virtual worker 0's stage that holds it; nothing where that is the
-            coordinator for all.
+        homes: For each parameter, the server beside virtual worker 0's stage that holds it. Empty for the coordinator.
     """
     found: list[list[int]] = [[] for _ in range(servers)]
     if how == "round_robin":

@@ -1,8 +1,8 @@
 """The schedule, written once as data (laws L1 and L2).
 
 A model is a list of *pieces* (pipelined modules, in the order of their first calls), each a list of *layers*. Layers
-are numbered through, over all pieces, and a *stage* is a contiguous range of them. Where a stage and a piece overlap
-lies a *segment*: the layers that one stage runs in one go. For an encoder (layers 0-3) and a decoder (4-6) on three
+are numbered over all pieces, and a *stage* is a contiguous range of layers. The overlap of a stage and a piece is a
+*segment*: the layers that one stage runs in one go. An example of an encoder (layers 0-3) and a decoder (4-6) on three
 stages that start at layers 0, 2 and 5:
 
     piece      |  encoder      |  decoder   |
@@ -10,12 +10,12 @@ stages that start at layers 0, 2 and 5:
     stage      | 0   0   1   1 | 1    2   2 |
     segment    |   0   |   1   | 2  |   3   |
 
-Each *call* of a piece visits the piece's segments in order: where a piece is called twice, they are visited twice. A
-minibatch makes the calls in order (forwards), and goes back in the opposite order (backwards); its last visit is a
-TURN, where forward, loss and backward are one task of the stage. Between two calls, and at the turn, the user's own
-code runs. Each stage takes its tasks first in, first out.
+Each *call* of a piece visits the piece's segments in order. If a piece is called twice, its segments are visited twice.
+A minibatch makes the calls in order (forwards), and goes back in the opposite order (backwards). Its last visit is a
+TURN: forward, loss and backward are one task of the stage. The user's code runs between two calls, and at the turn.
+Each stage takes its tasks first in, first out.
 
-A *span* is work over time: the engine records spans, and pictures and traces show them.
+A *span* is work over time. The engine records spans, and pictures and traces show them.
 """
 
 from __future__ import annotations
@@ -39,13 +39,9 @@ class Work(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A call of a piece in ``training_step``.
+    """Call number ``index`` of ``training_step``, for the piece ``piece``.
 
-    Attributes:
-        index: Its place among the calls of the step.
-        piece: The piece that is called.
-        ordinal: Number of calls of the piece that come before it in the step.
-        again: Whether the step calls the piece later again.
+    ``ordinal`` counts the earlier calls of this piece in the step. ``again`` is True if the step calls it again later.
     """
 
     index: int
@@ -56,7 +52,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Segment:
-    """The layers ``first`` to ``last`` (both inclusive, numbered over all pieces), run in one go by ``stage``."""
+    """The layers ``first`` to ``last`` (both inclusive, numbered over all pieces), which ``stage`` runs in one go."""
 
     index: int
     piece: int
@@ -79,7 +75,7 @@ class Instruction:
 
 
 def calls(pieces: Iterable[int]) -> tuple[Call, ...]:
-    """The calls of a step that calls ``pieces`` in this order."""
+    """Return the calls of a step that calls ``pieces`` in this order."""
     order, before = list(pieces), Counter[int]()
     left = Counter(order)
     found = []
@@ -91,10 +87,10 @@ def calls(pieces: Iterable[int]) -> tuple[Call, ...]:
 
 
 def segments(piece_lengths: Sequence[int], split_points: Sequence[int]) -> tuple[Segment, ...]:
-    """The segments of pieces with ``piece_lengths`` layers each, over stages that start at the layers ``split_points``.
+    """Return the segments of pieces with ``piece_lengths`` layers, over stages that start at ``split_points``.
 
     Raises:
-        ValueError: where ``split_points`` is not an increasing sequence that starts at 0 and lies within the layers.
+        ValueError: if ``split_points`` does not start at 0, increase, and lie within the layers.
     """
     total = sum(piece_lengths)
     ends = [*split_points[1:], total]
@@ -114,7 +110,7 @@ def segments(piece_lengths: Sequence[int], split_points: Sequence[int]) -> tuple
 
 
 def route(parts: Sequence[Segment], order: Sequence[Call]) -> tuple[Instruction, ...]:
-    """Every task of a minibatch that makes the calls ``order``, in the order in which they become ready."""
+    """Return all tasks of a minibatch with the calls ``order``, in the order in which the tasks become ready."""
     *before, last = [(part, call) for call in order for part in parts if part.piece == call.piece]
     return (
         *(Instruction(Work.FORWARD, *visit) for visit in before),
@@ -124,10 +120,10 @@ def route(parts: Sequence[Segment], order: Sequence[Call]) -> tuple[Instruction,
 
 
 class CallOrder(Generic[T]):
-    """Order of minibatches at a segment that each of them visits several times, and that changes its buffers (law L2).
+    """Order of minibatches at a segment that changes its buffers and is visited several times by each (law L2).
 
-    One minibatch at a time runs its forwards there, in order of p; ``T`` are the forwards. The buffers after minibatch
-    p are those that its last call leaves, and minibatch p + 1 starts from them. So the first forward of p + 1 waits
+    One minibatch at a time runs its forwards there, in order of p. ``T`` is a forward's type. The buffers after
+    minibatch p are those after its last call, and minibatch p + 1 starts from them. So the first forward of p + 1 waits
     until p has made its last call, while other tasks of the stage go on.
     """
 
@@ -136,7 +132,7 @@ class CallOrder(Generic[T]):
         self._waiting: deque[tuple[int, T]] = deque()
 
     def admits(self, minibatch: int, forward: T) -> bool:
-        """Tell whether ``forward`` may run now; one that may not is kept until :meth:`close` gives it."""
+        """Return True if ``forward`` may run now. Otherwise keep it until :meth:`close` returns it."""
         if self._open is not None and minibatch > self._open:
             self._waiting.append((minibatch, forward))
             return False
@@ -145,14 +141,14 @@ class CallOrder(Generic[T]):
         return True
 
     def close(self, minibatch: int) -> T | None:
-        """End the calls of ``minibatch``; give the forward that is ready by that, which is admitted."""
+        """End the calls of ``minibatch``, and return the forward that is now ready and admitted, or None."""
         if minibatch != self._open:
             return None
         self._open, following = self._waiting.popleft() if self._waiting else (None, None)
         return following
 
     def withdraw(self, minibatch: int) -> bool:
-        """Drop a forward of ``minibatch`` that waits; return False if none does."""
+        """Drop a waiting forward of ``minibatch``, and return False if there is none."""
         kept = [waiting for waiting in self._waiting if waiting[0] != minibatch]
         found = len(kept) < len(self._waiting)
         self._waiting = deque(kept)
@@ -162,26 +158,25 @@ class CallOrder(Generic[T]):
 LIGHTNING = "Lightning"
 """The row of Lightning's own thread."""
 USER_CODE = "user code"
-"""The row of the user's step: one section at a time, whatever the thread (law L8)."""
+"""The row of the user's step: one section at a time, in any thread (law L8)."""
 
 Row = int | str
-"""The number of a stage, or one of the rows above. In one row one thing takes place at a time."""
+"""The number of a stage, or one of the rows above. A row has one span at a time."""
 
 FORWARD, LOSS, BACKWARD, EVALUATE = "forward", "loss", "backward", "evaluate"
-"""Work of a stage. The loss is the user's code on the last stage, between the other two."""
+"""Work of a stage. The loss is user code on the last stage, between forward and backward."""
 
 IDLE, TURN = "idle", "wait for user code"
-"""Waits of a stage: nothing was ready for it; or it has handed the outputs to the user's code, and waits
-for the gradients that the loss gives to them (the turn)."""
+"""Waits of a stage: no task is ready, or user code has the outputs and computes their gradients (the turn)."""
 
 STEP = "step"
 """Work of Lightning's thread with a minibatch's gradients: hooks, the optimizer's step, callbacks."""
 
 
 class Span(NamedTuple):
-    """Work in ``row``, from ``start`` to ``end``, in seconds.
+    """Work in ``row``, from ``start`` to ``end``, in seconds. ``work`` is its name.
 
-    ``work`` names it; ``minibatch`` is the one for which it was done, in an evaluation the batch's number there.
+    In an evaluation, ``minibatch`` is the number of the batch there.
     """
 
     row: Row

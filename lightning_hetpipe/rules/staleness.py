@@ -1,12 +1,12 @@
 """Learning rates that stale gradients bear.
 
-Gradient descent with momentum mu on a loss of curvature h, with gradients that are s >= 1 steps old, is stable where
+Gradient descent with momentum mu on a loss of curvature h, with gradients that are s >= 1 steps old, is stable if
 
     effective rate * s * h <= 1,    effective rate = lr / (1 - mu)
 
-whatever mu is, with or without Nesterov's look-ahead; without staleness it is up to lr * h = 2 (1 + mu). So staleness
-takes away what momentum adds to stability: for mu = 0.9 and s = 3 the largest stable lr * h falls from 3.8 to 0.035.
-The bound holds for the sum of N virtual workers, too, with N * lr for lr and the global staleness for s.
+for any mu, with or without Nesterov's look-ahead. Without staleness the bound is lr * h = 2 (1 + mu). So staleness
+takes away the stability that momentum adds. For mu = 0.9 and s = 3, the largest stable lr * h falls from 3.8 to 0.035.
+For the sum of N virtual workers, the bound holds with N * lr and the global staleness.
 """
 
 from __future__ import annotations
@@ -14,32 +14,33 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 LIMIT = 0.1
-"""Bound of effective rate times staleness, for weights that are stashed: enough for curvatures up to 10. Above it nets
-without BatchNorm were seen to learn worse, with whatever momentum (docs/staleness.md)."""
+"""Bound of effective rate times staleness for stashed weights, which is enough for curvatures up to 10.
+
+Above it, nets without BatchNorm learned worse with any momentum (docs/staleness.md).
+"""
 
 NORMALISED = 0.002
-"""The same where steps are about as long as the rate, whatever the gradients, as Adam's are: a GPT was seen to learn
-worse above it."""
+"""The bound for optimizers such as Adam, whose steps are about as long as the rate. A GPT learned worse above it."""
 
 BATCH_NORM = 5.0
-"""Factor of these bounds in a model with BatchNorm, whose gradients become smaller where weights grow."""
+"""Factor of these bounds in a model with BatchNorm, whose gradients become smaller as weights grow."""
 
 PREDICTED = 3.0
-"""Factor where weights are predicted and learning rates are lower at the beginning, which Adam does without."""
+"""Factor if weights are predicted and learning rates are lower at the beginning, which Adam does not need."""
 
 PREDICTED_AND_CLIPPED = 6.0
-"""Factor where weights are predicted and gradients are clipped, as long as steps are as long as gradients are large."""
+"""Factor if weights are predicted and gradients are clipped, for steps in proportion to gradients."""
 
 
 @dataclass(frozen=True)
 class Stepped:
-    """A parameter group, by what its steps are.
+    """A parameter group, described by its steps.
 
     Attributes:
-        lr: Its learning rate, the largest where a schedule changes it.
-        momentum: mu of heavy-ball momentum; 0 for none.
-        dampening: What a new gradient's weight in the momentum lacks to 1.
-        normalised: Whether gradients are divided by their size, as Adam and RMSprop do.
+        lr: Learning rate, the largest one of a schedule.
+        momentum: mu of heavy-ball momentum, or 0.
+        dampening: 1 minus the weight of a new gradient in the momentum.
+        normalised: Whether gradients are divided by their size, as in Adam and RMSprop.
     """
 
     lr: float
@@ -49,14 +50,14 @@ class Stepped:
 
     @property
     def gain(self) -> float:
-        """The effective rate over lr."""
+        """The effective rate divided by lr."""
         if not self.momentum:
             return 1.0
         return (1 - self.dampening) / (1 - self.momentum) if self.momentum < 1 else float("inf")
 
 
 def steps_behind(minibatches: int, accumulate: int) -> int:
-    """Staleness in optimizer steps, of which each takes the gradients of ``accumulate`` minibatches."""
+    """Convert staleness to optimizer steps, each of which takes the gradients of ``accumulate`` minibatches."""
     return -(-minibatches // accumulate)
 
 
@@ -70,16 +71,12 @@ def bearable_rate(
     corrected: bool = False,
     batch_norm: bool = False,
 ) -> float | None:
-    """The learning rate that ``group`` should have at most, where its own is larger; None where there is no worry.
+    """Return the largest bearable learning rate of ``group`` if its own rate is larger, else None.
 
     Args:
-        group: What is stepped.
-        steps: How many steps old a gradient may be.
-        workers: How many virtual workers' updates are added.
-        clipped: Whether gradients are clipped.
-        predicted: Whether weights are predicted.
-        corrected: Whether learning rates are lower at the beginning.
-        batch_norm: Whether the model has BatchNorm.
+        steps: Largest age of a gradient in steps.
+        workers: Number of virtual workers whose updates are added.
+        corrected: Whether ``lr_correction`` lowers learning rates at the beginning.
     """
     if not steps:
         return None

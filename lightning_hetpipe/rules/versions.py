@@ -12,12 +12,11 @@ policy        version                                     source
 ``2bw``       the one before the window before p's        PipeDream-2BW 2020
 ============  ==========================================  =================================================
 
-and never an older one than v_e, at which the pipeline last started empty; with one in flight (Nm = 1) all use the
-newest weights. ``spectrain``, ``xpipe`` and ``pipeoptim`` use the version of ``stash``, moved on by as many optimizer
-steps as p misses: a *prediction*. ``xpipe`` predicts once for each window, and all its minibatches use what the first
-one does.
+No minibatch uses a version before v_e, at which the pipeline last started empty. With one in flight (Nm = 1), all use
+the newest weights. ``spectrain``, ``xpipe`` and ``pipeoptim`` make a *prediction*: they move the version of ``stash``
+on by as many optimizer steps as p misses. ``xpipe`` predicts once for each window, for all its minibatches.
 
-``pipeline/weight_stash.py`` keeps the weights; ``tests/oracle_policies.py`` has the same formulas.
+``pipeline/weight_stash.py`` keeps the weights. ``tests/oracle_policies.py`` has the same formulas.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from lightning_hetpipe.errors import SettingError
 
 
 class Reading(NamedTuple):
-    """Weights that minibatches use: those of ``version``, moved on by ``steps`` optimizer steps."""
+    """Weights that minibatches use: ``version``, moved on by ``steps`` optimizer steps."""
 
     version: int
     steps: int = 0
@@ -41,15 +40,15 @@ class WeightPolicy:
     """A weight policy.
 
     Attributes:
-        name: As the setting ``weights`` has it.
-        version: The version that a minibatch uses, before v_e is considered.
-        buffers: Number of version buffers that are enough while only optimizer steps change weights.
-        behind: By how many minibatches weights are behind at most, those of the minibatch's own window left out.
-        staleness: Gives how stale gradients are at an Nm above 1, for people.
-        least_window: Gives the fewest minibatches of an optimizer step that will do at Nm.
+        name: Value of the setting ``weights``.
+        version: Returns the version that a minibatch uses, before v_e is considered.
+        buffers: Returns the sufficient number of version buffers while only optimizer steps change weights.
+        behind: Returns the largest number of minibatches by which weights are behind, without the own window's.
+        staleness: Describes for people how stale gradients are at an Nm above 1.
+        least_window: Returns the smallest number of minibatches in an optimizer step for a given Nm.
         predicts: Whether the version is moved on.
-        keeps_change: Whether what the last step has changed is kept, too.
-        by_window: Whether all minibatches of a window use the same version, so that no wave may end within a window.
+        keeps_change: Whether the change of the last step is also kept.
+        by_window: Whether all minibatches of a window use one version, so that no wave may end within a window.
     """
 
     name: str
@@ -63,7 +62,7 @@ class WeightPolicy:
     by_window: bool = False
 
     def told(self, in_flight: int) -> str:
-        """Nm, and how stale gradients are, for people."""
+        """Describe Nm and the staleness of gradients for people."""
         if in_flight == 1:
             return "1 minibatch in flight"
         return f"{in_flight} minibatches in flight, {self.staleness(in_flight)}"
@@ -71,14 +70,12 @@ class WeightPolicy:
 
 @dataclass(frozen=True)
 class Versions:
-    """The versions of one stretch of minibatches, which begins with an empty pipeline.
+    """The versions of a sequence of minibatches that begins with an empty pipeline.
 
     Attributes:
-        policy: The weight policy.
-        in_flight: Nm.
         every: M, the minibatches of an optimizer step.
         empty_at: v_e.
-        start: The version at which the epoch began: windows are counted from there.
+        start: Version at which the epoch began. Windows are counted from it.
     """
 
     policy: WeightPolicy
@@ -88,21 +85,21 @@ class Versions:
     start: int = 0
 
     def version(self, minibatch: int) -> int:
-        """The version that ``minibatch``, counted from 1, uses."""
+        """Return the version that ``minibatch``, counted from 1, uses."""
         return max(self.empty_at, self.policy.version(self, minibatch))
 
     def steps(self, minibatch: int) -> int:
-        """s(p): optimizer steps after the version that ``minibatch`` uses, and before its own."""
+        """Return s(p): the optimizer steps after the version that ``minibatch`` uses and before its own step."""
         return self.window(minibatch) - (self.version(minibatch) - self.start) // self.every
 
     @property
     def copies(self) -> int:
-        """Copies of the weights that are held, with the change that predictions are made by where that is kept."""
+        """Copies of the weights that are held, including the change that predictions use if it is kept."""
         return self.policy.buffers(self) + int(self.policy.keeps_change)
 
     @property
     def period(self) -> int:
-        """Minibatches after which all repeats itself."""
+        """Minibatches after which everything repeats."""
         return self.every if self.policy.by_window else self.in_flight
 
     @property
@@ -111,15 +108,15 @@ class Versions:
         return max(map(self.steps, self._next(self.empty_at)))
 
     def reading(self, minibatch: int) -> Reading:
-        """The weights that ``minibatch`` uses."""
+        """Return the weights that ``minibatch`` uses, with the optimizer steps of a prediction."""
         return Reading(self.version(minibatch), self.steps(minibatch) if self.policy.predicts else 0)
 
     def window(self, minibatch: int) -> int:
-        """Number of optimizer steps in the epoch before that of ``minibatch``."""
+        """Return the number of optimizer steps in the epoch before the step of ``minibatch``."""
         return (minibatch - self.start - 1) // self.every
 
     def before_window(self, minibatch: int) -> int:
-        """The version on which the optimizer step of ``minibatch`` is made, but for its own window's minibatches."""
+        """Return the newest version before the window of ``minibatch``."""
         return self.start + self.window(minibatch) * self.every
 
     @property
@@ -134,11 +131,11 @@ class Versions:
 
     @property
     def runs_ahead(self) -> bool:
-        """True if several minibatches may be in flight: not if each one uses the weights that the last one leaves."""
+        """True if several minibatches may be in flight. False if each uses the weights that the last one leaves."""
         return self.policy.behind(self) > 0 or (self.in_flight > 1 and self.every > 1)
 
     def check(self, wave: int | None = None) -> None:
-        """Refuse windows that the policy cannot use; ``wave`` is W, where there are several virtual workers.
+        """Refuse windows that the policy cannot use. ``wave`` is W if there are several virtual workers.
 
         Raises:
             SettingError: which names the setting.
@@ -158,17 +155,17 @@ class Versions:
             )
 
     def ahead(self, published: int) -> int:
-        """Number of minibatches after ``published``, the newest version, that may be in flight."""
+        """Return how many minibatches after ``published``, the newest version, may be in flight."""
         numbers = range(published + 1, published + self.in_flight + 1)
         return sum(self.version(minibatch) <= published for minibatch in numbers)
 
     def needed(self, published: int) -> list[Reading]:
-        """Weights that minibatches after ``published``, the newest version, use, as far as that is there."""
+        """Return the available weights that minibatches after ``published``, the newest version, use."""
         there = (self.reading(each) for each in self._next(published) if self.version(each) <= published)
         return list(dict.fromkeys(there))
 
     def first_reader(self, version: int) -> int:
-        """The first minibatch that uses ``version``, or a later one."""
+        """Return the first minibatch that uses ``version`` or a later version."""
         return next(each for each in self._next(version) if self.version(each) >= version)
 
     def _next(self, version: int) -> Iterator[int]:
@@ -188,7 +185,7 @@ def _of_steps(versions: Versions) -> int:
 
 
 def _of_predictions(versions: Versions) -> int:
-    """Predictions that differ: the next one comes with each window, and again Nm - 1 minibatches later."""
+    """Number of different predictions: one comes with each window, and another Nm - 1 minibatches later."""
     windows, left = divmod(versions.in_flight - 1, versions.every)
     return 2 * (1 + windows) + (versions.every - left < left) if left else 1 + windows
 

@@ -1,7 +1,7 @@
-"""The private names of torch that this package touches, in one place; ``tests/private`` guards each.
+"""The private names of torch that this package uses, in one place. ``tests/private`` guards each name.
 
-The docstring of each module says what happens where torch has a name no longer. Whatever fails there raises an
-ImportError or an AttributeError that holds the name, unless the docstring says otherwise.
+The docstring of each module describes what happens without a name. Each failure there is an ImportError or an
+AttributeError that contains the name, unless the docstring says otherwise.
 """
 
 import torch

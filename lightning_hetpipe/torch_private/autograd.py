@@ -23,10 +23,7 @@ def run_backward(
     inputs: Sequence[Tensor | GradientEdge],
     keep_graph: bool = False,
 ) -> Sequence[Tensor | None]:
-    """Compute gradients as ``torch.autograd.grad`` does, without its checks, which take longer.
-
-    Gives None for an input that no gradient reaches.
-    """
+    """Compute gradients as ``torch.autograd.grad`` does, without its slow checks. Unreached inputs get None."""
     found: Sequence[Tensor | None] = _engine.run_backward(
         tuple(outputs),
         tuple(gradients),
@@ -40,7 +37,7 @@ def run_backward(
 
 
 def graph_nodes(starts: Iterable[Node | None], barred: Iterable[Node | None]) -> Iterator[Node]:
-    """The nodes of autograd's graph that ``starts`` lead to, themselves among them, on ways that pass no ``barred``."""
+    """Yield the nodes of autograd's graph from ``starts`` (included) on, on ways that pass no ``barred`` node."""
     seen: set[Node | None] = {None, *barred}
     pending = list(starts)
     while pending:
@@ -58,12 +55,12 @@ def following_nodes(tensors: Iterable[Tensor]) -> list[Node | None]:
 
 
 def graph_start(tensor: Tensor) -> Node | Tensor | None:
-    """Start of autograd's graph of ``tensor`` as it is now: its node, itself if it is a leaf, or None."""
+    """Return the start of autograd's graph of ``tensor``: its node, the tensor itself if it is a leaf, or None."""
     return tensor.grad_fn if tensor.grad_fn is not None else tensor if tensor.requires_grad else None
 
 
 def graph_leaves(starts: Iterable[Node | Tensor | None], barred: Iterable[Node | None] = ()) -> Iterator[Tensor]:
-    """The leaves that ``starts`` lead to on ways that pass no ``barred`` (``AccumulateGrad.variable`` has them)."""
+    """Yield the leaves to which ``starts`` lead on ways that pass no ``barred`` node (``AccumulateGrad.variable``)."""
     starts = [*starts]
     yield from (start for start in starts if isinstance(start, Tensor))
     for node in graph_nodes((start for start in starts if not isinstance(start, Tensor)), barred):

@@ -3,8 +3,8 @@
 Where torch does not have a name:
 
 - ``_dynamo``, ``_subclasses``: this module cannot be imported.
-- ``_inductor``: the check of ``compile`` fails where the backend is inductor.
-- ``_TorchCompileInductorWrapper``: the check of ``compile`` fails where options of inductor are given.
+- ``_inductor``: the check of ``compile`` fails if the backend is inductor.
+- ``_TorchCompileInductorWrapper``: the check of ``compile`` fails if options of inductor are given.
 """
 
 from __future__ import annotations
@@ -28,10 +28,11 @@ _compile: Any = torch.compile  # torch's own, also while another stands in its p
 
 
 def compiled(function: C, options: Mapping[str, Any], check: Callable[[fx.GraphModule], None]) -> C:
-    """``torch.compile(function, fullgraph=True, **options)``, where ``check`` sees each graph before its backend does.
+    """Call ``torch.compile(function, fullgraph=True, **options)`` so that ``check`` sees each graph before the backend.
 
-    Two kinds of guards are left out: on the process's state, such as its default dtype, which other threads change; and
-    on which object stands in for the ``forward`` of a module, which is another one in each copy.
+    Two kinds of guards are left out. Guards on the process's state, such as its default dtype, fail because other
+    threads change that state. Guards on the object that replaces a module's ``forward`` fail in copies with other
+    objects.
     """
     backend = options.get("backend", "inductor")
     further: dict[str, Any] = dict(options.get("options") or {})
@@ -62,7 +63,7 @@ def _is_needless(guard: Any) -> bool:
 
 
 def run_without_data(graph: fx.GraphModule) -> None:
-    """Runs a graph that ``torch.compile`` has traced on tensors without data; to be called while it compiles."""
+    """Run a graph that ``torch.compile`` has traced on tensors without data. Call this during the compilation."""
     inputs = [node.meta["example_value"] for node in graph.graph.nodes if node.op == "placeholder"]
     modes = [each.fake_mode for each in inputs if isinstance(each, FakeTensor)]
     with torch.no_grad(), modes[0] if modes else nullcontext():
@@ -70,7 +71,7 @@ def run_without_data(graph: fx.GraphModule) -> None:
 
 
 def inductor_modes() -> dict[str, dict[str, Any]]:
-    """The options of inductor that each ``mode`` of ``torch.compile`` stands for."""
+    """Return the options of inductor for each ``mode`` of ``torch.compile``."""
     from torch._inductor import list_mode_options  # here, as it takes its time
 
     modes: Any = list_mode_options  # torch has no types here
@@ -79,7 +80,7 @@ def inductor_modes() -> dict[str, dict[str, Any]]:
 
 
 def inductor_options_error(options: Mapping[str, Any]) -> str | None:
-    """Error of torch for ``options`` that its inductor does not have, or has of another type; None if it takes all."""
+    """Return torch's error about ``options`` with an unknown name or a wrong type for inductor, or None."""
     make: Any = torch._TorchCompileInductorWrapper  # what torch.compile itself makes of its options
     try:
         make(None, dict(options), None)
@@ -89,7 +90,7 @@ def inductor_options_error(options: Mapping[str, Any]) -> str | None:
 
 
 def cpp_compiler_error() -> str | None:
-    """Error of torch where it finds no C++ compiler for its code on CPUs; None if it finds one."""
+    """Return torch's error if it finds no C++ compiler for its code on CPUs, or None."""
     from torch._inductor.cpp_builder import get_cpp_compiler
     from torch._inductor.exc import InvalidCxxCompiler
 

@@ -29,11 +29,11 @@ from torch.overrides import has_torch_function
 from lightning_hetpipe.torch_private.modes import replaced
 
 GRAPH_GUARDS = "_guards_fn"
-"""The submodule of an exported graph that checks whether inputs are of the kind that it was made for."""
+"""Submodule of an exported graph that checks whether the graph was made for the given inputs."""
 
 
 class _NotANumber:
-    """The name ``nan`` in the checks of exported graphs, which equals each NaN."""
+    """The name ``nan`` in the checks of exported graphs. It equals every NaN."""
 
     def __eq__(self, other: object) -> bool:
         return other != other
@@ -42,11 +42,11 @@ class _NotANumber:
 
 
 SAFE_SOFTMAX = torch.ops.aten._safe_softmax.default
-"""Softmax as attention has it: zeros where all is hidden."""
+"""Softmax of attention, which gives zeros if all positions are masked."""
 
 
 def split_outputs(graph: fx.GraphModule) -> list[fx.Node]:
-    """Leave an exported graph that gives a pair only the first of it; return the nodes of the second."""
+    """Reduce the output of an exported graph from a pair to its first part, and return the nodes of the second part."""
     tree = _tree_of(graph)
     kept, taken = (tree.out_spec.child(number) for number in (0, 1))
     graph.graph._codegen.pytree_info = tree._replace(out_spec=kept)  # type: ignore[attr-defined]  # as it is one of pytrees
@@ -58,23 +58,22 @@ def split_outputs(graph: fx.GraphModule) -> list[fx.Node]:
 
 
 def outputs_of(graph: fx.GraphModule) -> Any:
-    """Nesting of the outputs of an exported graph, for :func:`pytree.tree_unflatten`."""
+    """Return the nesting of the outputs of an exported graph, for :func:`pytree.tree_unflatten`."""
     return _tree_of(graph).out_spec
 
 
 @contextmanager
 def traced_as_called() -> Iterator[None]:
-    """Hide that ``torch.export`` traces.
+    """Hide from modules that ``torch.export`` traces.
 
-    It is hidden from ``torch.compiler.is_compiling`` and ``is_exporting``; and, where there are no gradients, from the
-    questions by which torch.nn's modules for attention take fused operators, as they do in evaluations. Products of
-    experts are traced in all dtypes in which they are computed.
+    ``torch.compiler.is_compiling`` and ``is_exporting`` return False. Without gradients, torch.nn's modules for
+    attention take fused operators as in evaluations. Products of experts are traced in all their dtypes.
     """
     from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP  # here, as it imports sympy
 
-    # Torch 2.11 checks an argument that is NaN by the name "nan", which the code of its checks does not know.
+    # Torch 2.11 checks an argument that is NaN by the name "nan", which the code of its checks does not define.
     SYMPY_INTERP.setdefault("nan", _NotANumber())
-    # Torch 2.11 does not tell tracing what a fused layer of a TransformerEncoder gives.
+    # Torch 2.11 lacks the output shape of a fused TransformerEncoder layer for tracing.
     if not _ENCODER_LAYER.has_kernel_for_dispatch_key(torch._C.DispatchKey.Meta):
         _OPERATORS.impl("_transformer_encoder_layer_fwd", _encoder_layer_shape, "Meta")
     hidden: list[tuple[Any, str, Any]] = [
@@ -97,13 +96,13 @@ def _encoder_layer_shape(tokens: Tensor, *_: Any, **__: Any) -> Tensor:
 
 
 def _grouped_mm_shape(first: Tensor, second: Tensor, *, offs: Tensor | None, out_dtype: Any, **_: Any) -> Any:
-    """Shape and dtype of ``torch.nn.functional.grouped_mm``, which torch tells tracing for bfloat16 only."""
+    """Shape and dtype of ``torch.nn.functional.grouped_mm``, which torch gives to tracing for bfloat16 only."""
     create: Any = torch._meta_registrations._create_grouped_mm_output_tensor
     return create(first, second, offs, out_dtype)
 
 
 def _has_torch_function(values: Iterable[Any]) -> bool:
-    """Answer as torch does; of tensors, without gradients, as if no ``TorchFunctionMode`` were active."""
+    """Answer as torch does. For tensors without gradients, ignore active ``TorchFunctionMode``."""
     if torch.is_grad_enabled() or any(type(value) not in (FakeTensor, Tensor, nn.Parameter) for value in values):
         return has_torch_function(values)
     return False
@@ -118,20 +117,20 @@ READ_VALUE = torch.ops.aten._local_scalar_dense.default
 
 
 ASSERTS_METADATA = torch.ops.aten._assert_tensor_metadata.default
-"""Operator by which a graph asserts that a tensor has the dtype and device of the traced one."""
+"""Operator by which a graph asserts that a tensor has the dtype and device of tracing."""
 
 
 HigherOrderOperator = torch._ops.HigherOrderOperator
-"""One that is given a region of the graph."""
+"""Operator that takes a region of the graph."""
 
 
 def schema_of(operator: OperatorOverload) -> Any:
-    """Return what ``operator`` takes and gives."""
+    """Return the arguments and results of ``operator``."""
     return operator._schema
 
 
 def arguments_of(operator: torch._ops.OpOverload) -> list[tuple[str, bool, bool]]:
-    """For each argument: its name, whether an output may share its memory, and whether it is changed in place."""
+    """Return for each argument its name, whether an output may share its memory, and whether it is changed in place."""
     return [
         (
             argument.name,
@@ -145,9 +144,9 @@ def arguments_of(operator: torch._ops.OpOverload) -> list[tuple[str, bool, bool]
 def written_and_viewed(
     operator: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[list[fx.Node], list[fx.Node]]:
-    """The nodes among arguments of ``operator`` that it changes in place, and those whose memory its output may share.
+    """Return the argument nodes that ``operator`` changes in place, and those whose memory its output may share.
 
-    Batch and instance norm change their statistics, and dropout may give back its input, though no schema says so.
+    Two facts are missing in schemas: batch and instance norm change their statistics, and dropout may return its input.
     """
     written: list[fx.Node] = []
     viewed: list[fx.Node] = []

@@ -34,7 +34,7 @@ from lightning_hetpipe.errors import SettingError
 
 @contextmanager
 def replaced(those: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
-    """Within it, each owner has this value as its attribute of that name."""
+    """Context manager that sets attributes, given as (owner, name, value), and restores them at its end."""
     with ExitStack() as stack:
         for owner, name, value in those:
             if name in vars(owner):
@@ -55,7 +55,7 @@ def _innermost_mode() -> TorchFunctionMode | None:
 
 
 def leave_function_mode(mode: TorchFunctionMode) -> bool:
-    """Leaves ``mode`` until its ``__enter__``, if it is the innermost one of this thread; returns whether it is."""
+    """Leave ``mode`` until its ``__enter__`` if it is the innermost mode of this thread, and return True if so."""
     if _innermost_mode() is not mode:
         return False
     mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
@@ -64,8 +64,10 @@ def leave_function_mode(mode: TorchFunctionMode) -> bool:
 
 @functools.cache
 def without_override(function: FunctionType) -> Callable[..., Any]:
-    """``function``, one of torch's written in Python, without its first question: whether a mode or a subclass of
-    Tensor runs it. What it calls is asked as ever."""
+    """Copy a Python function of torch without its first question: whether a mode or a subclass of Tensor runs it.
+
+    Functions that it calls still ask.
+    """
     no = {name: lambda *_: False for name in _OVERRIDDEN}
     code, values, name = function.__code__, {**function.__globals__, **no}, function.__name__
     found = FunctionType(code, values, name, function.__defaults__, function.__closure__)
@@ -77,14 +79,17 @@ _OVERRIDDEN = ("has_torch_function", "has_torch_function_unary", "has_torch_func
 
 
 class OwnMode(TorchFunctionMode):
-    """A ``TorchFunctionMode`` of ours. It is told of custom autograd functions, too, of which torch tells no mode, and
-    is not seen by modules that ask for modes before they take fused operators, as those for attention do in
-    evaluations. Within it, torch's norm of gradients is that of one device on several, too, a vector can be made of
-    their parameters, and checkpoints keep the states of all generators that their functions may draw from.
+    """A ``TorchFunctionMode`` of this package, which differs from torch's:
+
+    - It also sees custom autograd functions, which torch shows to no mode.
+    - Modules that ask for modes before they take fused operators do not see it, such as attention in evaluations.
+    - Within it, the norm of gradients on several devices equals the norm on one, and ``parameters_to_vector`` works
+      across devices.
+    - Within it, checkpoints keep the states of all generators from which their functions may draw.
     """
 
     devices: Sequence[torch.device] = ()
-    """Devices that an operation may run on, wherever its operands lie."""
+    """Devices on which an operation may run, wherever its operands lie."""
 
     def __enter__(self) -> Self:
         global _entered
@@ -105,7 +110,7 @@ class OwnMode(TorchFunctionMode):
 
 
 TORCHS_APPLY = vars(torch.autograd.Function)["apply"]
-"""The ``apply`` of torch's own. From torch 2.14 on it is no Python code, and calls nothing that could be replaced."""
+"""The ``apply`` of torch. From torch 2.14 on it is no Python code, and calls nothing that could be replaced."""
 _APPLY_IS_PYTHON = isinstance(TORCHS_APPLY, classmethod)
 _entered = 0  # modes of ours, in all threads
 _told = ExitStack()  # open while there are any
@@ -119,22 +124,22 @@ def _seen_by_others(values: Iterable[Any]) -> bool:
 
 
 def in_order(lists: list[list[Any]], with_indices: bool = False) -> Any:
-    """The groups in which ``clip_grad_norm_`` takes the norms of tensors: of several devices, in the tensors' order."""
+    """Group tensors as ``clip_grad_norm_`` takes their norms, on several devices in the tensors' own order."""
     if len({tensor.device for tensor in lists[0]}) < 2:
         return _group_tensors_by_device_and_dtype(lists, with_indices)
     return _Groups((key, ([list(run)], None)) for key, run in groupby(lists[0], lambda each: (each.device, each.dtype)))
 
 
 class _Groups(list[Any]):
-    """Items of a mapping, with equal keys."""
+    """Items of a mapping that may repeat a key."""
 
     def items(self) -> Self:
         return self
 
 
 def _states_of_devices(*args: Any) -> Any:
-    """States of generators, which a checkpoint sets again for its second run: torch takes those of its arguments'
-    devices, but weights on others draw where they lie."""
+    """Return the generator states that a checkpoint restores for its second run. Torch takes the arguments' devices,
+    but weights on other devices draw there."""
     kind = _infer_device_type(*args)  # type: ignore[no-untyped-call]  # torch has no types here
     modes: Callable[[], list[TorchFunctionMode]] = _get_current_function_mode_stack
     devices = {device for mode in modes() if isinstance(mode, OwnMode) for device in mode.devices}
@@ -142,12 +147,12 @@ def _states_of_devices(*args: Any) -> Any:
 
 
 class UntoldFunction(torch.autograd.Function):
-    """A custom autograd function of which no mode is told."""
+    """A custom autograd function that no mode sees."""
 
 
 @dataclass(frozen=True)
 class CustomFunction:
-    """The ``apply`` of a custom autograd function, as a ``mode`` is told of it."""
+    """The ``apply`` of a custom autograd function, as ``mode`` sees it."""
 
     mode: OwnMode
     apply: Callable[..., Any]
@@ -168,8 +173,6 @@ def _apply(function: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 class _HeardFunction(threading.local):
-    """The custom autograd function whose modes were told that this thread applies it now."""
-
     function: Any = None
 
 
@@ -178,7 +181,7 @@ _heard = _HeardFunction()
 
 @dataclass(frozen=True)
 class _Heard:
-    """The ``apply`` of torch's for ``function``, once modes were told."""
+    """Torch's ``apply`` for ``function``, after modes have seen it."""
 
     function: Any
     apply: Callable[..., Any]
@@ -193,7 +196,7 @@ class _Heard:
 
 
 def _refuse_unheard(node: Any) -> None:
-    """Begin as the node of a custom autograd function, which torch makes before it calls the function's ``forward``."""
+    """Run when torch makes the node of a custom autograd function, before the function's ``forward``."""
     function, heard = node._forward_cls, _heard.function
     _heard.function = None
     if function is heard or not issubclass(function, torch.autograd.Function) or issubclass(function, UntoldFunction):
@@ -224,19 +227,19 @@ if not _APPLY_IS_PYTHON:
 class ThreadDispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no types here
     """A ``TorchDispatchMode`` that several threads may enter at once.
 
-    torch's own also keeps process-wide flags for torch.compile, restored in the order of a stack: threads that come and
-    go in another order leave them set, and from then on nothing in the process is compiled.
+    Torch's own mode also sets process-wide flags for torch.compile and restores them like a stack. Threads that leave
+    in another order would leave the flags set, and nothing in the process would be compiled from then on.
     """
 
     def __init__(self) -> None:
-        """Without torch's, which prepares those flags."""
+        """Leave out torch's, which prepares those flags."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """To wrap ``__torch_dispatch__`` against torch.compile would cost each operator 6 us."""
+        """Return False: wrapping ``__torch_dispatch__`` against torch.compile would cost each operator 6 us."""
         return False
 
     def __enter__(self) -> Self:
@@ -247,7 +250,7 @@ class ThreadDispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  #
         _pop_mode()
 
     def suspend(self) -> bool:
-        """Leaves the mode until ``__enter__``, if it is the innermost one of this thread; returns whether it is."""
+        """Leave the mode until ``__enter__`` if it is the innermost mode of this thread, and return True if so."""
         innermost = _pop_mode()
         if innermost is not self:
             _push_mode(innermost)
@@ -256,7 +259,7 @@ class ThreadDispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  #
 
 @contextmanager
 def without_dispatch_modes() -> Iterator[None]:
-    """Within it, no ``ThreadDispatchMode`` that is innermost in this thread is on."""
+    """Context manager that switches off each ``ThreadDispatchMode`` that is innermost in this thread."""
     left: list[ThreadDispatchMode] = []
     while isinstance(mode := _get_current_dispatch_mode(), ThreadDispatchMode):
         left.append(_pop_mode())

@@ -26,7 +26,7 @@ from torch.nn.modules.module import _has_any_global_hook
 
 
 def reset_of(module: nn.Module) -> Callable[[], object] | None:
-    """The method of ``module`` that gives parameters and buffers their first values, if it has one."""
+    """Return the method of ``module`` that gives parameters and buffers their first values, or None."""
     if isinstance(module, nn.MultiheadAttention | nn.Transformer):
         return module._reset_parameters
     reset: Callable[[], object] | None = getattr(module, "reset_parameters", None)
@@ -34,25 +34,25 @@ def reset_of(module: nn.Module) -> Callable[[], object] | None:
 
 
 def has_any_hooks(module: nn.Module) -> bool:
-    """Return True if ``module`` has any hooks."""
+    """Return True if ``module`` has hooks, of a user or of torch."""
     return any(_hooks(module))
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Return True if a user has put hooks on ``module``; those of ``torch.nn.utils`` (weight norm) do not count."""
+    """Return True if a user has put hooks on ``module``. Hooks of ``torch.nn.utils`` (weight norm) do not count."""
     return any(_is_users(hook) for hooks in _hooks(module) for hook in hooks.values())
 
 
 @contextmanager
 def without_hooks(module: nn.Module) -> Iterator[None]:
-    """Within it, ``module`` itself has no hooks of a user's; those that are added are gone afterwards."""
+    """Context manager that removes a user's hooks of ``module`` itself, and at its end those added within."""
     with _without(module, _is_users):
         yield
 
 
 @contextmanager
 def without_checkpoint_hooks(module: nn.Module) -> Iterator[None]:
-    """Within it, ``module`` itself has no hooks by which Hugging Face lets checkpoints begin at frozen weights."""
+    """Context manager that removes hooks by which Hugging Face lets checkpoints begin at frozen weights."""
     with _without(module, _is_for_checkpoints):
         yield
 
@@ -84,7 +84,7 @@ def _is_of_torch(hook: Any) -> bool:
 
 
 def computing_hooks(module: nn.Module) -> list[Callable[[Any, Any], None]]:
-    """The hooks of ``torch.nn.utils`` that compute weights of ``module`` before each forward."""
+    """Return the hooks of ``torch.nn.utils`` that compute weights of ``module`` before each forward."""
     return [hook for hook in module._forward_pre_hooks.values() if _is_of_torch(hook)]
 
 
@@ -93,7 +93,7 @@ def _is_for_checkpoints(hook: Any) -> bool:
 
 
 def contents(module: nn.Module) -> tuple[Any, ...]:
-    """All that ``module`` itself holds, lists and dicts with what is in them: to be compared by identity."""
+    """Return everything that ``module`` itself holds, with the contents of lists and dicts, to compare by identity."""
     held = vars(module)
     found = [*held, *held.values()]
     for value in held.values():
@@ -114,12 +114,12 @@ def has_global_hooks() -> bool:
 
 
 _TENSORS = ("_parameters", "_buffers", "_flat_weights", "_flat_weight_refs")
-"""Attributes in which a module keeps its tensors; an RNN has lists of its weights besides."""
+"""Attributes in which a module keeps its tensors. An RNN additionally has lists of its weights."""
 
 
 @contextmanager
 def without_tensors(parts: Sequence[nn.Module]) -> Iterator[None]:
-    """Within it, ``parts`` seem to have no parameters and buffers: ``Module.to`` leaves these where they are."""
+    """Context manager in which ``parts`` seem to have no parameters and buffers, so that ``Module.to`` leaves these."""
     held = [(part, {name: vars(part)[name] for name in _TENSORS if name in vars(part)}) for part in parts]
     try:
         for part in parts:
@@ -131,22 +131,22 @@ def without_tensors(parts: Sequence[nn.Module]) -> Iterator[None]:
 
 
 def children(module: nn.Module) -> Iterable[nn.Module | None]:
-    """The modules that ``module`` itself holds. ``module.children()`` takes the hash of each, slow for a metric."""
+    """Return the modules that ``module`` itself holds. ``module.children()`` hashes each, slow for metrics."""
     return module._modules.values()
 
 
 def behind_compile(module: nn.Module) -> nn.Module | None:
-    """The module around which ``torch.compile`` has wrapped ``module``; None if it is no such wrapper."""
+    """Return the module that ``torch.compile`` has wrapped as ``module``, or None."""
     children = vars(module).get("_modules")  # a traced module has none, and a scripted one another kind of mapping
     behind = children.get("_orig_mod") if isinstance(children, dict) else None
     return behind if isinstance(behind, nn.Module) else None
 
 
 COMPILED_CALL = "_compiled_call_impl"
-"""Attribute that ``module.compile()`` sets: called in place of the module's own hooks and ``forward``."""
+"""Attribute that ``module.compile()`` sets. It is called in place of the module's own hooks and ``forward``."""
 
 
 def call_uncompiled(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Calls ``module``, with its hooks, as if it had not been compiled in place."""
+    """Call ``module``, with its hooks, as if it had not been compiled in place."""
     call: Any = module._call_impl  # torch has no types here
     return call(*args, **kwargs)

@@ -22,27 +22,28 @@ from torch.utils import _foreach_utils
 T = TypeVar("T", bound=Tensor)
 
 as_plain: Callable[[], AbstractContextManager[None]] = torch.DisableTorchFunctionSubclass
-"""Gives a context in which functions of subclasses run as those of a plain tensor, down to their operators."""
+"""Context in which functions of subclasses run like functions of a plain tensor, down to their operators."""
 
 
 def make_without_memory(cls: type[T], like: Tensor, device: torch.device) -> T:
-    """A tensor of class ``cls`` with sizes, strides and dtype of ``like``, and no memory: each operator on it is a call
-    of ``cls.__torch_dispatch__``."""
+    """Make a tensor of class ``cls`` with sizes, strides and dtype of ``like``, and no memory.
+
+    Each operator on it is a call of ``cls.__torch_dispatch__``.
+    """
     make: Any = torch.Tensor._make_wrapper_subclass
     made: T = make(cls, like.size(), strides=like.stride(), dtype=like.dtype, layout=like.layout, device=device)
     return made
 
 
 def take_in_foreach(cls: type[Tensor]) -> None:
-    """Have optimizers and gradient clipping take their ``foreach`` forms for tensors of class ``cls`` on the devices on
-    which they take these for plain ones."""
+    """Make optimizers and gradient clipping use ``foreach`` for tensors of class ``cls`` like for plain tensors."""
     for known in (optimizer._foreach_supported_types, _foreach_utils._foreach_supported_types):
         if cls not in known:
             known.append(cls)
 
 
 def address_of(tensor: Tensor) -> int | None:
-    """The address of the memory of ``tensor``; None if it has none in this process."""
+    """Return the address of the memory of ``tensor``, or None if it has no memory in this process."""
     if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided:
         return None
     with suppress(RuntimeError):  # of a storage without memory, as of `without_memory`
@@ -51,10 +52,10 @@ def address_of(tensor: Tensor) -> int | None:
 
 
 def exchange(one: Tensor, other: Tensor) -> None:
-    """Have ``one`` be what ``other`` is, and the other way round, for whoever refers to them; hooks stay with them.
+    """Exchange ``one`` and ``other`` for everything that refers to them. Hooks stay with the objects.
 
-    As ``torch.utils.swap_tensors``, which refuses tensors that something refers to weakly, or whose graph still lives:
-    a graph that was made before goes on to mean the tensor that it was made of.
+    ``torch.utils.swap_tensors`` refuses tensors with weak references or with a live graph. Here such a graph keeps
+    meaning the tensor from which it was made.
     """
     pair: list[Any] = [one, other]  # torch has no types here
     hooks = [(each._backward_hooks, getattr(each, "_post_accumulate_grad_hooks", None)) for each in pair]

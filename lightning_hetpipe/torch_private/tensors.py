@@ -1,7 +1,7 @@
 """Private names of torch for tensors: their memory, their changes, and nestings of them.
 
 ``pytree`` is what torch's own extensions build on, but carries an underscore in its path. ``foreach_copy_`` copies a
-stage's weights in one fused call; ``Tensor._version`` counts in-place changes.
+stage's weights in one fused call. ``Tensor._version`` counts in-place changes.
 
 Where torch does not have a name:
 
@@ -33,19 +33,19 @@ __all__ = ["pytree"]
 
 
 def foreach_copy_(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Copies each source into its target, fused where the devices allow it."""
+    """Copy each source into its target, fused if the devices allow it."""
     if targets:
         torch._foreach_copy_(list(targets), list(sources))
 
 
 def foreach_norm(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """The 2-norm of each of ``tensors``, which lie on one device: as gradient clipping computes it."""
+    """Compute the 2-norm of each of ``tensors`` on one device, as gradient clipping does."""
     norms: tuple[Tensor, ...] = torch._foreach_norm(list(tensors), 2.0)
     return norms
 
 
 def strided_parts(tensor: Tensor) -> tuple[Tensor, ...]:
-    """The tensors that hold what ``tensor`` holds: itself, unless it is sparse."""
+    """Return the tensors that hold the values of ``tensor``: the tensor itself, or the parts of a sparse tensor."""
     if tensor.layout is torch.sparse_coo:
         return tensor._indices(), tensor._values()
     if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
@@ -56,31 +56,30 @@ def strided_parts(tensor: Tensor) -> tuple[Tensor, ...]:
 
 
 def unseen_change(tensor: Tensor) -> AbstractContextManager[None]:
-    """Within it, changes of ``tensor`` in place are not counted."""
+    """Return a context in which in-place changes of ``tensor`` are not counted."""
     kept: Any = torch.autograd.grad_mode._unsafe_preserve_version_counter  # torch has no types here
     manager: AbstractContextManager[None] = kept(tensor)
     return manager
 
 
 def viewed(tensor: Tensor) -> Tensor:
-    """The tensor of which ``tensor`` is a view, for autograd; itself where it is none."""
+    """Return the tensor of which ``tensor`` is a view for autograd, or the tensor itself."""
     return tensor if tensor._base is None else tensor._base
 
 
 def version_counter(tensor: Tensor) -> int:
-    """Count the in-place changes of ``tensor`` so far; changes through ``tensor.data``, and in inference mode, are not
-    counted."""
+    """Count the in-place changes of ``tensor``, except through ``tensor.data`` and in inference mode."""
     return 0 if tensor.is_inference() else tensor._version
 
 
 def has_gradient_hooks(tensor: Tensor) -> bool:
-    """Tell whether a user has put gradient hooks on ``tensor``."""
+    """Return True if a user has put gradient hooks on ``tensor``."""
     return bool(tensor._backward_hooks) or bool(getattr(tensor, "_post_accumulate_grad_hooks", None))
 
 
 @contextmanager
 def without_gradient_hooks(tensors: Iterable[Tensor]) -> Iterator[None]:
-    """Within it, a backward through ``tensors`` runs none of a user's hooks on them, and retains no gradients there."""
+    """Context manager in which a backward through ``tensors`` runs no user's hooks on them and retains no gradients."""
     hooked = [(hooks, dict(hooks)) for tensor in tensors if (hooks := tensor._backward_hooks)]
     retained = [(tensor, tensor.grad) for tensor in tensors if tensor.retains_grad]
     for hooks, _ in hooked:
@@ -95,9 +94,9 @@ def without_gradient_hooks(tensors: Iterable[Tensor]) -> Iterator[None]:
 
 
 def give_memory(tensor: Tensor, device: str = "cpu", memory: Tensor | None = None) -> Tensor:
-    """Give ``tensor`` new memory on ``device``, or that of ``memory``: it stays the same object, whoever refers to it.
+    """Give ``tensor`` new memory on ``device``, or the memory of ``memory``. Return a tensor with its earlier memory.
 
-    Return a tensor with the memory that it had.
+    ``tensor`` stays the same object for whatever refers to it.
     """
     kind: Any = type(tensor)
     if is_lazy(tensor):
@@ -110,7 +109,7 @@ def give_memory(tensor: Tensor, device: str = "cpu", memory: Tensor | None = Non
 
 
 def without_memory(like: Tensor, device: torch.device) -> Tensor:
-    """A tensor that looks as ``like`` on ``device``, for which no memory is ever allocated; nobody may read it."""
+    """Make a tensor that looks like ``like`` on ``device``, without any memory. Its values must not be read."""
     bytes_of = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device="meta").untyped_storage().nbytes
     storage = torch._C._construct_storage_from_data_pointer(0, device, bytes_of())
     bare: Any = torch.empty(0, dtype=like.dtype, device=device)  # torch has no types here
@@ -119,7 +118,7 @@ def without_memory(like: Tensor, device: torch.device) -> Tensor:
 
 
 def behind_functorch(tensor: Tensor) -> Tensor | None:
-    """The tensor that ``torch.func`` has wrapped as ``tensor``, through all its levels; None if it has not."""
+    """Return the tensor that ``torch.func`` has wrapped as ``tensor``, through all levels, or None."""
     functorch, inner = torch._C._functorch, tensor
     while functorch.is_functorch_wrapped_tensor(inner):
         inner = functorch.get_unwrapped(inner)

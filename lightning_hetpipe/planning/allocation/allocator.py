@@ -1,7 +1,7 @@
-"""Allocations: a grouping of devices, a plan for each virtual worker, their waves, and what they make together.
+"""Allocations: a grouping of devices, a plan for each virtual worker, their waves, and the resulting throughput.
 
-One Nm holds for all virtual workers. From the largest that one of their plans would choose alone, as far as all have
-memory for it, it is raised while that hides more of the synchronisation.
+All virtual workers have one Nm. It begins with the largest Nm that one of their plans would choose alone, as far as all
+have memory for it. It is raised while that hides more of the synchronisation.
 """
 
 from __future__ import annotations
@@ -24,39 +24,39 @@ from lightning_hetpipe.rules.parameter_placement import place
 from lightning_hetpipe.rules.waves import staleness_bound, throughput, wave_lengths
 
 WAVES = 9
-"""Simulated waves, of which the first third, and those of a clock distance, are the start."""
+"""Simulated waves. The first third, and waves of a clock distance, count as the start."""
 
 JITTER = 0.01
-"""By how much simulated tasks of several virtual workers differ, as real ones do. With times that are equal to the last
-digit, equal virtual workers do the same at the same moment, wave after wave: all want the network at once, and ties
-decide. How small the differences are that end this does not matter."""
+"""Variation of simulated tasks of several virtual workers.
+
+Without any variation, equal virtual workers would do the same at the same moment: all would want the network at once,
+and ties would decide. The size of the variation does not matter.
+"""
 
 MOST_DISTANCE = 16
 """Largest number of waves that a clock distance adds to these."""
 
 NEAR = 0.99
-"""Part of the best throughput with which the smallest Nm is as good."""
+"""Fraction of the best throughput at which the smallest Nm is good enough."""
 
 MOST_UNEQUAL = 64
-"""Largest ratio of two waves: longer ones make weights staler than any learning rate bears."""
+"""Largest ratio of two waves. Longer waves make weights staler than any learning rate bears."""
 
 HIDING = 6
-"""Largest number by which Nm is raised above what pipelines need alone, to hide synchronisation."""
+"""Largest number by which Nm is raised above the pipelines' own need, to hide synchronisation."""
 
 
 @dataclass(frozen=True)
 class Allocation:
-    """A grouping with all that follows from it.
+    """A grouping with the plans, waves and simulation that follow from it.
 
     Attributes:
-        name: Such as "ed".
-        grouping: The devices of each virtual worker.
-        choices: The plan of each; at one Nm where all fit, else those that lack the least.
-        lengths: W_v of each.
-        placement: The setting that says which server holds which parameter.
-        servers: The node of each parameter server; none where there is nobody to synchronise with.
-        clock_distance: D.
-        simulation: The run that says what they make together; None where one of them does not fit.
+        name: Name such as "ed".
+        choices: Plan of each virtual worker at one Nm if all fit, else the plans that lack the least memory.
+        lengths: W_v of each virtual worker.
+        placement: Setting for which server holds which parameter.
+        servers: Node of each parameter server. Empty for one virtual worker.
+        simulation: Run of all virtual workers, or None if one does not fit.
     """
 
     name: str
@@ -74,20 +74,20 @@ class Allocation:
 
     @cached_property
     def rate(self) -> float:
-        """Minibatches per second of all together, simulated; 0 where one does not fit."""
+        """Simulated minibatches per second of all virtual workers together, or 0 if one does not fit."""
         if self.simulation is None:
             return 0.0
-        # Versions come in bunches, so that a window may begin behind one and end behind another.
+        # Versions come in bunches, so a window may begin behind a bunch and end behind another.
         most = self._most([1 / max(choice.bottleneck, INSTANT) for choice in self.choices])
         return min(most, self.simulation.rate(self.simulation.waves // 3))
 
     @property
     def alone(self) -> float:
-        """Minibatches per second of all together without synchronisation."""
+        """Minibatches per second of all virtual workers together without synchronisation."""
         return self._most([choice.rate for choice in self.choices])
 
     def _most(self, rates: Sequence[float]) -> float:
-        """Minibatches per second of virtual workers that have ``rates`` where no device is another's, too."""
+        """Limit the joint throughput of virtual workers with ``rates`` by the work on shared devices."""
         found = throughput(self.lengths, rates)
         for slot in shared_devices(self.choices):
             busy = sum(
@@ -101,7 +101,7 @@ class Allocation:
 
     @property
     def rates(self) -> list[float]:
-        """Minibatches per second of each: its part of all."""
+        """Minibatches per second of each virtual worker: its part of the joint rate."""
         return [self.rate * length / sum(self.lengths) for length in self.lengths]
 
     @property
@@ -111,7 +111,7 @@ class Allocation:
 
     @property
     def staleness(self) -> int:
-        """s_global: the most minibatches of one virtual worker that another's weights lack; of its own, alone."""
+        """s_global: the most minibatches of one virtual worker that another's weights lack. With N = 1, s_local."""
         return most_stale(self.lengths, self.in_flight, self.clock_distance)
 
     @property
@@ -125,7 +125,7 @@ class Allocation:
 
     @property
     def unfit(self) -> tuple[int, ...]:
-        """The virtual workers that have too little memory."""
+        """Indices of the virtual workers with too little memory."""
         full = overfull(self.choices)
         return tuple(
             index
@@ -135,18 +135,20 @@ class Allocation:
 
     @property
     def lacking(self) -> int:
-        """Bytes that devices lack."""
+        """Bytes that devices lack, in sum."""
         return sum(overfull(self.choices).values())
 
 
 def overfull(choices: Sequence[Estimate]) -> dict[DeviceSlot, int]:
-    """Devices that have too little memory for the stages of all virtual workers there, and the bytes that they lack."""
+    """Return the bytes that each device lacks for the stages of all virtual workers there. Omit devices with room."""
     return lacking(stage for choice in choices for stage in choice.stages)
 
 
 def most_stale(lengths: Sequence[int], in_flight: int, clock_distance: int) -> int:
-    """s_global of waves of ``lengths``: the largest :func:`~lightning_hetpipe.rules.waves.staleness_bound` of two
-    virtual workers; of one alone, s_local."""
+    """Return s_global: the largest :func:`~lightning_hetpipe.rules.waves.staleness_bound` of two virtual workers.
+
+    ``lengths`` are their waves. With N = 1 the result is s_local.
+    """
     workers = range(len(lengths))
     pairs = ((vw, of) for vw in workers for of in workers if vw != of)
     bounds = (staleness_bound(lengths, vw, of, in_flight, clock_distance) for vw, of in pairs)
@@ -154,12 +156,12 @@ def most_stale(lengths: Sequence[int], in_flight: int, clock_distance: int) -> i
 
 
 class Allocator:
-    """Makes allocations of the devices of a cluster.
+    """Maker of allocations of the devices of a cluster.
 
     Args:
-        problem: What is asked of each virtual worker's plan; all share the links of its cluster.
-        in_flight: Nm, where it is not to be chosen.
-        wave: W, where it is not to be chosen; a policy or shares may make it longer.
+        problem: Requirements of each virtual worker's plan, and the cluster whose links all share.
+        in_flight: Nm, or None to choose it.
+        wave: Smallest W, or None to choose it. A weight policy or shares may make waves longer.
         clock_distance: D.
     """
 
@@ -180,7 +182,7 @@ class Allocator:
         self._speeds: dict[Device, float] = {}
 
     def speed(self, slot: DeviceSlot) -> float:
-        """Speed of a device: minibatches per second of the whole model on it, whatever its memory."""
+        """Return the minibatches per second of the whole model on one device, whatever its memory."""
         if slot.device not in self._speeds:
             seconds = sum(each.forward + each.backward for each in self.profile.times_on(slot.device))
             self._speeds[slot.device] = 1 / max(seconds, INSTANT)
@@ -189,15 +191,15 @@ class Allocator:
     def allocate(
         self, name: str, grouping: Grouping, *, shares: bool, placement: str = "size", plans: GroupPlans | None = None
     ) -> Allocation:
-        """The allocation of ``grouping``, called ``name``.
+        """Make the allocation of ``grouping``, called ``name``.
 
         Args:
-            shares: Whether faster virtual workers get longer waves, and with them larger shares of the data.
-            placement: As :func:`~lightning_hetpipe.rules.parameter_placement.place` has it.
-            plans: Plans of the groups; by default those of :attr:`plans`.
+            shares: Whether faster virtual workers get longer waves, and so larger shares of the data.
+            placement: As for :func:`~lightning_hetpipe.rules.parameter_placement.place`.
+            plans: Plans of the groups, by default :attr:`plans`.
 
         Raises:
-            SettingError: where a virtual worker cannot be planned as asked.
+            SettingError: if a virtual worker cannot be planned as asked.
         """
         plans = self.plans if plans is None else plans
         in_flight = self._least(grouping, plans)
@@ -221,7 +223,7 @@ class Allocator:
         return next(each for each in found if each.rate >= NEAR * best)
 
     def _least(self, grouping: Grouping, plans: GroupPlans) -> int | None:
-        """The Nm to begin with; None if there is none at which all fit."""
+        """Find the Nm to begin with, or None if the plans do not all fit at any Nm."""
         if self.in_flight is not None:
             asked = [plans.plan(group, self.in_flight) for group in grouping]
             return self.in_flight if all(choice.fits for choice in asked) and not overfull(asked) else None
@@ -240,7 +242,7 @@ class Allocator:
         return None
 
     def waves(self, rates: Sequence[float], in_flight: int, shares: bool) -> tuple[int, ...]:
-        """W_v of virtual workers with ``rates``: whole optimizer steps, which runs with shares ask for."""
+        """Return W_v for virtual workers with ``rates``. With ``shares``, waves are whole optimizer steps."""
         unit = self.problem.every if self.problem.weights.by_window or shares else 1
         least = -(-max(in_flight, self._wave or 0) // unit)
         bounded = [min(rate, MOST_UNEQUAL * min(rates)) for rate in rates]
@@ -269,7 +271,7 @@ class Allocator:
 
 
 def server_nodes(workers: Sequence[Estimate]) -> list[int]:
-    """Nodes with a server: those of last stages in the order of virtual workers, as in a run; then others."""
+    """List the nodes with a server: nodes of last stages in the order of virtual workers, then other used nodes."""
     used = {stage.slot.node for worker in workers for stage in worker.stages}
     return [*dict.fromkeys([*(worker.stages[-1].slot.node for worker in workers), *sorted(used)])]
 
@@ -282,12 +284,12 @@ def worker_pipelines(
     servers: Sequence[int],
     placement: str,
 ) -> list[WorkerPipeline]:
-    """Virtual workers with waves of ``lengths`` minibatches, whose weights lie on ``servers`` by ``placement``.
+    """Make virtual workers with waves of ``lengths`` minibatches, whose weights lie on ``servers`` by ``placement``.
 
-    Without servers there is nobody to synchronise with.
+    Without servers they do not synchronise.
 
     Raises:
-        SettingError: for another placement than there is.
+        SettingError: if ``placement`` is unknown.
     """
     weights = _placed(profile, workers, servers, placement) if servers else [[] for _ in workers]
     parts, shared = zip(workers, lengths, weights, strict=True), shared_devices(workers)
@@ -295,7 +297,7 @@ def worker_pipelines(
 
 
 def shared_devices(workers: Sequence[Estimate]) -> set[DeviceSlot]:
-    """Devices with stages of several virtual workers."""
+    """Return the devices with stages of several virtual workers."""
     used = Counter(slot for worker in workers for slot in {stage.slot for stage in worker.stages})
     return {slot for slot, count in used.items() if count > 1}
 
@@ -303,7 +305,6 @@ def shared_devices(workers: Sequence[Estimate]) -> set[DeviceSlot]:
 def _placed(
     profile: Profile, workers: Sequence[Estimate], servers: Sequence[int], placement: str
 ) -> list[list[PlacedWeights]]:
-    """The weights of each virtual worker, by node and server."""
     homes = [_nodes(worker) for worker in workers]
     sizes = [*(layer.parameters for layer in profile.layers), profile.user.trained]
     beside = [servers.index(node) for node in homes[0]]
@@ -319,7 +320,7 @@ def _placed(
 
 
 def _nodes(worker: Estimate) -> list[int]:
-    """The node of each layer, and of modules beside the layers."""
+    """The node of each layer, and last the node of modules beside the layers."""
     found = [stage.slot.node for stage in worker.stages for _ in range(stage.first, stage.last + 1)]
     return [*found, found[-1]]
 
@@ -333,7 +334,7 @@ def _pipeline(
     shared: Collection[DeviceSlot],
 ) -> WorkerPipeline:
     slots, splits = [stage.slot for stage in worker.stages], [stage.first for stage in worker.stages]
-    # The simulation says how long bytes take over the network; of the latency it knows nothing.
+    # The simulation itself computes how long bytes take over the network, but adds no latency.
     latency = Cluster(cluster.nodes, Link(math.inf, cluster.between.latency))
     times = stage_times_on(profile, latency, slots, splits, worker.recompute)
     parts, visits = visits_on(profile, slots, splits, times, worker.recompute)

@@ -1,4 +1,4 @@
-"""Plans of groups of devices, each found once for all groups of the same kinds of devices."""
+"""Plans of groups of devices. One plan serves all groups of the same kinds of devices."""
 
 from __future__ import annotations
 
@@ -13,15 +13,11 @@ from lightning_hetpipe.planning.search.choice import best_plan
 from lightning_hetpipe.planning.search.problem import PlanningProblem
 
 Kinds: TypeAlias = tuple[tuple[Link, tuple[Device, ...]], ...]
-"""The devices of a group by node, with the link between them there; in an order that equal groups share."""
+"""For each node of a group, the link between its devices and the devices, in an order that equal groups share."""
 
 
 class GroupPlans:
-    """The plans.
-
-    Args:
-        problem: What is asked of each plan, whatever its devices.
-    """
+    """Cache of plans for groups, all with the requirements of ``problem``."""
 
     def __init__(self, problem: PlanningProblem) -> None:
         self._problem = problem
@@ -32,11 +28,11 @@ class GroupPlans:
         return len(self._known)
 
     def kinds(self, group: Sequence[DeviceSlot]) -> Kinds:
-        """Kinds of the devices of ``group``: groups of equal kinds have equal plans."""
+        """Return the kinds of the devices of ``group``. Groups of equal kinds have equal plans."""
         return self._sorted(group)[0]
 
     def rate(self, group: Sequence[DeviceSlot]) -> float:
-        """Minibatches per second of ``group``, as a brief search finds it; 0 where nothing fits."""
+        """Return the minibatches per second of ``group`` by a brief search, or 0 if no plan fits."""
         kinds, slots = self._sorted(group)
         if kinds not in self._rates:
             found = best_plan(replace(self._problem, slots=slots, brief=True))
@@ -44,11 +40,8 @@ class GroupPlans:
         return self._rates[kinds]
 
     def plan(self, group: Sequence[DeviceSlot], in_flight: int | None = None, *, fewer: bool = False) -> Estimate:
-        """The plan of ``group``, at Nm = ``in_flight`` where that is given, or at ``fewer`` where none fits there.
-
-        Raises:
-            SettingError: as :func:`~lightning_hetpipe.planning.search.choice.best_plan` does.
-        """
+        """Return the plan of ``group``. Arguments and errors are as for
+        :func:`~lightning_hetpipe.planning.search.choice.best_plan`."""
         kinds, slots = self._sorted(group)
         if (key := (kinds, in_flight, fewer)) not in self._known:
             choice = self._found(slots, in_flight, fewer)

@@ -1,18 +1,18 @@
 """Search for the grouping of a cluster's devices into virtual workers: ``allocation="auto"``.
 
-The search is over *divisions*: blocks of nodes, each made into a number of virtual workers that take the block's
-devices in turn, the fastest of each node first. NP, HD and ED are divisions where the devices of a node are equal: a
-block per node made into one, pairs made into two, and all nodes made into as many as a node has devices. A block made
-into none leaves its devices idle.
+The search is over *divisions*: blocks of nodes, each made into a number of virtual workers. These take the block's
+devices in turn, the fastest of each node first. If the devices of a node are equal, NP, HD and ED are divisions. NP has
+a block per node, made into one virtual worker. HD has pairs of nodes, made into two. ED has all nodes, made into as
+many as a node has devices. A block made into no virtual worker leaves its devices idle.
 
-A division is as fast as its virtual workers are without synchronisation: the sum of their rates where waves are in
-proportion, else the slowest one's times their number. Each group of devices is planned once for all that are alike, and
-not at all where even with all of its devices busy all the time it would not help. From some divisions the search climbs
-by single changes: a block is made into another number of virtual workers, two blocks become one, a block falls apart
-into its nodes. What is best is simulated then, with NP, ED and HD, synchronisation and shared links included; and
-placed layers, where they may be faster.
+The speed of a division is its throughput without synchronisation. If waves are proportional, it is the sum of the
+virtual workers' rates, else the slowest rate times their number. Equal groups of devices are planned once. A group is
+not planned if even with all its devices always busy it would not help. From several divisions the search climbs by
+single changes: another number of virtual workers in a block, two blocks joined, a block split into its nodes. The best
+divisions are simulated with synchronisation and shared links, beside NP, ED and HD, and placed layers if they may be
+faster.
 
-It finds what is best near where it starts, and no more.
+The result is a local optimum near these starts.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ from lightning_hetpipe.planning.allocation.placed import placed
 from lightning_hetpipe.planning.model.cluster import DeviceSlot
 
 ENOUGH = 0.97
-"""Part of the best throughput with which fewer virtual workers are as good: their sum acts like N times the rate."""
+"""Fraction of the best throughput at which fewer virtual workers win: N of them act like N times the learning rate."""
 
 PROMISING = 0.9
-"""Part of the fastest division's throughput, without synchronisation, that is worth a simulation."""
+"""Fraction of the fastest division's throughput, without synchronisation, that is worth a simulation."""
 
 UPHILL = 1.002
-"""Smallest gain of throughput, as a factor, that is worth a change."""
+"""Smallest factor of throughput that is worth a change."""
 
 PLANS = 30
 """Largest number of groups that are planned in the search."""
 
 LONGEST = 16
-"""Largest number of devices of a virtual worker, beside those of NP, ED and HD: what longer pipelines gain is little,
-and their plans take long."""
+"""Largest number of devices of a virtual worker, except in NP, ED and HD. Longer pipelines gain little, and their plans
+take long to find."""
 
 FINALISTS = 8
 """Largest number of divisions that are simulated."""
@@ -52,7 +52,7 @@ FINALISTS = 8
 
 @dataclass(frozen=True, order=True)
 class NodeBlock:
-    """Nodes whose devices make ``parts`` virtual workers; none if that is 0."""
+    """Nodes whose devices make ``parts`` virtual workers, or none if ``parts`` is 0."""
 
     nodes: tuple[int, ...]
     parts: int
@@ -61,7 +61,7 @@ class NodeBlock:
 Blocks: TypeAlias = tuple[NodeBlock, ...]
 
 Alike: TypeAlias = tuple[int, tuple[int, ...]]
-"""Parts of a block, and the kinds of its nodes."""
+"""Number of parts of a block, and the kinds of its nodes."""
 
 
 def best_allocation(
@@ -71,20 +71,19 @@ def best_allocation(
     placements: Sequence[str] = ("size",),
     told: Callable[[str], None] = lambda line: None,
 ) -> Allocation:
-    """The fastest allocation that is found; of those within 3% of it, one with the fewest virtual workers, and of these
-    the one with the least s_global.
+    """Search for the fastest allocation.
 
-    None of NP, ED and HD, where they are possible, is faster by more than these 3%, nor as fast with fewer virtual
-    workers. Where nothing fits, it is the one that lacks the least memory.
+    Of allocations within 3% of it, take those with the fewest virtual workers, and of these the one with the least
+    s_global. So NP, ED and HD are never faster by more than 3%, and never as fast with fewer virtual workers. If
+    nothing fits, return the allocation that lacks the least memory.
 
     Args:
-        allocator: Makes allocations of the cluster's devices.
         shares: Whether faster virtual workers get longer waves.
         placements: Settings among which the placement of parameters is chosen.
-        told: Is called with a line on what the search is about to do.
+        told: Called with a line about the next step of the search.
 
     Raises:
-        SettingError: where not even all devices together can be planned as asked.
+        SettingError: if not even all devices together can be planned as asked.
     """
     search = _GroupingSearch(allocator, shares)
     candidates = [*search.named()]
@@ -115,32 +114,29 @@ def best_allocation(
 
 
 def _count(division: Blocks) -> int:
-    """Number of virtual workers."""
     return sum(block.parts for block in division)
 
 
 class _GroupingSearch:
-    """Search over divisions of an allocator's cluster."""
-
     def __init__(self, allocator: Allocator, shares: bool) -> None:
         self._allocator = allocator
         self._shares = shares
         self._numbers: dict[Kinds, int] = {}
-        """Numbers of kinds of groups, which are faster to look up by."""
+        """Number of each kind of group, for faster lookup."""
         self._rates: dict[int, float] = {}
         self._values: dict[Blocks, float] = {}
         self._made: dict[Alike, list[tuple[Group, int]]] = {}
         cluster = allocator.cluster
         known: dict[object, int] = {}
         self._kind = [known.setdefault((node.own_link, node.devices), len(known)) for node in cluster.nodes]
-        """Number of each node's kind, the same for equal nodes."""
+        """Number of each node's kind. Equal nodes have equal numbers."""
         self._devices: list[list[DeviceSlot]] = [[] for _ in cluster.nodes]
         for slot in sorted(cluster.slots, key=lambda slot: -allocator.speed(slot)):
             self._devices[slot.node].append(slot)
         self._longest = min(LONGEST, len(allocator.profile.layers))
 
     def named(self) -> Iterator[Grouping]:
-        """NP, ED and HD, as far as they are possible, and all devices together where they are few."""
+        """Yield NP, ED and HD if possible, and all devices together if they are few."""
         for group in GROUPINGS.values():
             try:
                 yield group(self._allocator.cluster, self._allocator.speed)
@@ -150,7 +146,7 @@ class _GroupingSearch:
             yield (self._allocator.cluster.slots,)
 
     def found(self) -> list[Grouping]:
-        """The best groupings of each number of virtual workers, the fastest first; only promising ones."""
+        """Return the best promising grouping for each number of virtual workers, the fastest first."""
         starts = sorted(dict.fromkeys(self._starts()), key=self._optimistic, reverse=True)
         for start in starts:
             self._climb(start)
@@ -167,12 +163,12 @@ class _GroupingSearch:
         return [self._grouping(division) for division in chosen]
 
     def rate(self, grouping: Grouping) -> float:
-        """Minibatches per second without synchronisation."""
+        """Return the minibatches per second of ``grouping`` without synchronisation."""
         plans = [self._allocator.plans.plan(group) for group in grouping]
         return self._sum([plan.rate if plan.fits else 0.0 for plan in plans])
 
     def _starts(self) -> Iterator[Blocks]:
-        """Divisions of single nodes, pairs, pairs of pairs and so on, each with every number of parts."""
+        """Yield divisions of single nodes, pairs, pairs of pairs and so on, each with every number of parts."""
         strength = [sum(map(self._allocator.speed, own)) for own in self._devices]
         blocks: list[tuple[int, ...]] = [
             (node,) for node in sorted(range(len(strength)), key=lambda node: -strength[node])
@@ -198,12 +194,12 @@ class _GroupingSearch:
         return [group for group in taken if group]
 
     def _grouping(self, division: Blocks) -> Grouping:
-        """The groups that hold the model; others are left out."""
+        """Return the groups of a division that hold the model."""
         groups = [group for block in division for group in self._groups(block)]
         return tuple(group for group in groups if self._rate(group, self._number(group)))
 
     def _climb(self, at: Blocks) -> None:
-        """Go uphill to where no single change is faster. Without this, the paper's cluster makes 10% less of VGG-19
+        """Climb until no single change is faster. Else the paper's cluster is 10% slower with VGG-19
         (``benchmarks/paper_cluster.py``)."""
         value = self._value(at)
         while True:
@@ -218,7 +214,7 @@ class _GroupingSearch:
                 return
 
     def _changes(self, division: Blocks) -> list[Blocks]:
-        """Divisions that differ by one change, one of those that are alike."""
+        """Divisions that differ by one change. Of equivalent changes, only one is returned."""
         found: dict[tuple[object, ...], Blocks] = {}
 
         def add(gone: Sequence[NodeBlock], new: Sequence[NodeBlock]) -> None:
@@ -254,7 +250,7 @@ class _GroupingSearch:
         return self._values[division]
 
     def _optimistic(self, division: Blocks) -> float:
-        """The same, where groups that are not planned yet are as fast as their devices together."""
+        """Upper bound of :meth:`_value`, in which unplanned groups are as fast as their devices together."""
         return self._together(division, self._hope)
 
     def _together(self, division: Blocks, rate: Callable[[Group, int], float]) -> float:
@@ -273,13 +269,13 @@ class _GroupingSearch:
         return self._numbers.setdefault(self._allocator.plans.kinds(group), len(self._numbers))
 
     def _hope(self, group: Group, number: int) -> float:
-        """Minibatches per second of one virtual worker, or more where it is not planned yet."""
+        """Minibatches per second of one virtual worker, or an upper bound if it is not planned yet."""
         if number in self._rates:
             return self._rates[number]
         return 0.0 if len(group) > self._longest else sum(map(self._allocator.speed, group))
 
     def _rate(self, group: Group, number: int) -> float:
-        """Minibatches per second of one virtual worker; 0 where it does not hold the model, or is too long to look."""
+        """Minibatches per second of one virtual worker. 0 if it does not hold the model or takes too long to plan."""
         if number not in self._rates:
             if len(group) > self._longest or len(self._rates) >= PLANS:
                 return 0.0

@@ -24,11 +24,11 @@ Group: TypeAlias = tuple[DeviceSlot, ...]
 """Devices of one virtual worker, node by node."""
 
 Grouping: TypeAlias = tuple[Group, ...]
-"""Devices of each virtual worker. None is in two of them, but for the one of all last stages in ``placed``."""
+"""Devices of each virtual worker. They are disjoint, except for the device of all last stages in ``placed``."""
 
 
 def node_partition(cluster: Cluster, speed: Callable[[DeviceSlot], float]) -> Grouping:
-    """NP: one virtual worker per node."""
+    """NP: make one virtual worker per node."""
     return tuple(map(tuple, _by_node(cluster)))
 
 
@@ -36,7 +36,7 @@ def equal_distribution(cluster: Cluster, speed: Callable[[DeviceSlot], float]) -
     """ED: virtual worker i takes the i-th device of every node.
 
     Raises:
-        SettingError: where nodes have unequal numbers of devices.
+        SettingError: if nodes have unequal numbers of devices.
     """
     nodes = _by_node(cluster)
     for node, own in zip(cluster.nodes, nodes, strict=True):
@@ -50,15 +50,12 @@ def equal_distribution(cluster: Cluster, speed: Callable[[DeviceSlot], float]) -
 
 
 def hybrid_distribution(cluster: Cluster, speed: Callable[[DeviceSlot], float]) -> Grouping:
-    """HD: nodes are paired, the strongest with the weakest; each pair makes two virtual workers with half of both.
+    """HD: pair the strongest node with the weakest. Each pair makes two virtual workers with half of both nodes.
 
-    Args:
-        cluster: An even number of nodes with an even number of devices each.
-        speed: Relative speed of a device; a node is as strong as its devices together. Of equal nodes the first one is
-            the stronger.
+    The strength of a node is the sum of its devices' ``speed``. Of equal nodes the first one is stronger.
 
     Raises:
-        SettingError: where one of these numbers is odd.
+        SettingError: if the number of nodes, or of devices of a node, is odd.
     """
     nodes = _by_node(cluster)
     if len(nodes) % 2:
@@ -81,13 +78,13 @@ GROUPINGS: dict[str, Callable[[Cluster, Callable[[DeviceSlot], float]], Grouping
     "ed": equal_distribution,
     "hd": hybrid_distribution,
 }
-"""Groupings by the value of the setting ``allocation`` that asks for them."""
+"""Grouping functions by the value of the setting ``allocation``."""
 
 PLACED = "placed"
-"""Value that asks for a placement of layers instead (``placed.py``)."""
+"""Value of ``allocation`` for a placement of layers instead of a grouping (``placed.py``)."""
 
 ALLOCATIONS = (*GROUPINGS, PLACED, "auto")
-"""All values of the setting."""
+"""All values of the setting ``allocation``."""
 
 
 def told(group: Sequence[DeviceSlot], cluster: Cluster) -> str:
@@ -100,7 +97,6 @@ def told(group: Sequence[DeviceSlot], cluster: Cluster) -> str:
 
 
 def _by_node(cluster: Cluster) -> list[list[DeviceSlot]]:
-    """The devices of each node."""
     found: list[list[DeviceSlot]] = [[] for _ in cluster.nodes]
     for slot in cluster.slots:
         found[slot.node].append(slot)

@@ -1,18 +1,17 @@
 """Placement of layers (arXiv 1901.05803): ``allocation="placed"``.
 
 Layers with many parameters and little work, such as a classifier's, lie where their server is, for every virtual
-worker: activations cross the network in place of parameters. There is one virtual worker for each node; their last
-stages, which begin with the same layer, are all on one device, the *head*, and with ``placement="local"`` their weights
-are on the server of its node. Of three nodes with two devices each, where the head H is on the last one:
+worker. So activations cross the network in place of parameters. Each node makes one virtual worker. All last stages
+begin with the same layer and lie on one device, the *head*. With ``placement="local"`` their weights are on the server
+of the head's node. An example of three nodes with two devices each, the head H on the last node:
 
     ABH, CDH, EH
 
-Where the head is its node's only device, it either does nothing else, or is a virtual worker with all layers, too.
+If the head is the only device of its node, it either does nothing else, or is one more virtual worker with all layers.
 
-The search decides which device is the head, whether it does something else, and where its layers begin. A rough
-estimate, of the seconds of devices and the bytes of the busiest links, says which choices are simulated first. The
-search ends when none that is left may be faster. Of those that are as fast within 1%, the one with the fewest bytes on
-the network is taken.
+The search chooses the head, whether it does something else, and its first layer. A rough estimate from the seconds of
+devices and the bytes of the busiest links decides which choices are simulated first. The search ends when no other
+choice may be faster. Of choices within 1% of the fastest, it takes the one with the fewest bytes on the network.
 """
 
 from __future__ import annotations
@@ -34,24 +33,18 @@ SIMULATED = 24
 """Largest number of choices that are simulated."""
 
 PLANS = 60
-"""Number of plans of several devices before the head, each at one Nm, after which no other choice is looked at."""
+"""Number of plans of several devices before the head, each at one Nm, after which the search ends."""
 
 ROUGH = 1.25
-"""Ratio of a simulated rate to the rough estimate, at the most: waves may be longer than is supposed, shares other."""
+"""Largest ratio of a simulated rate to the rough estimate, which supposes shorter waves and other shares."""
 
 UNFIT = 5
-"""Factor of these two while no choice fits."""
+"""Factor of these two limits while no choice fits."""
 
 
 @dataclass(frozen=True)
 class Head:
-    """A device with the last stages of all virtual workers.
-
-    Attributes:
-        slot: The device.
-        grouping: The devices of each virtual worker, of which it is the last.
-        first: The first layer on it.
-    """
+    """Device ``slot`` with the last stages of all virtual workers, from layer ``first`` on. It ends each group."""
 
     slot: DeviceSlot
     grouping: Grouping
@@ -59,8 +52,7 @@ class Head:
 
 
 class PlacedPlans(GroupPlans):
-    """Plans of groups whose last device has the layers from ``first`` on: the others are divided among the other
-    devices as without them."""
+    """Plans of groups whose last device has the layers from ``first`` on. Other devices divide the layers before."""
 
     def __init__(self, allocator: Allocator, first: int) -> None:
         stages = allocator.problem.stages
@@ -97,20 +89,14 @@ class PlacedPlans(GroupPlans):
 
 
 def placed(allocator: Allocator, *, shares: bool, placement: str = "local", floor: float = 0.0) -> Allocation | None:
-    """The fastest allocation of this kind that is found, of those within 1% of it the one with the fewest bytes on the
-    network; where none fits, the one that lacks the least memory.
+    """Return the fastest placed allocation, or None if all are slower than ``floor`` in minibatches per second.
 
-    Args:
-        allocator: Makes allocations of the cluster's devices.
-        shares: Whether faster virtual workers get longer waves.
-        placement: As :meth:`~lightning_hetpipe.planning.allocation.allocator.Allocator.allocate` has it.
-        floor: Minibatches per second; choices that are surely slower are not looked at.
-
-    Returns:
-        None where all are slower than ``floor``.
+    Of allocations within 1% of the fastest, take the one with the fewest bytes on the network. If none fits, take the
+    one that lacks the least memory. Other arguments are as for
+    :meth:`~lightning_hetpipe.planning.allocation.allocator.Allocator.allocate`.
 
     Raises:
-        SettingError: where no two virtual workers would share a device.
+        SettingError: if no two virtual workers would share a device.
     """
     rough = {head: _rough(allocator, head, shares, placement) for head in heads(allocator)}
     if not rough:
@@ -139,12 +125,12 @@ def placed(allocator: Allocator, *, shares: bool, placement: str = "local", floo
 def allocate(
     allocator: Allocator, head: Head, plans: PlacedPlans, *, shares: bool, placement: str = "local"
 ) -> Allocation:
-    """The allocation with this ``head``, and ``plans`` whose last stages begin where it does."""
+    """Make the allocation with this ``head``, from ``plans`` whose last stages begin at its first layer."""
     return allocator.allocate(PLACED, head.grouping, shares=shares, placement=placement, plans=plans)
 
 
 def heads(allocator: Allocator) -> Iterator[Head]:
-    """All heads, of those that are alike the first."""
+    """Yield all heads. Of equivalent heads yield the first."""
     cluster, stages = allocator.cluster, allocator.problem.stages
     seen = set()
     for slot in cluster.slots:
@@ -159,7 +145,7 @@ def heads(allocator: Allocator) -> Iterator[Head]:
 
 
 def _groupings(cluster: Cluster, head: DeviceSlot) -> Iterator[Grouping]:
-    """The groupings with this ``head``, the group of its own node last."""
+    """Yield the groupings with this ``head``, the group of its own node last."""
     nodes: dict[int, list[DeviceSlot]] = {}
     for slot in cluster.slots:
         if slot != head:
@@ -173,14 +159,14 @@ def _groupings(cluster: Cluster, head: DeviceSlot) -> Iterator[Grouping]:
 
 
 class _Rough(NamedTuple):
-    """Minibatches per second, and the bytes on the network for each."""
+    """Minibatches per second, and the bytes on the network for each minibatch."""
 
     rate: float
     nbytes: float
 
 
 def _rough(allocator: Allocator, head: Head, shares: bool, placement: str) -> _Rough:
-    """Estimate the minibatches per second with ``head``, up to as many in flight as are of use, and its bytes."""
+    """Estimate the rate with ``head`` at the largest useful Nm, and the bytes."""
     profile, first, workers = allocator.profile, head.first, len(head.grouping)
     rates, busy = [], []
     for *own, last in head.grouping:
@@ -206,7 +192,7 @@ def _seconds(profile: Profile, slot: DeviceSlot, first: int, after: int | None =
 
 
 def _before(profile: Profile, first: int) -> Profile:
-    """The layers before ``first``, without user code."""
+    """Cut the layers before ``first`` from a profile, without user code."""
     return replace(
         profile,
         layers=profile.layers[:first],

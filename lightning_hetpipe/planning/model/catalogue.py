@@ -1,7 +1,6 @@
-"""Common GPUs, by their data sheets: for plans of hardware that is not at hand.
+"""Catalogue of common GPUs by their data sheets, for plans of hardware that is not at hand.
 
-The table is ``gpus.json``, each entry with its source. What is derived from it is an *estimate*, and called so wherever
-it is shown.
+The table with its sources is ``gpus.json``. All numbers that follow from it are *estimates*, and are shown as such.
 """
 
 from __future__ import annotations
@@ -22,19 +21,19 @@ INTENSITY = 16.0
 """FLOP for each byte of device memory traffic in the workload that :func:`speed_by` supposes."""
 
 PRECISIONS = ("32", "32-highest", "16")
-"""32 bits with TF32 where there is, 32 bits without, 16 bits."""
+"""Names of precisions: 32 bits with TF32 if the GPU has it, 32 bits without TF32, 16 bits."""
 
 _VENDORS = {"nvidia", "geforce", "tesla", "amd", "radeon", "instinct"}
 
 CONTEXT = 512 << 20
-"""Bytes of a GPU that the driver, a process's CUDA context and its libraries take. An estimate."""
+"""Bytes of a GPU that the driver, the CUDA context and the libraries of a process take. An estimate."""
 
 FRAGMENTED = 0.05
-"""Part of a device's memory that its allocator cannot give away, as it lies in small pieces. An estimate."""
+"""Fraction of a device's memory that its allocator cannot give away because it lies in small pieces. An estimate."""
 
 
 def fragmented(memory: int) -> int:
-    """Bytes of ``memory`` that tensors can take."""
+    """Return the bytes of ``memory`` that tensors can take despite fragmentation."""
     return int((1 - FRAGMENTED) * memory)
 
 
@@ -43,14 +42,12 @@ class Gpu:
     """Data sheet of a GPU.
 
     Attributes:
-        name: Ours, such as "RTX-3090".
-        memory: Bytes; nominal, of which :attr:`usable` are left to tensors.
+        memory: Nominal bytes. Tensors can take :attr:`usable` bytes of them.
         fp32: Peak FLOP/s in 32 bits, without tensor cores.
-        tf32: Peak FLOP/s of tensor cores on 32-bit numbers (TF32), dense; None where it has none.
-        half: Peak FLOP/s in 16 bits (bfloat16 where it has it, else float16), dense; None where that is no faster.
+        tf32: Peak dense FLOP/s of tensor cores in TF32, or None without such cores.
+        half: Peak dense FLOP/s in 16 bits (bfloat16 if the GPU has it, else float16). None if no faster.
         bandwidth: Memory bandwidth in bytes/s.
-        source: The data sheet.
-        aliases: Other names; what ``torch.cuda.get_device_name`` says is understood too.
+        aliases: Other names. Names from ``torch.cuda.get_device_name`` are understood without an alias.
     """
 
     name: str
@@ -64,17 +61,14 @@ class Gpu:
 
     @property
     def usable(self) -> int:
-        """Bytes that tensors can take: without a process's context, and with room for fragmentation."""
+        """Bytes that tensors can take, without a process's context and what fragmentation loses."""
         return fragmented(self.memory - CONTEXT)
 
     def speed(self, precision: str = "32") -> float:
-        """FLOP/s, estimated, on work of :data:`INTENSITY` that computes and moves bytes in turns.
-
-        Args:
-            precision: One of :data:`PRECISIONS`.
+        """Estimate FLOP/s in ``precision`` on work that computes and moves bytes in turns, by :func:`speed_by`.
 
         Raises:
-            SettingError: for another precision.
+            SettingError: if ``precision`` is not one of :data:`PRECISIONS`.
         """
         check("precision", precision, Annotated[str, Choices(PRECISIONS)])
         peaks = dict(zip(PRECISIONS, (self.tf32, None, self.half), strict=True))
@@ -82,20 +76,21 @@ class Gpu:
 
 
 def speed_by(peak: float, bandwidth: float) -> float:
-    """FLOP/s on work of :data:`INTENSITY` that computes at ``peak`` FLOP/s and moves ``bandwidth`` bytes/s in turns.
+    """Estimate FLOP/s on work of :data:`INTENSITY` that in turns computes ``peak`` FLOP/s and moves ``bandwidth``
+    bytes/s.
 
-    The rule is a roofline's two times, added. Against the layer times of OPT-350M that the Sailor project has measured
-    on seven GPUs, the ratio of two speeds is off by a factor of 1.08 on average, and of 1.19 at worst, over all pairs.
-    The intensity was chosen on these.
+    The rule adds the two times of a roofline. It was compared with the layer times of OPT-350M that the Sailor project
+    measured on seven GPUs. Over all pairs of GPUs, the ratio of two speeds is off by a factor of 1.08 on average, and
+    of 1.19 at worst. The intensity was chosen on these measurements.
     """
     return 1 / (1 / peak + 1 / (INTENSITY * bandwidth))
 
 
 def find(name: str) -> Gpu:
-    """The GPU of that name, or of one that is written differently: "TITAN RTX", "NVIDIA GeForce RTX 3090".
+    """Return the GPU named ``name``. Other spellings are understood: "TITAN RTX", "NVIDIA GeForce RTX 3090".
 
     Raises:
-        SettingError: if the catalogue has none, with the nearest name.
+        SettingError: if the catalogue has no such GPU. The error suggests the nearest name.
     """
     found = known(name)
     if found is None:
@@ -108,8 +103,8 @@ def find(name: str) -> Gpu:
 def nearest_gpu(name: str, names: Iterable[str]) -> str:
     """Return the end of an error that suggests the closest of ``names``, or an empty string.
 
-    A name with the same number is closer than any other: "1080ti" means a GTX 1080 Ti, not an H100. Of two names of one
-    GPU the later one is suggested.
+    A name with the same number is closer than any other name: "1080ti" means a GTX 1080 Ti, not an H100. If two names
+    mean one GPU, the later name is suggested.
     """
     keys = {_key(each): each for each in names}
     numbers = set(re.findall(r"\d{2,}", name))
@@ -121,19 +116,19 @@ def nearest_gpu(name: str, names: Iterable[str]) -> str:
 
 
 def known(name: str) -> Gpu | None:
-    """Find a GPU as :func:`find` does; None where there is none."""
+    """Return the GPU that :func:`find` finds, or None if the catalogue has no such GPU."""
     return _by_key().get(_key(name))
 
 
 def canonical(name: str) -> str:
-    """The catalogue's name for ``name``, so that two ways to write one compare equal; itself where it is not known."""
+    """Return the catalogue's spelling of ``name``, so that spellings compare equal. An unknown name stays unchanged."""
     gpu = known(name)
     return name if gpu is None else gpu.name
 
 
 @cache
 def gpus() -> Mapping[str, Gpu]:
-    """All GPUs of the catalogue, by name."""
+    """Return all GPUs of the catalogue, by name."""
     table = json.loads(files("lightning_hetpipe.planning.model").joinpath("gpus.json").read_text(encoding="utf-8"))
     return {
         row["name"]: Gpu(

@@ -1,4 +1,4 @@
-"""Cluster: devices, the nodes that hold them, and the links between them; discovered, declared, or both."""
+"""Cluster: devices, the nodes that hold them, and the links between them, discovered, declared, or both."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lightning_hetpipe.planning.model.units import bandwidth_of, bytes_of, in_ba
 from lightning_hetpipe.settings import Bounds, Length, Reads, is_positive, take
 
 LEAST_MEMORY = 1 << 20
-"""Smallest memory of a device in bytes: a smaller number lacks its unit."""
+"""Smallest memory of a device in bytes. A smaller number is taken for a number without its unit."""
 
 MOST_DEVICES = 10_000
 """Largest number of devices that one text, such as "8xT4", may stand for."""
@@ -49,9 +49,9 @@ class Device:
     """One device.
 
     Args:
-        name: What it is, such as "RTX-3090": devices of one name are of one type. A profile has times by it.
-        memory: Bytes, or text such as "24 GiB"; if None, as the profile or the catalogue of GPUs says.
-        speed: Relative to the device of the profile's times; 2 is twice as fast.
+        name: Type of the device, such as "RTX-3090". A profile has layer times by this name.
+        memory: Bytes, or text such as "24 GiB". If None, the profile or the catalogue of GPUs supplies it.
+        speed: Speed relative to the device of the profile's times: 2 is twice as fast.
 
     Raises:
         SettingError: if memory or speed is not positive.
@@ -89,28 +89,28 @@ class Link:
         take(self, locals())
 
     def __str__(self) -> str:
-        """Text such as "12 GB/s"; with a latency, "12 GB/s with 0.01 ms latency"."""
+        """Text such as "12 GB/s", or with a latency "12 GB/s with 0.01 ms latency"."""
         speed = in_bandwidth(self.bandwidth)
         return f"{speed} with {in_seconds(self.latency)} latency" if self.latency else speed
 
     def seconds(self, nbytes: int) -> float:
-        """Seconds that ``nbytes`` take; zero bytes take none."""
+        """Return the seconds that a transfer of ``nbytes`` takes. A transfer of zero bytes takes no time."""
         return self.latency + nbytes / self.bandwidth if nbytes else 0.0
 
 
 NO_LINK = Link(math.inf)
-"""Link within shared memory: nothing has to travel."""
+"""Link within shared memory, over which nothing has to travel."""
 
 PCIE = Link("12 GB/s", "10 us")
-"""Link that is assumed between devices of one machine unless it is declared: PCIe 3.0 x16 in practice."""
+"""Link that is assumed between devices of one machine if none is declared: PCIe 3.0 x16 in practice."""
 
 ETHERNET = Link("10 Gbit/s", "50 us")
-"""Link that is assumed between machines unless it is declared."""
+"""Link that is assumed between machines if none is declared."""
 
 
 @dataclass(frozen=True)
 class DeviceSlot:
-    """A device of a cluster: ``device`` is number ``number`` of node ``node``."""
+    """Place in a cluster: ``device`` is number ``number`` of node ``node``."""
 
     node: int
     number: int
@@ -149,14 +149,14 @@ class Node:
     """A machine.
 
     Args:
-        name: Unique in its cluster.
-        devices: In order; a name alone stands for a ``Device`` of that name, "2xRTX-3090" for two, a mapping for one
-            with these arguments.
-        link: Between any two of them; text is a bandwidth, such as "12 GB/s", a mapping its arguments. If None,
-            :data:`PCIE` is assumed; between CPUs, that nothing has to travel.
+        name: Name, unique in the cluster.
+        devices: Devices in order. A name alone stands for a ``Device`` of that name, "2xRTX-3090" for two, and a
+            mapping for a device with these arguments.
+        link: Link between any two of the devices. Text is a bandwidth, such as "12 GB/s", and a mapping gives the
+            arguments of ``Link``. If None, :data:`PCIE` is assumed, or :data:`NO_LINK` between CPUs.
 
     Raises:
-        SettingError: for a node without devices.
+        SettingError: if there are no devices.
     """
 
     name: str
@@ -170,7 +170,7 @@ class Node:
 
     @property
     def own_link(self) -> Link:
-        """Link between any two of its devices, as declared or supposed."""
+        """Link between any two devices of this node, declared or assumed."""
         if self.link is not None:
             return self.link
         return NO_LINK if all(device.name == "cpu" for device in self.devices) else PCIE
@@ -178,15 +178,15 @@ class Node:
 
 @dataclass(frozen=True, init=False)
 class Cluster:
-    """Machines.
+    """Machines and the link between them.
 
     Args:
-        nodes: In order; a ``Node`` each, or a mapping with its arguments.
-        link: Between any two of them; text is a bandwidth, such as "10 Gbit/s", a mapping its arguments. If None,
-            :data:`ETHERNET` is assumed.
+        nodes: Nodes in order, each a ``Node`` or a mapping with its arguments.
+        link: Link between any two nodes. Text is a bandwidth, such as "10 Gbit/s", and a mapping gives the arguments of
+            ``Link``. If None, :data:`ETHERNET` is assumed.
 
     Raises:
-        SettingError: for a cluster without nodes, or with two of one name.
+        SettingError: if there are no nodes, or if two nodes have one name.
     """
 
     nodes: tuple[Node, ...]
@@ -210,22 +210,22 @@ class Cluster:
 
     @property
     def slots_by_place(self) -> dict[tuple[str, int], DeviceSlot]:
-        """All devices by the name of their node and their number there, as plans name them."""
+        """All devices by node name and number in the node, which is how plans name a device."""
         return {(self.nodes[slot.node].name, slot.number): slot for slot in self.slots}
 
     @property
     def between(self) -> Link:
-        """Link between any two nodes, as declared or supposed."""
+        """Link between any two nodes, declared or assumed."""
         return self.link or ETHERNET
 
     def link_between(self, one: DeviceSlot, other: DeviceSlot) -> Link:
-        """Link that a value takes from ``one`` to ``other``."""
+        """Return the link over which a value travels from ``one`` to ``other``."""
         if one.node != other.node:
             return self.between
         return NO_LINK if one.number == other.number else self.nodes[one.node].own_link
 
     def assumed(self, slots: Iterable[DeviceSlot]) -> list[str]:
-        """A sentence for each link that stages on ``slots``, in their order, use and that is not declared."""
+        """Return a sentence for each undeclared link that stages on ``slots``, in this order, use."""
         found: dict[str, None] = {}
         for one, other in pairwise(slots):
             node = self.nodes[one.node]
@@ -236,10 +236,7 @@ class Cluster:
         return [*found]
 
     def with_memory(self, bytes_by_name: Mapping[str, int], catalogue: bool = True) -> Cluster:
-        """Fill in the memory of devices that do not say theirs: from ``bytes_by_name``, else from the ``catalogue``.
-
-        What neither knows stays without a limit.
-        """
+        """Fill in missing memories of devices from ``bytes_by_name``, then from the ``catalogue``, or set no limit."""
         known_bytes = {canonical(name): nbytes for name, nbytes in bytes_by_name.items()}
 
         def filled(device: Device) -> Device:
@@ -251,16 +248,16 @@ class Cluster:
         return Cluster([Node(node.name, [*map(filled, node.devices)], node.link) for node in self.nodes], self.link)
 
     def of_nodes(self, names: Collection[str]) -> Cluster:
-        """The cluster of the nodes of these names alone; of all where there is none of them."""
+        """Return the cluster of the nodes in ``names`` alone. If none of them is in this cluster, return all nodes."""
         return Cluster([node for node in self.nodes if node.name in names] or self.nodes, self.link)
 
     def over(self, found: Cluster) -> Cluster:
-        """Merge this declaration with the machines of ``found``: what it does not say of a device is as found.
+        """Merge this declaration with the machines of ``found``, which supply whatever the declaration leaves open.
 
-        Nodes and their devices stand for one another by their places. A device has no more memory than was found.
+        Nodes and devices are matched by their order. A device gets at most the memory that was found.
 
         Raises:
-            SettingError: where there are more or fewer than were found, or another GPU of the catalogue's.
+            SettingError: if the numbers of nodes or devices differ, or if two matched GPUs of the catalogue differ.
         """
         if len(self.nodes) != len(found.nodes):
             raise SettingError(

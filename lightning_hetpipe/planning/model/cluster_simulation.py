@@ -1,18 +1,17 @@
 """Simulation of a cluster: virtual workers, the parameter servers between them, and the links that they share.
 
-Each virtual worker is a :class:`~lightning_hetpipe.planning.model.simulate.PipelineRun`. What several have in common:
+Each virtual worker is a :class:`~lightning_hetpipe.planning.model.simulate.PipelineRun`. They share:
 
 - A wave ends when Lightning's thread has stepped the last of its W_v minibatches. The virtual worker pushes its update
-  to the servers, waits until none is more than D waves behind it, and pulls (law L3). Minibatches in flight go on
-  meanwhile; those that need the version at the wave's end start when the pull is there.
-- Each direction of a node's network link, and of the memory of a node with a server, is one shared link: all transfers
-  that cross it at a moment get equal parts of its bandwidth. A transfer is over when each link that it crosses has
-  given it all its bytes, and after the network's latency. So servers add as fast as their node's memory takes updates.
-- Activations and gradients that stages of one virtual worker send each other cross these links where the stages lie on
-  different nodes; the stage that receives is busy meanwhile.
-- A device with stages of several virtual workers computes their tasks one after another, as they are ready there.
-
-Time only moves from event to event.
+  to the servers, waits until no virtual worker is more than D waves behind it, and pulls (law L3). Minibatches in
+  flight go on meanwhile. Minibatches that need the version at the wave's end start when the pull is done.
+- Each direction of a node's network link is a shared link, and so is each direction of the memory of a node with a
+  server. All transfers that cross a link at one moment get equal parts of its bandwidth. A transfer ends, after the
+  network's latency, when each link that it crosses has moved all its bytes. So a node's memory limits how fast its
+  server adds.
+- Activations and gradients between stages on different nodes cross these links. The receiving stage is busy meanwhile.
+- A device with stages of several virtual workers computes their tasks one after another, in the order in which they
+  become ready.
 """
 
 from __future__ import annotations
@@ -37,16 +36,14 @@ from lightning_hetpipe.rules.waves import may_pull
 
 @dataclass(frozen=True)
 class SimulatedWorker:
-    """Result of one virtual worker.
+    """Result of one virtual worker, in seconds. ``published`` has the time of each version 1, 2, ...
 
     Attributes:
-        wave: W_v.
-        published: When version p came to be, for p = 1, 2, ...
-        waited: Seconds for which its Lightning thread waited for slower virtual workers.
-        moved: Seconds for which it pushed and pulled.
-        synchronised: Seconds of the two together at the end of each wave.
-        staleness: The most minibatches of one other virtual worker u that the weights of a minibatch p lacked, of the
-            ceil((p - 1) W_u / W_v) that u has computed where all go at their pace.
+        waited: Time for which Lightning's thread waited for slower virtual workers.
+        moved: Time for which the virtual worker pushed and pulled.
+        synchronised: Time of waiting and moving at the end of each wave.
+        staleness: Largest number of minibatches of one other virtual worker u that the weights of a minibatch p lacked.
+            Virtual worker u counts as having computed ceil((p - 1) W_u / W_v) minibatches, as if all kept their pace.
     """
 
     wave: int
@@ -59,12 +56,9 @@ class SimulatedWorker:
 
 @dataclass(frozen=True)
 class ClusterSimulation:
-    """Result of a simulated run.
+    """Result of a simulated run, in which each virtual worker has the same number of ``waves``.
 
-    Attributes:
-        workers: Each virtual worker.
-        waves: Waves of each.
-        traffic: Bytes that each direction of each shared link carried, by its name, such as "lab out".
+    ``traffic`` has the bytes that each direction of each shared link carried, by its name, such as "lab out".
     """
 
     workers: tuple[SimulatedWorker, ...]
@@ -73,18 +67,18 @@ class ClusterSimulation:
 
     @property
     def seconds(self) -> float:
-        """Duration of the run."""
+        """Duration of the run in seconds."""
         return max(worker.published[-1] for worker in self.workers)
 
     @property
     def staleness(self) -> int:
-        """The largest of all virtual workers."""
+        """The largest staleness of all virtual workers."""
         return max(worker.staleness for worker in self.workers)
 
     def rate(self, first: int = 0, last: int = 0) -> float:
-        """Minibatches per second of all, without the ``first`` and the ``last`` waves.
+        """Return the minibatches per second of all virtual workers, without the ``first`` and the ``last`` waves.
 
-        All have the same number of waves between two cuts, so that the last one to end a wave counts.
+        Since all virtual workers have the same number of waves, the last virtual worker to end a wave counts.
 
         Raises:
             ValueError: if no wave is left.
@@ -111,22 +105,17 @@ def simulate_cluster(
     seed: int = 0,
     versions: Versions | None = None,
 ) -> ClusterSimulation:
-    """Run ``waves`` waves of each of ``workers``, whose pipelines start empty.
+    """Simulate ``waves`` waves of each of ``workers``, whose pipelines start empty. Several synchronise.
 
     Args:
-        workers: The virtual workers. Only several synchronise.
-        in_flight: Nm.
-        waves: Of each, at least 1.
-        cluster: Whose links are shared; by default what moves between virtual workers takes no time.
+        cluster: Cluster whose links are shared. By default transfers between virtual workers take no time.
         servers: The node of each parameter server.
-        clock_distance: D.
-        jitter: By how much tasks differ, as for :func:`~lightning_hetpipe.planning.model.simulate.simulate`; the
-            factors are drawn for the ``seed``, the virtual worker, the minibatch and the task.
-        seed: Seed of the factors.
-        versions: Those that minibatches use; by default those of weight stashing.
+        jitter: Variation of the tasks' times, see :func:`~lightning_hetpipe.planning.model.simulate.simulate`. The
+            factors are drawn from ``seed``, the virtual worker, the minibatch and the task.
+        versions: Weight versions that minibatches use, by default those of weight stashing.
 
     Raises:
-        ValueError: for numbers that no cluster has.
+        ValueError: if a number is out of its range.
     """
     wrong = in_flight < 1 or waves < 1 or jitter < 0 or clock_distance < 0
     if not workers or wrong or any(not each.stages or each.wave < 1 for each in workers):
@@ -140,13 +129,13 @@ def simulate_cluster(
 
 
 Moves: TypeAlias = Sequence[tuple[int, float]]
-"""Links, by their index, and the bytes that one transfer has for each."""
+"""Pairs for one transfer: the index of a link, and the bytes that the transfer moves over this link."""
 
 Done: TypeAlias = Callable[[float], None]
 
 
 class _Network:
-    """The shared links of a cluster: into and out of each node, and of the memory of each node with a server."""
+    """Shared links of a cluster: into and out of each node, and of the memory of each node with a server."""
 
     def __init__(self, cluster: Cluster | None, servers: Sequence[int]) -> None:
         self.links: list[SharedLink[_Transfer]] = []
@@ -165,19 +154,16 @@ class _Network:
                 self._add(number, "server out", node.name, node.own_link.bandwidth)
 
     def crossing(self, crossing: Crossing) -> Moves:
-        """The links that activations take."""
         return self._sums([(crossing.source, "out", crossing.nbytes), (crossing.target, "in", crossing.nbytes)])
 
     def push(self, weights: Sequence[PlacedWeights]) -> Moves:
-        """The links that an update takes."""
         return self._sums(self._held(weights, "out", "in", "server in"))
 
     def pull(self, weights: Sequence[PlacedWeights]) -> Moves:
-        """The links that weights take back."""
         return self._sums(self._held(weights, "in", "out", "server out"))
 
     def latency(self, weights: Sequence[PlacedWeights]) -> float:
-        """Seconds until the first byte is there."""
+        """Return the seconds until the first byte of ``weights`` arrives."""
         return self._latency if any(self._servers[each.server] != each.node for each in weights) else 0.0
 
     def _add(self, node: int, direction: str, name: str, bandwidth: float) -> None:
@@ -204,7 +190,8 @@ class _Network:
 
 
 class _Transfer:
-    """A transfer over ``left`` links at once; ``done`` is called with the time at which the last of them is."""
+    """Transfer over several links at once. ``done`` is called when the last of the ``left`` links has moved
+    its bytes."""
 
     __slots__ = ("done", "left")
 
@@ -226,13 +213,11 @@ class _Worker:
         self.staleness = 0
         self.synchronises = False
         self.wakes = math.inf
-        """When it goes on; never before it is told to."""
+        """Time at which the pipeline goes on. Infinite while no time is set."""
         self.run: PipelineRun
 
 
 class _ClusterRun:
-    """State of a simulation."""
-
     def __init__(
         self, given: Sequence[WorkerPipeline], versions: Versions, waves: int, network: _Network, clock_distance: int
     ) -> None:
@@ -245,13 +230,13 @@ class _ClusterRun:
         self._number = itertools.count().__next__
         self._events: list[tuple[float, int, Done]] = []
         self._dues: list[tuple[float, int, SharedLink[_Transfer], int]] = []
-        """Ends of transfers: time, number of the event, link, and its changes when that was known."""
+        """Ends of transfers: time, number of the event, link, and the link's count of changes at the computation."""
         self._changed: dict[SharedLink[_Transfer], None] = {}
         self._clocks = np.zeros(len(given), dtype=np.int64)
         self._lengths = np.array([each.wave for each in given], dtype=np.int64)
         self._slowest = 0
         self._behind = len(given)
-        """Virtual workers whose clock is the smallest."""
+        """Number of virtual workers whose clock is the smallest."""
         self._waiting: dict[int, _Worker] = {}
 
     def simulation(self, jitter: float, seed: int) -> ClusterSimulation:
@@ -302,7 +287,7 @@ class _ClusterRun:
         heapq.heappush(self._events, (when, self._number(), act))
 
     def _go_on(self, worker: _Worker, now: float) -> None:
-        """Let the pipeline go on as far as nobody else can have a say."""
+        """Advance the pipeline as far as no other virtual worker can influence it."""
         run = worker.run
         if now == worker.wakes:
             worker.wakes = math.inf
@@ -313,7 +298,7 @@ class _ClusterRun:
         self._wake(worker)
 
     def _wake(self, worker: _Worker) -> None:
-        """Have a pipeline that others slow down go on at its next event."""
+        """Schedule the next event of a pipeline that others can slow down."""
         following = worker.run.next if worker.run.shares else None
         if following is not None and following < worker.wakes:
             worker.wakes = following
@@ -324,7 +309,7 @@ class _ClusterRun:
         self._send(worker.push, now, partial(self._later, worker.latency, partial(self._pushed, worker)))
 
     def _pushed(self, worker: _Worker, now: float) -> None:
-        """The update is on all servers: the wave is over, and those may pull who waited for it."""
+        """End the wave, since the update is on all servers. Virtual workers that waited for this wave may now pull."""
         worker.moved += now - worker.since
         worker.since = now
         clock = int(self._clocks[worker.index])
@@ -357,7 +342,7 @@ class _ClusterRun:
         self._go_on(worker, now)
 
     def _note_staleness(self, worker: _Worker) -> None:
-        """Note what the weights that are pulled now lack for the last minibatch that uses them."""
+        """Record what the weights that are pulled now lack for the last minibatch that uses them."""
         if len(self._workers) == 1:
             return
         version = (int(self._clocks[worker.index]) + 1) * worker.wave - 1  # the last one before the next pull
@@ -403,7 +388,7 @@ class _ClusterRun:
                 transfer.done(now)
 
     def _expect(self) -> None:
-        """Note when the next transfer of each link is over on which some have started or ended."""
+        """Compute the end of the next transfer of each link on which transfers have started or ended."""
         for link in self._changed:
             if (when := link.due()) is not None:
                 heapq.heappush(self._dues, (when, self._number(), link, link.changes))

@@ -1,7 +1,7 @@
-"""Costs of stages on devices, by the boundaries between which they lie: seconds and bytes; and divisions by them.
+"""Costs of stages on devices, in seconds and bytes, by the boundaries between which a stage lies.
 
-Boundary b lies before layer b, boundary n behind the last layer. An array of (n + 1, n + 1) has the first boundary of a
-stage as its row and its last one as its column.
+Boundary b lies before layer b, boundary n behind the last layer. Arrays of shape (n + 1, n + 1) have the first boundary
+of a stage as row, and its last boundary as column.
 """
 
 from __future__ import annotations
@@ -25,16 +25,14 @@ Floats: TypeAlias = NDArray[np.float64]
 Fits: TypeAlias = NDArray[np.bool_]
 
 TICKS = 2**40
-"""Approximate number of ticks, the smallest times that are told apart, in those of all layers."""
+"""Approximate number of ticks in the time of all layers. A tick is the smallest difference of times that counts."""
 
 
 @dataclass(frozen=True)
 class Kind:
-    """Interchangeable devices: of the same type, with the same links to all others.
+    """Interchangeable devices: ``slots`` of one type, in the given order, with the same links to all other devices.
 
-    Attributes:
-        slots: Those that there are, in the order in which they were given.
-        node: Where they are; 0 for all where all links are the same.
+    ``node`` is the node of the devices. If all links of the cluster are the same, nodes do not matter, and it is 0.
     """
 
     slots: tuple[DeviceSlot, ...]
@@ -46,10 +44,7 @@ class Kind:
 
 
 def kinds_of(cluster: Cluster, slots: Sequence[DeviceSlot], apart: bool = False) -> tuple[Kind, ...]:
-    """The kinds of ``slots``, in the order of their first ones; ``apart`` makes each slot one of its own.
-
-    Nodes matter only where not all links are the same.
-    """
+    """Group ``slots`` into kinds, in the order of each kind's first device, or with ``apart`` each slot by itself."""
     alike = len({*_links(cluster, slots)}) <= 1
     found: dict[tuple[object, ...], list[DeviceSlot]] = {}
     for index, slot in enumerate(slots):
@@ -58,24 +53,21 @@ def kinds_of(cluster: Cluster, slots: Sequence[DeviceSlot], apart: bool = False)
 
 
 def _links(cluster: Cluster, slots: Iterable[DeviceSlot]) -> list[Link]:
-    """Links between ``slots``."""
     first: dict[int, DeviceSlot] = {}
     pairs = [(one, slot) for slot in slots if (one := first.setdefault(slot.node, slot)) != slot]
     return [cluster.link_between(*pair) for pair in (*pairs, *pairwise(first.values()))]
 
 
 class Costs:
-    """Seconds of stages of ``profile`` on ``kinds`` of devices.
+    """Seconds of stages of a profile on ``kinds`` of devices.
 
     Attributes:
-        layers: n.
-        kinds: The devices.
-        own: Of each kind, seconds of the layers between boundaries: forward and backward, and with ``recompute``
-            forward twice. Infinite where there are none.
-        own_last: The same for the last stage, which computes nothing again.
-        forward: Of each kind, seconds of the forwards of all layers before each boundary.
-        within: By the kinds' nodes, seconds by boundary of one transfer between two devices of that node.
-        across: The same between two nodes.
+        own: For each kind, seconds of the layers between two boundaries: forward and backward, and with ``recompute``
+            the forward twice. Infinite if no layer lies between.
+        own_last: As ``own``, for the last stage, which never recomputes.
+        forward: For each kind, seconds of the forwards of all layers before each boundary.
+        within, across: Seconds of one transfer, by boundary: between two devices of a node (by node), and between
+            nodes.
     """
 
     def __init__(self, profile: Profile, cluster: Cluster, kinds: Sequence[Kind], recompute: bool = False) -> None:
@@ -98,12 +90,12 @@ class Costs:
         self.across = hops[cluster.between]
 
     def hop(self, one: int, other: int) -> Floats:
-        """Seconds, by boundary, of one transfer between two devices of the kinds ``one`` and ``other``."""
+        """Return the seconds, by boundary, of one transfer between devices of the kinds ``one`` and ``other``."""
         node = self.kinds[one].node
         return self.within[node] if node == self.kinds[other].node else self.across
 
     def stage(self, kinds: Sequence[int], index: int) -> Floats:
-        """Seconds of stage ``index`` of those on ``kinds``, by its boundaries."""
+        """Return the seconds, by boundaries, of stage ``index`` if the stages lie on ``kinds``."""
         own = (self.own if index + 1 < len(kinds) else self.own_last)[kinds[index]]
         receives = self.hop(kinds[index - 1], kinds[index])[:, None] if index else 0.0
         sends = self.hop(kinds[index], kinds[index + 1])[None, :] if index + 1 < len(kinds) else 0.0
@@ -111,7 +103,7 @@ class Costs:
         return found
 
     def takes(self, kinds: Sequence[int], splits: Sequence[int]) -> list[float]:
-        """Seconds of each stage, where they start at ``splits``."""
+        """Return the seconds of each stage on ``kinds`` if the stages start at the layers ``splits``."""
         found = []
         for index, (start, end) in enumerate(pairwise((*splits, self.layers))):
             take = (self.own if index + 1 < len(kinds) else self.own_last)[kinds[index]][start, end]
@@ -121,13 +113,13 @@ class Costs:
         return found
 
     def alike(self, kinds: Sequence[int]) -> tuple[object, ...]:
-        """Key that ``kinds`` share with others whose nodes are the same, but for their places."""
+        """Return a key that other ``kinds`` share if they differ only in which of several equal nodes they lie on."""
         nodes = dict[int, int]()
         own = [self.kinds[kind] for kind in kinds]
         return tuple((each.device, id(self.within[each.node]), nodes.setdefault(each.node, len(nodes))) for each in own)
 
     def slots(self, kinds: Sequence[int]) -> tuple[DeviceSlot, ...]:
-        """The devices for stages on ``kinds``."""
+        """Choose one device for each stage on ``kinds``."""
         left = [iter(kind.slots) for kind in self.kinds]
         return tuple(next(left[kind]) for kind in kinds)
 
@@ -138,19 +130,13 @@ class Costs:
 
 
 def between(values: Sequence[float]) -> Floats:
-    """Sums of neighbouring ``values``, by the boundaries at which they start and end; infinite where there are none."""
+    """Sum neighbouring ``values`` between any two boundaries. The result is infinite if no value lies between."""
     before = np.cumsum([0.0, *values])
     return np.where(np.tri(len(before), dtype=bool), np.inf, before[None, :] - before[:, None])
 
 
 class StageBytes:
-    """Bytes of stages, by their boundaries.
-
-    Args:
-        layers: The model's.
-        state: The optimizer's bytes for each byte of the trained weights.
-        recompute: Whether forwards are computed again.
-    """
+    """Bytes of stages, by their boundaries. ``state`` is the optimizer's bytes per byte of trained weights."""
 
     def __init__(self, layers: Sequence[LayerBytes], state: float, recompute: bool) -> None:
         count = len(layers)
@@ -172,7 +158,7 @@ class StageBytes:
         self._once: Floats = kept - inputs if recompute else np.zeros_like(kept)
 
     def of(self, loads: Iterable[StageLoad], buffers: int) -> Floats:
-        """Bytes of stages with ``buffers`` copies of the trained weights, for the heaviest of ``loads``."""
+        """Return the bytes of stages with ``buffers`` copies of the trained weights, for the heaviest of ``loads``."""
         heaviest = np.zeros_like(self._base)
         for load in loads:
             found = load.waiting * self._trained + load.held * self._each + load.whole * self._once
@@ -181,7 +167,7 @@ class StageBytes:
         return total
 
     def at(self, load: StageLoad, first: int, end: int, buffers: int) -> float:
-        """Bytes of one stage that holds ``load``, from the boundary ``first`` to ``end``."""
+        """Return the bytes of one stage that holds ``load``, from boundary ``first`` to boundary ``end``."""
         moving = load.held * self._each[first, end] + load.whole * self._once[first, end]
         return float(self._base[first, end] + (buffers + load.waiting) * self._trained[first, end] + moving)
 
@@ -190,9 +176,8 @@ class StageBytes:
 class Room:
     """Room of the devices for stages, by their boundaries.
 
-    Attributes:
-        fits: For a kind of device, whether a stage has room on it; the same for the last stage.
-        before, last: Bytes of all stages but the last one, and of that.
+    ``fits`` returns two arrays for a kind of device: whether a stage fits there, and whether the last stage fits.
+    ``before`` and ``last`` are the bytes of a stage before the last one, and of the last stage.
     """
 
     fits: Callable[[int], tuple[Fits, Fits]]
@@ -202,13 +187,7 @@ class Room:
 
 @dataclass(frozen=True)
 class Division:
-    """Layers divided among devices.
-
-    Attributes:
-        kinds: The kind of each stage's device.
-        splits: The first layer of each stage.
-        takes: Seconds of each stage.
-    """
+    """Division of layers among devices: for each stage the kind of its device, its first layer, and its seconds."""
 
     kinds: tuple[int, ...]
     splits: tuple[int, ...]
@@ -224,5 +203,5 @@ class Division:
         return max(self.takes)
 
     def period(self, in_flight: int, synchronise: float = 0.0) -> float:
-        """Lower bound of the seconds for each minibatch; ``synchronise`` is what each wave's end waits."""
+        """Return a lower bound of the seconds per minibatch, if each wave's end waits ``synchronise`` seconds."""
         return max(self.bottleneck, (sum(self.takes) + synchronise) / in_flight)

@@ -1,12 +1,13 @@
 """Memory and work of a stage whose layers a group of devices divides.
 
-The first device has all that a stage has by itself. Where it computes part of a run of layers (those whose devices hand
-their channels on to each other), the run's output is put together there beside its part of it, as gradients of its part
-are; and of weights that are divided by rows its part is a copy, for each version.
+A *run* is a sequence of layers whose devices hand their channels on to each other.
 
-Another device has, of each run of which it computes a part, the whole input and its part of all that the run keeps
-besides, for each minibatch that the stage holds at once; its part of each version of the weights; and, while it
-computes, the gradients of a run's input, of its part of the weights, and of what its longest layer keeps.
+The first device has all that an undivided stage has. If it computes a part of a run, it also assembles the run's whole
+output beside its part, and the gradients. Its part of weights that are divided by rows is a copy in each version.
+
+For each minibatch that the stage holds, another device has the whole inputs of its runs, and its part of everything
+else that these runs keep. It also has its part of each version of the weights. While it computes, it has the gradients
+of a run's input, of its part of the weights, and of what the run's largest layer keeps.
 """
 
 from __future__ import annotations
@@ -26,14 +27,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DividedStage:
-    """Group of devices that divides layers of a stage.
+    """Group of devices that divides layers of a stage. Its first device holds all undivided layers.
 
     Attributes:
-        slots: The group; the first one holds what is not divided.
-        counts: By the name of each module that is divided, how many units each device computes.
-        shares: Of each device, its part of the work that is divided, from 0 to 1.
-        taken: Bytes of each device.
-        room: Part of the divided layers' units that each device has room for, from 0 to 1.
+        counts: For each divided module by name, the number of units that each device computes.
+        shares: Fraction of the divided work for each device, from 0 to 1.
+        taken: Bytes that each device takes.
+        room: Fraction of the divided layers' units for which each device has room, from 0 to 1.
     """
 
     slots: tuple[DeviceSlot, ...]
@@ -44,7 +44,7 @@ class DividedStage:
 
     @property
     def overflow(self) -> int:
-        """Bytes that devices lack."""
+        """Bytes that devices lack, in sum."""
         pairs = [(slot.device.memory, taken) for slot, taken in zip(self.slots, self.taken, strict=True)]
         return sum(max(0, taken - limit) for limit, taken in pairs if limit is not None)
 
@@ -57,14 +57,10 @@ class DividedStage:
         counts: Mapping[int, tuple[int, ...]],
         recompute: bool = False,
     ) -> DividedStage:
-        """Estimate of ``stage`` on ``slots``.
+        """Estimate a stage on the group ``slots``, from the estimate ``stage`` for the first device alone.
 
-        Args:
-            stage: As the first device alone would have it.
-            slots: The group.
-            profile: The model's.
-            counts: By layer, how many units each device computes.
-            recompute: Whether forwards are computed again for their backwards, of one minibatch at a time.
+        ``counts`` has, for each layer, the number of units that each device computes. With ``recompute``, the forward
+        of one minibatch at a time is recomputed.
         """
         times = profile.times[stage.slot.device.name]
         work = [0.0] * len(slots)
@@ -105,13 +101,12 @@ class _RunBytes:
     """Bytes of a run of layers.
 
     Attributes:
-        inputs: Of what it is given, whole on each device.
-        inner: Of what one minibatch's forward keeps besides.
-        output: Of its output.
-        added: Of its output where each device has a whole one, to be added up.
-        weights: Of its weights.
-        rows: Of weights that are divided by rows.
-        longest: Of what the layer keeps that keeps most.
+        inputs: Inputs of the run, whole on each device.
+        inner: Everything else that one minibatch's forward keeps.
+        output: Output of the run.
+        added: Output of the run if each device computes a whole summand of it, else 0.
+        rows: Weights that are divided by rows.
+        longest: What the layer that keeps most keeps.
     """
 
     inputs: int
@@ -149,7 +144,7 @@ def _runs(profile: Profile, layers: Iterable[int]) -> list[_RunBytes]:
 
 
 def _whole(runs: Sequence[_RunBytes], held: int) -> int:
-    """Bytes of a device beside the first one, whatever its part: of inputs and sums, and the largest one's gradient."""
+    """Bytes of a device beside the first one that do not depend on its part: inputs, sums, and one gradient."""
     return held * sum(run.inputs + run.added for run in runs) + max(run.inputs + run.added for run in runs)
 
 

@@ -17,21 +17,18 @@ from lightning_hetpipe.rules.schedule import calls, segments
 from lightning_hetpipe.rules.versions import Versions
 
 INSTANT = 1e-12
-"""Shortest time to divide by, in seconds: layers may be said to take no time."""
+"""Shortest time in seconds by which anything is divided, because a profile may say that layers take no time."""
 
 
 @dataclass(frozen=True)
 class StageEstimate:
-    """One stage of an estimate.
+    """One stage of an estimate, from layer ``first`` to layer ``last`` of the profile, both inclusive.
 
     Attributes:
-        slot: The device.
-        first, last: Its layers, both inclusive, by their index in the profile.
-        times: Seconds for one minibatch; ``times.total`` of the slowest stage is T_max.
-        memory: Bytes that it takes of its device.
-        held: The most minibatches whose activations it holds at once.
-        load: Minibatches that it holds when it takes most.
-        divided: The group that divides its layers, of which ``slot`` is the first device; None where that is alone.
+        times: Seconds for one minibatch. ``times.total`` of the slowest stage is T_max.
+        held: Largest number of minibatches whose activations the stage holds at once.
+        load: What the stage holds when it takes most memory.
+        divided: Group that divides the layers, with ``slot`` as its first device. None if ``slot`` is alone.
     """
 
     slot: DeviceSlot
@@ -45,31 +42,31 @@ class StageEstimate:
 
     @property
     def taken(self) -> Mapping[DeviceSlot, int]:
-        """Bytes that it takes of each of its devices."""
+        """Bytes that the stage takes of each of its devices."""
         if self.divided is None:
             return {self.slot: self.memory.total}
         return dict(zip(self.divided.slots, self.divided.taken, strict=True))
 
     @property
     def limit(self) -> int | None:
-        """Bytes of its device; None where that is no limit."""
+        """Bytes of the device, or None if its memory is no limit."""
         return self.slot.device.memory
 
     @property
     def overflow(self) -> int:
-        """Bytes that its device lacks; 0 where it fits."""
+        """Bytes that the device lacks, 0 if the stage fits."""
         return 0 if self.limit is None else max(0, self.memory.total - self.limit)
 
 
 @dataclass(frozen=True)
 class Help:
-    """Changes that would make a plan fit that does not.
+    """Changes that would make a plan fit.
 
     Attributes:
-        in_flight: The largest Nm at which some plan fits; None if there is none.
-        recompute: An Nm at which some plan fits with ``recompute=True``: the largest up to what was asked for, or the
-            best; None if there is none, or where that is set already.
-        lacking: Bytes that devices of the plan lack, by stage; with so much more memory there it fits.
+        in_flight: Largest Nm at which some plan fits, or None.
+        recompute: Nm at which some plan fits with ``recompute=True``: the largest up to the requested Nm, or the best
+            Nm if none was requested. None if no plan fits, or if ``recompute`` is set already.
+        lacking: Bytes that devices of the plan lack, by stage. With this additional memory the plan fits.
     """
 
     in_flight: int | None
@@ -79,18 +76,14 @@ class Help:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Estimate of one virtual worker: of given stages, or of a plan that was searched for.
+    """Estimate of one virtual worker, for given stages or for a plan that was searched for.
 
     Attributes:
-        stages: In the order of the layers.
-        versions: Weights that minibatches use, by the weight policy and Nm.
-        recompute: Whether forwards are computed again for their backwards.
-        rate: Minibatches per second, simulated.
-        simulation: The run that said so.
-        spread: Whether it is of a spread run, in which the stages are devices with one minibatch among them.
+        rate: Simulated minibatches per second, from ``simulation``.
+        spread: Whether this is a spread run: the stages are devices, with one minibatch among them.
         idle: Devices that the plan does not use.
         reasons: Sentences that explain the choice of the plan.
-        advise: Finds what would make it fit, which may take longer than to find the plan. None if it fits.
+        advise: Searches, perhaps for a long time, for changes that make the plan fit. None if it fits.
     """
 
     stages: tuple[StageEstimate, ...]
@@ -119,14 +112,13 @@ class Estimate:
 
     @cached_property
     def help(self) -> Help | None:
-        """Changes that would make it fit. None if it fits."""
+        """Changes that would make the plan fit, or None if it fits."""
         return None if self.advise is None else self.advise()
 
     def ways_out(self, cli: bool = False) -> list[str]:
-        """List a phrase for each way to make it fit. The list is empty if it fits, or if nothing helps.
+        """List a phrase for each way to make the plan fit. The list is empty if it fits, or if nothing helps.
 
-        Args:
-            cli: Whether settings are given on the command line, not in Python.
+        With ``cli``, settings are written as on the command line.
         """
         if (found := self.help) is None:
             return []
@@ -144,8 +136,10 @@ class Estimate:
 
     @property
     def allowances(self) -> list[int | None]:
-        """Bytes that activations and waiting gradients of each stage may take: those of the plan, and an equal part of
-        those that all stages leave of the device; None where its memory is no limit."""
+        """For each stage, bytes that its activations and waiting gradients may take, or None if memory is no limit.
+
+        They are the bytes of the plan plus an equal part of what all stages on the device leave free.
+        """
         own = [[each for each in self.stages if each.slot == stage.slot] for stage in self.stages]
         return [
             None
@@ -156,7 +150,7 @@ class Estimate:
 
 
 def lacking(stages: Iterable[StageEstimate]) -> dict[DeviceSlot, int]:
-    """Bytes that devices lack for ``stages``, of which several may share one; none for devices that have room."""
+    """Return the bytes that each device lacks for ``stages``, which may share devices. Omit devices with room."""
     taken = Counter[DeviceSlot]()
     for stage in stages:
         taken.update(stage.taken)
@@ -167,9 +161,9 @@ def lacking(stages: Iterable[StageEstimate]) -> dict[DeviceSlot, int]:
 def stage_times_on(
     profile: Profile, cluster: Cluster, slots: Sequence[DeviceSlot], splits: Sequence[int], recompute: bool = False
 ) -> list[StageTimes]:
-    """Times of stages on ``slots`` that start at the layers ``splits``.
+    """Return the times of stages on ``slots`` that start at the layers ``splits``.
 
-    Where forwards are computed again, a backward takes that much longer, but for the last stage's.
+    With ``recompute``, each backward takes the time of the forward in addition, except on the last stage.
     """
     found = []
     for index, (slot, first, after) in enumerate(zip(slots, splits, [*splits[1:], len(profile.layers)], strict=True)):
@@ -188,7 +182,7 @@ def stage_times_on(
 
 
 def step_on(profile: Profile, slots: Sequence[DeviceSlot], splits: Sequence[int]) -> float:
-    """Seconds of Lightning's step, as long as the updates of the stage on ``slots`` whose take longest."""
+    """Return the seconds of Lightning's step: the longest of the stages' times for updating their weights."""
     return max(
         sum(each.update for each in profile.times_on(slot.device)[first:after])
         for slot, first, after in zip(slots, splits, [*splits[1:], len(profile.layers)], strict=True)
@@ -198,9 +192,9 @@ def step_on(profile: Profile, slots: Sequence[DeviceSlot], splits: Sequence[int]
 def visits_on(
     profile: Profile, slots: Sequence[DeviceSlot], splits: Sequence[int], stages: Sequence[StageTimes], recompute: bool
 ) -> tuple[Sequence[StageTimes], Visits | None]:
-    """Visits of a minibatch to ``stages``, and for each segment the times of one visit.
+    """Return the times of one visit to each segment, and the visits of a minibatch to ``stages``.
 
-    Without several calls these are the times of the stages, and None for the visits: one to each.
+    If no module is called several times, these are the times of the stages and None: one visit to each stage.
     """
     if not profile.calls:
         return stages, None

@@ -1,11 +1,12 @@
 """Times of layers that a group of devices divides by their channels, and how many channels each device gets.
 
-Layers of one *run* have the same counts, as devices hand their channels on to each other. The first layer's whole input
-goes from the group's first device to each other one that has any of it, and their parts of the last layer's output go
-back; gradients go the other way. Each device also gets its part of the weights, new ones for each minibatch, and gives
-back their gradients. Each pass through a run costs some time of the interpreter, which devices do not share. Counts are
-those at which the device that takes longest for the run, transfers included, takes least: a search over all times that
-there are, as more channels take no less.
+Layers of one *run* have the same counts, because their devices hand channels on to each other. Each device with
+channels gets the whole input of the first layer from the group's first device. It sends back its part of the last
+layer's output. Gradients go the other way. For each minibatch, each device also gets its part of the new weights, and
+gives back their gradients. Each pass through a run costs interpreter time, which devices do not share.
+
+Counts are chosen so that the slowest device for a run, transfers included, takes least time. They are found by a binary
+search over all possible times, since more channels never take less time.
 """
 
 from __future__ import annotations
@@ -19,20 +20,20 @@ from lightning_hetpipe.planning.model.profile import Profile, Times, layers_of_r
 from lightning_hetpipe.rules.channel_layouts import apportioned
 
 MOST_UNITS = 256
-"""Finest division of a layer that is looked at: one of more units is divided in these proportions."""
+"""Finest division of a layer that is searched. A layer of more units is divided in the proportions that are found."""
 
 MEMBER_CALL = 250e-6
-"""Seconds that a device's part of a run costs in one pass beside its computation, in which the threads of the others
-cannot run Python (``benchmarks/split_layers.py``, small layers)."""
+"""Seconds of Python that one device's part of a run costs in one pass, besides its computation.
+
+Meanwhile threads of other devices cannot run Python (``benchmarks/split_layers.py``, small layers).
+"""
 
 
 @dataclass(frozen=True)
 class GroupTimes:
-    """Layers on a group of devices.
+    """Times of each layer on a group of devices, on which undivided layers run on the first device.
 
-    Attributes:
-        times: Of each layer; what is not divided runs on the first device.
-        counts: By layer, how many units of its run each device computes, of those that are divided.
+    ``counts`` has, for each divided layer, the number of units of its run that each device computes.
     """
 
     times: Sequence[Times]
@@ -49,14 +50,12 @@ def group_times(
     """Divide the layers of ``profile`` among the devices ``slots``, the first of which holds the unsplit weights.
 
     Args:
-        profile: The model's.
-        cluster: Whose links connect the devices.
-        slots: The group.
-        most: Part of a layer's units that each of them has room for; by default all.
-        shares: Share of each of them; by default counts are those that are fastest.
+        cluster: Cluster whose links connect the devices.
+        most: Fraction of a layer's units for which each device has room. By default all units fit.
+        shares: Share of each device. By default the fastest counts are searched.
 
     Raises:
-        SettingError: where the profile has no times of a device.
+        SettingError: if the profile has no times of a device.
     """
     own = [profile.times_on(slot.device) for slot in slots]
     times, counts = list(own[0]), dict[int, tuple[int, ...]]()
@@ -71,15 +70,13 @@ def group_times(
 
 
 def balanced(seconds: Sequence[Sequence[float]], units: int) -> tuple[int, ...] | None:
-    """Counts that add up to ``units`` and whose longest member takes least; of several the one that gives the first
-    member most, then the second.
+    """Find counts that add up to ``units`` with the least time of the slowest member, or None if there are too few
+    units.
+
+    Of several solutions, return the one that gives the first member most, then the second member, and so on.
 
     Args:
-        seconds: Of each member, the time of 0, 1, ... units; ascending.
-        units: All.
-
-    Returns:
-        None where there are fewer than that.
+        seconds: For each member, the ascending times of 0, 1, ... units.
     """
 
     def within(limit: float) -> list[int]:
@@ -100,8 +97,7 @@ def balanced(seconds: Sequence[Sequence[float]], units: int) -> tuple[int, ...] 
 
 
 def _fastest(run: _DividedRun, most: Sequence[float] | None) -> tuple[int, ...] | None:
-    """Counts at which the longest device takes least, as far as devices have room; None where the first one alone takes
-    no longer."""
+    """Find the fastest counts for which devices have room, or None if the first device alone is as fast."""
     units = run.units
     caps = [units] * len(run.seconds) if most is None else [int(units * part) for part in most]
     found = balanced([own[: cap + 1] for own, cap in zip(run.seconds, caps, strict=True)], units)
@@ -109,20 +105,18 @@ def _fastest(run: _DividedRun, most: Sequence[float] | None) -> tuple[int, ...] 
 
 
 def _runs(profile: Profile) -> list[list[int]]:
-    """The layers of each run that has several units, in order."""
+    """List the layers of each run that can be divided, in order."""
     runs = layers_of_runs(profile.widths, profile.widths)
     begun = [layers for layers in runs if any(profile.widths[layer].units for layer in layers)]
     return [layers for layers in begun if _units(profile, layers) > 1]
 
 
 def _units(profile: Profile, layers: Sequence[int]) -> int:
-    """Units that all of ``layers`` can be divided in; of several numbers the least, and no more than are of use."""
+    """Largest number of units into which all of ``layers`` can be divided, limited by :data:`MOST_UNITS`."""
     return min((MOST_UNITS, *(units for layer in layers for units in profile.widths[layer].units.values())))
 
 
 class _DividedRun:
-    """The ``layers`` of a run."""
-
     def __init__(
         self,
         profile: Profile,
@@ -181,8 +175,10 @@ class _DividedRun:
         return max(own[count] for own, count in zip(self.seconds, counts, strict=True))
 
     def times(self, counts: Sequence[int]) -> list[Times]:
-        """Times of each layer, with the transfers before the first one and behind the last one: those of the device
-        that takes longest, and updates of the first one, which has the weights."""
+        """Times of each layer on the slowest device, with transfers in the first and last layer.
+
+        Updates run on the first device, which has the weights.
+        """
         longest = max(range(len(counts)), key=lambda member: self.seconds[member][counts[member]])
         count = counts[longest]
         before, behind = self._moved[longest][count]

@@ -1,4 +1,4 @@
-"""Profile of a model: seconds of each layer on each type of device, and its bytes."""
+"""Profile of a model: seconds of each layer on each type of device, and bytes of each layer."""
 
 from __future__ import annotations
 
@@ -36,22 +36,23 @@ class Times(NamedTuple):
 
 
 SHORTEST = Times(20e-6, 40e-6)
-"""Seconds that any layer takes on a GPU: about four kernels in its forward, twice as many in its backward, and 5 us to
-launch each. An estimate, for what follows from times on a CPU, where small layers take less than the ratio of speeds.
+"""Seconds that any layer takes on a GPU: about four kernels in its forward, eight in its backward, and 5 us per launch.
+
+An estimate for times that are derived from a CPU, where small layers take less than the ratio of speeds says.
 """
 
 
 @dataclass(frozen=True)
 class LayerBytes:
-    """Bytes of one layer, named ``name``; the same on every device.
+    """Bytes of one layer, which are the same on every device.
 
     Attributes:
-        parameters: Bytes of its weights.
-        kept: Bytes that its forward keeps until its backward, inputs and outputs included, for one minibatch.
-        output: Bytes of its output; its gradient has the same size.
-        given: Bytes of its input, such as the batch; 0 where that is the output of the layer before it.
-        changes_buffers: Whether its forward changes buffers, as BatchNorm's does.
-        frozen: Bytes of those of its weights that are not trained.
+        parameters: Weights.
+        kept: What the forward of one minibatch keeps until the backward, inputs and outputs included.
+        output: Output. Its gradient has the same size.
+        given: Input, such as the batch. 0 if the input is the output of the layer before.
+        changes_buffers: Whether the forward changes buffers, as BatchNorm's does.
+        frozen: Weights that are not trained. ``parameters`` includes them.
     """
 
     name: str
@@ -69,10 +70,10 @@ class UserBytes:
 
     Attributes:
         trained: Trained weights of modules that are not pipelined.
-        frozen: Other weights there, and buffers.
-        batch: One minibatch, of which all in flight lie there.
+        frozen: Frozen weights of these modules, and their buffers.
+        batch: One minibatch. All minibatches in flight lie there.
         kept: What user code before the last pipelined module keeps of each minibatch until its backward.
-        loss: What user code behind it keeps of one minibatch, whose backward follows at once.
+        loss: What user code behind that module keeps of one minibatch. Its backward follows at once.
     """
 
     trained: Annotated[Bytes, Key("trained_bytes")] = 0
@@ -82,10 +83,10 @@ class UserBytes:
     loss: Annotated[Bytes, Key("loss_bytes")] = 0
 
     def total(self, in_flight: int, state: float) -> int:
-        """Bytes with ``in_flight`` minibatches and versions, and an optimizer's ``state`` for each byte of weights.
+        """Return the bytes for ``in_flight`` minibatches and versions, with ``state`` optimizer bytes per weight byte.
 
-        Besides these, weights have the gradients of two minibatches; the loss's backward makes gradients as large as
-        what was kept.
+        The sum includes the gradients of two minibatches, and those of the loss's backward, which are as large as
+        ``loss``.
         """
         weights = self.frozen + int((3 + in_flight + state) * self.trained)
         return weights + in_flight * (self.batch + self.kept) + 2 * self.loss
@@ -96,7 +97,7 @@ def _is_part(value: float) -> bool:
 
 
 class Width(NamedTuple):
-    """Seconds that a device takes for ``part`` of a layer's channels; otherwise as :class:`Times`."""
+    """Seconds that a device takes for ``part`` of a layer's channels, like :class:`Times` for all channels."""
 
     part: Annotated[float, _is_part, "more than 0 and at most 1"]
     forward: Annotated[Seconds, Key("forward_s")]
@@ -106,15 +107,15 @@ class Width(NamedTuple):
 
 @dataclass(frozen=True)
 class LayerWidths:
-    """Division of one layer by its channels among the devices of a group: in how many units, and how long each takes.
+    """Division of one layer by its channels among the devices of a group: the number of units, and the parts' times.
 
     Attributes:
-        run: The first layer of those whose devices hand their channels on to each other until this one, itself perhaps.
-        units: By the name of each of its modules that is divided, as a plan's
-            :class:`~lightning_hetpipe.planning.plan.planned_worker.PlannedSplit` has it: channels, groups of channels
-            or heads. None of a layer that computes the channels that each device has, as an activation does.
-        sums: Whether devices give what has to be added, as the second linear layer of a transformer's MLP does.
-        measured: By a device's name, times of some parts, in ascending order, the last one that of all.
+        run: First layer of the run that contains this layer. Devices hand their channels on within a run.
+        units: Number of channels, groups of channels or heads of each divided module, by name as in a plan's
+            :class:`~lightning_hetpipe.planning.plan.planned_worker.PlannedSplit`. Empty for a layer such as an
+            activation, which works on any channels.
+        sums: Whether outputs of the devices must be added, as for the second linear layer of a transformer's MLP.
+        measured: For each device's name, times of some parts in ascending order. The last part is the whole layer.
     """
 
     run: int
@@ -126,17 +127,11 @@ class LayerWidths:
         object.__setattr__(self, "measured", {name: tuple(own) for name, own in self.measured.items()})
 
     def seconds(self, device: str | None, whole: float, units: int) -> list[float]:
-        """Seconds of 0, 1, ... of ``units`` equal parts of a layer that takes ``whole`` seconds; none takes longer than
-        more of them.
+        """Return the seconds of 0, 1, ... ``units`` of ``units`` equal parts of a layer, which never decrease.
 
-        What lies between two parts that were measured takes as long as the larger one, since kernels compute channels
-        in blocks. Where ``device`` was not measured another one stands for it. Times are in the ratio of those of the
-        whole layer; where nothing was measured, equal parts take equal times.
-
-        Args:
-            device: Name of the device in the profile.
-            whole: Of forward and backward.
-            units: Number of parts.
+        Between two measured parts the time of the larger part counts, since kernels compute channels in blocks. If
+        ``device`` was not measured, another device stands for it. Measured times are scaled to ``whole``, the seconds
+        of forward and backward of the whole layer. If nothing was measured, equal parts take equal times.
         """
         own = self.measured.get(device or "") or next(iter(self.measured.values()), ())
         known = [each.forward + each.backward for each in own]
@@ -149,7 +144,7 @@ class LayerWidths:
 
 
 def layers_of_runs(widths: Mapping[int, LayerWidths], layers: Iterable[int]) -> list[list[int]]:
-    """The layers of each run among ``layers``, in order."""
+    """Group ``layers`` by their run, in order."""
     found: dict[int, list[int]] = {}
     for layer in sorted(layers):
         found.setdefault(widths[layer].run, []).append(layer)
@@ -161,21 +156,20 @@ class Profile:
     """Layers of a model, and times of each layer by the name of a device.
 
     Attributes:
-        model: Name of the model, for people.
-        samples: In a minibatch.
-        layers: In order.
-        times: For each device's name, of each layer; medians.
-        memory: Bytes that each of these devices has, where the profile knows.
-        estimated: Names of the devices whose times were not measured, and of which device's they were made.
-        calls: Where a step calls a module several times, the layers of each of its calls, in order: the first one, and
-            the one behind the last. Times and bytes are those of all calls of a minibatch together.
+        samples: Samples in a minibatch.
+        times: For each device's name, the median times of each layer.
+        memory: Bytes of these devices, if known.
+        estimated: Names of devices with estimated times, each with the name of the device from which these were
+            derived.
+        calls: If a step calls a module several times, the layers of each call in order: first layer, and layer behind
+            the last. Times and bytes are sums over all calls of a minibatch.
         user: What user code takes beside the layers.
-        speeds: FLOP/s of devices that the catalogue does not know, such as a CPU, by its rule from what was measured
-            there: :func:`~lightning_hetpipe.planning.model.catalogue.speed_by`.
-        widths: How groups of devices may divide layers, by the layer's index; others run whole.
+        speeds: Measured FLOP/s of devices that the catalogue does not know, such as a CPU, by the rule of
+            :func:`~lightning_hetpipe.planning.model.catalogue.speed_by`.
+        widths: How a group of devices may divide a layer, by the layer's index. Other layers run whole.
 
     Raises:
-        SettingError: for a device whose times are not one for each layer, or for calls that are not of all layers.
+        SettingError: if a device does not have one time for each layer, or if calls do not cover all layers.
     """
 
     model: str
@@ -218,7 +212,7 @@ class Profile:
 
     @property
     def pieces(self) -> list[tuple[int, int]]:
-        """Layers of each module that is called: the first one, and the one behind the last."""
+        """Layers of each module that is called: the first layer, and the layer behind the last."""
         return sorted({*self.calls}) or [(0, len(self.layers))]
 
     def called(self, layer: int) -> int:
@@ -226,17 +220,19 @@ class Profile:
         return sum(first <= layer < after for first, after in self.calls) or 1
 
     def crossing(self, link: Link, boundary: int) -> float:
-        """Seconds that a minibatch's values take over ``link`` in one direction, where a stage ends at ``boundary``."""
+        """Return the seconds of one minibatch's values over ``link`` in one direction between stages at
+        ``boundary``."""
         calls = self.called(boundary - 1)
         return calls * link.seconds(self.layers[boundary - 1].output // calls)
 
     def times_on(self, device: Device) -> Sequence[Times]:
-        """Times of each layer on ``device``: those of its name, or of the only profiled device; divided by its speed.
+        """Return the times of each layer on ``device``: times of its name or of the only profiled device, by its speed.
 
-        Beside devices whose times are estimated, one of another name must say its speed, as it may be a slip.
+        Beside devices with estimated times, a device of another name must say its speed, as its name may be a typing
+        error.
 
         Raises:
-            SettingError: if there is neither.
+            SettingError: if neither applies.
         """
         profiled = [own for name, own in self.times.items() if name not in self.estimated] or [*self.times.values()]
         if (name := self.name_of(device)) is not None:
@@ -257,21 +253,20 @@ class Profile:
         return f"; profile the model on it, name another device{by_speed}"
 
     def name_of(self, device: Device) -> str | None:
-        """Name of ``device`` in this profile, which may be written differently; None if it has no times of it."""
+        """Return the name of ``device`` in this profile, perhaps in another spelling, or None without its times."""
         if device.name in self.times:
             return device.name
         mine = {canonical(name): name for name in self.times}
         return mine.get(canonical(device.name))
 
     def with_estimates(self, devices: Sequence[Device], precision: str = "32") -> Profile:
-        """Add times of those ``devices`` of which it has none and that the catalogue knows.
+        """Add times of ``devices`` that only the catalogue knows, and list these devices in ``estimated``.
 
-        They are made from those of the profiled GPU whose speed is nearest, by
-        :meth:`~lightning_hetpipe.planning.model.catalogue.Gpu.speed`, and listed in ``estimated``. Where no GPU of the
-        catalogue was profiled, such as on a machine with a CPU only, they are made by the device's own speed from
-        ``speeds``, and are :data:`SHORTEST` at least. If that is not known either, the only device stands for the
-        fastest of ``devices``: then the ratios are estimates, and no more. Devices that say their speed stay as they
-        are.
+        The times are derived from the profiled GPU of nearest speed
+        (:meth:`~lightning_hetpipe.planning.model.catalogue.Gpu.speed`). If no GPU of the catalogue was profiled, as on
+        a machine with a CPU only, times are derived from the profiled device's speed in ``speeds``. They are at least
+        :data:`SHORTEST`. Without such a speed, the only profiled device stands for the fastest of ``devices``, so that
+        only ratios are estimated. Devices that say their speed stay as they are.
         """
         unknown = {
             d.name: gpu for d in devices if d.speed == 1.0 and (gpu := known(d.name)) and self.name_of(d) is None
@@ -290,14 +285,14 @@ class Profile:
         return replace(self, times=times, estimated=estimated)
 
     def is_scaled(self, base: str) -> bool:
-        """Return True if estimates from ``base`` follow from its measured speed, as the catalogue does not know it."""
+        """Return True if estimates from ``base`` follow from its measured speed: the catalogue does not know it."""
         return base in self.speeds and known(base) is None
 
     def joined(self, other: Profile) -> Profile:
-        """Merge with ``other``, a profile of the same layers on other devices, which wins.
+        """Merge with ``other``, a profile of the same layers on other devices. Values of ``other`` take precedence.
 
         Raises:
-            SettingError: if it is of other layers, or of minibatches of another size.
+            SettingError: if layers, calls or the size of minibatches differ.
         """
         if (other.layers, other.samples, other.calls) != (self.layers, self.samples, self.calls):
             raise SettingError(

@@ -1,9 +1,9 @@
 """Links and devices that virtual workers share.
 
-Each transfer on a link gets an equal part of the bandwidth at any moment, as connections of one network do. For each
-link a clock counts the bytes that every transfer on it has been given since the link was last idle. A transfer is over
-when that clock has advanced by its bytes, so that what starts or ends changes the pace of the others, and no more than
-the next end of each link has to be known.
+At any moment all transfers on a link get equal parts of the bandwidth, like connections of one network. For each link a
+clock counts the bytes that every transfer has been given since the link was last idle. A transfer ends when this clock
+has advanced by its bytes. So a start or an end changes the pace of all transfers, and only the next end on each link
+must be known.
 """
 
 from __future__ import annotations
@@ -18,12 +18,7 @@ T = TypeVar("T")
 
 
 class SharedLink(Generic[T]):
-    """One direction of a link; ``T`` are its transfers.
-
-    Args:
-        name: For people.
-        bandwidth: Bytes/s, not infinite.
-    """
+    """One direction of a link with a finite ``bandwidth`` in bytes/s. ``T`` is a transfer's type."""
 
     __slots__ = ("_bandwidth", "_ends", "_given", "_order", "_since", "carried", "changes", "name")
 
@@ -32,7 +27,7 @@ class SharedLink(Generic[T]):
         self.carried = 0.0
         """Bytes of all transfers so far."""
         self.changes = 0
-        """Number of starts and ends; what :meth:`due` said holds until the next one."""
+        """Number of starts and ends. The result of :meth:`due` holds until the next one."""
         self._bandwidth = bandwidth
         self._given = 0.0
         self._since = 0.0
@@ -40,20 +35,20 @@ class SharedLink(Generic[T]):
         self._ends: list[tuple[float, int, T]] = []
 
     def add(self, now: float, nbytes: float, transfer: T) -> None:
-        """Start ``transfer``."""
+        """Start ``transfer`` of ``nbytes`` at the time ``now``."""
         self._advance(now)
         self.carried += nbytes
         heapq.heappush(self._ends, (self._given + nbytes, next(self._order), transfer))
         self.changes += 1
 
     def due(self) -> float | None:
-        """When the next transfer is over, if none starts before; None without any."""
+        """Return the time at which the next transfer ends if none starts before, or None without transfers."""
         if not self._ends:
             return None
         return self._since + (self._ends[0][0] - self._given) * len(self._ends) / self._bandwidth
 
     def take(self, now: float) -> list[T]:
-        """End those transfers that are over at the time that :meth:`due` has said; they are at least one."""
+        """End the transfers that are over at the time that :meth:`due` returned, at least one, and return them."""
         self._given, self._since = self._ends[0][0], now
         over = []
         while self._ends and self._ends[0][0] <= self._given:
@@ -70,9 +65,9 @@ class SharedLink(Generic[T]):
 
 
 class SharedDevice:
-    """Device that has stages of several virtual workers, and computes their tasks one by one as they come.
+    """Device with stages of several virtual workers, which computes their tasks one by one as they come.
 
-    A stage has no more than one task there, so that virtual workers take turns.
+    A stage has at most one task there at a time, so virtual workers take turns.
     """
 
     __slots__ = ("_busy", "_waiting")
@@ -82,7 +77,7 @@ class SharedDevice:
         self._waiting: deque[Callable[[float], None]] = deque()
 
     def take(self, now: float, start: Callable[[float], None]) -> None:
-        """Call ``start`` with the time at which the device is the caller's, at the earliest ``now``."""
+        """Call ``start`` with the time, ``now`` or later, at which the caller gets the device."""
         if self._busy:
             self._waiting.append(start)
         else:
@@ -90,7 +85,7 @@ class SharedDevice:
             start(now)
 
     def free(self, now: float) -> None:
-        """End the task that it computes; the next one starts."""
+        """End the running task and start the next one."""
         if self._waiting:
             self._waiting.popleft()(now)
         else:

@@ -1,23 +1,23 @@
-"""Simulation of one virtual worker: which stage does what when, under the schedule that the engine interprets too.
+"""Simulation of one virtual worker, under the schedule that the engine interprets.
 
-Time only moves from event to event, so that a run of hours takes no longer than its number of tasks. What it knows:
+Time moves from event to event, so a run of hours takes no longer than its number of tasks. The rules:
 
-- Each stage runs its tasks first in, first out, in the order in which they become ready (law L2); the tasks of a
-  minibatch are those of :func:`~lightning_hetpipe.rules.schedule.route`. A segment that is visited several times and
+- Each stage runs its tasks first in, first out, in the order in which they become ready (law L2). The tasks of a
+  minibatch are given by :func:`~lightning_hetpipe.rules.schedule.route`. A segment that is visited several times and
   changes buffers takes minibatches one by one (:class:`~lightning_hetpipe.rules.schedule.CallOrder`).
-- Minibatch p starts when the version that it uses is published, p - Nm under weight stashing, and the first Nm at once
-  (law L1).
-- What a stage is sent arrives as part of the task that needs it, as the engine moves it: a link keeps the stage that
-  receives busy, and so counts towards T_max.
-- Lightning's thread takes the minibatches in order: each step lasts ``step`` seconds (hooks, optimizer), and one that
-  ends a wave another ``synchronise`` (law L3), in which the pipeline goes on with what is in flight.
-- With ``jitter`` every task takes longer or shorter by a factor of its own, drawn for the ``seed``, the virtual worker,
-  the minibatch and the task.
-- Events at one time are handled in the order in which they came to be known.
+- Minibatch p starts when the version that it uses is published: p - Nm under weight stashing. The first Nm start at
+  once (law L1).
+- A transfer is part of the task that receives it, as in the engine. So a link keeps its receiver busy, and counts
+  towards T_max.
+- Lightning's thread takes minibatches in order. Each step lasts ``step`` seconds (hooks, optimizer). A step that ends a
+  wave lasts another ``synchronise`` seconds (law L3), in which the pipeline goes on with minibatches in flight.
+- With ``jitter`` the time of each task is multiplied by a factor, drawn from ``seed`` for its virtual worker and
+  minibatch.
+- Events at one time are handled in the order in which they were scheduled.
 
-:func:`simulate` runs one virtual worker to its end. In a cluster (:mod:`.cluster_simulation`) each
-:class:`PipelineRun` goes on until Lightning's thread has ended a wave, and the cluster ends the synchronisation. If
-stages share links or a device with other virtual workers, their run goes no further than to the present.
+:func:`simulate` runs one virtual worker to its end. In a cluster (:mod:`.cluster_simulation`) each :class:`PipelineRun`
+goes on until Lightning's thread has ended a wave, and the cluster ends the synchronisation. If stages share links or a
+device with other virtual workers, their run advances only up to the present.
 """
 
 from __future__ import annotations
@@ -40,19 +40,16 @@ from lightning_hetpipe.rules.schedule import Call, CallOrder, Segment, Work, cal
 from lightning_hetpipe.rules.versions import STASH, Versions
 
 ROWS = 32
-"""Minibatches for which factors of tasks are drawn at once."""
+"""Number of minibatches for which factors of tasks are drawn at once."""
 
 _ENDED, _READY, _FORWARDED = range(3)
 
 
 @dataclass(frozen=True)
 class Visits:
-    """Visits of a minibatch to stages, where modules are called several times or a stage has parts of several.
+    """Visits of a minibatch to stages, if modules are called several times or a stage has parts of several modules.
 
-    Attributes:
-        segments: All, as :func:`~lightning_hetpipe.rules.schedule.segments` gives them.
-        calls: The calls of the step.
-        changing: The indices of the segments whose forwards change buffers.
+    ``changing`` has the indices of the segments whose forwards change buffers.
     """
 
     segments: Sequence[Segment]
@@ -61,7 +58,7 @@ class Visits:
 
     @classmethod
     def once(cls, stages: int) -> Visits:
-        """One call of one module that has a segment on each stage."""
+        """Return the visits for one call of one module that has a segment on each stage."""
         return cls(segments([stages], range(stages)), calls([0]))
 
 
@@ -70,10 +67,10 @@ class StageTimes:
     """Seconds that a stage takes for one minibatch, or a segment of it for one visit.
 
     Attributes:
-        forward, backward: Seconds of its layers.
-        receive: Until what the stage before it sends has arrived.
-        loss: Seconds of the user's code between forward and backward, on the last stage.
-        receive_gradient: Until the gradient that the stage behind it sends has arrived.
+        forward, backward: Computation of the layers.
+        receive: Transfer of the output of the stage before.
+        loss: User code between forward and backward, on the last stage.
+        receive_gradient: Transfer of the gradient from the stage behind.
     """
 
     forward: float
@@ -84,11 +81,11 @@ class StageTimes:
 
     @property
     def total(self) -> float:
-        """Seconds of all that a minibatch takes here; T_max is the slowest stage's."""
+        """Seconds of everything that a minibatch takes here. T_max is the total of the slowest stage."""
         return self.receive + self.forward + self.loss + self.receive_gradient + self.backward
 
     def of(self, work: Work) -> float:
-        """Seconds of one task; on the last stage forward, loss and backward are one."""
+        """Return the seconds of one task. On the last stage forward, loss and backward are one task."""
         if work is Work.FORWARD:
             return self.receive + self.forward
         return self.receive_gradient + self.backward if work is Work.BACKWARD else self.total
@@ -98,11 +95,10 @@ class StageLoad(NamedTuple):
     """Minibatches that a stage holds at one time.
 
     Attributes:
-        held: Minibatches whose activations it holds: from the end of their forward, when these are all there, to the
-            end of their backward.
-        waiting: Minibatches whose gradients wait for Lightning's step, from the end of their backward.
-        whole: Of those held, the one that the stage computes: where forwards are computed again, it keeps the inputs
-            alone of the others. 0 or 1.
+        held: Number of minibatches whose activations are held, from the end of a forward to the end of its backward.
+        waiting: Number of minibatches whose gradients wait for Lightning's step after their backward.
+        whole: 1 while the stage computes a held minibatch, else 0. With recomputation the others keep only their
+            inputs.
     """
 
     held: int
@@ -111,9 +107,9 @@ class StageLoad(NamedTuple):
 
 
 class SimulatedTask(NamedTuple):
-    """A task of a stage: from ``start`` to ``end``, in seconds since the pipeline started.
+    """Task of a stage from ``start`` to ``end``, in seconds since the pipeline started.
 
-    ``forwarded`` is when its forward is done; of a backward, when it starts.
+    ``forwarded`` is the end of the task's forward. For a backward alone it is the start.
     """
 
     stage: int
@@ -125,7 +121,7 @@ class SimulatedTask(NamedTuple):
 
 
 TaskFields: TypeAlias = tuple[int, Work, int, float, float, float]
-"""Fields of a :class:`SimulatedTask`, of which the planner makes millions."""
+"""Fields of a :class:`SimulatedTask`. The planner makes millions of them."""
 
 
 @dataclass(frozen=True)
@@ -148,18 +144,15 @@ class PlacedWeights:
 
 @dataclass(frozen=True)
 class WorkerPipeline:
-    """A virtual worker.
+    """A virtual worker, as the simulation needs it.
 
     Attributes:
-        stages: Times of each stage, or with ``visits`` of one visit to each segment. Of what ``forwards`` and
-            ``gradients`` take, they have the latency only.
-        wave: W_v.
+        stages: Times of each stage, or with ``visits`` of one visit to each segment. For transfers in ``forwards`` and
+            ``gradients``, these times have the latency only.
         step: Seconds of Lightning's thread for each minibatch.
-        visits: Of each minibatch; by default one to each stage.
-        forwards: What the forward of a segment receives over the network, by the segment's index.
-        gradients: The same for its backward.
-        weights: Its weights, by where they lie.
-        devices: Devices that have stages of other virtual workers, too, by the index of the stage there.
+        visits: Visits of each minibatch, by default one to each stage.
+        forwards, gradients: Transfers over the network that a segment's forward or backward receives, by segment.
+        devices: Devices that also have stages of other virtual workers, by the index of this virtual worker's stage.
     """
 
     stages: Sequence[StageTimes]
@@ -176,10 +169,8 @@ class WorkerPipeline:
 class Simulation:
     """Result of a simulated run.
 
-    Attributes:
-        tasks: The fields of every :class:`SimulatedTask`, in the order in which tasks started.
-        published: When version p came to be, for p = 1, 2, ...
-        held: For each stage, the most minibatches whose activations it held at once.
+    ``tasks`` are in the order of their starts. ``published`` has the second of each version 1, 2, ... For each stage,
+    ``held`` is the largest number of minibatches whose activations it held at once.
     """
 
     tasks: Sequence[TaskFields]
@@ -188,14 +179,14 @@ class Simulation:
 
     @cached_property
     def spans(self) -> tuple[SimulatedTask, ...]:
-        """Every task, by its start."""
+        """All tasks, sorted by start."""
         return tuple(map(SimulatedTask._make, sorted(self.tasks, key=itemgetter(3, 0))))
 
     def rate(self, edge: int = 0) -> float:
-        """Minibatches per second, without the first and the last ``edge`` of them, where the pipeline fills and drains.
+        """Return minibatches per second without the first and the last ``edge``, when the pipeline fills and drains.
 
         Raises:
-            ValueError: if none is left.
+            ValueError: if no minibatch is left.
         """
         last = len(self.published) - edge
         if not 0 <= edge < last:
@@ -204,12 +195,12 @@ class Simulation:
         return (last - edge) / (self.published[last - 1] - began)
 
     def loads(self, stage: int) -> Iterator[tuple[float, StageLoad]]:
-        """Changes of what ``stage`` holds, with their times; changes at one time are yielded one by one."""
+        """Yield each change of what ``stage`` holds, with its time. Changes at one time are yielded one by one."""
         when, *counts = (each.tolist() for each in self._changes(stage))
         yield from zip(when, map(StageLoad, *counts), strict=True)
 
     def heaviest(self, stage: int) -> list[StageLoad]:
-        """Loads of ``stage`` of which the heaviest is one: for so many held and computed, the most that wait."""
+        """Return the loads of ``stage`` that can be the heaviest: for each held and computed count, most waiting."""
         _, held, waiting, whole = self._changes(stage)
         base = int(waiting.max()) + 1
         codes = np.unique((2 * held + whole) * base + waiting)
@@ -217,12 +208,11 @@ class Simulation:
         return [StageLoad(code // base // 2, code % base, code // base % 2) for code in codes.tolist()]
 
     def _changes(self, stage: int) -> tuple[NDArray[Any], ...]:
-        """Times at which what ``stage`` holds changes, and what is held, waits and is computed from then on."""
+        """Times at which the load of ``stage`` changes, and from each time on what is held, waits and is computed."""
         _, works, numbers, _, ends, forwarded = zip(*self._by_stage[stage], strict=True)
         backward, forward = (np.array([work is each for work in works]) for each in (Work.BACKWARD, Work.FORWARD))
         minibatch, count = np.array(numbers), len(works)
-        # Of several visits, the first forward is when it begins to be held, and the end of the last backward is when
-        # its gradients begin to wait.
+        # A minibatch is held from its first forward, and its gradients wait from the end of its last backward.
         deltas = np.zeros((2 * count + len(self.published), 3), dtype=np.intp)
         fresh = np.flatnonzero(~backward)
         deltas[2 * fresh[np.unique(minibatch[fresh], return_index=True)[1]], 0] = 1
@@ -244,12 +234,12 @@ class Simulation:
 
     @cached_property
     def _done(self) -> list[float]:
-        """When each minibatch's last backward ended."""
+        """Time at which each minibatch's last backward ended."""
         done = {number: end for _, work, number, _, end, _ in self._by_stage[0] if work is not Work.FORWARD}
         return [done[number] for number in range(1, len(done) + 1)]
 
     def busy(self, stage: int) -> float:
-        """The fraction of all time in which ``stage`` computed."""
+        """Return the fraction of the run in which ``stage`` computed."""
         return sum(end - start for _, _, _, start, end, _ in self._by_stage[stage]) / self.published[-1]
 
 
@@ -266,23 +256,20 @@ def simulate(
     visits: Visits | None = None,
     versions: Versions | None = None,
 ) -> Simulation:
-    """Run ``minibatches`` through a pipeline that starts empty.
+    """Simulate ``minibatches`` (at least 1) in a pipeline of ``stages`` that starts empty.
 
     Args:
-        stages: k of them, one segment each; with ``visits``, the times of one visit to each segment.
-        in_flight: Nm.
-        minibatches: Their number, at least 1.
-        step: Seconds of Lightning's thread for each.
-        wave: W; by default Nm.
+        stages: Times of each stage, which has one segment. With ``visits``, times of one visit to each segment.
+        step: Seconds of Lightning's thread for each minibatch.
+        wave: W, by default Nm.
         synchronise: Seconds that Lightning's thread waits at the end of each wave.
-        jitter: By how much tasks differ, as the standard deviation of the logarithm of their factors (about 0.05 for 5
-            %); they are log-normal, and 1 on average.
-        seed: Seed of the factors.
-        visits: Of each minibatch; by default one to each stage.
-        versions: Those that minibatches use; by default those of weight stashing.
+        jitter: Standard deviation of the logarithm of the tasks' log-normal factors, which have mean 1. 0.05 is about 5
+            %.
+        visits: Visits of each minibatch, by default one to each stage.
+        versions: Weight versions that minibatches use, by default those of weight stashing.
 
     Raises:
-        ValueError: for numbers that no pipeline has.
+        ValueError: if a number is out of its range.
     """
     wave = in_flight if wave is None else wave
     if not stages or in_flight < 1 or minibatches < 1 or wave < 1 or jitter < 0:
@@ -304,25 +291,20 @@ def simulate(
 
 
 class PipelineRun:
-    """State of the run of one virtual worker.
+    """State of the run of one virtual worker over ``last`` minibatches.
 
     Args:
-        given: The virtual worker.
-        versions: Those that minibatches use.
-        last: Number of its minibatches.
-        jitter: The standard deviation of the logarithm of the tasks' factors.
-        seed: Seed and number of the virtual worker, for which the factors are drawn.
-        synchronise: Seconds that a wave's end waits; None if it waits until :meth:`synchronised` is called.
-        wait: Waits for a transfer or for a device, given the time, and what to call with the time at which the one is
-            over or the other is free.
-        devices: Devices of stages that are other virtual workers', too.
-        tasks: The list to which the fields of each task are added, if anybody wants them.
+        jitter, seed: As for :func:`simulate`. The number of the virtual worker follows the seed.
+        synchronise: Seconds that a wave's end waits. If None, it waits until :meth:`synchronised` is called.
+        wait: Function that waits for a transfer or a device. It is given the time, and a callback for the time at which
+            the transfer is over or the device is free.
+        devices: Devices that other virtual workers share, by stage.
+        tasks: List to which the fields of each task are appended, if given.
 
     Attributes:
-        published: When version p came to be, for p = 1, 2, ...
-        held: For each stage, the most minibatches whose activations it held at once.
-        wave_end: When Lightning's thread came to the end of a wave, while it synchronises; None otherwise.
-        shares: Whether its stages share links, or a device, with others.
+        published, held: As in :class:`Simulation`.
+        wave_end: Time at which Lightning's thread came to the end of a wave, while it synchronises. Otherwise None.
+        shares: Whether the stages share links or a device with other virtual workers.
     """
 
     def __init__(
@@ -369,28 +351,28 @@ class PipelineRun:
         stages = max(stage) + 1
         self.held, self._holds, self._busy = [0] * stages, [0] * stages, [False] * stages
         self._queues: list[deque[tuple[int, int]]] = [deque() for _ in range(stages)]
-        """Ready tasks of each stage: minibatch, and which task of the route."""
+        """Ready tasks of each stage: minibatch, and index of the task in the route."""
         self._draw = factors(jitter, seed, len(path)) if jitter else None
         self._factors: dict[int, list[float]] = {}
         """Factors of the tasks of each minibatch that has started."""
         self._complete: deque[float] = deque()
-        """When minibatches were complete that Lightning's thread has not taken yet."""
+        """Times at which minibatches were complete that Lightning's thread has not taken yet."""
         self._started = 0
         self._now = 0.0
         self._number = itertools.count().__next__
         self._events: list[tuple[float, int, int, int, int]] = []
-        """Events to come: time, number of the event, kind, minibatch, task."""
+        """Future events: time, number of the event, kind, minibatch, task."""
         self._ready: deque[tuple[int, int, int]] = deque()
         """Tasks that are ready now: number of the event, minibatch, task."""
         self._begin(0.0)
 
     @property
     def next(self) -> float | None:
-        """Time of the next event; None if there is none."""
+        """Time of the next event, or None."""
         return self._events[0][0] if self._events else None
 
     def advance(self, until: float = math.inf) -> None:
-        """Go on to the end of a wave, or where others slow it down up to ``until``."""
+        """Advance to the end of a wave, or up to ``until`` if other virtual workers can slow this one down."""
         events, ready, number_of, pop = self._events, self._ready, self._number, heapq.heappop
         stages, orders, leaves, devices = self._stage, self._orders, self._leaves, self._devices
         queues, busy, holds = self._queues, self._busy, self._holds
@@ -436,14 +418,14 @@ class PipelineRun:
                 self._compute(self._now, number, task)
 
     def synchronised(self, now: float) -> None:
-        """End the synchronisation: the version at the wave's end is there."""
+        """End the synchronisation: publish the version at the wave's end."""
         self.wave_end = None
         self.published.append(now)
         self._begin(now)
         self._publish()
 
     def _begin(self, now: float) -> None:
-        """Start the minibatches that there are weights for."""
+        """Start the minibatches for which there are weights."""
         published = len(self.published)
         most = min(published + self._versions.in_flight, self._last)
         while self._started < most and self._versions.version(self._started + 1) <= published:
@@ -496,7 +478,7 @@ class PipelineRun:
 
 
 def factors(jitter: float, seed: tuple[int, int], tasks: int) -> Iterator[list[float]]:
-    """Yield factors of the ``tasks`` of each minibatch: log-normal, and 1 on average."""
+    """Yield factors of the ``tasks`` of each minibatch: log-normal, with mean 1."""
     generator = np.random.Generator(np.random.Philox(key=[seed[0] % 2**64, seed[1]]))
     while True:
         yield from np.exp(jitter * generator.standard_normal((ROWS, tasks)) - jitter**2 / 2).tolist()

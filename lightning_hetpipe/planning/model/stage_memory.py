@@ -1,37 +1,28 @@
 """Memory model: bytes that a stage takes on its device.
 
-Weights
-    The live ones, which Lightning's loop steps.
-Versions
-    Weight stashing keeps a copy of trained weights for each of Nm versions (law L1), other weight policies fewer, or
-    one more for what they predict by; their room is taken when the pipeline is built. Of frozen weights all versions
-    share one copy. None of them shares memory with the live weights.
-Gradients
-    Of trained weights: those of Lightning's last step, which stay until the next one has its own, and those of
-    minibatches whose backward is done here and which Lightning's step has not taken yet.
-Optimizer state
-    By the optimizer's name, in bytes for each byte of the trained weights, see :data:`OPTIMIZERS`; and what its step
-    makes for a while: torch's steps on accelerators compute all weights of a device at once (``foreach``).
-Activations
-    What the minibatches that the stage holds keep from their forward until their backward. How many it holds is a
-    matter of the schedule: first in, first out holds more than 1F1B does (DESIGN, section 9), so that a simulation is
-    asked (:class:`~lightning_hetpipe.planning.model.simulate.StageLoad`).
-Workspace
-    What computing takes besides: as much as the layer that keeps most, since its backward makes gradients of what its
-    forward has kept. An estimate, as kernels take what they like.
+- Weights: the live weights, which Lightning's loop steps.
+- Versions: weight stashing keeps copies of trained weights for Nm versions (law L1). Other weight policies keep fewer
+  copies, or one more for their predictions. Room for the copies is taken when the pipeline is built. All versions share
+  one copy of frozen weights. No copy shares memory with the live weights.
+- Gradients of trained weights: of Lightning's last step, which stay until the next step, and of minibatches that wait
+  for Lightning's step.
+- Optimizer state: bytes for each byte of trained weights, by the optimizer's name (:data:`OPTIMIZERS`). Temporary
+  memory of its step is added: on accelerators torch computes all weights of a device at once (``foreach``).
+- Activations: what held minibatches keep from their forward until their backward. How many minibatches a stage holds
+  follows from the schedule, so a simulation counts them
+  (:class:`~lightning_hetpipe.planning.model.simulate.StageLoad`). First in, first out holds more than 1F1B.
+- Workspace: temporary memory of computations, estimated as what the largest layer keeps, since its backward makes
+  gradients of all that its forward kept. Kernels may take more.
+- User code: what ``training_step`` takes on the last stage's device beside the layers: modules that are not pipelined,
+  minibatches in flight, and the loss (:class:`~lightning_hetpipe.planning.model.profile.UserBytes`).
 
-User code
-    What ``training_step`` takes beside the layers, on the last stage's device: modules that are not pipelined, the
-    minibatches in flight, and the loss (:class:`~lightning_hetpipe.planning.model.profile.UserBytes`).
+The first minibatch of a fit is spread over all devices by their room. It has no versions and takes less, except perhaps
+on a device whose later stage has frozen weights. So is a run with one minibatch in flight (:class:`SpreadMemory`).
 
-The first minibatch of a fit, of which there are no versions yet, is spread over all devices by their room, and takes
-less; on a device that has the room it may take more than a stage of frozen weights does later. A run with one minibatch
-in flight is spread, too (:class:`SpreadMemory`).
-
-Gradients and activations are those of the moment at which they are most together. More gradients than these wait where
-Lightning's thread is slower than was simulated, or evaluates between two steps: on the host, where the device has no
-room (:mod:`lightning_hetpipe.pipeline.memory`). What a device holds for the process
-itself (a CUDA context, say), and buffers such as BatchNorm's, do not count.
+Gradients and activations are counted at the moment at which their sum is largest. If Lightning's thread is slower than
+simulated, or evaluates between two steps, more gradients wait. They wait on the host if the device has no room
+(:mod:`lightning_hetpipe.pipeline.memory`). Buffers such as BatchNorm's, and what a device holds for the process itself
+(a CUDA context, say), do not count.
 """
 
 from __future__ import annotations
@@ -65,23 +56,23 @@ OPTIMIZERS: Mapping[str, float] = {
     "rmsprop_momentum_centered": 3,
     "rprop": 2,
 }
-"""Bytes of state for each byte of the weights, as torch.optim keeps it: in the weights' own dtype."""
+"""Bytes of state for each byte of the weights, which torch.optim keeps in the weights' own dtype."""
 
 STEP = 1
-"""Bytes that a step makes for each byte of the weights, but for :data:`STEPS`: the root of the second moment, say."""
+"""Temporary bytes of a step for each byte of the weights, for optimizers that are not in :data:`STEPS`."""
 
 STEPS: Mapping[str, float] = {"sgd": 0, "sgd_momentum": 0, "adadelta": 2, "rprop": 1.25}
-"""Bytes of steps that are not :data:`STEP` (*measured* on the test accelerator), without weight decay."""
+"""Temporary bytes of steps that differ from :data:`STEP`, without weight decay (*measured* on the test accelerator)."""
 
 WEIGHT_DECAY = "_weight_decay"
-"""Ending of an optimizer's name where its step adds the decay to a copy of the gradients, as :data:`COPIES` do."""
+"""Ending of an optimizer's name if its step adds the decay to a copy of the gradients, see :data:`COPIES`."""
 
 COPIES = ("sgd", "nadam", "adadelta", "rmsprop")
-"""Optimizers whose steps make a copy of the gradients for weight decay, or ``maximize``."""
+"""Optimizers whose steps copy the gradients for weight decay or ``maximize``."""
 
 
 def plain_name(optimizer: str) -> str:
-    """Name of the optimizer in :data:`OPTIMIZERS`, whatever its weight decay."""
+    """Return the name of the optimizer in :data:`OPTIMIZERS`, without the ending for weight decay."""
     return optimizer.lower().removesuffix(WEIGHT_DECAY)
 
 
@@ -94,27 +85,27 @@ _PREDICTED = {
         ("adamax", "muon", "nadam", "radam", "rmsprop_momentum", "rmsprop_momentum_centered", "rprop"), "pipeoptim"
     ),
 }
-"""Weight policies that predict what an optimizer does, by its name."""
+"""Weight policy that predicts what an optimizer does, by the optimizer's name."""
 
 
 def planned_policies(optimizer: str | float) -> list[WeightPolicy]:
-    """Policies for an optimizer by its name in the memory model, of which the first is taken that fits."""
+    """Return the policies to try for an optimizer, in order. The first policy that fits is taken."""
     policy = POLICIES[_PREDICTED.get(plain_name(optimizer), STASH.name)] if isinstance(optimizer, str) else STASH
     return [*dict.fromkeys([policy, STASH])]
 
 
 def step_bytes(optimizer: str | float) -> float:
-    """Bytes that a step makes for a while, of those of :func:`optimizer_state`; of a number none."""
+    """Return the temporary bytes of a step that :func:`optimizer_state` includes. For a number they are 0."""
     if not isinstance(optimizer, str):
         return 0
     return STEPS.get(plain_name(optimizer), STEP) + optimizer.lower().endswith(WEIGHT_DECAY)
 
 
 def optimizer_state(optimizer: str | float) -> float:
-    """Bytes for each byte of the weights: of a name in :data:`OPTIMIZERS` and its step, or the number itself.
+    """Return the bytes for each byte of the weights, with the step's temporary bytes. A number is returned unchanged.
 
     Raises:
-        SettingError: for what is neither.
+        SettingError: if ``optimizer`` is neither a name in :data:`OPTIMIZERS` nor such a number.
     """
     if isinstance(optimizer, str):
         known = OPTIMIZERS.get(plain_name(optimizer))
@@ -135,11 +126,11 @@ class Sizes:
     """Bytes of the layers of one stage.
 
     Attributes:
-        parameters: Bytes of their weights.
-        kept: Bytes that one minibatch's forward keeps for its backward.
-        inputs: Bytes of the stage's inputs, all that is kept of a minibatch where its forward is computed again.
-        largest: Bytes that the layer keeps that keeps most.
-        frozen: Bytes of those of their weights that are not trained.
+        parameters: Weights.
+        kept: What the forward of one minibatch keeps for its backward.
+        inputs: Inputs of the stage. With recomputation, only these are kept of a minibatch.
+        largest: What the layer that keeps most keeps.
+        frozen: Weights that are not trained. ``parameters`` includes them.
     """
 
     parameters: int
@@ -150,7 +141,7 @@ class Sizes:
 
     @property
     def trained(self) -> int:
-        """Bytes of their trained weights."""
+        """Bytes of the trained weights."""
         return self.parameters - self.frozen
 
     @classmethod
@@ -167,23 +158,16 @@ class Sizes:
 
 
 def more(before: LayerBytes, layer: LayerBytes) -> int:
-    """Bytes that ``layer`` keeps besides what it shares with the one before it: that one's output is its input."""
+    """Return the bytes that ``layer`` keeps besides its input: ``before`` already keeps this input as its output."""
     return max(0, layer.kept - before.output)
 
 
 @dataclass(frozen=True)
 class StageMemory:
-    """Bytes that a stage takes, by what for.
+    """Bytes that a stage takes, by purpose. The module's docstring describes each purpose.
 
-    Attributes:
-        weights: The live ones.
-        versions: Copies of them.
-        gradients: Those of Lightning's last step.
-        waiting: Gradients that wait for Lightning's step.
-        optimizer: Its state, and what its step makes.
-        activations: What forwards keep for backwards.
-        workspace: What computing takes.
-        user: What user code takes.
+    ``gradients`` belong to Lightning's last step, ``waiting`` are gradients that wait for the next step. ``optimizer``
+    has the state and temporary memory of the step.
     """
 
     weights: int
@@ -221,17 +205,15 @@ def stage_memory(
     user: int = 0,
     buffers: int | None = None,
 ) -> StageMemory:
-    """Memory of a stage with layers of ``sizes``.
+    """Estimate the memory of a stage with layers of ``sizes``.
 
     Args:
-        sizes: Those of its layers.
-        in_flight: Nm.
-        loads: What it holds, at one time or another; the heaviest counts.
-        state: The optimizer's, see :func:`optimizer_state`.
-        recompute: Whether forwards are computed again for their backwards: a minibatch that is held keeps its inputs
-            only, and one of them all.
-        user: Bytes that user code takes on its device.
-        buffers: Copies of the trained weights that versions take; by default Nm.
+        loads: What the stage holds at different times. The heaviest load counts.
+        state: The optimizer's bytes, see :func:`optimizer_state`.
+        recompute: Whether forwards are recomputed for their backwards. Held minibatches that are not computed keep only
+            their inputs.
+        user: Bytes that user code takes on the device.
+        buffers: Copies of the trained weights for versions, by default Nm.
     """
     each, once = (sizes.inputs, sizes.kept - sizes.inputs) if recompute else (sizes.kept, 0)
     trained = sizes.trained
@@ -245,15 +227,12 @@ def stage_memory(
 
 @dataclass(frozen=True)
 class SpreadMemory:
-    """Memory model of a spread run: what a device holds where there is no pipeline.
+    """Memory model of a spread run: what a device holds without a pipeline.
 
-    With one minibatch in flight nothing is stashed and nothing waits: a device holds the live weights of its layers, of
-    trained ones the gradients and the optimizer's state, and the minibatch's activations until the backward. Later it
-    holds, in place of activations, what the optimizer's step makes for a while.
-
-    Attributes:
-        state: The optimizer's bytes for each byte of the trained weights, from one step to the next.
-        step: Bytes that its step makes for a while, for each byte of the trained weights.
+    With one minibatch in flight, no weights are stashed and no gradients wait. A device holds the live weights of its
+    layers, the gradients and optimizer state of trained weights, and the minibatch's activations until the backward.
+    Later it holds the temporary memory of the optimizer's step in place of activations. For each byte of trained
+    weights, ``state`` is the lasting and ``step`` the temporary memory in bytes.
     """
 
     state: float
@@ -261,14 +240,14 @@ class SpreadMemory:
 
     @classmethod
     def of(cls, optimizer: str | float) -> SpreadMemory:
-        """Memory model for ``optimizer``, as :func:`optimizer_state` takes it."""
+        """Make the memory model for ``optimizer``, as :func:`optimizer_state` takes it."""
         step = step_bytes(optimizer)
         return cls(optimizer_state(optimizer) - step, step)
 
     def stage(self, sizes: Sizes, user: UserBytes | None = None) -> StageMemory:
-        """Memory of the device that holds layers of ``sizes`` and, if it is the last, what ``user`` code takes.
+        """Estimate the device that holds layers of ``sizes`` and, if it is the last device, what ``user`` code takes.
 
-        The workspace is that of the backward or of the step, whichever is more.
+        The workspace is the larger one of the backward's and the step's.
         """
         user = user or UserBytes()
         trained = sizes.trained + user.trained

@@ -30,7 +30,7 @@ def in_bytes(count: float) -> str:
 
 
 def digits(value: float) -> str:
-    """Number in three digits, such as "0.123", or all of a large one's, such as "2,640"."""
+    """Format a number with three digits, such as "0.123", or a large number with all its digits, such as "2,640"."""
     return f"{value:.3g}" if value < 999.5 else f"{value:,.0f}"
 
 
@@ -48,25 +48,21 @@ def in_seconds(seconds: float) -> str:
 
 
 def bytes_of(given: float | str, setting: str) -> float:
-    """Parse bytes: "24 GiB", "512 MB" or "1024"; a number stays as it is.
-
-    Args:
-        given: A number and its unit; without one, bytes.
-        setting: What an error names, such as "memory".
+    """Parse bytes: "24 GiB", "512 MB" or "1024". A number is returned unchanged. Errors name the ``setting``.
 
     Raises:
-        SettingError: if it is something else.
+        SettingError: if the text is not such an amount.
     """
     return round(_amount(given, setting, BYTES, "'24 GiB' or '512 MB'")) if isinstance(given, str) else given
 
 
 def bandwidth_of(given: float | str, setting: str) -> float:
-    """Parse bytes per second: "12 GB/s" or "200 Mbit/s"; otherwise as :func:`bytes_of`."""
+    """Parse bytes per second, such as "12 GB/s" or "200 Mbit/s", like :func:`bytes_of`."""
     return float(_amount(given, setting, BANDWIDTHS, "'12 GB/s' or '200 Mbit/s'")) if isinstance(given, str) else given
 
 
 def seconds_of(given: float | str, setting: str) -> float:
-    """Parse seconds: "10 us" or "0.5 ms"; otherwise as :func:`bytes_of`."""
+    """Parse seconds, such as "10 us" or "0.5 ms", like :func:`bytes_of`."""
     return float(_amount(given, setting, TIMES, "'10 us' or '0.5 ms'")) if isinstance(given, str) else given
 
 
@@ -79,7 +75,7 @@ def _amount(text: str, setting: str, units: Mapping[str, Decimal], example: str)
         return number
     factor = units.get(unit)
     if factor is None:
-        # "Gbps" and "Gb/s" are how networks are sold.
+        # Vendors of networks write "Gbps" and "Gb/s".
         spelled = unit.replace("Bps", "B/s").replace("bps", "bit/s").replace("b/s", "bit/s")
         meant = [each for way in (spelled, unit) for each in units if each.lower() == way.lower()]
         alike = f"; did you mean '{meant[0]}'?" if meant else ""

@@ -1,4 +1,4 @@
-"""Plan: which layers run on which device, how many minibatches are in flight, and the estimate; ``plan.json``."""
+"""Plan of ``plan.json``: which layers run on which device, how many minibatches are in flight, and the estimate."""
 
 from __future__ import annotations
 
@@ -29,30 +29,27 @@ MOST_IN_FLIGHT = 1000
 """Largest number of minibatches in flight, and of stages: each takes a thread."""
 
 MOST_RANKS = 8
-"""Largest number of machines whose NODE_RANK is named."""
+"""Largest number of machines whose NODE_RANK is listed."""
 
 
 @dataclass(frozen=True)
 class Plan(CheckedRecord):
-    """Stages on devices for all virtual workers.
+    """Stages on devices for all virtual workers. Fields with a default may be missing in a file.
 
     Attributes:
-        model: Name of the model.
-        in_flight: Nm, of every virtual worker.
-        wave: W, of virtual workers that have none of their own.
+        in_flight: Nm of every virtual worker.
+        wave: W of virtual workers without a wave of their own.
         clock_distance: D.
-        bottleneck_s: T_max: seconds of the slowest stage of all.
-        minibatches_per_second: Of all virtual workers together, simulated.
-        virtual_workers: Each.
-        layers: Their names, in order.
-        recompute: Whether forwards are computed again for their backwards. The figures are for that, and a run is as
-            the plan says; a file that does not say it means no.
-        spread: Whether it is of a spread run, which a run of the plan is, too; as ``recompute``.
-        weights: Name of the weight policy that the figures, and a run, are for; "stash" where a file does not say it.
-        accumulate_grad_batches: Minibatches of an optimizer step that the figures are for; 1 where a file does not say.
-        allocation: The rule by which virtual workers got their devices: "np", "ed", "hd", "placed" or "auto"; empty
-            where one was planned for the devices that were given, and where a file does not say.
-        placement: The setting that says which server holds which parameter; "size" where a file does not say.
+        bottleneck_s: T_max, the seconds of the slowest stage of all virtual workers.
+        minibatches_per_second: Simulated rate of all virtual workers together.
+        layers: Names of the layers, in order.
+        recompute: Whether forwards are recomputed for their backwards. A run and the figures follow it.
+        spread: Whether this is a spread run. A run and the figures follow it.
+        weights: Name of the weight policy for the run and the figures.
+        accumulate_grad_batches: Minibatches of an optimizer step for which the figures are.
+        allocation: Rule by which virtual workers got their devices: "np", "ed", "hd", "placed", "auto", or empty for
+            given devices.
+        placement: Setting for which server holds which parameter.
         network_bytes: Bytes that cross the network between nodes for each minibatch.
     """
 
@@ -87,13 +84,9 @@ class Plan(CheckedRecord):
         """Make the plan of one virtual worker.
 
         Args:
-            found: The choice of :func:`~lightning_hetpipe.planning.search.choice.best_plan`, or the estimate for stages
-                that were asked for.
-            model: For people.
-            layers: Names.
-            cluster: That it was found for.
+            found: Choice of :func:`~lightning_hetpipe.planning.search.choice.best_plan`, or estimate for given stages.
+            cluster: The cluster for which it was found.
             estimated: Names of the devices whose times come from a data sheet.
-            clock_distance: D.
             nominal: The devices whose memory comes from a data sheet.
         """
         return cls(
@@ -122,7 +115,7 @@ class Plan(CheckedRecord):
         *,
         nominal: Collection[DeviceSlot] = (),
     ) -> Plan:
-        """Make the plan of all virtual workers of an allocation; otherwise as :meth:`of`."""
+        """Make the plan of all virtual workers of an allocation. Arguments are as for :meth:`of`."""
         first = found.choices[0]
         workers = zip(found.choices, found.rates, found.lengths, strict=True)
         return replace(
@@ -143,7 +136,7 @@ class Plan(CheckedRecord):
         """Read ``plan.json``.
 
         Raises:
-            SettingError: one sentence with the file, the key and what is wrong there.
+            SettingError: one sentence with the file, the key and the fault.
         """
         return cast(Plan, read(path, cls, VERSION))
 
@@ -159,14 +152,13 @@ class Plan(CheckedRecord):
         return table(self)
 
     def of_worker(self, index: int) -> Plan:
-        """The plan of virtual worker ``index`` alone; of a device that others have stages on, it has the memory that
-        these leave, in equal parts."""
+        """Return the plan of virtual worker ``index`` alone. Of a shared device's free memory it gets an equal part."""
         worker = self.virtual_workers[index]
         stages = tuple(self._own_part(stage) for stage in worker.stages)
         return replace(self, virtual_workers=(replace(worker, stages=stages),))
 
     def _own_part(self, stage: PlannedStage) -> PlannedStage:
-        """Limit a stage to its own bytes and an equal part of those that all on its device leave."""
+        """Limit a stage to its own bytes and an equal part of the bytes that all stages on its device leave free."""
         there = [[each for each in worker.stages if each.at == stage.at] for worker in self.virtual_workers]
         if (sharing := sum(map(bool, there))) == 1 or stage.memory_limit_bytes is None:
             return stage
@@ -175,26 +167,27 @@ class Plan(CheckedRecord):
 
     @property
     def fingerprint(self) -> str:
-        """Checksum of all that the plan says: the same for equal plans only, with numbers written as 1 or 1.0."""
+        """Checksum of the whole plan. Plans have equal checksums if and only if they are equal, where 1 equals 1.0."""
         return sha256(json.dumps(_plain(asdict(self)), sort_keys=True).encode()).hexdigest()[:12]
 
     @property
     def workers_on_nodes(self) -> dict[str, int]:
         """Number of virtual workers on each machine, by the machine of their last stage.
 
-        Machines are in the order of their NODE_RANK: those of last stages in the order of virtual workers, then others.
+        Machines are in the order of their NODE_RANK: machines of last stages in the order of virtual workers, then
+        others.
         """
         led = Counter(worker.leader for worker in self.virtual_workers)
         return {**led, **{node: led[node] for worker in self.virtual_workers for node in worker.nodes}}
 
     @property
     def node_ranks(self) -> str:
-        """The NODE_RANK of each machine, in words."""
+        """The NODE_RANK of each machine, as text."""
         words = [f"NODE_RANK={number} on {node}" for number, node in enumerate(self.workers_on_nodes)]
         return ", ".join(words[:MOST_RANKS]) + (" and so on" if len(words) > MOST_RANKS else "")
 
     def served(self, node: str) -> list[tuple[int, int]]:
-        """Virtual workers and their stages on ``node`` whose last stages are elsewhere, by number."""
+        """List the stages on ``node`` whose virtual worker has its last stage elsewhere, as (virtual worker, stage)."""
         workers = enumerate(self.virtual_workers)
         return [
             (number, index)
@@ -205,7 +198,7 @@ class Plan(CheckedRecord):
 
     @property
     def versions(self) -> Versions:
-        """Weights that minibatches use."""
+        """Weight versions that minibatches use."""
         return Versions(POLICIES[self.weights], self.in_flight, self.accumulate_grad_batches)
 
     @property
@@ -215,18 +208,18 @@ class Plan(CheckedRecord):
 
     @property
     def global_staleness(self) -> int:
-        """s_global: the most minibatches of one virtual worker that another's weights lack; of its own, alone."""
+        """s_global: the most minibatches of one virtual worker that another's weights lack. With N = 1, s_local."""
         return most_stale(self.waves, self.in_flight, self.clock_distance)
 
     def problems(self, cluster: Cluster | None = None) -> Iterator[Problem]:
-        """Faults that keep it from running: on any devices, and on those of ``cluster``."""
+        """Yield the faults that keep the plan from running on any devices, and on the devices of ``cluster``."""
         return plan_problems(self, cluster)
 
     def check(self, cluster: Cluster | None = None) -> None:
         """Refuse a plan that cannot be run.
 
         Raises:
-            SettingError: with the first of ``problems(cluster)``.
+            SettingError: with the first fault of ``problems(cluster)``.
         """
         found = list(self.problems(cluster))
         if found:
@@ -234,9 +227,9 @@ class Plan(CheckedRecord):
             raise SettingError(f"the plan cannot be run: {found[0].place} {found[0].said}{more}; plan anew")
 
     def merged(self, layers: Sequence[str]) -> Plan:
-        """The plan for ``layers`` some of which hold several of the plan's, and have the name of the first of these.
+        """Adapt the plan to ``layers``, each named like the first of the plan's layers for which it stands.
 
-        A stage that begins within such a layer begins behind it; the plan is as it was where none of a stage is left.
+        A stage that begins within such a layer begins behind it. A plan with a stage without layers stays unchanged.
         """
         begins = [sum(name in layers for name in self.layers[:number]) for number in range(len(self.layers) + 1)]
         workers = []
@@ -252,7 +245,7 @@ class Plan(CheckedRecord):
         return replace(self, layers=tuple(layers), virtual_workers=tuple(workers))
 
     def differences(self, layers: Sequence[str]) -> str | None:
-        """First difference to a model with ``layers``; None if the plan is for that model."""
+        """Describe the first difference to a model with ``layers``. None if the plan is for that model."""
         pairs = enumerate(zip(self.layers, layers, strict=False))
         other = next(
             (f"layer {n} is '{mine}' there and '{theirs}' here" for n, (mine, theirs) in pairs if mine != theirs), ""
@@ -265,19 +258,20 @@ class Plan(CheckedRecord):
         return f"it has {len(self.layers)} layers and the model {len(layers)}; {other}"
 
     def slots(self, virtual_worker: int, cluster: Cluster) -> list[DeviceSlot]:
-        """The device of ``cluster`` for each stage.
+        """Return the device of ``cluster`` for each stage.
 
         Raises:
-            SettingError: if the cluster has not got one of them, or for whatever else :meth:`check` refuses.
+            SettingError: if the cluster lacks a device, or if :meth:`check` refuses the plan.
         """
         self.check(cluster)
         return [cluster.slots_by_place[stage.at] for stage in self.virtual_workers[virtual_worker].stages]
 
     def groups(self, virtual_worker: int, cluster: Cluster) -> list[list[DeviceSlot]]:
-        """The devices of ``cluster`` among which each stage divides its layers, in order; none for a stage on one.
+        """Return for each stage the devices of ``cluster`` that divide its layers, in order, or none for a single
+        device.
 
         Raises:
-            SettingError: as :meth:`slots` does.
+            SettingError: as :meth:`slots`.
         """
         self.check(cluster)
         stages = self.virtual_workers[virtual_worker].stages
@@ -285,7 +279,7 @@ class Plan(CheckedRecord):
 
 
 def _plain(value: Any) -> Any:
-    """``value`` as JSON has it, whole numbers as integers."""
+    """Convert ``value`` to JSON's types, with whole numbers as integers."""
     if isinstance(value, dict):
         return {key: _plain(each) for key, each in value.items()}
     if isinstance(value, list | tuple):

@@ -1,4 +1,4 @@
-"""Faults of plans, each with the key in ``plan.json`` at which it is."""
+"""Faults of plans, each with its key in ``plan.json``."""
 
 from __future__ import annotations
 
@@ -18,19 +18,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Problem:
-    """Fault of a plan.
-
-    Attributes:
-        place: The key in ``plan.json``, such as "virtual_workers[0].stages[2].memory_bytes".
-        said: Text of the fault.
-    """
+    """Fault of a plan: the text ``said``, and its ``place``, such as "virtual_workers[0].stages[2].memory_bytes"."""
 
     place: str
     said: str
 
 
 def plan_problems(plan: Plan, cluster: Cluster | None) -> Iterator[Problem]:
-    """Faults that keep ``plan`` from running: on any devices, and on those of ``cluster``."""
+    """Yield the faults that keep ``plan`` from running on any devices, and on the devices of ``cluster``."""
     taken: dict[tuple[str, int], tuple[int, bool]] = {}
     at: dict[tuple[str, int], dict[str, PlannedStage | PlannedMember]] = {}
     for index, worker in enumerate(plan.virtual_workers):
@@ -61,7 +56,7 @@ def plan_problems(plan: Plan, cluster: Cluster | None) -> Iterator[Problem]:
 
 
 def _stage_problems(stage: PlannedStage, place: str, next_layer: int, layers: int) -> Iterator[Problem]:
-    """Faults of a stage by itself; ``next_layer`` is the one that it must begin with, of ``layers``."""
+    """Yield faults of a stage by itself, which must begin with ``next_layer`` and end within ``layers``."""
     if stage.first_layer != next_layer:
         yield Problem(f"{place}.first_layer", f"is {stage.first_layer} and must be {next_layer}: stages leave none out")
     if not stage.first_layer <= stage.last_layer < layers:
@@ -71,7 +66,6 @@ def _stage_problems(stage: PlannedStage, place: str, next_layer: int, layers: in
 
 
 def _group_problems(stage: PlannedStage, place: str) -> Iterator[Problem]:
-    """Faults of a stage's group by itself."""
     group = stage.group
     if stage.splits and not group:
         yield Problem(f"{place}.splits", "divides layers, and the stage has no group; give it one, or leave splits out")
@@ -111,7 +105,6 @@ def _split_problems(before: Sequence[PlannedSplit], split: PlannedSplit, members
 
 
 def _place_problems(stage: PlannedStage | PlannedMember, place: str, cluster: Cluster) -> Iterator[Problem]:
-    """Faults of a stage's device in ``cluster``."""
     node = next((node for node in cluster.nodes if node.name == stage.node), None)
     if node is None:
         yield Problem(f"{place}.node", f"is '{stage.node}'; there are {', '.join(node.name for node in cluster.nodes)}")
@@ -124,7 +117,7 @@ def _place_problems(stage: PlannedStage | PlannedMember, place: str, cluster: Cl
 
 
 def _memory_problems(on_device: Mapping[str, PlannedStage | PlannedMember], memory: int | None) -> Iterator[Problem]:
-    """Faults of what one device with so much ``memory`` takes, by keys: each alone, or all together."""
+    """Yield faults of stages, by their keys, that take too much of one device's ``memory``, alone or together."""
     every = [*on_device.values()]
     limits = [limit for limit in (*(each.memory_limit_bytes for each in every), memory) if limit is not None]
     limit, taken = min(limits, default=math.inf), sum(each.memory_bytes for each in every)

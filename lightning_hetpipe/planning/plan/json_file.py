@@ -1,4 +1,4 @@
-"""JSON files of ours: read with one error that names file, key and fault; written whole or not at all."""
+"""JSON files of this package: read with one error that names file, key and fault, and written whole or not at all."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ def _shown(path: str, value: Any) -> str:
 
 
 JSON = Style(_shown, {True: "true", False: "false", None: "null"}, whole="the file")
-"""Words of a JSON file."""
+"""Words of a JSON file for errors."""
 
 
 def read(path: str | os.PathLike[str], hint: Any, version: int | None = None) -> Any:
-    """Read a file that has what ``hint`` says, and with ``version`` this ``schema_version``.
+    """Read a file by its declaration ``hint``. With ``version``, the file must have this ``schema_version``.
 
     Raises:
-        SettingError: one sentence with the file, the key and what is wrong there.
+        SettingError: one sentence with the file, the key and the fault.
     """
     try:
         value = check("", json.loads(Path(path).read_text(encoding="utf-8")), dict, JSON)
@@ -46,7 +46,7 @@ def read(path: str | os.PathLike[str], hint: Any, version: int | None = None) ->
 
 
 def plain(value: Any) -> Any:
-    """Return ``value`` as JSON has it, without fields of records that have their default, unless a factory makes it."""
+    """Convert ``value`` to JSON's types. Fields of records are left out at their default, unless a factory makes it."""
     if is_record(type(value)):
         own = {key: (getattr(value, each.name), each) for key, each in declared(type(value)).parameters.items()}
         return {key: plain(found) for key, (found, each) in own.items() if found != each.default}
@@ -56,10 +56,10 @@ def plain(value: Any) -> Any:
 
 
 def write(path: str | os.PathLike[str], value: Any) -> None:
-    """Write ``value`` as JSON, in one go: whoever reads the file sees the old one or the new one, whole.
+    """Write ``value`` as JSON in one go: a reader sees the whole old file or the whole new file.
 
     Raises:
-        OSError: if it cannot be written; the old file is still there then.
+        OSError: if it cannot be written. The old file remains.
     """
     target = Path(path)
     handle, name = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
@@ -76,6 +76,6 @@ def write(path: str | os.PathLike[str], value: Any) -> None:
 
 
 def _umask() -> int:
-    """``mkstemp`` makes files that only their owner may read."""
+    """Return the process's umask, which ``mkstemp`` ignores: only the owner may read its files."""
     os.umask(mask := os.umask(0o022))
     return mask

@@ -1,4 +1,4 @@
-"""Virtual workers of a plan, their stages and groups of devices: made of estimates, and read from ``plan.json``."""
+"""Virtual workers of a plan, their stages and groups of devices: made from estimates, or read from ``plan.json``."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ Label = Annotated[str, _is_label, "a name and a number, such as 'RTX-3090:0'"]
 
 
 class DeviceLabel(CheckedRecord):
-    """Reader of a ``device`` such as "RTX-3090:1": a name, and the device's number on its node."""
+    """Record with a ``device`` such as "RTX-3090:1": a name, and the device's number on its node."""
 
     node: str
     device: str
 
     @property
     def device_name(self) -> str:
-        """Device name without its number."""
+        """Device name without the number."""
         return self.place.rpartition(":")[0]
 
     @property
@@ -46,7 +46,7 @@ class DeviceLabel(CheckedRecord):
 
     @property
     def at(self) -> tuple[str, int]:
-        """The node, and the device's number there."""
+        """The node, and the device's number on it."""
         return self.node, self.device_number
 
     @property
@@ -56,25 +56,23 @@ class DeviceLabel(CheckedRecord):
 
     @property
     def estimated(self) -> bool:
-        """True if its times come from a data sheet."""
+        """True if the device's times come from a data sheet."""
         return self.device.endswith(ESTIMATED)
 
     @property
     def nominal(self) -> bool:
-        """True if its memory comes from a data sheet, and its times do not."""
+        """True if only the device's memory comes from a data sheet."""
         return self.device.endswith(NOMINAL)
 
 
 @dataclass(frozen=True)
 class PlannedMember(DeviceLabel):
-    """One device of a stage's group.
+    """One device of a stage's group, on the stage's node.
 
     Attributes:
-        node: The machine's name, which is the stage's.
-        device: As a stage's.
-        share: Its part of the work, relative to the other members' shares; 0 for nothing.
-        memory_bytes: That it takes; 0 where nothing was estimated.
-        memory_limit_bytes: That it has; None where that is no limit.
+        share: Part of the work, relative to the other members' shares.
+        memory_bytes: Bytes that it takes, or 0 without an estimate.
+        memory_limit_bytes: Bytes of the device, or None if memory is no limit.
     """
 
     node: str
@@ -89,10 +87,10 @@ class PlannedSplit(CheckedRecord):
     """One layer that a group divides.
 
     Attributes:
-        layer: Path of the module in the LightningModule, such as "net.features.0"; of a parameter that no module has
-            as its ``weight``, the parameter's own.
-        counts: How many of its units each member computes, in the order of the group: output channels, groups of a
-            grouped convolution, or attention heads (of keys and values, where several of queries share one).
+        layer: Path of the module in the LightningModule, such as "net.features.0". For a parameter that is no module's
+            ``weight``, the parameter's own path.
+        counts: Number of units for each member, in the group's order: output channels, groups of a grouped convolution,
+            or attention heads. If several heads of queries share a head of keys and values, the latter count.
     """
 
     layer: str
@@ -104,18 +102,18 @@ class PlannedStage(DeviceLabel):
     """One stage of a plan.
 
     Attributes:
-        node: The machine's name.
-        device: As "RTX-3090:1": a name, and the device's number on its node; " (estimated)" follows where its times
-            come from a data sheet, " (nominal memory)" where only its memory does.
-        first_layer, last_layer: Both inclusive, by their index in the plan's ``layers``.
-        time_s: For one minibatch, forward and backward, with its transfers.
-        memory_bytes: That it takes.
-        memory_limit_bytes: That its device has; None where that is no limit.
-        weights_bytes: Of these, its weights, by which a spread run divides the model; 0 where a file does not say it.
-        group: The devices that divide its layers, in order, the stage's own among them: that one holds the unsplit
-            weights, gradients and optimizer state. Empty where the stage is on one device.
-        splits: The layers that the group divides by their output channels; of a group without any, all that can be,
-            by the members' shares.
+        node: Name of the machine.
+        device: Name and number on the node, such as "RTX-3090:1". " (estimated)" follows if the times come from a data
+            sheet, " (nominal memory)" if only the memory does.
+        first_layer, last_layer: Indices in the plan's ``layers``, both inclusive.
+        time_s: Seconds for one minibatch, forward and backward with transfers.
+        memory_bytes: Bytes that the stage takes.
+        memory_limit_bytes: Bytes of the device, or None if memory is no limit.
+        weights_bytes: Bytes of its weights, by which a spread run divides the model. 0 if a file does not have it.
+        group: Devices that divide the layers, in order. The stage's own device is among them and holds the unsplit
+            weights, gradients and optimizer state. Empty for a stage on one device.
+        splits: Layers that the group divides by output channels. If empty, it divides every layer it can, by the
+            members' shares.
     """
 
     node: str
@@ -130,20 +128,14 @@ class PlannedStage(DeviceLabel):
     splits: tuple[PlannedSplit, ...] = ()
 
     def members(self, place: str = "") -> dict[str, PlannedStage | PlannedMember]:
-        """The devices that it lies on, by their keys in ``plan.json`` behind ``place``: its own first."""
+        """Return the stage's devices, its own first, by their keys in ``plan.json`` behind ``place``."""
         others = {f"{place}.group[{number}]": each for number, each in enumerate(self.group)}
         return {place: self, **{key: each for key, each in others.items() if each.at != self.at}}
 
 
 @dataclass(frozen=True)
 class PlannedWorker(CheckedRecord):
-    """A virtual worker.
-
-    Attributes:
-        minibatches_per_second: Its part of all, simulated.
-        stages: In the order of the layers.
-        wave: W_v, its own wave; None where it is the plan's.
-    """
+    """A virtual worker. ``wave`` is W_v, or None for the plan's W. Its rate is its part of the rate of all."""
 
     minibatches_per_second: Annotated[float, Bounds(0)]
     stages: Annotated[tuple[PlannedStage, ...], Length(1), "a list of at least one stage"]
@@ -151,12 +143,12 @@ class PlannedWorker(CheckedRecord):
 
     @property
     def nodes(self) -> tuple[str, ...]:
-        """The machines that its stages lie on."""
+        """The machines of its stages."""
         return tuple(dict.fromkeys(stage.node for stage in self.stages))
 
     @property
     def leader(self) -> str:
-        """The machine of its last stage, on which the user's code runs."""
+        """The machine of its last stage, on which user code runs."""
         return self.stages[-1].node
 
     @classmethod
@@ -169,14 +161,7 @@ class PlannedWorker(CheckedRecord):
         nominal: Collection[DeviceSlot],
         wave: int | None = None,
     ) -> PlannedWorker:
-        """Make the virtual worker of an estimate.
-
-        Args:
-            found: The estimate.
-            rate: Minibatches per second.
-            cluster, estimated, nominal: As ``Plan.of``'s.
-            wave: As above.
-        """
+        """Make the virtual worker of an estimate with ``rate`` minibatches per second. For the rest see ``Plan.of``."""
         return cls(rate, _stages(found, cluster, estimated, nominal), wave)
 
 

@@ -1,4 +1,4 @@
-"""Profiles as JSON files, with the schema of ``docs/planning.md``, and a cache, so that a model is measured once."""
+"""Profiles as JSON files (schema in ``docs/planning.md``), and a cache, so that a model is measured once."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class LayerParts:
 
 @dataclass(frozen=True)
 class ProfileFile:
-    """A profile as the file has it."""
+    """Content of a profile's file."""
 
     model: str
     samples: Size
@@ -101,32 +101,29 @@ def save(profile: Profile, path: str | PathLike[str]) -> None:
 
 
 def load(path: str | PathLike[str]) -> Profile:
-    """Read a file that :func:`save` has written, or the file profile.json of a folder.
+    """Read a file of :func:`save`, or profile.json in a folder.
 
     Raises:
-        SettingError: one sentence with the file, the key and what is wrong there.
+        SettingError: one sentence with the file, the key and the fault.
     """
     file = Path(path)
     return cast(Profile, read(file / "profile.json" if file.is_dir() else file, PROFILE, VERSION))
 
 
 def as_json(profile: Profile) -> dict[str, Any]:
-    """JSON value that ``save`` writes."""
+    """Return the JSON value that :func:`save` writes."""
     return {"schema_version": VERSION, **plain(ProfileFile.of(profile))}
 
 
 @dataclass(frozen=True)
 class Conditions:
-    """Conditions that a profile on one device depends on: where one of these differs, another is measured.
+    """Conditions of a profile on one device. If one of them differs, the model is measured again.
 
     Attributes:
-        layers: In order, the name of each and a text that changes with what it computes: its graph, or its code.
+        layers: For each layer in order, its name and a text that changes with its computation: its graph or its code.
         parameters: Name, shape and dtype of each parameter.
         inputs: Shape and dtype of each tensor of a minibatch.
-        precision: The Trainer's.
-        torch: Its version.
-        device: Its name, such as "RTX-3090".
-        settings: Whatever else was set: torch's threads, TF32, ...
+        settings: Everything else that was set: torch's threads, TF32, ...
     """
 
     layers: Sequence[tuple[str, str]]
@@ -138,30 +135,26 @@ class Conditions:
     settings: Mapping[str, str]
 
     def key(self) -> str:
-        """File name: the same for equal conditions, in any process and on any machine."""
+        """Return a file name that is equal for equal conditions, in any process and on any machine."""
         text = json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()[:40]
 
 
 class ProfileCache:
-    """One file for each key, in ``folder``; any number of processes may read and write at once.
-
-    Args:
-        folder: By default :func:`cache_folder`. It is made when something is put there.
-    """
+    """Cache with one file per key in ``folder``, by default :func:`cache_folder`. Several processes may use it."""
 
     def __init__(self, folder: str | os.PathLike[str] | None = None) -> None:
         self.folder = cache_folder(os.environ, sys.platform) if folder is None else Path(folder)
 
     def get(self, key: str) -> Profile | None:
-        """Kept profile; None if there is none, or if it cannot be read, in which case it may be put again."""
+        """Return the cached profile, or None if there is none or it cannot be read."""
         try:
             return load(self._file(key))
         except SettingError:
             return None
 
     def put(self, key: str, profile: Profile) -> None:
-        """Keep ``profile`` instead of what was there; a folder that cannot be written keeps nothing."""
+        """Cache ``profile``. If the folder cannot be written, nothing is cached."""
         with suppress(OSError):
             self.folder.mkdir(parents=True, exist_ok=True)
             save(profile, self._file(key))
@@ -171,7 +164,7 @@ class ProfileCache:
 
 
 def cache_folder(environment: Mapping[str, str], platform: str) -> Path:
-    """HETPIPE_CACHE, else a folder of ours in XDG_CACHE_HOME, else in the ``platform``'s own (``sys.platform``)."""
+    """Return HETPIPE_CACHE, or a folder in XDG_CACHE_HOME, or a folder in the cache of ``sys.platform``."""
     if own := environment.get("HETPIPE_CACHE"):
         return Path(own).expanduser() / "profiles"
     if platform == "win32":

@@ -14,18 +14,18 @@ if TYPE_CHECKING:
     from lightning_hetpipe.planning.plan.planned_worker import PlannedStage
 
 ESTIMATE = "~"
-"""Mark in front of figures that come from a data sheet."""
+"""Mark before figures that come from a data sheet."""
 BAD = "!"
-"""Mark behind a cell with a fault, which is described below the table."""
+"""Mark behind a cell with a fault. The fault is described below the table."""
 
 _HEADER = ["stage", "device", "layers", "", "ms per minibatch", "memory", "of"]
 _CELLS = {"node": 1, "device": 1, "first_layer": 2, "last_layer": 2, "time_s": 4, "memory_bytes": 5}
 _CELLS |= dict.fromkeys(("group", "share", "splits", "layer", "counts"), 1)
-"""The column that shows a key of a stage."""
+"""Column that shows a key of a stage."""
 
 
 def table(plan: Plan) -> str:
-    """Several lines: what to expect, then the stages of each virtual worker, the slowest and bad cells marked."""
+    """Format the rates, and the stages of each virtual worker. The slowest stage and cells with faults are marked."""
     many = len(plan.virtual_workers) > 1
     lines = [_headline(plan)]
     problems = list(plan.problems())
@@ -53,7 +53,7 @@ def table(plan: Plan) -> str:
 
 
 def _together(plan: Plan) -> str:
-    """Summary of several virtual workers: the summed updates, staleness, and traffic."""
+    """Summarise several virtual workers: the summed updates, staleness, and traffic."""
     workers = len(plan.virtual_workers)
     return (
         f"N = {workers}: the sum of their updates acts like {workers} times the learning rate; s_global ="
@@ -63,7 +63,7 @@ def _together(plan: Plan) -> str:
 
 
 def _where(place: str, many: bool) -> str:
-    """Column and row of the table for a key of ``plan.json``."""
+    """Translate a key of ``plan.json`` into row and column of the table."""
     match = re.fullmatch(r"virtual_workers\[(\d+)\]\.stages\[(\d+)\]\.(.+)", place)
     if match is None:
         return place
@@ -103,7 +103,7 @@ def _row(number: int, stage: PlannedStage, plan: Plan, bad: set[int]) -> list[st
 
 
 def _devices(stage: PlannedStage) -> str:
-    """The stage's device; of a group all, with the percentage of the work that each has."""
+    """Name the stage's device, or all devices of its group with their percentages of the work."""
     if not stage.group:
         return stage.place
     total = sum(member.share for member in stage.group) or 1.0
@@ -116,9 +116,9 @@ def span(layers: Sequence[str]) -> str:
 
 
 def aligned(rows: Sequence[Sequence[str]], left: Sequence[int] = ()) -> list[str]:
-    """Lay out a table as lines: the columns ``left`` to the left, others to the right; the first row has them all.
+    """Lay out a table as lines, with the columns ``left`` aligned to the left and the others to the right.
 
-    What a row has more than the first one follows behind its line.
+    The first row defines the columns. Additional cells of a row follow behind its line.
     """
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = []

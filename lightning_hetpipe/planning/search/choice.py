@@ -1,14 +1,14 @@
 """Choice of the plan of one virtual worker: which layers run on which device, and how many minibatches are in flight.
 
-For a given Nm the fastest plan that fits is looked for (``plans``): layers are divided by dynamic programming
-(``divider``), divisions are simulated, and single changes tried. Where few devices leave few orders
-(eight of any kinds do) and the effort suffices, no plan at this Nm is faster by more than 1%.
+For a given Nm, the search looks for the fastest plan that fits (``plans``). It divides layers by dynamic programming
+(``divider``), simulates divisions, and tries single changes. With few orders of devices (up to eight devices of any
+kinds) and enough effort, no plan at this Nm is faster by more than 1%.
 
-Where Nm is to be chosen, it begins with the least at which the time of all stages allows 1 / T_max. If memory is short
-there, fewer are looked at, and more while these help; then longer at the best. Of all Nm that were looked at, the
-smallest within 1% of the best throughput is chosen, or a quarter more if the slowest stage is to be always busy.
+To choose Nm, the search begins with the smallest Nm at which the time of all stages allows 1 / T_max. If memory is
+short there, it looks at smaller Nm. It looks at larger Nm while they help, and then longer at the best Nm. It chooses
+the smallest Nm within 1% of the best throughput, or a quarter more to keep the slowest stage always busy.
 
-A spread run, which ``in_flight=1`` may ask for, is not searched (``spread_plan``).
+A spread run, for which ``in_flight=1`` may ask, is not searched (``spread_plan``).
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from lightning_hetpipe.planning.search.problem import Loads, PlanningProblem
 from lightning_hetpipe.planning.search.spread_plan import spread_plan
 
 MANY = 1 << 20
-"""Nm at which nothing but T_max counts."""
+"""Nm at which only T_max counts."""
 
 SLACK = 1.25
-"""Times as many minibatches in flight as would do if each stage always took the same time.
+"""Factor by which Nm exceeds the Nm that would do if each stage always took the same time.
 
-*Measured*: two stages that take equally long give 73% of 1 / T_max with two in flight, 86% with three and 96% with four
-(``benchmarks/split_layers.py``, beside other programs).
+*Measured*: two equally long stages reach 73% of 1 / T_max with two minibatches in flight, 86% with three and 96% with
+four (``benchmarks/split_layers.py``, beside other programs).
 """
 
 NEGLIGIBLE = 0.001
@@ -42,20 +42,17 @@ NEGLIGIBLE = 0.001
 
 
 def best_plan(problem: PlanningProblem, in_flight: int | None = None, *, fewer: bool = False) -> Estimate:
-    """The plan with the most simulated throughput that is found to fit.
+    """Search for the fitting plan with the highest simulated throughput. The plan may leave devices unused.
 
-    Nm is the smallest within 1% of the best, or a quarter more (:data:`SLACK`) where the slowest stage is always busy.
-
-    It may leave devices unused. Up to eight devices take milliseconds to tenths of a second for a given Nm.
+    For a given Nm and up to eight devices this takes milliseconds to tenths of a second.
 
     Args:
-        problem: What is asked of it.
-        in_flight: Nm, where it is not to be chosen.
-        fewer: Whether the plan may be for the largest Nm below ``in_flight`` at which one fits, if none does there.
+        in_flight: Nm, or None to choose it as the module's docstring says.
+        fewer: If no plan fits at ``in_flight``, plan for the largest Nm below at which a plan fits.
 
     Raises:
-        SettingError: where the profile has no times of a device, for more stages than there are devices or layers, or
-            where ``every`` is too few for the weight policy at ``in_flight``.
+        SettingError: if the profile has no times of a device, if there are more stages than devices or layers, or if
+            ``every`` is too small for the weight policy at ``in_flight``.
     """
     devices, layers, stages = len(problem.slots), len(problem.profile.layers), problem.stages
     if stages is not None and not 1 <= stages <= min(devices, layers):
@@ -74,15 +71,13 @@ def best_plan(problem: PlanningProblem, in_flight: int | None = None, *, fewer: 
 
 
 class _Search:
-    """The search for the plan of ``problem``."""
-
     def __init__(self, problem: PlanningProblem) -> None:
         self._problem = problem
         self._searches: dict[int, PlansAt] = {}
         self._found: dict[int, Estimate | None] = {}
 
     def choose(self) -> Estimate:
-        """Choose Nm too."""
+        """Choose Nm and the plan."""
         problem, first = self._problem, self._enough_in_flight
         self._upwards(first)
         if self._best * self._fastest < ENOUGH:
@@ -100,12 +95,12 @@ class _Search:
             chosen = found
         least, chosen = chosen, self._with_slack(chosen)
         if len(chosen.stages) == 1 < chosen.in_flight and not problem.synchronise:
-            # More in flight would make weights staler for nothing.
+            # More minibatches in flight would only make weights staler.
             chosen = self._found[1] = problem.estimate([chosen.stages[0].slot], [0], 1)
         unfit = min((nm for nm, found in self._found.items() if found is None), default=None)
         reasons = _why(chosen, least.in_flight, self._plans, unfit)
         if unfit is not None and not problem.recompute and not problem.brief:
-            # As many as keep all stages busy; to choose among fewer would take as long as to choose this plan.
+            # Try the Nm that keeps all stages busy. A choice among smaller Nm would take as long as this plan's.
             other = self._with_recompute()
             most = other.most(max(unfit, first), chosen.in_flight) or chosen.in_flight
             again = None if most == chosen.in_flight else other.plan(most)
@@ -116,12 +111,11 @@ class _Search:
 
     @property
     def _plans(self) -> list[Estimate]:
-        """The plans that were found to fit, by Nm."""
         return [found for _, found in sorted(self._found.items()) if found is not None]
 
     @property
     def _best(self) -> float:
-        """The most minibatches per second of these."""
+        """The highest rate of the plans that fit, in minibatches per second."""
         return max((found.rate for found in self._plans), default=0.0)
 
     def at(self, in_flight: int) -> Estimate:
@@ -132,7 +126,7 @@ class _Search:
         return self._choice(found, [slowest_stage(found)])
 
     def spread(self, memory: SpreadMemory) -> Estimate:
-        """Plan a spread run, whose devices hold what ``memory`` says."""
+        """Plan a spread run."""
         found = self._found[1] = spread_plan(replace(self._problem, recompute=False), memory)
         if found.fits:
             return self._choice(found, [_one_after_another(found)])
@@ -143,15 +137,15 @@ class _Search:
         return self._choice(found, ["even with one minibatch in flight the model does not fit"], advise)
 
     def plan(self, in_flight: int, floor: float = 0.0) -> Estimate | None:
-        """The fastest plan that was found to fit; None where none was. See :meth:`PlansAt.best` for ``floor``."""
+        """Find the fastest plan that fits, or None. ``floor`` is as in :meth:`PlansAt.best`."""
         if in_flight not in self._found:
             self._found[in_flight] = self._at(in_flight).best(floor, GLIMPSE)
         return self._found[in_flight]
 
     def most(self, in_flight: int, fits: int = 0) -> int | None:
-        """Largest Nm up to ``in_flight`` at which a plan fits; None if none does. More take more memory.
+        """Find the largest Nm up to ``in_flight`` at which a plan fits, or None. Memory grows with Nm.
 
-        ``fits`` is known to fit, if it is not 0.
+        If ``fits`` is not 0, a plan is known to fit at this Nm.
         """
         if not fits and (in_flight < 1 or not self._at(1).fits):
             return None
@@ -167,7 +161,7 @@ class _Search:
         return fits
 
     def _upwards(self, first: int) -> None:
-        """Plan for ``first`` in flight, and for more while that helps."""
+        """Plan for ``first`` minibatches in flight, and for more while that helps."""
         in_flight = better = first
         while self._problem.versions(in_flight).is_possible:
             before = self._best
@@ -175,16 +169,16 @@ class _Search:
                 break
             if found.rate > before * (1 + NEGLIGIBLE):
                 better = in_flight
-            # Nothing is faster than 1 / T_max; what has not helped twice will not.
+            # No plan is faster than 1 / T_max, and a larger Nm that has not helped twice will not help.
             if self._best * self._fastest >= ENOUGH or in_flight > better + 1:
                 break
             in_flight += max(1, in_flight // 8)  # what is near is about as fast
 
     def _downwards(self, first: int) -> None:
-        """Plan for fewer than ``first`` in flight, as far as they may be faster.
+        """Plan for fewer than ``first`` minibatches in flight, if they may be faster because memory is short.
 
-        Memory is short for several in flight: without this, OPT-350M on two V100 and two RTX-3090 is 37% slower
-        (``benchmarks/planning.py``), as one in flight was chosen.
+        Without this, OPT-350M on two V100 and two RTX-3090 is 37% slower, with one in flight
+        (``benchmarks/planning.py``).
         """
         in_flight = first
         while in_flight > 0 and in_flight > self._best * ENOUGH * self._quickest:
@@ -196,8 +190,8 @@ class _Search:
                 self.plan(near, self._best)
 
     def _with_slack(self, least: Estimate) -> Estimate:
-        """The plan with :data:`SLACK` more in flight, where ``least`` keeps its slowest stage busy and that plan fits
-        and is as fast; else ``least``."""
+        """Return the plan with :data:`SLACK` times the Nm if that fits and is as fast, and if ``least`` keeps its
+        slowest stage busy. Otherwise return ``least``."""
         if least.rate * least.bottleneck < ENOUGH or len(least.stages) == 1:
             return least
         takes = sum(stage.times.total for stage in least.stages) + self._problem.synchronise
@@ -207,17 +201,17 @@ class _Search:
 
     @cached_property
     def _fastest(self) -> float:
-        """T_max of the fastest division if memory were no limit."""
+        """T_max of the fastest division without a limit of memory."""
         return min(each.bottleneck for each in self._unlimited(MANY))
 
     @cached_property
     def _quickest(self) -> float:
-        """Seconds that a minibatch takes at the least, if memory were no limit."""
+        """Shortest possible seconds of one minibatch without a limit of memory."""
         return sum(self._unlimited(1)[0].takes)
 
     @cached_property
     def _enough_in_flight(self) -> int:
-        """Nm at which the fastest division keeps all stages busy, if memory were no limit."""
+        """Nm at which the fastest division keeps all stages busy, without a limit of memory."""
         found = min(self._unlimited(MANY), key=lambda each: each.bottleneck)
         busy = ENOUGH * (sum(found.takes) + self._problem.synchronise) / found.bottleneck if found.bottleneck else 1
         return self._problem.versions(max(1, math.ceil(busy - 1e-9))).most_in_flight
@@ -231,7 +225,7 @@ class _Search:
         return self._searches[in_flight]
 
     def _unfit(self, in_flight: int, asked: bool) -> Estimate:
-        """The plan whose devices lack the least, and what would help."""
+        """Return the plan whose devices lack the least memory, with changes that would help."""
         found = self._at(in_flight).least_lacking()
 
         def advise() -> Help:
@@ -271,7 +265,7 @@ def _one_after_another(found: Estimate) -> str:
 
 
 def slowest_stage(found: Estimate) -> str:
-    """Say which stage is the slowest, and what that makes of the throughput."""
+    """Describe the slowest stage, and the throughput that it allows."""
     number = max(range(len(found.stages)), key=lambda index: found.stages[index].times.total)
     stage = found.stages[number]
     if len(found.stages) == 1:

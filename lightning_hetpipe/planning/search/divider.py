@@ -1,15 +1,14 @@
-"""Division of the layers among devices: their order, those that are left out, and the split points.
+"""Division of the layers among devices: their order, the devices that are left out, and the split points.
 
-The *period* of a division bounds the seconds for each minibatch from below: at Nm in flight it is T_max, or the sum of
-all stages' times divided by Nm, whichever is more. Divisions with the least period, or with a period below a limit, are
-found by dynamic programming from the last stage to the first. It looks for the least sum of times at which no stage
-takes more than a given time, over states (which devices are placed, which of them is the foremost) and the boundary at
-which the foremost stage starts.
+The *period* of a division is a lower bound of the seconds per minibatch: T_max, or the sum of all stages' times divided
+by Nm if that is larger. Dynamic programming from the last stage to the first finds divisions with the smallest period,
+or with a period below a limit. It minimises the sum of times under a cap for each stage's time. Its states are the
+placed devices, the foremost device, and the boundary at which the foremost stage starts.
 
-Devices are placed block by block. If there are few states, all are one block, and every order of every subset is looked
-through (``exact``). Otherwise blocks are nodes, or the devices of one kind on a node, as they were given or by speed,
-forwards or backwards. Any order is looked through within a block, and any devices of any block may be left out. With
-one order of blocks, a plan for 8 nodes of 2 is 5% slower; with two, 1%.
+Devices are placed block by block. If there are few states, all devices are one block, and every order of every subset
+is searched (``exact``). Otherwise blocks are nodes, or the devices of one kind on a node, in the given order or by
+speed, forwards or backwards. Any order is searched within a block, and any devices may be left out. With one order of
+blocks, a plan for 8 nodes of 2 is 5% slower, with two orders 1%.
 """
 
 from __future__ import annotations
@@ -30,47 +29,45 @@ from lightning_hetpipe.planning.model.costs import Costs, Division, Floats, Room
 from lightning_hetpipe.planning.model.estimate import INSTANT
 
 MOST_BOUNDARIES = 128
-"""Number of boundaries between layers above which only some are looked at, and then all near those that were chosen."""
+"""Number of boundaries between layers up to which all are searched. Else some are searched, and then all near
+the best."""
 
 MOST_ROWS = 3000
-"""Largest number of states that are looked through for one block."""
+"""Largest number of states that are searched for one block."""
 
 CLOSE = 1.001
-"""Ratio of an upper and a lower bound of the least period at which the search for it ends."""
+"""Ratio of an upper and a lower bound of the least period at which the search ends."""
 
 FARTHER, FAR = 1.02, 1 << 10
-"""Ratio to a known bound of the least period that is looked at next, and one at which such a bound says little."""
+"""Ratio to a known bound of the least period that is tried next, and the ratio at which the bound says little."""
 
 CELLS = 1 << 20
-"""Numbers that are worked on at once."""
+"""Numbers that are computed at once."""
 
 SLIGHT = 1e-5
-"""Part of the time of all layers that the square of their bytes counts as, so that of divisions as fast one with few
-bytes on each device is the best. Without this, a plan of 128 devices for several virtual workers is 2% slower."""
+"""Fraction of the time of all layers with which the square of their bytes is weighted.
+
+So of equally fast divisions, the one with few bytes on each device wins. Without this, a plan of 128 devices for
+several virtual workers is 2% slower.
+"""
 
 LINKS = range(2)
-"""Within a node, and across nodes."""
+"""Index of a link: 0 within a node, 1 across nodes."""
 
 Block: TypeAlias = tuple[tuple[int, int], ...]
-"""Kinds and how many of each there are."""
+"""Kinds, and the number of devices of each kind."""
 
 Rows: TypeAlias = NDArray[np.intp]
 
 Place: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
-"""The kind of each stage's device, and the place of its first boundary among those that are looked at."""
+"""The kind of each stage's device, and the index of its first boundary among the searched boundaries."""
 
 
 class Divider:
-    """Divider of the layers among the devices of ``costs``.
+    """Divider of the layers among the devices of ``costs``, into ``stages`` stages if that is given.
 
-    Args:
-        costs: Seconds of stages.
-        stages: k, where it is given.
-        ordered: Whether the devices, each of a kind of its own, stay in their order.
-
-    Attributes:
-        exact: Whether every order of every subset is looked through.
-        whole: Whether all boundaries are looked at.
+    With ``ordered``, the devices, each of a kind of its own, stay in their order. ``exact`` is True if every order of
+    every subset of the devices is searched, and ``whole`` if all boundaries are searched.
     """
 
     def __init__(self, costs: Costs, stages: int | None = None, ordered: bool = False) -> None:
@@ -83,21 +80,18 @@ class Divider:
         self._boundaries = np.unique([*range(0, costs.layers, self._gap), costs.layers])
 
     def least(self, in_flight: int, room: Room, synchronise: float = 0.0, known: float = 0.0) -> list[Division]:
-        """Divisions with small periods, the least one first: no other one has a period smaller by 0.1%, in the orders
-        and between the boundaries that are looked through.
+        """Find divisions with small periods, sorted. Among the searched ones, none is better than the first by 0.1%.
 
         Args:
-            in_flight: Nm.
-            room: Where stages have room.
             synchronise: Seconds that a wave's end waits.
-            known: A period that none is below, if one is known.
+            known: A known lower bound of the period, or 0.
         """
         found: dict[Division, float] = {}
 
         def bisect(order: DeviceOrder, boundaries: Rows) -> None:
-            """Add divisions in ``order`` with smaller periods than those that were found."""
+            """Add divisions in ``order`` with smaller periods than those found before."""
             takes, low, high, farther = self._capped(room, boundaries), known, min(found.values(), default=inf), FARTHER
-            # Most orders are no better than the best of those before, which the first cap says.
+            # The first cap shows whether an order is better than those before, which most orders are not.
             cap = high / CLOSE if found else low * farther or inf
             while True:
                 total = inf
@@ -127,7 +121,7 @@ class Divider:
         return sorted(latest, key=found.__getitem__)
 
     def within(self, period: float, in_flight: int, room: Room, synchronise: float = 0.0) -> Iterator[Division]:
-        """Yield the divisions whose period is ``period`` at the most."""
+        """Yield the divisions with a period of at most ``period``."""
         takes = self._capped(room, self._boundaries)(period)
         most = (period * in_flight - synchronise) * (1 + 2 * SLIGHT)
         for order in self._orders:
@@ -136,8 +130,10 @@ class Divider:
                     yield division
 
     def _capped(self, room: Room, boundaries: Rows) -> Callable[[float], Sequence[StageTakes]]:
-        """Seconds of stages on each kind that take no longer than a cap; of kinds that only differ in their node, one
-        for all."""
+        """Return a function from a cap in seconds to the times of stages on each kind that stay below the cap.
+
+        Kinds that differ only in their node share one object.
+        """
         keys = [(kind.device, id(self.costs.within[kind.node])) for kind in self.costs.kinds]
         places = dict(zip(reversed(keys), reversed(range(len(keys))), strict=True))
         takes = {key: StageTakes.of(self.costs, place, room, boundaries) for key, place in places.items()}
@@ -153,7 +149,7 @@ class Divider:
         return Ways(self.costs, order, takes, self._shift)
 
     def _around(self, kinds: Sequence[int]) -> list[Block]:
-        """Blocks of one device each in the order of ``kinds``, with those that they leave out beside their like."""
+        """Make blocks of one device in the order of ``kinds``, with unused devices beside devices of their kind."""
         blocks: list[Block] = []
         for place, kind in enumerate(kinds):
             blocks.append(((kind, 1),))
@@ -162,7 +158,6 @@ class Divider:
         return blocks
 
     def _near(self, splits: Sequence[int]) -> Rows:
-        """Boundaries that are near ``splits``."""
         around = np.arange(-2 * self._gap, 2 * self._gap + 1)
         near = np.unique(np.add.outer([*splits, self.costs.layers], around))
         return near[(near >= 0) & (near <= self.costs.layers)]
@@ -170,15 +165,15 @@ class Divider:
 
 @dataclass(frozen=True)
 class StageTakes:
-    """Seconds of stages on one kind of device, and slightly more for their bytes; infinite where they have no room.
+    """Seconds of stages on one kind of device, increased slightly by their bytes. Infinite if they have no room.
 
     Attributes:
-        stage: By the link to the stage behind and by that to the one before, by the first boundary, and by how many lie
-            between that and the last one.
-        last: Of the last stage, by the link to the stage before and by its first boundary.
-        shortest: The least of all in ``stage`` with as many boundaries between the first and the last one.
-        ends: The last boundary, by the first one, and by how many lie between them.
-        boundaries: Those that are looked at; others are given as places among them.
+        stage: Array by the link to the stage behind, the link to the stage before, the first boundary, and the number
+            of boundaries up to the last one.
+        last: Times of the last stage, by the link to the stage before and by the first boundary.
+        shortest: Smallest time in ``stage`` for each number of boundaries in between.
+        ends: The last boundary, by the first boundary and the number of boundaries in between.
+        boundaries: The searched boundaries. All other attributes have indices into them.
     """
 
     stage: Floats
@@ -189,7 +184,7 @@ class StageTakes:
 
     @classmethod
     def of(cls, costs: Costs, kind: int, room: Room, boundaries: Rows) -> StageTakes:
-        """Seconds where there is ``room``."""
+        """Compute the times of stages on ``kind`` for which there is ``room``."""
         hops = np.stack([costs.within[costs.kinds[kind].node], costs.across])[:, boundaries]
         fits, fits_last = room.fits(kind)
         slight = SLIGHT * min(float(own[0, -1]) for own in costs.own)
@@ -207,7 +202,7 @@ class StageTakes:
         return cls(stage, last, stage.min(axis=(0, 1, 2)), ends, boundaries)
 
     def within(self, cap: float) -> StageTakes:
-        """Those that take ``cap`` seconds at the most."""
+        """Drop the stages that take more than ``cap`` seconds."""
         cap *= 1 + 2 * SLIGHT
         short = np.flatnonzero(self.shortest <= cap)
         width = slice(int(short[-1]) + 1 if len(short) else 1)
@@ -216,8 +211,10 @@ class StageTakes:
         return StageTakes(stage, last, self.shortest[width], self.ends[:, width], self.boundaries)
 
     def least(self, behind: Floats, link: int) -> Floats:
-        """Least sums of a stage and of what lies ``behind`` it, (rows, n + 1), by the link to the stage before and by
-        the first boundary."""
+        """Return the smallest sums of a stage and of the stages ``behind`` it, an array of shape (rows, n + 1).
+
+        The result is by the link to the stage before, the row, and the first boundary.
+        """
         found = np.empty((len(LINKS), *behind.shape))
         step = max(1, CELLS // self.stage[link].size)
         for first in range(0, len(behind), step):
@@ -227,9 +224,9 @@ class StageTakes:
 
 
 class Ways:
-    """Ways to place stages that take ``takes``: for each state and boundary the least sum.
+    """Ways to place stages that take ``takes``: the smallest sum of times for each state and boundary.
 
-    Of each state there are two sums, for a link to the stage before that is within the node (0) or across nodes (1).
+    Each state has two sums, for a link to the stage before within the node (0) and across nodes (1).
     """
 
     def __init__(self, costs: Costs, order: DeviceOrder, takes: Sequence[StageTakes], shift: int) -> None:
@@ -258,19 +255,19 @@ class Ways:
                 np.minimum(there, self._least[:, :, own].min(axis=2), out=there)
 
     def _place(self, transition: Transition, link: int, behind: Floats) -> None:
-        """Place the devices of ``transition`` before ``behind``, (stages, rows, n + 1)."""
+        """Place the devices of ``transition`` before ``behind``, an array of shape (stages, rows, n + 1)."""
         for depth in range(self._order.stages - self._shift):
             if not self._shift or np.isfinite(behind[depth]).any():
                 found = self._least[:, depth + self._shift, transition.rows]
                 np.minimum(found, self._takes[transition.kind].least(behind[depth], link), out=found)
 
     def best(self) -> Division | None:
-        """The division with the least sum of times; None if there is none."""
+        """Return the division with the smallest sum of times, or None."""
         least = float(self._least[0, -1, :, 0].min())
         return next(self.within(least * (1 + 1e-9)), None) if least < math.inf else None
 
     def within(self, total: float) -> Iterator[Division]:
-        """Yield the divisions whose times sum up to ``total`` at the most, depth first."""
+        """Yield the divisions whose times sum up to at most ``total``, depth first."""
         starts = self._least[0, -1, :, 0]
         rows = np.flatnonzero((starts <= total) & np.isfinite(starts))
         for row in rows[starts[rows].argsort()].tolist():
@@ -278,10 +275,10 @@ class Ways:
                 yield Division.of(self._costs, kinds, self._boundaries[[*places]].tolist())
 
     def _from(self, row: int, link: int, first: int, depth: int, left: float) -> Iterator[Place]:
-        """Yield the kinds and first boundaries of stages in ``left`` seconds, the smallest sums first.
+        """Yield the kinds and first boundaries of stages that take at most ``left`` seconds, the smallest sums first.
 
-        The foremost stage is that of ``row``, begins at the boundary ``first``, and receives over ``link``. If k is
-        given, ``depth`` stages follow.
+        The foremost stage is that of ``row``, begins at the boundary ``first``, and receives over ``link``. For a given
+        k, ``depth`` stages follow.
         """
         kind, transition = self._order.kind_of[row], self._order.transition_to[row]
         assert transition is not None
@@ -302,14 +299,13 @@ class Ways:
 
 @dataclass(frozen=True)
 class Transition:
-    """States that are reached by placing devices of ``kind``.
+    """States ``rows`` that are reached by placing devices of ``kind``.
 
     Attributes:
-        rows: Those states.
-        near, far: For each of them the states behind it, whose foremost device is on the same node or on another,
-            padded with row 0.
-        start: The first row of the block.
-        first: Whether it places the first device of a block, so that any state of the blocks behind lies behind it.
+        near, far: For each row the states behind it, with their foremost device on its node or on another, padded with
+            row 0.
+        start: First row of the block.
+        first: Whether it places the first device of a block, so any state of the blocks behind may lie behind it.
     """
 
     kind: int
@@ -321,13 +317,12 @@ class Transition:
 
 
 class DeviceOrder:
-    """States of ``blocks``, of which the last one is placed first. Row 0 is a state that no way leads to.
+    """States of ``blocks``, of which the last block is placed first. Row 0 is a state that is never reached.
 
     Attributes:
-        stages: k, where it is given, else 1.
-        kind_of, transition_to: For each row, the kind of its foremost device, and the transition that it belongs to.
-        blocks: Of each block, in the order in which they are placed, its transitions, and its rows by the node of the
-            foremost device.
+        stages: k if it is given, else 1.
+        kind_of, transition_to: For each row the kind of its foremost device, and its transition.
+        blocks: For each block in the order of placement its transitions, and its rows by the foremost device's node.
     """
 
     def __init__(self, costs: Costs, blocks: Sequence[Block], stages: int) -> None:
@@ -342,7 +337,7 @@ class DeviceOrder:
         self._node_of = np.array([-1, *(self._node[kind] for kind in self.kind_of[1:])])
 
     def sources(self, row: int) -> tuple[Rows, Rows]:
-        """The rows behind ``row``: those whose foremost device is on its node, and those of other nodes."""
+        """Return the rows behind ``row``, with the foremost device on its node and on other nodes."""
         if row not in self._sources:
             self._sources[row] = self._sources_of(row)
         return self._sources[row]
@@ -392,11 +387,9 @@ def _padded(lists: Sequence[Sequence[int]]) -> Rows:
 
 
 def orders_of_blocks(costs: Costs, ordered: bool) -> tuple[list[list[Block]], bool]:
-    """Orders of blocks that are looked through, and whether these are all orders of every subset of the devices.
+    """Return the orders of blocks to search, and whether these are all orders of every subset of the devices.
 
-    Args:
-        costs: Whose devices they are.
-        ordered: Whether the devices, each of a kind of its own, stay in their order.
+    With ``ordered``, the devices, each of a kind of its own, stay in their order.
     """
     everything = tuple((kind, len(each.slots)) for kind, each in enumerate(costs.kinds))
     if ordered:
@@ -407,12 +400,12 @@ def orders_of_blocks(costs: Costs, ordered: bool) -> tuple[list[list[Block]], bo
 
 
 def _states(block: Block) -> int:
-    """Number of states of a block, about."""
+    """Approximate number of states of a block."""
     return len(block) * math.prod(number + 1 for _, number in block)
 
 
 def _orders_by_speed(costs: Costs) -> list[list[Block]]:
-    """Orders of blocks: nodes, or the devices of one kind on a node, as they were given and by speed."""
+    """Order nodes, and the devices of one kind on a node, as given and by speed."""
     by_kind: list[Block] = [((kind, len(each.slots)),) for kind, each in enumerate(costs.kinds)]
     by_node: list[Block] = []
     for node in costs.within:

@@ -1,9 +1,9 @@
-"""Plans whose stages may lie on groups of devices, where these beat the best plan without groups.
+"""Plans whose stages may lie on groups of devices, if these beat the best plan without groups.
 
-Two parts of a node's devices are joined at a time, as long as that helps, or all parts of a node if no two help. Each
-way to join is planned for as if each group were one device. A group's times are those of layers that it divides
-(:mod:`~lightning_hetpipe.planning.model.group_times`), and its memory is that of its device with most, which holds the
-unsplit weights.
+Two parts of a node's devices are joined at a time while that helps, or all parts of a node if no pair helps. Each way
+to join is planned as if each group were one device. A group has the times of divided layers
+(:mod:`~lightning_hetpipe.planning.model.group_times`), and the memory of its largest device, which holds the unsplit
+weights.
 """
 
 from __future__ import annotations
@@ -22,23 +22,20 @@ from lightning_hetpipe.planning.search.choice import best_plan
 from lightning_hetpipe.planning.search.problem import PlanningProblem
 
 WORTH = 1.03
-"""Least ratio of rates at which groups are worth their trouble."""
+"""Smallest ratio of rates at which groups are worth their trouble."""
 
 RETRIES = 3
-"""Number of times that members get less where they lack memory. Without retries, a plan for two equal devices of which
-one holds a part of the weights is 6% slower (``test_a_member_has_no_more_than_its_memory``)."""
+"""Number of attempts in which members that lack memory get less work. Without retries, a plan for two equal devices of
+which one holds a part of the weights is 6% slower (``test_a_member_has_no_more_than_its_memory``)."""
 
 Parts = tuple[tuple[DeviceSlot, ...], ...]
-"""Devices of each group; most are alone."""
+"""Devices of each group. Most groups have one device."""
 
 
 def plan_with_groups(problem: PlanningProblem, in_flight: int | None = None) -> Estimate:
-    """The plan with groups of devices that is over 1.03 times as fast as the best one without, where there is one; else
-    the latter.
+    """Return the best plan with groups if they make it :data:`WORTH` times as fast, else the best plan without groups.
 
-    Args:
-        problem: What is asked of the plan; the ``widths`` of its profile say what can be divided.
-        in_flight: Nm, where it is not to be chosen.
+    The ``widths`` of the problem's profile define which layers can be divided. Without ``in_flight``, Nm is chosen.
 
     Raises:
         SettingError: as :func:`~lightning_hetpipe.planning.search.choice.best_plan` does.
@@ -67,13 +64,11 @@ def plan_with_shares(
     parts: Parts,
     shares: Mapping[tuple[DeviceSlot, ...], Sequence[float]],
 ) -> Estimate:
-    """The best plan with a stage on each of ``parts``, in their order; it may lack memory on any of their devices.
+    """Return the best plan with a stage on each of ``parts``, in their order. Any device may lack memory in it.
 
     Args:
-        problem: What is asked of the plan; the ``widths`` of its profile say what can be divided.
-        in_flight: Nm, where it is not to be chosen.
-        parts: Devices of each stage, of one node; the first one has the unsplit weights.
-        shares: Of each device, for those parts that have several.
+        parts: Devices of each stage, on one node. The first device has the unsplit weights.
+        shares: Shares of the devices, for each part with several devices.
 
     Raises:
         SettingError: as :func:`~lightning_hetpipe.planning.search.choice.best_plan` does.
@@ -82,7 +77,7 @@ def plan_with_shares(
 
 
 def _ways_to_join(profile: Profile, parts: Parts, pairs: bool) -> Iterator[Parts]:
-    """Yield the ways to join two of ``parts`` on one node, or all of a node; one of those that join equal devices."""
+    """Yield ways to join two of ``parts`` on one node, or all of a node. Of ways that join equal devices yield one."""
 
     def main_first(slot: DeviceSlot) -> tuple[float, float]:
         memory = math.inf if slot.device.memory is None else slot.device.memory
@@ -101,7 +96,7 @@ def _ways_to_join(profile: Profile, parts: Parts, pairs: bool) -> Iterator[Parts
 
 
 def _fitting(problem: PlanningProblem, in_flight: int | None, parts: Parts, above: float) -> Estimate | None:
-    """The plan with these groups, where it is faster than ``above`` and all devices have room."""
+    """Return the plan with these groups if it is faster than ``above`` and all devices have room."""
     most: dict[tuple[DeviceSlot, ...], Sequence[float]] = {part: [1.0] * len(part) for part in parts}
     for _ in range(RETRIES):
         found = _best(problem, in_flight, parts, most)
@@ -121,9 +116,9 @@ def _best(
     most: Mapping[tuple[DeviceSlot, ...], Sequence[float]] = {},
     shares: Mapping[tuple[DeviceSlot, ...], Sequence[float]] = {},
 ) -> Estimate:
-    """The best plan of these groups, with the times of runs that its stages leave whole.
+    """Return the best plan of these groups. Runs of layers that its stages cut have the times of their parts.
 
-    It is searched as if each part of a run could be divided.
+    The search itself takes each part of a run as divisible.
     """
     joined = _Joined(problem, parts, most, shares)
     found = best_plan(joined.problem, in_flight)
@@ -136,16 +131,10 @@ def _best(
 
 
 class _Joined:
-    """The devices of each of ``parts`` as one.
+    """Planning ``problem`` in which the devices of each of ``parts`` are one device, named for its group.
 
-    Args:
-        problem: The problem with the devices of ``parts``.
-        parts: The groups, and the devices that are alone.
-        most: Of each, the part of layers' units that its devices have room for; by default all.
-        shares: Of each group that is not divided as is fastest, the shares of its devices.
-
-    Attributes:
-        problem: The problem with each group as one device, and its times by a name that stands for it.
+    ``most`` has the fraction of layers' units for which devices have room, by default all. ``shares`` has the shares of
+    groups that are not divided in the fastest way.
     """
 
     def __init__(
@@ -173,7 +162,7 @@ class _Joined:
         self.problem = replace(problem, profile=profile, cluster=cluster, slots=tuple(self._parts))
 
     def apart(self, found: Estimate) -> Estimate:
-        """``found``, a plan for the groups, as one of their devices."""
+        """Convert ``found``, a plan for the groups, to a plan for their devices."""
         idle = tuple(slot for each in found.idle for slot in self._parts[each])
         stages = tuple(self._apart(stage, found.recompute) for stage in found.stages)
         return replace(found, stages=stages, idle=idle)
@@ -186,8 +175,7 @@ class _Joined:
 
 
 def _cut(profile: Profile, splits: Sequence[int]) -> Profile:
-    """``profile`` whose runs end where stages do: what follows there is divided only from the next layer on that can
-    begin to be."""
+    """End the runs of ``profile`` where stages end. Behind a cut, layers are divided from the next possible start."""
     widths = dict[int, LayerWidths]()
     for first, after in pairwise([*splits, len(profile.layers)]):
         begun = dict[int, int]()

@@ -1,13 +1,12 @@
-"""Plans at one Nm: divisions with small periods are simulated until none that is left can be faster by more than 1%.
+"""Plans at one Nm. Divisions with small periods are simulated until no other division can be faster by more than 1%.
 
-How many minibatches a stage holds, and so how much memory it takes, is known only once a division is simulated. So
+How many minibatches a stage holds, and so its memory, is known only after a simulation. Therefore
 
-1. the division with the least period is looked for where stages hold the least that they can. Where it does not fit as
-   simulated, stages are taken to hold what was seen there, and it is looked for anew, until one fits;
-2. the period of the first of these is a bound that no plan beats. While the best plan that fits is further from the
-   bound than 1%, other divisions are simulated, those with small periods first, as many as the effort allows;
-3. where the effort did not suffice, or not all orders of the devices were looked through, a local search goes on from
-   the best plan (:func:`changes`).
+1. the search takes the division with the smallest period, if stages hold as little as possible. If it does not fit as
+   simulated, stages are assumed to hold what was seen there, and the search is repeated until a division fits.
+2. The period of the first of these divisions is a bound for all plans. While the best fitting plan is more than 1% from
+   the bound, other divisions are simulated in order of their periods, as far as the effort allows.
+3. If the effort did not suffice, or not all orders of devices were searched, :func:`changes` improves the best plan.
 """
 
 from __future__ import annotations
@@ -24,26 +23,26 @@ from lightning_hetpipe.planning.search.divider import CLOSE
 from lightning_hetpipe.planning.search.problem import MINIBATCHES, WAVES, PlanningProblem, Seen
 
 ENOUGH = 0.99
-"""Part of a bound, or of a rate, that is as good as all of it."""
+"""Fraction of a bound or a rate that counts as all of it."""
 
 RAISES = 8
-"""Largest number of times that loads are raised, the last time to all that are in flight. With this time alone, a plan
-for 8 nodes of 2 is 3% slower."""
+"""Largest number of times that loads are raised, the last time to all minibatches in flight. With the last raise alone,
+a plan for 8 nodes of 2 is 3% slower."""
 
 WIDER = (1.01, 1.03, 1.1, 1.3, 2.0, 8.0, 64.0, 4096.0)
-"""Periods, as multiples of the least one, up to which divisions are looked at. With one for all, the plan for 2 nodes
-of 4 is 7% slower (``benchmarks/planning.py``)."""
+"""Multiples of the smallest period up to which divisions are searched, one after another. With one multiple alone, the
+plan for 2 nodes of 4 is 7% slower (``benchmarks/planning.py``)."""
 
 GLIMPSE, WORK, MUCH = 30_000, 100_000, 300_000
-"""Number of tasks that are simulated before the search goes on locally, and again there: while Nm is not chosen yet,
-where it is given, and for the one that is chosen. With the last number for all, an allocation of 16 devices takes 1.6
-times as long. With the second for all, the plan for 2 nodes of 4 is 6% slower (``benchmarks/planning.py``)."""
+"""Number of tasks that are simulated before the local search, and again in it, while Nm is chosen, for a given Nm, and
+for the chosen Nm. With the last number for all, an allocation of 16 devices takes 1.6 times as long. With the second
+for all, the plan for 2 nodes of 4 is 6% slower (``benchmarks/planning.py``)."""
 
 GLANCE = 100
-"""Number of tasks that could be simulated in the time that it takes to find another division."""
+"""Number of tasks whose simulation takes as long as finding another division."""
 
 UPHILL = 1.0005
-"""Smallest gain of throughput, as a factor, that is worth a change."""
+"""Smallest factor of throughput that is worth a change."""
 
 
 Place: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
@@ -51,11 +50,9 @@ Place: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 class PlansAt:
-    """Plans of ``problem`` at Nm = ``in_flight``.
+    """Plans of ``problem`` at Nm = ``in_flight``. ``found`` is the fastest plan that fits.
 
-    Attributes:
-        found: The fastest plan that was found to fit.
-        complete: Whether no plan is faster than that by more than 1%, as all that could be were simulated.
+    ``complete`` is True if no plan is faster by more than 1%, because all candidates were simulated.
     """
 
     def __init__(self, problem: PlanningProblem, in_flight: int) -> None:
@@ -75,11 +72,11 @@ class PlansAt:
         return self.found is not None
 
     def best(self, floor: float = 0.0, work: int = WORK) -> Estimate | None:
-        """The fastest plan that is found to fit; None where none is.
+        """Return the fastest plan that fits, or None.
 
         Args:
-            floor: Minibatches per second; plans with less are not looked for, and may be returned all the same.
-            work: Number of tasks that may be simulated to find others than the first.
+            floor: Minibatches per second below which no plans are searched. A slower plan may still be returned.
+            work: Number of tasks that may be simulated after the first plan.
         """
         if self.fits and self.bound is not None and not self._is_enough(self.bound, floor):
             most = 0 if self._problem.brief else work
@@ -90,8 +87,10 @@ class PlansAt:
 
     @cached_property
     def bound(self) -> float | None:
-        """Seconds for each minibatch that no plan beats, in the orders of devices that are looked through; None where
-        no plan fits there. Loads are raised until the division with the least period fits."""
+        """Lower bound of the seconds per minibatch in the searched orders of devices, or None if no plan fits there.
+
+        Loads are raised until the division with the smallest period fits.
+        """
         problem, seen, lacking = self._problem, list[Seen](), list[Seen]()
         bound = None
         for number in range(RAISES):
@@ -108,7 +107,7 @@ class PlansAt:
         return bound
 
     def least_lacking(self) -> Estimate:
-        """The plan whose devices lack the least memory, as far as is found.
+        """Search for the plan whose devices lack the least memory.
 
         Without the local search, plans of small problems lack up to 17% more.
         """
@@ -135,12 +134,12 @@ class PlansAt:
         return division.period(self._in_flight, self._problem.synchronise)
 
     def _is_enough(self, period: float, floor: float) -> bool:
-        """Tell whether what takes ``period`` at the least is hardly faster than the best plan, or than ``floor``."""
+        """Return True if a plan with at least ``period`` is hardly faster than the best plan, or than ``floor``."""
         rate = 0.0 if self.found is None else self.found.rate
         return max(rate / ENOUGH, floor) * period >= 1
 
     def _look_at_others(self, floor: float, work: int) -> None:
-        """Simulate divisions, in rings of growing periods, until none that is left is faster or the effort is spent."""
+        """Simulate divisions in order of growing periods, until no other is faster or the effort is spent."""
         problem, bound, most = self._problem, self.bound, self._work + work
         room = problem.room(self._in_flight, problem.lightest(self._in_flight))
         assert bound is not None
@@ -158,7 +157,7 @@ class PlansAt:
                 break
 
     def _climb(self, floor: float, work: int) -> None:
-        """Change the best plan, one change at a time, while that makes it faster and the effort allows."""
+        """Improve the best plan by single changes while the effort allows."""
         at, most = None, self._work + work
         while at != self._best and self._best is not None:
             at = self._best
@@ -172,7 +171,7 @@ class PlansAt:
                         break
 
     def _look(self, division: Division) -> None:
-        """Simulate ``division``, if it may fit, and keep it if it is the best."""
+        """Simulate ``division`` if it may fit, and keep it if it is the best."""
         if self._is_seen(division) or self._problem.surely_lacks(division, self._in_flight):
             return
         self._estimate(division)
@@ -197,13 +196,11 @@ class PlansAt:
 
 
 def _lack(found: Estimate) -> int:
-    """Bytes that all devices together lack."""
     return sum(stage.overflow for stage in found.stages)
 
 
 def changes(problem: PlanningProblem, division: Division) -> Iterator[Division]:
-    """Yield the divisions that differ from ``division`` by one change: a split point moves, two devices change places,
-    another is taken or added."""
+    """Yield divisions one change away from ``division``: a moved split point, swapped, replaced or added devices."""
     costs = problem.costs
     kinds, splits = division.kinds, division.splits
     ends = (*splits[1:], costs.layers)

@@ -1,4 +1,4 @@
-"""Planning problem: the model, the devices, and what is asked of a plan."""
+"""Planning problem: the model, the devices, and the requirements of a plan."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from lightning_hetpipe.planning.search.divider import Divider
 from lightning_hetpipe.rules.versions import STASH, Versions, WeightPolicy
 
 WAVES = 6
-"""Simulated waves of Nm minibatches each. In the first two the pipeline fills, and in the last it drains."""
+"""Simulated waves of Nm minibatches each. The pipeline fills in the first two waves and drains in the last."""
 
 MINIBATCHES = 48
-"""Fewest minibatches that are simulated."""
+"""Smallest number of simulated minibatches."""
 
 
 def unseen() -> None:
@@ -39,18 +39,12 @@ def unseen() -> None:
 
 
 Seen: TypeAlias = tuple[StageLoad, int, int]
-"""Load of stages, but for the last one, that start between two boundaries, both inclusive."""
+"""Load of stages other than the last one that start between two boundaries, both inclusive."""
 
 
 @dataclass(frozen=True)
 class Loads:
-    """Loads of stages at one time or another.
-
-    Attributes:
-        every: Of every stage.
-        before: Of all but the last stage.
-        first: Of the first of several stages.
-    """
+    """Loads of stages at different times: of ``every`` stage, of all ``before`` the last, of the ``first`` of many."""
 
     every: tuple[StageLoad, ...] = ()
     before: tuple[StageLoad, ...] = ()
@@ -59,28 +53,26 @@ class Loads:
 
 @dataclass(frozen=True)
 class PlanningProblem:
-    """Layers that are to be divided among the devices of one virtual worker, and all that is asked of a plan but Nm.
+    """Layers to divide among the devices of one virtual worker, and all requirements of a plan except Nm.
 
     Attributes:
-        profile: The model's.
-        cluster: Whose links connect the devices.
-        slots: The virtual worker's devices; by default all of the cluster.
+        cluster: Cluster whose links connect the devices.
+        slots: Devices of the virtual worker, by default all devices of the cluster.
         optimizer: A name in :data:`~lightning_hetpipe.planning.model.stage_memory.OPTIMIZERS`, or the bytes of state
             for each byte of the weights.
-        ordered: Whether stages are to lie on the devices in their given order; some may be left out all the same.
-        recompute: Whether forwards are computed again for their backwards.
-        stages: k, at most one for each layer and each device; None for as many as are of use.
+        ordered: Whether stages lie on the devices in their given order. Some devices may be left out.
+        recompute: Whether forwards are recomputed for their backwards.
+        stages: k, at most one for each layer and each device, or None to choose it.
         synchronise: Seconds that a wave's end waits for the parameter servers.
-        weights: The weight policy.
         every: Minibatches of an optimizer step.
-        spread: Whether ``in_flight=1`` asks for a spread run. It does in a fit, unless that compiles, has several
-            virtual workers, or computes forwards of several stages again. One device alone asks for it, too.
-        brief: Whether a plan will do that takes little time to find, and may be some percent slower. A search for an
-            allocation of 64 devices takes half the time with it.
+        spread: Whether ``in_flight=1`` asks for a spread run, as it does in a fit. Exceptions are fits that compile,
+            have several virtual workers, or recompute forwards of several stages. A single device asks for it, too.
+        brief: Whether a quickly found plan will do, which may be some percent slower. It halves the time of the search
+            for 64 devices.
         progress: Called after each simulation.
 
     Raises:
-        SettingError: for an optimizer that is not known.
+        SettingError: for an unknown optimizer.
     """
 
     profile: Profile
@@ -108,39 +100,40 @@ class PlanningProblem:
 
     @property
     def spread_memory(self) -> SpreadMemory | None:
-        """Memory model of devices with one minibatch in flight, if that is a spread run; None for a pipeline."""
+        """Memory model of devices if one minibatch in flight makes a spread run, or None if it makes a pipeline."""
         alone = (self.stages or len(self.slots)) == 1
         return SpreadMemory.of(self.optimizer) if self.spread and (alone or not self.recompute) else None
 
     def versions(self, in_flight: int) -> Versions:
-        """The versions that minibatches use at Nm = ``in_flight``."""
+        """Weight versions that minibatches use at Nm = ``in_flight``."""
         return Versions(self.weights, in_flight, self.every)
 
     @cached_property
     def costs(self) -> Costs:
-        """Seconds of stages on each kind of device, where devices in order are a kind of their own each."""
+        """Seconds of stages on each kind of device. With ``ordered``, each device is a kind of its own."""
         return Costs(self.profile, self.cluster, kinds_of(self.cluster, self.slots, self.ordered), self.recompute)
 
     @cached_property
     def divider(self) -> Divider:
-        """Divider of the layers."""
+        """Divider of the layers among the devices."""
         return Divider(self.costs, self.stages, self.ordered)
 
     def lightest(self, in_flight: int) -> Loads:
-        """Least loads: a minibatch after its forward, gradients after its backward.
+        """Return the least loads: one minibatch after its forward, gradients after its backward.
 
-        The first of several stages holds all minibatches that start at once: their forwards come before any backward.
+        The first of several stages holds all minibatches that start at once, as their forwards come before any
+        backward.
         """
         at_once = () if self.profile.calls else (StageLoad(self.versions(in_flight).ahead(0), 0, 1),)
         return Loads((StageLoad(1, 0, 1), StageLoad(0, 1, 0)), first=at_once)
 
     def heaviest(self, in_flight: int) -> Loads:
-        """Largest loads: all that are in flight, of which the last stage computes one."""
+        """Return the largest loads: all minibatches in flight, of which the last stage computes one."""
         every = StageLoad(1, in_flight - 1, 1), StageLoad(0, in_flight, 0)
         return Loads(every, before=(StageLoad(in_flight, 0, 1),))
 
     def room(self, in_flight: int, loads: Loads, share: float = 1.0, seen: Iterable[Seen] = ()) -> Room:
-        """Room for stages that hold ``loads`` and what was ``seen``, in a ``share`` of the devices' memory."""
+        """Return the room for stages with ``loads`` and loads ``seen`` before, in a ``share`` of devices' memory."""
         copies = self.versions(in_flight).copies
         before = self._bytes.of((*loads.every, *loads.before), copies)
         before[0] = self._bytes.of((*loads.every, *loads.before, *loads.first), copies)[0]
@@ -162,10 +155,10 @@ class PlanningProblem:
         return StageBytes(self.profile.layers, self.state, self.recompute)
 
     def surely_lacks(self, division: Division, in_flight: int) -> bool:
-        """Tell whether a stage of ``division`` has no room for what it holds when its first backward is ready.
+        """Return True if a stage of ``division`` has no room for what it holds when its first backward is ready.
 
-        Until then nothing but forwards has run there and before, one after another as fast as the slowest stage allows,
-        and those that are ready by then come first.
+        Until then only forwards ran on this stage and before, at the pace of the slowest stage. Forwards ready by then
+        come first.
         """
         if self.profile.calls:
             return False
@@ -190,7 +183,7 @@ class PlanningProblem:
         return False
 
     def simulated(self, division: Division, in_flight: int) -> Estimate:
-        """Simulate ``division``."""
+        """Simulate ``division``, and show progress."""
         found = self.estimate(self.costs.slots(division.kinds), division.splits, in_flight)
         self.progress()
         return found
@@ -202,16 +195,10 @@ class PlanningProblem:
         in_flight: int,
         spread: SpreadMemory | None = None,
     ) -> Estimate:
-        """Estimate stages on ``slots`` that start at the layers ``splits``.
-
-        Args:
-            slots: The device of each stage.
-            splits: The first layer of each stage.
-            in_flight: Nm.
-            spread: What devices hold in a spread run, for an estimate of one; by default it is of a pipeline.
+        """Estimate stages on ``slots`` that start at the layers ``splits``, with ``spread`` those of a spread run.
 
         Raises:
-            SettingError: where the profile has no times of a device.
+            SettingError: if the profile has no times of a device.
         """
         profile, versions = self.profile, self.versions(in_flight)
         times = stage_times_on(profile, self.cluster, slots, splits, self.recompute)
@@ -229,7 +216,8 @@ class PlanningProblem:
         )
         begin, end = waves // 3 * period, (waves - 1) * period
         seconds = run.published[end - 1] - run.published[begin - 1]
-        # Versions come in bunches, so that a window may begin behind one and end behind another: up to 2% too many.
+        # Versions come in bunches. A window may begin behind a bunch and end behind another, and count up to 2% too
+        # many.
         rate = (end - begin) / max(seconds, INSTANT, (end - begin) * max(each.total for each in times))
         stages = list[StageEstimate]()
         for index, (first, after) in enumerate(pairwise((*splits, len(profile.layers)))):

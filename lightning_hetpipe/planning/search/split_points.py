@@ -1,6 +1,6 @@
 """Split points: the first layer of each stage, chosen so that the slowest stage is as fast as possible.
 
-:func:`partition` splits for equal devices, and :func:`partition_within` within their memory;
+:func:`partition` splits for equal devices, :func:`partition_within` also within their memory,
 :func:`split_points_in_order` for given devices, and :func:`best_split_points` for stages of any costs.
 """
 
@@ -18,13 +18,12 @@ from lightning_hetpipe.planning.model.profile import Profile
 
 
 def partition(times: Sequence[float], stages: int) -> tuple[int, ...]:
-    """The first layer of each stage, in the contiguous partition with the least maximal stage time.
+    """Split layers into ``stages`` stages of at least one layer so that the longest stage time is smallest.
 
-    Every stage gets at least one layer. Ties are settled as in :func:`best_split_points`.
+    Return the first layer of each stage. Ties are settled as in :func:`best_split_points`.
 
     Args:
-        times: Seconds of each layer, forward and backward; not negative.
-        stages: k, from 1 to ``len(times)``.
+        times: Seconds of each layer, forward and backward, not negative.
 
     Raises:
         ValueError: if there are more stages than layers, or no stage.
@@ -34,14 +33,9 @@ def partition(times: Sequence[float], stages: int) -> tuple[int, ...]:
 
 
 def partition_within(times: Sequence[float], sizes: Sequence[int], room: Sequence[float]) -> tuple[int, ...]:
-    """:func:`partition` into stages that have ``room`` for the ``sizes`` of their layers.
+    """Split as :func:`partition` does, into stages whose bytes ``sizes`` fit into ``room``, which may be infinite.
 
-    Where there is no such partition, it is the one whose largest size, as a share of the stage's room, is least.
-
-    Args:
-        times: Seconds of each layer.
-        sizes: Bytes of each layer.
-        room: Bytes of each stage; infinite for no limit.
+    If no partition fits, return the one whose largest size, as a fraction of the stage's room, is smallest.
     """
     _check(len(times), len(room))
     seconds, taken = between(times), between(sizes)
@@ -52,13 +46,13 @@ def partition_within(times: Sequence[float], sizes: Sequence[int], room: Sequenc
 def split_points_in_order(
     profile: Profile, cluster: Cluster, slots: Sequence[DeviceSlot], recompute: bool = False
 ) -> tuple[int, ...]:
-    """The first layer of each of ``len(slots)`` stages on ``slots``, which may share a device, with the least T_max.
+    """Return the first layer of each stage on ``slots``, which may repeat a device, with the smallest T_max.
 
-    Memory is no limit, and neighbours on one device are taken to be linked as any two of its node are.
+    Memory is no limit. Neighbours on one device count as linked like any two devices of the node.
 
     Raises:
         ValueError: if there are more stages than layers.
-        SettingError: where the profile has no times of a device.
+        SettingError: if the profile has no times of a device.
     """
     _check(len(profile.layers), len(slots))
     costs = Costs(profile, cluster, kinds_of(cluster, slots, apart=True), recompute)
@@ -67,15 +61,15 @@ def split_points_in_order(
 
 
 def best_split_points(costs: Sequence[NDArray[Any]]) -> tuple[int, ...]:
-    """The first layer of each stage, where the most that a stage costs is least.
+    """Return the first layer of each stage so that the highest cost of a stage is smallest.
 
-    Dynamic programming over (stages used, layers placed); O(k n²) for n layers on k stages. Of several optimal
-    partitions it takes the one whose last split point is earliest, and so on backwards: the stages before a split point
-    are divided as well as they can be, too.
+    Dynamic programming over (stages used, layers placed) takes O(k n²) for n layers on k stages. Of several optimal
+    partitions, it returns the one with the earliest last split point, and so on backwards. So stages before a split
+    point are divided optimally, too.
 
     Args:
-        costs: For each stage, an array of (n + 1, n + 1): its cost by the boundaries at which it starts (rows) and
-            ends (columns), where boundary b lies before layer b. Where it may not, something large.
+        costs: For each stage, an array of shape (n + 1, n + 1): cost by start boundary (rows) and end boundary
+            (columns). Boundary b lies before layer b. Forbidden stages have a large cost.
     """
     chosen: list[NDArray[np.intp]] = []
     best: NDArray[Any] = costs[0][0]
@@ -90,7 +84,7 @@ def best_split_points(costs: Sequence[NDArray[Any]]) -> tuple[int, ...]:
 
 
 def stage_times(times: Sequence[float], splits: Sequence[int]) -> list[float]:
-    """Seconds of each stage, for layers with ``times`` and stages that start at the layers ``splits``."""
+    """Return the seconds of each stage, for layers with ``times`` and stages that start at the layers ``splits``."""
     return [sum(times[a:b]) for a, b in zip(splits, [*splits[1:], len(times)], strict=True)]
 
 

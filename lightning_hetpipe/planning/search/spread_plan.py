@@ -1,7 +1,6 @@
-"""Plan of a spread run: nothing is searched, as the run itself divides the model by the bytes of its weights, of which
-frozen ones count less.
+"""Plan of a spread run. Nothing is searched: the run itself divides the model by the bytes of its weights.
 
-Where activations fill a device by then, its later weights go on to the next one, as in the run
+Frozen weights count less. If activations fill a device, its later weights go to the next device, as in the run
 (:mod:`lightning_hetpipe.placement.spread`).
 """
 
@@ -18,17 +17,17 @@ from lightning_hetpipe.planning.model.stage_memory import Sizes, SpreadMemory
 from lightning_hetpipe.planning.search.problem import PlanningProblem
 
 FULL = 0.85
-"""Part of a device's bytes from which on it takes no more weights: what they make of their inputs comes on top."""
+"""Fraction of a device's bytes from which on it takes no more weights, because outputs of its layers need room."""
 
 FROZEN = 0.25
-"""Part of its bytes by which a frozen weight counts: a trained one comes with a gradient, and two states of Adam's."""
+"""Weight of a frozen byte relative to a trained byte, which comes with a gradient and two states of Adam."""
 
 STEPS = 50
 """Halvings of the interval in which the smallest sufficient share of each device's room is searched."""
 
 
 def spread_plan(problem: PlanningProblem, memory: SpreadMemory) -> Estimate:
-    """The plan of a spread run whose devices hold what ``memory`` says; the one by weights where none fits."""
+    """Return the plan of a spread run by weights. If it does not fit, return the first other plan that fits, if any."""
     slots = _slots(problem)
     plans = (_estimated(problem, memory, slots, where) for where in _divisions(problem, memory, slots))
     first = next(plans)
@@ -46,8 +45,7 @@ def _slots(problem: PlanningProblem) -> list[DeviceSlot]:
 
 
 def _divisions(problem: PlanningProblem, memory: SpreadMemory, slots: Sequence[DeviceSlot]) -> Iterator[list[int]]:
-    """Yield the device of each layer: by the bytes of weights, then as far as devices have room, with and without a
-    margin."""
+    """Yield the device of each layer: by the bytes of weights, then by the devices' room with and without a margin."""
     limits = [slot.device.memory for slot in slots]
     known = [limit for limit in limits if limit is not None]
     user = problem.profile.user
@@ -62,7 +60,7 @@ def _divisions(problem: PlanningProblem, memory: SpreadMemory, slots: Sequence[D
 def _filled(
     problem: PlanningProblem, memory: SpreadMemory, home: Sequence[int], limits: Sequence[int | None], share: float
 ) -> Iterator[int]:
-    """Yield the device of each layer: its ``home``, or the first behind it that is not full."""
+    """Yield the device of each layer: its ``home``, or the first device behind it that is not full."""
     device = first = 0
     for layer, own in enumerate(home):
         if own > device:
@@ -78,19 +76,18 @@ def _filled(
 def _estimated(
     problem: PlanningProblem, memory: SpreadMemory, slots: Sequence[DeviceSlot], devices: Sequence[int]
 ) -> Estimate:
-    """Estimate layers on ``devices``; those without a layer are left out."""
+    """Estimate layers on ``devices``, and leave out devices without a layer."""
     splits = {device: layer for layer, device in reversed([*enumerate(devices)])}
     used = sorted(splits)
     return problem.estimate([slots[device] for device in used], [splits[device] for device in used], 1, memory)
 
 
 def divided(sizes: Sequence[float], room: Sequence[float]) -> list[int]:
-    """The stage of each of ``sizes``, in order, so that the largest of the stages' sums, as a share of its ``room``, is
-    as small as it can be."""
+    """Return the stage of each of ``sizes``, in order, so that the largest sum relative to its ``room`` is minimal."""
     ends = [0, *accumulate(sizes)]
 
     def stages(share: float) -> list[int]:
-        """The end of each stage, where each takes as much as it may."""
+        """End of each stage if each takes as much as it may."""
         found = [0]
         for each in room:
             found.append(max(found[-1], bisect_left(ends, ends[found[-1]] + share * each + 0.5) - 1))
@@ -105,6 +102,6 @@ def divided(sizes: Sequence[float], room: Sequence[float]) -> list[int]:
 
 
 def roomiest(memory: Sequence[int | None], count: int) -> list[int]:
-    """Indices of those ``count`` devices that have the most ``memory``, in their order; of equal ones the first."""
+    """Return the indices of the ``count`` devices with the most ``memory``, in order, of equal devices the first."""
     room = [math.inf if each is None else each for each in memory]
     return sorted(sorted(range(len(room)), key=lambda index: -room[index])[:count])
