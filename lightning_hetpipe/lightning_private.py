@@ -1,6 +1,6 @@
 """The private names of Lightning that this package uses, in one place. ``tests/private`` guards each.
 
-Where Lightning, or torch for it, does not have a name, what fails raises an ImportError or AttributeError with it:
+If Lightning, or torch for it, does not have a name, each failure is an ImportError or AttributeError with this name:
 
 - ``_Launcher``, ``_DataFetcher``, ``_DataLoaderIterDataFetcher``, ``_EvaluationLoop``, ``_PredictionLoop``,
   ``_TunerExitException``, ``_MultiProcessingDataLoaderIter``: this module cannot be imported.
@@ -10,7 +10,8 @@ Where Lightning, or torch for it, does not have a name, what fails raises an Imp
 - ``_state_dicts``, ``_start_profiler``, ``_stop_profiler``, ``_iterator``: fetching ahead of Lightning's loop fails.
 - ``_get_iterator``, ``_get_data``: training fails with DataLoaders that have workers.
 - ``_build_step_args_from_hook_kwargs``, ``_data_fetcher``: evaluation and prediction fail at their first batch.
-- ``_combined_loader``, ``_mode``: the same, and fits of several virtual workers fail when they look for their loaders.
+- ``_combined_loader``, ``_mode``: evaluation and prediction fail at their first batch. Fits of several virtual workers
+  fail when they look for their loaders.
 - ``_max_batches``: a fit of several virtual workers fails when it counts its batches anew.
 - ``_last_train_dl_reload_epoch``, ``_last_val_dl_reload_epoch``: a fit fails when a virtual worker comes back to it.
 - ``_restarting``: with ``max_steps``, a virtual worker that comes back is taken to be in the epoch before, which has no
@@ -19,10 +20,10 @@ Where Lightning, or torch for it, does not have a name, what fails raises an Imp
 - ``_can_stop_early``: with several virtual workers, a validation fails once the Trainer is told to stop.
 - ``_train_time_interval``, ``_interval``: a fit of several virtual workers fails with a ModelCheckpoint, or with a
   Timer that has a duration.
-- ``_every_n_train_steps``, ``_monitor_candidates``: a fit with a ModelCheckpoint fails where virtual workers have
-  unequal shares, or unequal numbers of batches.
-- ``_val_check_time_interval``: virtual workers validate at different minibatches where ``val_check_interval`` is a
-  time. No error says so.
+- ``_every_n_train_steps``, ``_monitor_candidates``: a fit with a ModelCheckpoint fails if virtual workers have unequal
+  shares, or unequal numbers of batches.
+- ``_val_check_time_interval``: virtual workers validate at different minibatches if ``val_check_interval`` is a time.
+  No error says so.
 - ``_average_model``, ``_device``: fits on several devices, or of several virtual workers, fail with callbacks that
   average weights.
 - ``_optimizer_step_post_hooks``: each optimizer is taken for one without hooks. Then ``weights='auto'`` is ``'stash'``,

@@ -171,9 +171,8 @@ class Declared:
     ) -> dict[str, Any]:
         """Check ``values`` of arguments by name, and return what they stand for.
 
-        Args:
-            path: Setting that has these arguments, or an empty text for a call.
-            owner: Name of what takes them, for errors.
+        ``path`` is the setting that has these arguments, or empty for a call. Errors name the ``owner`` of the
+        arguments.
 
         Raises:
             SettingError: for an undeclared name, or a value that the declaration does not allow.

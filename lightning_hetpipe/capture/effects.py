@@ -164,7 +164,6 @@ def refuse_seeded(name: str) -> None:
 
 
 def _containers(value: Any, path: str, depth: int = 4) -> Iterator[tuple[str, Any]]:
-    """Yield the lists, dicts and registered objects in ``value``, with their names."""
     if isinstance(value, Tensor | str | bytes) or depth == 0:
         return
     if path and not isinstance(value, tuple) and (isinstance(value, CONTAINERS) or hasattr(value, "__dict__")):

@@ -187,7 +187,7 @@ class EvaluationWatch(Watch):
         return handed_on
 
     def _take_apart(self, call: ModuleCall, given: tuple[Any, Any], frozen: FrozenValues) -> None:
-        """Run a module that cannot be captured again on copies of its arguments, to try the calls that it makes."""
+        """Run a module again, which cannot be captured, on copies of its arguments, to try the calls that it makes."""
         outermost, before = self._until == math.inf, len(self.pieces)
         if outermost:
             self._until = time.perf_counter() + self.capture_timeout

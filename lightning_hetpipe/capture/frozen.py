@@ -83,7 +83,7 @@ class FrozenValues:
 
     @property
     def reached(self) -> ReachedValues:
-        """The values that the functions may read that the module was seen to call."""
+        """Values that may be read by functions that the module was seen to call."""
         if self._stale:
             self._find()
         return self._reached

@@ -200,7 +200,6 @@ def called_alike(module: nn.Module, one: Sequence[str], other: Sequence[str]) ->
 
 
 def _calls_in(parts: Sequence[str], marked: Sequence[str]) -> list[str]:
-    """Select the ``marked`` paths that lie in ``parts``."""
     return [path for path in marked if any(f"{_unmarked(path)}.".startswith(f"{part}.") for part in parts)]
 
 

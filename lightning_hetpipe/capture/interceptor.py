@@ -57,7 +57,8 @@ class ModuleCall:
 
 
 class Interceptor:
-    """Redirects calls of ``modules``, given by names, to ``handler`` until it is removed or its ``with`` block ends.
+    """Redirection of calls of ``modules``, given by names, to ``handler``, until :meth:`remove` or the ``with`` block's
+    end.
 
     Only outermost calls are intercepted: modules that ``handler`` itself calls, in its own thread, run normally, except
     within :meth:`ModuleCall.intercepting`. If it returns ``NOT_TAKEN``, the module runs, and calls that it makes are

@@ -103,7 +103,6 @@ def _widths(layer: Layer, calls: Sequence[tuple[Microbenchmark, int]], units: Ma
 
 
 def _member_times(benchmark: Microbenchmark, graph: fx.GraphModule, leaves: Sequence[Any]) -> Times:
-    """Measure one forward and backward of the member's ``graph``."""
     with torch.enable_grad(), benchmark.opened():
         fresh = [
             each.detach().requires_grad_(each.requires_grad) if isinstance(each, Tensor) else each for each in leaves

@@ -72,7 +72,7 @@ def refuse_foreign_leaf(layer: str, root: nn.Module, leaf: Tensor) -> None:
 
 
 class Observation:
-    """One call of ``module``, a part of the model at the path ``name``, with ``value``. It begins just before the call.
+    """One call of ``module``, a part of the model at the path ``name``, with ``value``. Make it just before the call.
 
     After :meth:`end`, ``mutates`` is True if the call changed a tensor of ``value`` in place. ``foreign`` has leaves
     that reach its output, but are neither inputs nor parameters.
@@ -313,8 +313,7 @@ def user_bytes(
 ) -> UserBytes:
     """Count the bytes on the last stage's device besides layers.
 
-    ``loss`` belongs to the watched step, before its backward. ``batch`` has its arguments, ``calls`` its calls of
-    ``pieces``.
+    ``loss`` is the watched step's before its backward, ``batch`` has its arguments, ``calls`` its calls of ``pieces``.
     """
     inside = {id(tensor) for piece in pieces for tensor in (*piece.parameters(), *piece.buffers())}
     outside = [each for each in (*root.parameters(), *root.buffers()) if id(each) not in inside]

@@ -98,7 +98,7 @@ class PieceSearch:
         self._timed_out = False
 
     def pieces(self, *, whole: bool) -> list[Piece]:
-        """Return the pieces, with their layers, in the order of their calls. If ``whole``, all ``calls`` are pieces.
+        """Return the pieces, with their layers, in the order of their calls. With ``whole``, all must be pieces.
 
         Raises:
             SettingError: if there is no piece, or if a call that must be a piece is none, with the first reason.

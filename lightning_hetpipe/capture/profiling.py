@@ -305,7 +305,7 @@ def _times(benchmark: Microbenchmark, update: Callable[[], object], now: Callabl
 
 
 def _update(optimizer: torch.optim.Optimizer | None, benchmark: Microbenchmark) -> Callable[[], object]:
-    """Return a step of an optimizer like ``optimizer`` on such weights. It does nothing for other libraries."""
+    """Return a step of an optimizer like ``optimizer`` on such weights. Optimizers outside torch do nothing."""
     parameters = [nn.Parameter(each.detach().clone()) for each in benchmark.scratch.parameters() if each.requires_grad]
     if optimizer is None or not parameters or not type(optimizer).__module__.startswith("torch.optim."):
         return lambda: None

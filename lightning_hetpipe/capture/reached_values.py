@@ -144,10 +144,9 @@ class Moment:
 
 
 class ReachedValues:
-    """The values that functions may reach that contain the names ``names``.
+    """Values that functions may reach if their code contains the names ``names``.
 
     Args:
-        names: Names in the functions' code.
         left_out: Objects that are not watched.
         only_ends: Whether only the ends of long containers are compared, as for user code in each minibatch.
 

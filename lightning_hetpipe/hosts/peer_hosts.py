@@ -75,8 +75,7 @@ class PeerHosts:
     def connect(
         self, stage: int, hosts: Sequence[tuple[str, str]], forwards: Mapping[int, int], backwards: Mapping[int, int]
     ) -> list[str | None]:
-        """Hand results of segments of ``stage`` over to the hosts of the next segments. Return why a host fails, or
-        None.
+        """Hand results of segments of ``stage`` over to the next segments' hosts. Return each host's failure, or None.
 
         Args:
             hosts: Addresses and secrets of other stages' hosts.
@@ -222,7 +221,6 @@ class _Link:
         self._waiting.put(message)
 
     def close(self) -> None:
-        """Stop sending."""
         self._waiting.put(None)
 
     def _send(self) -> None:

@@ -22,8 +22,8 @@ CPU = torch.device("cpu")
 def discovered_cluster(devices: Sequence[torch.device] | None = None) -> Cluster:
     """Discover one node with ``devices``, by default all GPUs, or the CPU if there are none.
 
-    A GPU has the catalogue's name, or torch's name if the catalogue does not know it. Its memory is free for tensors of
-    this process, minus a margin for fragmentation. A CPU has no limit of memory, and no transfers.
+    A GPU has the catalogue's name, or torch's name if the catalogue does not know it. Its memory is the free bytes for
+    tensors of this process, minus a margin for fragmentation. A CPU has no memory limit and no transfers.
 
     Raises:
         SettingError: if a GPU has almost no free memory.

@@ -123,7 +123,7 @@ def known_optimizer(optimizer: torch.optim.Optimizer) -> str:
 
 
 def conditions(profiling: ProfilingInput, device: str, precision: str) -> Conditions:
-    """Return the conditions of measuring the layers of ``profiling`` on a device. If they differ, no cache is used.
+    """Return the conditions of measuring the layers of ``profiling`` on a device. They identify a cached profile.
 
     They are equal on machines with and without the device, so that a cache can be copied. So the variant of torch's
     wheel is left out.
@@ -165,8 +165,7 @@ def _settings(profiling: ProfilingInput) -> dict[str, str]:
         "default dtype": profiling.default_dtype,
         "autocast": [[str(dtype) for kind, dtype in piece.autocast.dtypes if dtype] for piece in profiling.pieces],
         "optimizer": f"{type(profiling.optimizer).__module__}.{type(profiling.optimizer).__qualname__}",
-        # Switches, and options that are zero when off, decide how a step is computed. The size of other options does
-        # not matter.
+        # Options that decide how a step is computed are switches, or zero when off. Other sizes do not matter.
         "options": _switches({} if profiling.optimizer is None else profiling.optimizer.defaults),
         # These can be read in whichever of torch's two ways the user has set them.
         "matmul": [backends.cuda.matmul.fp32_precision, backends.mkldnn.matmul.fp32_precision],

@@ -376,7 +376,7 @@ class Planner:
 
 
 class _Unfit(SettingError):
-    """Error that devices lack memory. ``plan`` lacks the least."""
+    """Error that devices lack memory. ``plan`` is the plan that lacks the least."""
 
     def __init__(self, message: str, plan: Plan) -> None:
         super().__init__(message)

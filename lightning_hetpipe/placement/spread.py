@@ -5,8 +5,8 @@ In training, frozen parameters count less, because they have no gradient and no 
 Modules with tensors are divided in the order of their registration, which is mostly the order of their calls. Modules
 without tensors, such as metrics with their states, lie on the root device.
 
-The memory of activations is seen only when the model runs. Those of a ResNet lie nearly all on the device of its first
-layers, which hold few weights. So in the first forward, weights move on if activations have filled their device.
+The memory of activations is seen only when the model runs. Activations of a ResNet lie nearly all on the device of its
+first layers, which hold few weights. So in the first forward, weights move on if activations have filled their device.
 """
 
 from __future__ import annotations

@@ -208,5 +208,4 @@ class RunReport:
 
 
 def _kinds(types: Sequence[str]) -> str:
-    """List the layers' types in the order of their first layers, with counts."""
     return ", ".join(kind if count == 1 else f"{kind} ×{count}" for kind, count in Counter(types).items())

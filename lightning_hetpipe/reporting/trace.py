@@ -89,7 +89,6 @@ def _spans(timeline: Timeline) -> Iterator[Event]:
 
 
 def _arrows(timeline: Timeline) -> Iterator[Event]:
-    """Yield arrows from stage to stage, along each minibatch's way."""
     threads = _threads(timeline)
     ways: dict[int, list[Span]] = {}
     for span in timeline.spans:

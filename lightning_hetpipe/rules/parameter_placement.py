@@ -10,21 +10,17 @@ CANDIDATES = ("size", "local")
 
 
 def place(sizes: Sequence[int], servers: int, how: str, homes: Sequence[int] = ()) -> list[list[int]]:
-    """Return the ascending indices of the parameters on each server. Server 0 is the coordinator, beside VW 0.
+    """Return the ascending indices of the parameters, with bytes ``sizes``, on each server.
 
-    Values of ``how``:
+    Server 0 is the coordinator, beside virtual worker 0. Values of ``how``:
 
     - "size" gives each parameter, the largest first, to the server with the fewest bytes, so that links carry equal
       loads.
     - "round_robin" deals parameters out to servers in turn.
-    - "local" leaves each parameter with the server beside the stage of virtual worker 0 that holds it. If all virtual
-      workers hold it on one node (the paper's ED-local, HetPipe, section 7), its updates cross no network. If virtual
-      worker 0 lies on one node, the coordinator has all parameters. A machine without a stage of virtual worker 0,
-      without which no run goes on, holds no weights that could be lost with it.
-
-    Args:
-        sizes: Bytes of each parameter.
-        homes: For each parameter, the server beside virtual worker 0's stage that holds it. Empty for the coordinator.
+    - "local" leaves each parameter with its server in ``homes``, beside the stage of virtual worker 0 that holds it. If
+      all virtual workers hold it on one node (the paper's ED-local, HetPipe, section 7), its updates cross no network.
+      If virtual worker 0 lies on one node, or ``homes`` is empty, the coordinator has all parameters. No run goes on
+      without virtual worker 0. So a machine without one of its stages has no weights to lose.
     """
     found: list[list[int]] = [[] for _ in range(servers)]
     if how == "round_robin":

@@ -96,9 +96,9 @@ def staleness_bound(lengths: Sequence[int], vw: int, of: int, in_flight: int, di
     """Return the most minibatches of VW ``of`` that a minibatch of VW ``vw`` misses, if waves take equally long.
 
     ``lengths`` are W_v, ``distance`` is D, and ``of`` may equal ``vw``. The first Nm - 1 minibatches of a wave use
-    versions from before the last synchronisation. So minibatch q <= Nm - 2 of wave c (both from 0) has only the first c
-    - 1 - D waves of the others. These have gone on meanwhile by q / W_vw of a wave. The bound is (D + 1) W_of + q W_of
-      / W_vw (HetPipe, section 5.2, where all W are Nm).
+    versions from before the last synchronisation. So minibatch q <= Nm - 2 of wave c (both from 0) has only the first
+    c - 1 - D waves of the others. These have gone on meanwhile by q / W_vw of a wave. The bound is
+    (D + 1) W_of + q W_of / W_vw (HetPipe, section 5.2, where all W are Nm).
     """
     return -(-((distance + 1) * lengths[vw] + in_flight - 2) * lengths[of] // lengths[vw])
 
@@ -132,7 +132,7 @@ def dealt_samples(
 
     They are the samples of its minibatches (:func:`dealt`) of ``batch_size`` samples. A last minibatch that is not full
     comes last on its virtual worker. If there are fewer minibatches than virtual workers, smaller minibatches are dealt
-    so that each gets one. With ``drop_last``, samples that fill no minibatch are left out instead.
+    so that each gets one. With ``drop_last``, only full minibatches are dealt.
     """
     if not drop_last and samples <= batch_size * (len(lengths) - 1):
         batch_size = max(1, samples // len(lengths))

@@ -1,6 +1,6 @@
 """Private names of torch for backward passes, and the graphs that they follow.
 
-Where torch does not have a name:
+If torch does not have a name:
 
 - ``_execution_engine``: this module cannot be imported.
 """

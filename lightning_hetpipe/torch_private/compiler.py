@@ -1,6 +1,6 @@
 """Private names of torch for what ``torch.compile`` compiles, and the compilers behind it.
 
-Where torch does not have a name:
+If torch does not have a name:
 
 - ``_dynamo``, ``_subclasses``: this module cannot be imported.
 - ``_inductor``: the check of ``compile`` fails if the backend is inductor.

@@ -1,6 +1,6 @@
 """Private names of torch for graphs that it exports, their operators, and what a module is told while it is traced.
 
-Where torch does not have a name:
+If torch does not have a name:
 
 - ``_subclasses``, ``_ops``, ``_safe_softmax``, ``_local_scalar_dense``, ``_assert_tensor_metadata``: this module cannot
   be imported.
@@ -64,7 +64,7 @@ def outputs_of(graph: fx.GraphModule) -> Any:
 
 @contextmanager
 def traced_as_called() -> Iterator[None]:
-    """Hide from modules that ``torch.export`` traces.
+    """Hide from modules that ``torch.export`` traces them.
 
     ``torch.compiler.is_compiling`` and ``is_exporting`` return False. Without gradients, torch.nn's modules for
     attention take fused operators as in evaluations. Products of experts are traced in all their dtypes.

@@ -1,6 +1,6 @@
 """Private names of torch for modes, under which Python calls its functions and operators.
 
-Where torch does not have a name:
+If torch does not have a name:
 
 - ``_SingleLevelFunction``, ``_group_tensors_by_device_and_dtype``, ``_check_param_device``, ``_infer_device_type``,
   ``_get_current_function_mode_stack``, ``_python_dispatch``, ``_get_current_dispatch_mode``, ``_pop_mode``,
@@ -173,6 +173,8 @@ def _apply(function: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 class _HeardFunction(threading.local):
+    """The custom autograd function that this thread applies now, after its modes have seen it."""
+
     function: Any = None
 
 

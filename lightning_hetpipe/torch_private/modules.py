@@ -1,13 +1,13 @@
 """Private names of torch for modules: what they hold, their hooks, and what ``torch.compile`` makes of them.
 
-Where torch does not have a name:
+If torch does not have a name:
 
 - ``_has_any_global_hook``: this module cannot be imported.
 - ``_forward_hooks``, ``_forward_pre_hooks``, ``_backward_hooks``, ``_backward_pre_hooks``: the first question for hooks
   of a module fails.
 - ``_modules``: the first question for the parts of a module fails.
 - ``_reset_parameters``: attention and transformers that are made on meta cannot get their first values.
-- ``_parameters``, ``_buffers``, ``_flat_weights``, ``_flat_weight_refs``: where a model is spread over devices, all of
+- ``_parameters``, ``_buffers``, ``_flat_weights``, ``_flat_weight_refs``: if a model is spread over devices, all of
   these tensors are first moved to the root device, which may lack the memory. No error says so.
 - ``_orig_mod``, ``_compiled_call_impl``: modules that are compiled by ``torch.compile`` are not known as such, and
   nothing looks through them. No error says so.

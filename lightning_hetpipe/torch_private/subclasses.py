@@ -1,6 +1,6 @@
 """Private names of torch for subclasses of Tensor that hold no memory. Stages at other hosts need all of them.
 
-Where torch does not have a name:
+If torch does not have a name:
 
 - ``_foreach_utils``: this module cannot be imported.
 - ``_foreach_supported_types``, ``_make_wrapper_subclass``, ``_C``, ``_swap_tensor_impl``, ``_backward_hooks``: a

@@ -3,13 +3,13 @@
 ``pytree`` is what torch's own extensions build on, but carries an underscore in its path. ``foreach_copy_`` copies a
 stage's weights in one fused call. ``Tensor._version`` counts in-place changes.
 
-Where torch does not have a name:
+If torch does not have a name:
 
 - ``_pytree``: this module cannot be imported.
 - ``_version``, ``_foreach_copy_``: training fails when it first looks for changes of weights, or copies them.
 - ``_backward_hooks``: training fails when it first looks for hooks of parameters.
 - ``_post_accumulate_grad_hooks``: hooks of this kind do not run, and no error says so.
-- ``_unsafe_preserve_version_counter``, ``_base``: training fails where user code changes tensors in place that
+- ``_unsafe_preserve_version_counter``, ``_base``: training fails if user code changes tensors in place that
   pipelined modules use, too.
 - ``_C``, ``_functorch``: training fails at the first tensor that user code computes with.
 - ``_swap_tensor_impl``: a model that is made on meta cannot be given memory.

@@ -34,7 +34,7 @@ and ties would decide. The size of the variation does not matter.
 """
 
 MOST_DISTANCE = 16
-"""Largest number of waves that a clock distance adds to these."""
+"""Largest clock distance that adds to the simulated waves."""
 
 NEAR = 0.99
 """Fraction of the best throughput at which the smallest Nm is good enough."""

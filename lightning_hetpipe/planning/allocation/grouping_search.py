@@ -73,8 +73,8 @@ def best_allocation(
 ) -> Allocation:
     """Search for the fastest allocation.
 
-    Of allocations within 3% of it, take those with the fewest virtual workers, and of these the one with the least
-    s_global. So NP, ED and HD are never faster by more than 3%, and never as fast with fewer virtual workers. If
+    Of allocations within 3% of the fastest, take those with the fewest virtual workers, and of these the one with the
+    least s_global. So NP, ED and HD are never faster by more than 3%, and never as fast with fewer virtual workers. If
     nothing fits, return the allocation that lacks the least memory.
 
     Args:

@@ -45,7 +45,7 @@ class Gpu:
         memory: Nominal bytes. Tensors can take :attr:`usable` bytes of them.
         fp32: Peak FLOP/s in 32 bits, without tensor cores.
         tf32: Peak dense FLOP/s of tensor cores in TF32, or None without such cores.
-        half: Peak dense FLOP/s in 16 bits (bfloat16 if the GPU has it, else float16). None if no faster.
+        half: Peak dense FLOP/s in 16 bits (bfloat16 if the GPU has it, else float16). None if not faster.
         bandwidth: Memory bandwidth in bytes/s.
         aliases: Other names. Names from ``torch.cuda.get_device_name`` are understood without an alias.
     """
@@ -76,8 +76,8 @@ class Gpu:
 
 
 def speed_by(peak: float, bandwidth: float) -> float:
-    """Estimate FLOP/s on work of :data:`INTENSITY` that in turns computes ``peak`` FLOP/s and moves ``bandwidth``
-    bytes/s.
+    """Estimate FLOP/s on work of :data:`INTENSITY` that computes at ``peak`` FLOP/s and moves ``bandwidth`` bytes/s in
+    turns.
 
     The rule adds the two times of a roofline. It was compared with the layer times of OPT-350M that the Sailor project
     measured on seven GPUs. Over all pairs of GPUs, the ratio of two speeds is off by a factor of 1.08 on average, and

@@ -1,6 +1,6 @@
 """Simulation of a cluster: virtual workers, the parameter servers between them, and the links that they share.
 
-Each virtual worker is a :class:`~lightning_hetpipe.planning.model.simulate.PipelineRun`. They share:
+Each virtual worker is a :class:`~lightning_hetpipe.planning.model.simulate.PipelineRun`. Rules for several of them:
 
 - A wave ends when Lightning's thread has stepped the last of its W_v minibatches. The virtual worker pushes its update
   to the servers, waits until no virtual worker is more than D waves behind it, and pulls (law L3). Minibatches in
@@ -105,7 +105,7 @@ def simulate_cluster(
     seed: int = 0,
     versions: Versions | None = None,
 ) -> ClusterSimulation:
-    """Simulate ``waves`` waves of each of ``workers``, whose pipelines start empty. Several synchronise.
+    """Simulate ``waves`` waves of each of ``workers``, from empty pipelines. If there are several, they synchronise.
 
     Args:
         cluster: Cluster whose links are shared. By default transfers between virtual workers take no time.
@@ -190,8 +190,7 @@ class _Network:
 
 
 class _Transfer:
-    """Transfer over several links at once. ``done`` is called when the last of the ``left`` links has moved
-    its bytes."""
+    """Transfer over several links at once. ``done`` is called when the last of ``left`` links has moved its bytes."""
 
     __slots__ = ("done", "left")
 

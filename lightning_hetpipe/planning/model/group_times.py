@@ -70,13 +70,10 @@ def group_times(
 
 
 def balanced(seconds: Sequence[Sequence[float]], units: int) -> tuple[int, ...] | None:
-    """Find counts that add up to ``units`` with the least time of the slowest member, or None if there are too few
-    units.
+    """Find counts that add up to ``units`` with the least time of the slowest member. None if they cannot.
 
-    Of several solutions, return the one that gives the first member most, then the second member, and so on.
-
-    Args:
-        seconds: For each member, the ascending times of 0, 1, ... units.
+    ``seconds`` has for each member the ascending times of 0, 1, ... units. Of several solutions, return the one that
+    gives the first member most, then the second member, and so on.
     """
 
     def within(limit: float) -> list[int]:
@@ -171,7 +168,6 @@ class _DividedRun:
         self.whole = sum(own[0][layer].forward + own[0][layer].backward for layer in layers)
 
     def longest(self, counts: Sequence[int]) -> float:
-        """Seconds of the device that takes longest."""
         return max(own[count] for own, count in zip(self.seconds, counts, strict=True))
 
     def times(self, counts: Sequence[int]) -> list[Times]:

@@ -85,8 +85,7 @@ class UserBytes:
     def total(self, in_flight: int, state: float) -> int:
         """Return the bytes for ``in_flight`` minibatches and versions, with ``state`` optimizer bytes per weight byte.
 
-        The sum includes the gradients of two minibatches, and those of the loss's backward, which are as large as
-        ``loss``.
+        The sum includes the gradients of two minibatches, and those of the loss's backward, as large as ``loss``.
         """
         weights = self.frozen + int((3 + in_flight + state) * self.trained)
         return weights + in_flight * (self.batch + self.kept) + 2 * self.loss
@@ -159,8 +158,7 @@ class Profile:
         samples: Samples in a minibatch.
         times: For each device's name, the median times of each layer.
         memory: Bytes of these devices, if known.
-        estimated: Names of devices with estimated times, each with the name of the device from which these were
-            derived.
+        estimated: Names of devices with estimated times, each with the name of the device from which they come.
         calls: If a step calls a module several times, the layers of each call in order: first layer, and layer behind
             the last. Times and bytes are sums over all calls of a minibatch.
         user: What user code takes beside the layers.
@@ -220,16 +218,15 @@ class Profile:
         return sum(first <= layer < after for first, after in self.calls) or 1
 
     def crossing(self, link: Link, boundary: int) -> float:
-        """Return the seconds of one minibatch's values over ``link`` in one direction between stages at
-        ``boundary``."""
+        """Return the seconds of one minibatch's values over ``link`` in one direction, across ``boundary``."""
         calls = self.called(boundary - 1)
         return calls * link.seconds(self.layers[boundary - 1].output // calls)
 
     def times_on(self, device: Device) -> Sequence[Times]:
-        """Return the times of each layer on ``device``: times of its name or of the only profiled device, by its speed.
+        """Return the times of each layer on ``device``: times under its name, or of the only profiled device.
 
-        Beside devices with estimated times, a device of another name must say its speed, as its name may be a typing
-        error.
+        The times are divided by the device's speed. Beside devices with estimated times, a device of another name must
+        say its speed, as its name may be a typing error.
 
         Raises:
             SettingError: if neither applies.

@@ -11,8 +11,8 @@ Time moves from event to event, so a run of hours takes no longer than its numbe
   towards T_max.
 - Lightning's thread takes minibatches in order. Each step lasts ``step`` seconds (hooks, optimizer). A step that ends a
   wave lasts another ``synchronise`` seconds (law L3), in which the pipeline goes on with minibatches in flight.
-- With ``jitter`` the time of each task is multiplied by a factor, drawn from ``seed`` for its virtual worker and
-  minibatch.
+- With ``jitter`` the time of each task is multiplied by a factor, drawn from ``seed``, virtual worker, minibatch and
+  task.
 - Events at one time are handled in the order in which they were scheduled.
 
 :func:`simulate` runs one virtual worker to its end. In a cluster (:mod:`.cluster_simulation`) each :class:`PipelineRun`
@@ -234,7 +234,6 @@ class Simulation:
 
     @cached_property
     def _done(self) -> list[float]:
-        """Time at which each minibatch's last backward ended."""
         done = {number: end for _, work, number, _, end, _ in self._by_stage[0] if work is not Work.FORWARD}
         return [done[number] for number in range(1, len(done) + 1)]
 
@@ -263,8 +262,8 @@ def simulate(
         step: Seconds of Lightning's thread for each minibatch.
         wave: W, by default Nm.
         synchronise: Seconds that Lightning's thread waits at the end of each wave.
-        jitter: Standard deviation of the logarithm of the tasks' log-normal factors, which have mean 1. 0.05 is about 5
-            %.
+        jitter: Standard deviation of the logarithm of the tasks' log-normal factors, which have mean 1. 0.05 is about
+            5%.
         visits: Visits of each minibatch, by default one to each stage.
         versions: Weight versions that minibatches use, by default those of weight stashing.
 

@@ -17,7 +17,8 @@
   minibatches in flight, and the loss (:class:`~lightning_hetpipe.planning.model.profile.UserBytes`).
 
 The first minibatch of a fit is spread over all devices by their room. It has no versions and takes less, except perhaps
-on a device whose later stage has frozen weights. So is a run with one minibatch in flight (:class:`SpreadMemory`).
+on a device whose later stage has frozen weights. A run with one minibatch in flight has its own memory model
+(:class:`SpreadMemory`).
 
 Gradients and activations are counted at the moment at which their sum is largest. If Lightning's thread is slower than
 simulated, or evaluates between two steps, more gradients wait. They wait on the host if the device has no room

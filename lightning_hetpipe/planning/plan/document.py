@@ -174,8 +174,7 @@ class Plan(CheckedRecord):
     def workers_on_nodes(self) -> dict[str, int]:
         """Number of virtual workers on each machine, by the machine of their last stage.
 
-        Machines are in the order of their NODE_RANK: machines of last stages in the order of virtual workers, then
-        others.
+        Machines are in the order of their NODE_RANK: first machines of last stages by virtual worker, then others.
         """
         led = Counter(worker.leader for worker in self.virtual_workers)
         return {**led, **{node: led[node] for worker in self.virtual_workers for node in worker.nodes}}
@@ -267,8 +266,7 @@ class Plan(CheckedRecord):
         return [cluster.slots_by_place[stage.at] for stage in self.virtual_workers[virtual_worker].stages]
 
     def groups(self, virtual_worker: int, cluster: Cluster) -> list[list[DeviceSlot]]:
-        """Return for each stage the devices of ``cluster`` that divide its layers, in order, or none for a single
-        device.
+        """Return for each stage the devices of ``cluster`` that divide its layers, in order, perhaps none.
 
         Raises:
             SettingError: as :meth:`slots`.

@@ -31,7 +31,7 @@ MANY = 1 << 20
 """Nm at which only T_max counts."""
 
 SLACK = 1.25
-"""Factor by which Nm exceeds the Nm that would do if each stage always took the same time.
+"""Factor on the Nm that would be enough if each stage always took the same time.
 
 *Measured*: two equally long stages reach 73% of 1 / T_max with two minibatches in flight, 86% with three and 96% with
 four (``benchmarks/split_layers.py``, beside other programs).
@@ -44,11 +44,9 @@ NEGLIGIBLE = 0.001
 def best_plan(problem: PlanningProblem, in_flight: int | None = None, *, fewer: bool = False) -> Estimate:
     """Search for the fitting plan with the highest simulated throughput. The plan may leave devices unused.
 
-    For a given Nm and up to eight devices this takes milliseconds to tenths of a second.
-
-    Args:
-        in_flight: Nm, or None to choose it as the module's docstring says.
-        fewer: If no plan fits at ``in_flight``, plan for the largest Nm below at which a plan fits.
+    Without ``in_flight``, Nm is chosen as the module's docstring says. With ``fewer``, if no plan fits at
+    ``in_flight``, the plan is for the largest smaller Nm at which a plan fits. For a given Nm and up to eight devices
+    this takes milliseconds to tenths of a second.
 
     Raises:
         SettingError: if the profile has no times of a device, if there are more stages than devices or layers, or if
@@ -77,7 +75,6 @@ class _Search:
         self._found: dict[int, Estimate | None] = {}
 
     def choose(self) -> Estimate:
-        """Choose Nm and the plan."""
         problem, first = self._problem, self._enough_in_flight
         self._upwards(first)
         if self._best * self._fastest < ENOUGH:
@@ -119,14 +116,12 @@ class _Search:
         return max((found.rate for found in self._plans), default=0.0)
 
     def at(self, in_flight: int) -> Estimate:
-        """Plan for a given Nm."""
         found = self._found[in_flight] = self._at(in_flight).best()
         if found is None:
             return self._unfit(in_flight, asked=True)
         return self._choice(found, [slowest_stage(found)])
 
     def spread(self, memory: SpreadMemory) -> Estimate:
-        """Plan a spread run."""
         found = self._found[1] = spread_plan(replace(self._problem, recompute=False), memory)
         if found.fits:
             return self._choice(found, [_one_after_another(found)])

@@ -42,7 +42,7 @@ FARTHER, FAR = 1.02, 1 << 10
 """Ratio to a known bound of the least period that is tried next, and the ratio at which the bound says little."""
 
 CELLS = 1 << 20
-"""Numbers that are computed at once."""
+"""Largest count of numbers that are computed at once."""
 
 SLIGHT = 1e-5
 """Fraction of the time of all layers with which the square of their bytes is weighted.
@@ -82,9 +82,7 @@ class Divider:
     def least(self, in_flight: int, room: Room, synchronise: float = 0.0, known: float = 0.0) -> list[Division]:
         """Find divisions with small periods, sorted. Among the searched ones, none is better than the first by 0.1%.
 
-        Args:
-            synchronise: Seconds that a wave's end waits.
-            known: A known lower bound of the period, or 0.
+        A wave's end waits ``synchronise`` seconds. ``known`` is a known lower bound of the period, or 0.
         """
         found: dict[Division, float] = {}
 
@@ -169,7 +167,7 @@ class StageTakes:
 
     Attributes:
         stage: Array by the link to the stage behind, the link to the stage before, the first boundary, and the number
-            of boundaries up to the last one.
+            of boundaries between it and the last one.
         last: Times of the last stage, by the link to the stage before and by the first boundary.
         shortest: Smallest time in ``stage`` for each number of boundaries in between.
         ends: The last boundary, by the first boundary and the number of boundaries in between.

@@ -66,9 +66,8 @@ def plan_with_shares(
 ) -> Estimate:
     """Return the best plan with a stage on each of ``parts``, in their order. Any device may lack memory in it.
 
-    Args:
-        parts: Devices of each stage, on one node. The first device has the unsplit weights.
-        shares: Shares of the devices, for each part with several devices.
+    ``parts`` has the devices of each stage, on one node. The first device has the unsplit weights. ``shares`` has the
+    devices' shares for each part with several devices.
 
     Raises:
         SettingError: as :func:`~lightning_hetpipe.planning.search.choice.best_plan` does.

@@ -6,7 +6,8 @@ How many minibatches a stage holds, and so its memory, is known only after a sim
    simulated, stages are assumed to hold what was seen there, and the search is repeated until a division fits.
 2. The period of the first of these divisions is a bound for all plans. While the best fitting plan is more than 1% from
    the bound, other divisions are simulated in order of their periods, as far as the effort allows.
-3. If the effort did not suffice, or not all orders of devices were searched, :func:`changes` improves the best plan.
+3. If the effort did not suffice, or not all orders of devices were searched, a local search by :func:`changes` improves
+   the best plan.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ WIDER = (1.01, 1.03, 1.1, 1.3, 2.0, 8.0, 64.0, 4096.0)
 plan for 2 nodes of 4 is 7% slower (``benchmarks/planning.py``)."""
 
 GLIMPSE, WORK, MUCH = 30_000, 100_000, 300_000
-"""Number of tasks that are simulated before the local search, and again in it, while Nm is chosen, for a given Nm, and
+"""Number of tasks that are simulated before the local search, and again in it: while Nm is chosen, for a given Nm, and
 for the chosen Nm. With the last number for all, an allocation of 16 devices takes 1.6 times as long. With the second
 for all, the plan for 2 nodes of 4 is 6% slower (``benchmarks/planning.py``)."""
 
@@ -72,11 +73,9 @@ class PlansAt:
         return self.found is not None
 
     def best(self, floor: float = 0.0, work: int = WORK) -> Estimate | None:
-        """Return the fastest plan that fits, or None.
+        """Return the fastest plan that fits, or None. After the first plan, up to ``work`` tasks may be simulated.
 
-        Args:
-            floor: Minibatches per second below which no plans are searched. A slower plan may still be returned.
-            work: Number of tasks that may be simulated after the first plan.
+        Plans with less than ``floor`` minibatches per second are not searched, but may be returned.
         """
         if self.fits and self.bound is not None and not self._is_enough(self.bound, floor):
             most = 0 if self._problem.brief else work

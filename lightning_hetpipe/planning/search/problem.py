@@ -216,8 +216,7 @@ class PlanningProblem:
         )
         begin, end = waves // 3 * period, (waves - 1) * period
         seconds = run.published[end - 1] - run.published[begin - 1]
-        # Versions come in bunches. A window may begin behind a bunch and end behind another, and count up to 2% too
-        # many.
+        # Versions come in bunches. A window between two bunches may count up to 2% too many.
         rate = (end - begin) / max(seconds, INSTANT, (end - begin) * max(each.total for each in times))
         stages = list[StageEstimate]()
         for index, (first, after) in enumerate(pairwise((*splits, len(profile.layers)))):

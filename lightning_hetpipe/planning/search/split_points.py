@@ -20,10 +20,8 @@ from lightning_hetpipe.planning.model.profile import Profile
 def partition(times: Sequence[float], stages: int) -> tuple[int, ...]:
     """Split layers into ``stages`` stages of at least one layer so that the longest stage time is smallest.
 
-    Return the first layer of each stage. Ties are settled as in :func:`best_split_points`.
-
-    Args:
-        times: Seconds of each layer, forward and backward, not negative.
+    Return the first layer of each stage. ``times`` are the layers' seconds, forward and backward, not negative. Ties
+    are settled as in :func:`best_split_points`.
 
     Raises:
         ValueError: if there are more stages than layers, or no stage.
@@ -63,13 +61,12 @@ def split_points_in_order(
 def best_split_points(costs: Sequence[NDArray[Any]]) -> tuple[int, ...]:
     """Return the first layer of each stage so that the highest cost of a stage is smallest.
 
+    ``costs`` has for each stage an array of shape (n + 1, n + 1): cost by start boundary (rows) and end boundary
+    (columns). Boundary b lies before layer b. Forbidden stages have a large cost.
+
     Dynamic programming over (stages used, layers placed) takes O(k n²) for n layers on k stages. Of several optimal
     partitions, it returns the one with the earliest last split point, and so on backwards. So stages before a split
     point are divided optimally, too.
-
-    Args:
-        costs: For each stage, an array of shape (n + 1, n + 1): cost by start boundary (rows) and end boundary
-            (columns). Boundary b lies before layer b. Forbidden stages have a large cost.
     """
     chosen: list[NDArray[np.intp]] = []
     best: NDArray[Any] = costs[0][0]
