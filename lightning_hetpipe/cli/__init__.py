@@ -1,1 +1,1 @@
-"""The console scripts: Hydra applications over the package lightning_hetpipe.conf."""
+"""Console scripts: Hydra applications over the package lightning_hetpipe.conf."""

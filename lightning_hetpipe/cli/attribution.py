@@ -1,8 +1,8 @@
-"""Attribution of errors: finds the setting that has caused the error of a job, and says it in the settings' words.
+"""Attribution of errors: find the setting that caused a job's error, and phrase the error in the configuration's words.
 
-Whether a setting is at fault follows from the error's class and from where it was raised. Texts of others are read
-where nothing else has the name: of the setting of Lightning's that comes first, of the keyword that a function refuses,
-and of the class that torch does not load from a checkpoint.
+The error's class and the place where it was raised decide whether a setting is at fault. Texts of other packages are
+read only for names that stand nowhere else: a setting of Lightning's, a keyword that a function refuses, and a class
+that torch does not load from a checkpoint.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from lightning_hetpipe.settings import unknown
 
 _OUTER = ("strategy", "trainer", "model", "data")
 _OF_TRAINER = ("accumulate_grad_batches",)
-"""Settings of the Trainer that a plan follows, which makes none."""
+"""Settings of the Trainer that hetpipe-plan reads without importing the Trainer."""
 _LITERALS = {"None": "null", "True": "true", "False": "false"}
 _ARGUMENT = re.compile(r"(?<![\w.(])(\w+)(\[[^\]]*\]|)=(None\b|True\b|False\b|'[^']*'|)")
 _WAY_OUT = re.compile(r"\b(leave|set) (\w+)(?= (?:out|to)\b)")
@@ -31,16 +31,16 @@ _INTERPOLATION = re.compile(r"\$\{([\w.]+)\}")
 _CHECKPOINTS = "lightning.pytorch.trainer.connectors.checkpoint_connector"
 _ACCELERATORS = ("lightning.pytorch.accelerators", "lightning.fabric.accelerators")
 _CHECKS = {(f"{__package__}.config_checks", name) for name in ("check", "check_targets")}
-"""Functions whose errors are in the settings' words already, as the errors are that commands raise themselves."""
+"""Functions whose errors already are in the configuration's words, as errors raised in this folder are."""
 _FIT = ("lightning.pytorch.trainer.trainer", "fit")
 _REFUSED = re.compile(r"unexpected keyword argument '(\w+)'")
-_LONGEST = 200  # characters that are quoted of an error whose text may go on for pages
+_LONGEST = 200  # characters quoted of an error's text, which may fill pages
 _LIBRARIES = {"torch", "lightning", "lightning_hetpipe", "lightning_utilities", "torchmetrics", "fsspec", "numpy"}
 _LIBRARIES |= {"hydra", "omegaconf", "__main__", *sys.stdlib_module_names}  # __main__ is this command, run as a module
 
 
 def attributed(error: Exception, config: DictConfig) -> SettingError | None:
-    """The error in words of the configuration, its cause; None if the program is at fault, or users' code."""
+    """Return ``error`` in words of the configuration, or None if the program or user code is at fault."""
     calls = [(module, tb.tb_frame.f_code.co_name) for tb, module in frames(error.__traceback__)]
     said: str | None
     if isinstance(error, SettingError):
@@ -59,7 +59,7 @@ def attributed(error: Exception, config: DictConfig) -> SettingError | None:
 
 
 def frames(tb: TracebackType | None) -> Iterator[tuple[TracebackType, str]]:
-    """Each frame of a traceback, outermost first, with the name of its module."""
+    """Yield each frame of a traceback, outermost first, with the name of its module."""
     while tb is not None:
         yield tb, str(tb.tb_frame.f_globals.get("__name__", ""))
         tb = tb.tb_next
@@ -70,7 +70,7 @@ def one_line(error: BaseException) -> str:
 
 
 def in_settings(message: str, config: DictConfig) -> str:
-    """Say each argument of Python that a section takes as its setting.
+    """Replace each Python argument in ``message`` by its setting.
 
     `stages=None must be ...; leave stages out` becomes `strategy.stages=null must be ...; leave strategy.stages out`.
     """
@@ -85,9 +85,9 @@ def in_settings(message: str, config: DictConfig) -> str:
 
 
 def _settings(config: DictConfig) -> dict[str, str]:
-    """The setting for each name of an argument: of the outer sections before inner ones, and given before possible.
+    """Map each argument's name to its setting. Outer sections go first, and given arguments before possible ones.
 
-    What a section takes from elsewhere, as ``${cluster}``, is set there.
+    The setting of an argument that is an interpolation, such as ``${cluster}``, is the interpolation's key.
     """
     found: dict[str, str] = {}
     every = sections(config)
@@ -105,7 +105,7 @@ def _settings(config: DictConfig) -> dict[str, str]:
 
 
 def _refused_key(error: Exception, config: DictConfig) -> str | None:
-    """The sentence for a key that a `_target_` took, as it takes any, and something behind it has refused."""
+    """Return the sentence for a key that a `_target_` with ``**kwargs`` passed on, and that was refused later."""
     if not isinstance(error, TypeError) or (match := _REFUSED.search(str(error))) is None:
         return None
     for section in sections(config):
@@ -116,7 +116,7 @@ def _refused_key(error: Exception, config: DictConfig) -> str | None:
 
 
 def _path(error: Exception, config: DictConfig) -> str | None:
-    """The sentence for a file or folder that cannot be used, where a setting is its path, or one on the way to it."""
+    """Return the sentence for an unusable file or folder, if a setting is its path or the path of a folder above."""
     if not isinstance(error, OSError) or not isinstance(error.filename, str):
         return None
     wanted, given = os.path.abspath(error.filename), as_given(config)
@@ -131,14 +131,14 @@ def _path(error: Exception, config: DictConfig) -> str | None:
 
 
 def _interpolation(error: OmegaConfBaseException) -> str:
-    """The sentence for `${data.context}` where the data that was chosen has no context, say."""
+    """Return the sentence for an unresolved interpolation, such as `${data.context}` of data without a context."""
     first = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
     key = str(error.full_key or "")
     return f"{key}: {first}; give {key}=..., or choose an experiment that has it" if key else first
 
 
 def _lightnings(error: Exception, calls: list[tuple[str, str]], config: DictConfig) -> str | None:
-    """The sentence for what Lightning refuses on purpose, and for checkpoints that it cannot restore."""
+    """Return the sentence for an error that Lightning raises on purpose, or for a checkpoint that it cannot restore."""
     if (exceptions := sys.modules.get("lightning.pytorch.utilities.exceptions")) is None:
         return None
     if isinstance(error, exceptions.MisconfigurationException):
@@ -158,7 +158,7 @@ def _lightnings(error: Exception, calls: list[tuple[str, str]], config: DictConf
 
 
 def _with_setting(error: Exception, config: DictConfig) -> str:
-    """Lightning's own text, with the setting in front where the text names one."""
+    """Return Lightning's own text, after the setting if the text names one."""
     text = one_line(error)
     named: list[tuple[int, str]] = []
     valued: list[str] = []
@@ -181,7 +181,7 @@ def _with_setting(error: Exception, config: DictConfig) -> str:
 
 
 def _checkpoint(error: Exception, config: DictConfig, read_by_torch: bool) -> str:
-    """The sentence for an error while Lightning restored `ckpt_path`."""
+    """Return the sentence for an error while Lightning restored `ckpt_path`."""
     path, text = config.ckpt_path, one_line(error)
     if holds := re.search(r"Unsupported global: GLOBAL (\S+)", text):
         return (
@@ -196,6 +196,6 @@ def _checkpoint(error: Exception, config: DictConfig, read_by_torch: bool) -> st
 
 
 def _is_raise(error: Exception) -> bool:
-    """Return whether a `raise` statement has raised it, not an operation that failed."""
+    """Return whether a `raise` statement raised ``error``. Otherwise an operation failed."""
     *_, (last, _) = frames(error.__traceback__)
     return linecache.getline(last.tb_frame.f_code.co_filename, last.tb_lineno).strip().startswith("raise")

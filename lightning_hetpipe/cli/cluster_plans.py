@@ -1,4 +1,4 @@
-"""Plans of all virtual workers of a cluster: one allocation, or all of them side by side."""
+"""Plans of all virtual workers of a cluster: one allocation, or all allocations side by side."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MOST_NAMED = 4
-"""Largest number of unused devices that are named one by one."""
+"""Largest number of unused devices of a node and type that a remark lists by name."""
 
 WORTH = 0.8
-"""Part of the throughput without synchronisation below which a remark says how to get more."""
+"""Fraction of the throughput without synchronisation, below which a remark says how to get more."""
 
 COMPARE = "compare"
-"""Value that stands for all allocations side by side."""
+"""Value of the argument ``allocation`` for all allocations side by side."""
 
 SIDE_BY_SIDE = (("np", "size"), ("hd", "size"), ("ed", "size"), ("ed", "local"), (PLACED, "local"))
-"""The paper's allocations and that of placed layers: grouping and placement of parameters."""
+"""Grouping and parameter placement of each compared allocation: the paper's allocations, and placed layers."""
 
 _HEADER = [
     "allocation",
@@ -51,14 +51,9 @@ _HEADER = [
 
 @dataclass(frozen=True)
 class Compared:
-    """An allocation to compare with others.
+    """Allocation ``name`` in a comparison. With ``shares``, faster virtual workers have longer waves.
 
-    Attributes:
-        name: Such as "ed".
-        placement: Of parameters.
-        shares: Whether faster virtual workers have longer waves.
-        found: The allocation; None where it is refused.
-        refusal: The reason then.
+    ``found`` is None if the allocation is refused. In this case ``refusal`` has the reason.
     """
 
     name: str
@@ -69,7 +64,7 @@ class Compared:
 
     @property
     def title(self) -> str:
-        """Name for people, such as "ED local"; the placement by size goes without saying."""
+        """Name to show, such as "ED local". The usual placement is left out."""
         name = self.name if self.name in ("auto", PLACED) else self.name.upper()
         return name if self.placement == "size" or self.name == PLACED else f"{name} {self.placement}"
 
@@ -77,7 +72,7 @@ class Compared:
 def compared(
     allocator: Allocator, shares: Sequence[bool] = (False, True), told: Callable[[str], None] = lambda line: None
 ) -> Iterator[Compared]:
-    """Make the allocations; for each of ``shares`` the last is the best that is found, of any placement."""
+    """Yield allocations. For each of ``shares``, the last allocation is the best that is found, with any placement."""
     for each in shares:
         for name, placement in SIDE_BY_SIDE:
             try:
@@ -89,7 +84,7 @@ def compared(
 
 
 def comparison(those: Sequence[Compared]) -> str:
-    """A table of ``those``, and below it a line for each refusal."""
+    """Return a table of ``those``, and below it a line for each refusal."""
     rows = [_HEADER]
     for each in those:
         start = [each.name, each.placement, "auto" if each.shares else "equal"]
@@ -108,17 +103,13 @@ def comparison(those: Sequence[Compared]) -> str:
 
 @dataclass(frozen=True)
 class ClusterPlans:
-    """Result: the allocation that is planned, and those beside it."""
+    """Chosen allocation, and all compared allocations, if allocations were compared."""
 
     chosen: Allocation
     others: tuple[Compared, ...]
 
     def draw(self, plan: Plan, cluster: Cluster) -> Figure:
-        """Draw the plan, with the rates of the allocations beside it.
-
-        Raises:
-            SettingError: without matplotlib.
-        """
+        """Draw the plan, and beside it the rates of compared allocations. Raise SettingError without matplotlib."""
         bars: dict[tuple[str, str], tuple[str, list[float | None]]] = {}
         for each in self.others:
             key = (each.name, "" if each.name == "auto" else each.placement)
@@ -134,17 +125,15 @@ def cluster_plans(
     in_flight: int | None,
     policies: Sequence[WeightPolicy],
 ) -> ClusterPlans:
-    """Plan all virtual workers under the first of the weight ``policies`` under which they fit.
+    """Plan all virtual workers under the first of the weight ``policies`` with which they fit, or else under the last.
 
     Args:
-        allocation: One of :data:`ALLOCATIONS`, or :data:`COMPARE`.
-        wsp: Synchronisation that is asked for.
-        problem: Of one virtual worker.
-        in_flight: Nm, unless the plan chooses it.
-        policies: In the order of preference.
+        allocation: One of ``ALLOCATIONS``, or :data:`COMPARE`.
+        problem: Requirements of one virtual worker's plan.
+        in_flight: Nm, or None to choose it.
 
     Raises:
-        SettingError: for an allocation that the cluster does not have.
+        SettingError: if the allocation is impossible on the cluster.
     """
     from lightning_hetpipe.workers.weight_copies import copies_kept  # with torch
 
@@ -176,11 +165,6 @@ def _planned(allocation: str, wsp: WSPSettings, allocator: Allocator) -> Cluster
 
 
 def _allocated(allocator: Allocator, name: str, shares: bool, placement: str | None) -> Allocation:
-    """Make the allocation ``name``.
-
-    Raises:
-        SettingError: if the cluster does not have it.
-    """
     if name == PLACED:
         found = placed(allocator, shares=shares, placement=placement or "local")
         assert found is not None, "there is no floor"
@@ -190,13 +174,13 @@ def _allocated(allocator: Allocator, name: str, shares: bool, placement: str | N
 
 
 def _told(line: str) -> None:
-    """Show what the search does, where there is somebody who waits."""
+    """Show the search's progress, if stderr is a terminal."""
     if sys.stderr.isatty():
         print(f"\r\x1b[K{line}\r", end="", file=sys.stderr, flush=True)
 
 
 def remarks(found: ClusterPlans, cluster: Cluster) -> list[str]:
-    """Lines below the table: the other allocations, slowest stages, links that nobody declared, unused devices."""
+    """Return lines below the table: other allocations, slowest stages, undeclared links, unused devices."""
     lines = ["", comparison(found.others), ""] if found.others else [""]
     reasons: dict[str, list[int]] = {}
     for number, choice in enumerate(found.chosen.choices):
@@ -214,7 +198,7 @@ def remarks(found: ClusterPlans, cluster: Cluster) -> list[str]:
 
 
 def unused(slots: Sequence[DeviceSlot], cluster: Cluster, why: str) -> list[str]:
-    """A line for the devices of each type on each node that are not used."""
+    """Return a line for each node and type of device in ``slots``, which says that these devices are not used."""
     alike: dict[tuple[int, str], list[str]] = {}
     for slot in slots:
         alike.setdefault((slot.node, slot.device.name), []).append(str(slot))
@@ -229,7 +213,7 @@ def unused(slots: Sequence[DeviceSlot], cluster: Cluster, why: str) -> list[str]
 
 
 def _with_longer_waves(found: Allocation) -> str | None:
-    """Remark where much of the time goes into synchronisation, which longer waves make rarer."""
+    """Return a remark on longer waves, if synchronisation takes much of the time."""
     if len(found.choices) == 1 or found.rate >= WORTH * found.alone:
         return None
     return (

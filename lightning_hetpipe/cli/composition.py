@@ -1,4 +1,4 @@
-"""Command line: overrides before Hydra reads them, and errors before a configuration is composed, as sentences."""
+"""Command line: prepare overrides for Hydra, and make a sentence of an error before a configuration is composed."""
 
 from __future__ import annotations
 
@@ -23,16 +23,12 @@ _SWEEPS = {"-m", "--multirun", "hydra.mode=MULTIRUN"}
 
 
 def refusal(error: BaseException, arguments: Sequence[str], program: ConsoleScript) -> str:
-    """The sentence for an error that was raised while the command line and the files were read.
+    """Return the sentence for an error that was raised while the command line and the files were read.
 
-    Hydra's own text, but where that leaves out the setting or the way out.
-
-    Args:
-        error: of any type; a folder that cannot be made is an OSError, a broken file one of YAML's.
-        arguments: the command line's.
-        program: whose configuration it is.
+    Return Hydra's own text, unless it lacks the setting or the way out. ``error`` may be of any type: an OSError for a
+    folder that cannot be made, YAML's error for a broken file.
     """
-    text, cause = " ".join(str(error).split()).replace("++", ""), error.__cause__  # "++" is of `settled`
+    text, cause = " ".join(str(error).split()).replace("++", ""), error.__cause__  # `settled` adds "++"
     if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options:
         group, _, name = error.missing_cfg_file.rpartition("/")
         near = closest(name, list(error.options))
@@ -46,26 +42,26 @@ def refusal(error: BaseException, arguments: Sequence[str], program: ConsoleScri
     if isinstance(error, OmegaConfBaseException) and error.full_key:
         return f"{error.full_key}: {_first_line(error)}; give {error.full_key}=..."
     if isinstance(cause, ConfigKeyError) and "." in (cause.full_key or "") and cause.parent_node is not None:
-        section, _, key = str(cause.full_key).rpartition(".")  # of a mapping on the command line, a key in it
+        section, _, key = str(cause.full_key).rpartition(".")  # a key in a mapping on the command line
         return str(unknown(key, section, list(map(str, cause.parent_node))))
     if match := _MERGING.match(text):
         reason = _first_line(cause or error)
         if reason.startswith("Cannot merge"):
             reason = f"it would replace a whole section, which takes two: '~{match[2]}' '+{match[1]}'"
         return f"{match[1]} is refused: {reason}"
-    for failed in (error, cause):  # of a log file that cannot be opened, `logging` says in the cause
+    for failed in (error, cause):  # if a log file cannot be opened, `logging` has the OSError as the cause
         if isinstance(failed, OSError) and failed.filename is not None:
             return (
                 f"{failed.filename} cannot be used ({failed.strerror}); give a folder that can be written as"
                 " hydra.run.dir=..., or hydra.sweep.dir=... with -m."
             )
-    with suppress(OverrideParseException):  # of what Hydra has not come to
+    with suppress(OverrideParseException):  # of an override that Hydra has not reached
         text = _wrong_override(error, arguments, program) or text
     return text or type(error).__name__
 
 
 def _wrong_override(error: BaseException, arguments: Sequence[str], program: ConsoleScript) -> str | None:
-    """The sentence for the first override that cannot be right, whatever the files say."""
+    """Return the sentence for the first override that is wrong whatever the files say, or None."""
     overrides = [argument for argument, is_override in _told_apart(arguments) if is_override]
     parsed = OverridesParser.create().parse_overrides(overrides)
     for each in parsed:
@@ -85,7 +81,7 @@ def _wrong_override(error: BaseException, arguments: Sequence[str], program: Con
 
 
 def _told_apart(arguments: Sequence[str]) -> list[tuple[str, bool]]:
-    """Each argument, and whether it is an override."""
+    """Return each argument, and whether it is an override."""
     pairs = pairwise(["", *arguments])
     return [(each, OVERRIDE.match(each) is not None and before not in WITH_VALUE) for before, each in pairs]
 
@@ -94,11 +90,11 @@ def _first_line(error: BaseException) -> str:
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
-# section.key=value; not hydra.*, which is Hydra's own, and nothing that bears a prefix (+, ++, ~) already.
+# section.key=value without a prefix (+, ++, ~). hydra.* is Hydra's own.
 _PLAIN = re.compile(r"(?!hydra\.)[A-Za-z_]\w*(\.\w+)+=")
-# A value with a = in it that is nothing of Hydra's own grammar (quoted, escaped, a list, a mapping, a sweep).
+# A value that contains a = and is not in Hydra's own grammar (quoted, escaped, a list, a mapping, a sweep).
 _WITH_EQUALS = re.compile(r"^(\+{0,2}[A-Za-z_][\w.]*)=([^'\"\[{(,\\]*=[^'\"\[{(,\\]*)\Z")
-# What says which stages there are, and what of an experiment's strategy it takes the place of.
+# Overrides that decide which stages there are, and the settings of an experiment's strategy that they replace.
 _PLANS = (
     (re.compile(r"\+{0,2}strategy\.plan=(?!null$)"), ("strategy.stages", "strategy.in_flight")),
     (re.compile(r"\+{0,2}cluster=(?!default$)"), ("strategy.stages",)),
@@ -106,10 +102,10 @@ _PLANS = (
 
 
 def planned(arguments: list[str]) -> list[str]:
-    """The arguments and, where one gives a plan or devices, that an experiment's own stages do not hold.
+    """Add overrides that set an experiment's own stages to auto, if an argument gives a plan or devices.
 
-    They are those that it has without. A plan says how many minibatches are in flight, too; for devices that stays as
-    it is, since results depend on it. What else stands here holds, or is left for the strategy to refuse.
+    A plan also decides Nm. Devices leave Nm as it is, because results depend on it. Stages and Nm on the command line
+    stay, and the strategy refuses them if they contradict the plan.
     """
     given = {argument.lstrip("+").partition("=")[0] for argument in arguments}
     replaced = [name for plan, names in _PLANS if any(map(plan.match, arguments)) for name in names]
@@ -117,14 +113,12 @@ def planned(arguments: list[str]) -> list[str]:
 
 
 def settled(arguments: list[str]) -> list[str]:
-    """The arguments, with each `section.key=value` marked as `++`: override the key, or add it.
+    """Mark each `section.key=value` with `++`, so that Hydra overrides the key or adds it.
 
-    Hydra alone refuses a key that the YAML leaves out and advises to add `+`. Here any argument that the section's
-    `_target_` takes may be given without it, and `config_checks.check` refuses the others, with the nearest name.
-
-    They come last, as Hydra takes them in one row only: not `seed=3 -m model=gpt`.
-
-    A value that holds a `=`, as the names of Lightning's checkpoints do, gets the quotes that Hydra wants around it.
+    Hydra alone refuses a key that the YAML leaves out, and asks for a `+`. Here users give any argument of the
+    section's `_target_` without it, and `config_checks.check` refuses other keys with the nearest name. Overrides go
+    last, because Hydra takes them in one row only: not `seed=3 -m model=gpt`. A value that contains a `=`, as names of
+    Lightning's checkpoints do, gets the quotes that Hydra needs.
     """
     quoted = [_WITH_EQUALS.sub(r"\1='\2'", argument) for argument in arguments]
     marked = [f"++{argument}" if _PLAIN.match(argument) else argument for argument in quoted]

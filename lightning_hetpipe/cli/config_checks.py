@@ -1,6 +1,6 @@
 """Checks of a composed configuration before anything is built: names and values of settings against declarations.
 
-Settings of ours come first, without Lightning. The sections of other packages are imported after that.
+Settings of ours come first, without Lightning. Checks of other packages' sections import these packages.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ SETTINGS: Mapping[str, Any] = {
     "monitor_mode": Literal["min", "max"],
     "output_dir": str,
 }
-"""Values at the top that all configurations with a Trainer have."""
+"""Values at the top of all configurations with a Trainer."""
 
 BUILT = ("model", "data", "trainer")
 """Sections that a run needs."""
 
 BY_NAME = ("logger", "callbacks")
-"""Arguments of the Trainer that are lists there and have names in a configuration, so that each can be overridden."""
+"""Lists among the Trainer's arguments. In a configuration their items have names, so that each can be overridden."""
 
 _REFERENCE = re.compile(r"\$\{oc\.select:([\w.]+),.*\}")
 _BOUNDS = {
-    # Beyond these Lightning divides by them, or trains on in ways that nobody can have meant, without a word.
+    # Outside of these bounds, Lightning divides by zero, or silently trains in ways that nobody can have meant.
     "trainer.accumulate_grad_batches": Bounds(1),
     "trainer.check_val_every_n_epoch": Bounds(1),
     "trainer.gradient_clip_val": Bounds(0),
@@ -64,14 +64,9 @@ _BOUNDS = {
 def check(config: DictConfig, program: ConsoleScript, needs: Sequence[str] = ()) -> None:
     """Refuse settings of ours that nothing reads, that are missing or of the wrong type, without Lightning.
 
-    Args:
-        config: Composed.
-        program: Whose configuration it is.
-        needs: The sections that must be there.
-
     Raises:
-        SettingError: one sentence that names the setting and, where one is near, the name that was meant.
-        OmegaConfBaseException: for an interpolation that cannot be resolved; it names the key.
+        SettingError: if a setting is wrong, or a section of ``needs`` is missing. It suggests a near name, if any.
+        OmegaConfBaseException: if an interpolation cannot be resolved. It names the key.
     """
     found = sections(config)
     values: Any = OmegaConf.to_container(config, resolve=True)
@@ -98,23 +93,19 @@ def check(config: DictConfig, program: ConsoleScript, needs: Sequence[str] = ())
 
 
 def check_targets(config: DictConfig) -> None:
-    """Import what every `_target_` names, and refuse arguments that it does not take.
-
-    Raises:
-        SettingError: one sentence that names the setting.
-    """
+    """Import every `_target_`. Raise SettingError for arguments that it does not take."""
     for section in _values_first(sections(config)):
         _check_strategy(section[0])
         _check_section(*section, section[0].declared)
 
 
 def synchronisation(config: DictConfig) -> WSPSettings:
-    """Return the checked settings of ``strategy.wsp``; their defaults if something else is configured.
+    """Return the checked settings of ``strategy.wsp``, or defaults if something other than a WSPCallback is there.
 
     Raises:
-        SettingError: for settings that exclude each other.
+        SettingError: if settings exclude each other.
     """
-    from lightning_hetpipe.strategy.arguments import WSPArguments  # servers and hosts have none
+    from lightning_hetpipe.strategy.arguments import WSPArguments  # only here: servers and hosts do without
 
     section: Any = OmegaConf.to_container(OmegaConf.select(config, "strategy.wsp") or DictConfig({}), resolve=True)
     is_ours = section.pop("_target_", None) == "lightning_hetpipe.WSPCallback"
@@ -122,12 +113,12 @@ def synchronisation(config: DictConfig) -> WSPSettings:
 
 
 def first_key(value: Any) -> str:
-    """The rest of a setting whose first word names nothing: its first key."""
+    """Return the first key of a mapping as ``.key``, to append to a setting's name, else an empty string."""
     return f".{next(iter(value))!s}" if isinstance(value, dict) and value else ""
 
 
 def _check_top(given: Mapping[str, Any], program: ConsoleScript) -> None:
-    """Refuse what stands at the top and is neither read nor used by an interpolation."""
+    """Refuse keys at the top that are neither read nor used by an interpolation."""
     for key, node in given.items():
         misplaced = key == "experiment" or (isinstance(node, dict) and any(name in node for name in program.read))
         if key in program.settings or (key in program.groups and key != "experiment") or _is_used(str(key), given):
@@ -146,11 +137,9 @@ def _of_our_strategy() -> Declared:
 
 
 def unknown_at_top(key: str, program: ConsoleScript, rest: str = "") -> SettingError:
-    """Make the error for a ``key`` at the top that nothing reads there; the strategy may have a setting of that name.
+    """Return the error for a ``key`` at the top that nothing reads there, with keys below it in ``rest``.
 
-    Args:
-        program: Whose configuration it is.
-        rest: Keys below ``key``, as in "[0].name".
+    If the strategy has a setting of that name, the error suggests that setting.
     """
     if "strategy" in program.groups and key in _of_our_strategy().parameters:
         return SettingError(f"{key}{rest} is not a setting", f"did you mean strategy.{key}{rest}?")
@@ -168,7 +157,7 @@ def _check_needed(key: str, value: Any, program: ConsoleScript) -> None:
 
 
 def _refuse_token(config: DictConfig, path: str) -> None:
-    """Refuse a token that is written out: Hydra saves configurations, and command lines can be read."""
+    """Refuse a token as plain text, because Hydra saves configurations, and others can read command lines."""
     security = OmegaConf.select(config, path)
     token = security.get("token") if isinstance(security, DictConfig) else None
     if token is not None and not OmegaConf.is_interpolation(security, "token"):
@@ -177,7 +166,7 @@ def _refuse_token(config: DictConfig, path: str) -> None:
 
 
 def _values_first(found: Sequence[ConfigSection]) -> list[tuple[ConfigSection, bool]]:
-    """Each section for its values, and again for its references to others: an error names where a value stands."""
+    """Return each section for its values, then again for its interpolations, so that errors name a value's origin."""
     return [(section, referring) for referring in (False, True) for section in found]
 
 
@@ -201,7 +190,7 @@ def _check_section(section: ConfigSection, referring: bool, own: Declared | None
 
 
 def _check_strategy(section: ConfigSection) -> None:
-    """Refuse a section of another strategy that has kept settings of HetPipeStrategy."""
+    """Refuse settings of HetPipeStrategy in the section of another strategy."""
     if section.path != "strategy" or section.target is None or section.target == STRATEGY:
         return
     ours, found = declared(locate(STRATEGY)), section.declared
@@ -214,7 +203,7 @@ def _check_strategy(section: ConfigSection) -> None:
 
 
 def _check_named(group: str, given: Any, *, by_group: bool) -> None:
-    """Refuse sections by name that do not come from the group, and a name in the group that has no section."""
+    """Refuse sections by name outside of their group, and names in the group without a section."""
     if not isinstance(given, dict) or is_section(given):
         return
     if not by_group:

@@ -1,6 +1,7 @@
-"""Start and end of a console script: runs its Hydra application, reports errors, and sets the exit code.
+"""Start and end of a console script: run its Hydra application, report errors, and set the exit code.
 
-A wrong setting is one sentence and exit code 2; a bug its traceback and 1; a signal 128 plus its number.
+A wrong setting prints one sentence and exits with 2. A failure prints its traceback and exits with 1, as a sweep with
+failed jobs does. Ctrl-C exits with 130, SIGTERM with 143.
 """
 
 from __future__ import annotations
@@ -31,34 +32,30 @@ T = TypeVar("T")
 
 _FULL_ERROR = "HYDRA_FULL_ERROR"
 _SET_BY_US = "HETPIPE_ERRORS_PASSED_ON"
-"""Tells further virtual workers, which inherit the environment, that no person has set HYDRA_FULL_ERROR."""
+"""Variable beside HYDRA_FULL_ERROR, so that further virtual workers know that no person has set HYDRA_FULL_ERROR."""
 
 _HINT = f"({_FULL_ERROR}=1 shows where it was raised.)"
 _MACHINERY = ("hydra", "omegaconf", "lightning_hetpipe.cli")
 
 
 class _Terminated(BaseException):
-    """SIGTERM has ended the job."""
+    """End of a job by SIGTERM."""
 
 
 class _JobFailed(BaseException):
-    """Carrier of a job's error, its cause, out of Hydra, which would print something about an Exception."""
+    """Carrier of a job's error (its cause) out of Hydra, which prints text of its own about an Exception."""
 
 
 class SweepJobFailed(Exception):
-    """End of a job of a sweep whose error was reported; Hydra takes this exception, and starts the next job."""
+    """End of a sweep's job whose error was reported. Hydra catches this exception and starts the next job."""
 
 
 def enter(application: Callable[[], Any], program: ConsoleScript) -> None:
-    """Run ``application``, a function that ``hydra.main`` decorates and whose body is in :func:`job`.
-
-    It ends the process unless all goes well, with exit code 1 for a failure, with its traceback, and for a sweep with
-    jobs that have failed; 2 for a wrong setting; 130 for Ctrl-C; 143 for SIGTERM.
-    """
-    this_child()  # from here on a child of our launcher ends with it
+    """Run ``application``, which ``hydra.main`` decorates and whose body calls :func:`job`. Exit if it fails."""
+    this_child()  # from here on, a child of our launcher ends with the launcher
     sys.path.insert(0, os.getcwd())  # so that `_target_: my_model.MyModel` finds ./my_model.py
     sys.argv[1:] = settled(sys.argv[1:])
-    # Lightning 2.6 on torch 2.13 warns so at every start, and nobody at this terminal could do anything about it.
+    # Lightning 2.6 on torch 2.13 gives this warning at every start. Users can do nothing about it.
     warnings.filterwarnings("ignore", message=r".*isinstance\(treespec, LeafSpec\)")
     asked_for_all = _wants_all()
     try:
@@ -79,9 +76,9 @@ def enter(application: Callable[[], Any], program: ConsoleScript) -> None:
 
 
 def job(run: Callable[[DictConfig], T], config: DictConfig, program: ConsoleScript) -> T:
-    """Run one job of Hydra's; an error that a setting has caused leaves it as a ``SettingError`` that names it.
+    """Run one job of Hydra's. If a setting has caused an error, raise a ``SettingError`` that names the setting.
 
-    In a sweep the error is reported at once, and the next job begins.
+    In a sweep, report the error at once, so that the next job begins.
     """
     try:
         return run(config)
@@ -103,15 +100,10 @@ def job(run: Callable[[DictConfig], T], config: DictConfig, program: ConsoleScri
 
 
 def report(error: BaseException, program: ConsoleScript, *, started: bool = True, arguments: Sequence[str] = ()) -> int:
-    """Print ``error`` to stderr, as one sentence if a setting is at fault; return the exit code.
+    """Print ``error`` to stderr, as one sentence if it is a ``SettingError``, and return the exit code.
 
-    A further virtual worker leaves printing to the first one, which prints once what several say.
-
-    Args:
-        error: A ``SettingError`` if a setting was found to be at fault.
-        program: The one that ends.
-        started: Whether the job had started. Earlier errors come of the command line and of configuration files.
-        arguments: The command line's.
+    A further virtual worker sends its text to the launcher, which prints equal texts once. If the job has not
+    ``started``, the error comes from the command line ``arguments`` or from configuration files.
     """
     if isinstance(error, SettingError):
         text, code = f"{program.name}: {one_line(error)}\n{_HINT}", WRONG_SETTING
@@ -132,11 +124,11 @@ def report(error: BaseException, program: ConsoleScript, *, started: bool = True
 
 
 def _known_code(error: BaseException) -> int | None:
-    """Exit code for a signal, and for what befell servers or another virtual worker; None for other errors."""
+    """Return the exit code of SIGTERM, and of failures of servers or of another virtual worker, else None."""
     lightnings = sys.modules.get("lightning.pytorch.utilities.exceptions")
     if lightnings is not None and isinstance(error, lightnings.SIGTERMException):
         return TERMINATED
-    if isinstance(error, PeerFailed):  # its own error was printed when it was heard of
+    if isinstance(error, PeerFailed):  # the other virtual worker's error is printed by now
         from lightning_hetpipe.launch import launcher  # with Lightning
 
         return WRONG_SETTING if WRONG_SETTING in launcher.finish(failed=True).values() else FAILED
@@ -144,13 +136,13 @@ def _known_code(error: BaseException) -> int | None:
 
 
 def _wants_all() -> bool:
-    """Return whether a person has asked for tracebacks of wrong settings too."""
+    """Return whether a person has asked for full tracebacks, even for wrong settings."""
     return os.environ.get(_FULL_ERROR) == "1" and _SET_BY_US not in os.environ
 
 
 @contextmanager
 def _errors_passed_on() -> Iterator[None]:
-    """Make Hydra raise errors instead of printing them in its own way and exiting."""
+    """Context manager in which Hydra raises errors, instead of printing text of its own and exiting."""
     if _wants_all():
         yield
         return
@@ -164,7 +156,7 @@ def _errors_passed_on() -> Iterator[None]:
 
 
 def _ended_by(signal: str, code: int, program: ConsoleScript) -> int:
-    """Print that a signal ended the run, unless this is a further virtual worker; return the exit code."""
+    """Print which signal ended the run, unless this is a further virtual worker. Return ``code``."""
     if this_child() is None:
         print(f"\n{program.name}: {signal}.", file=sys.stderr)
     return code

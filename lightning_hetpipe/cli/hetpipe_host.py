@@ -1,4 +1,4 @@
-"""hetpipe-host: computes stages for virtual workers whose leaders are on other machines, until a signal ends it."""
+"""hetpipe-host: compute stages for leaders on other machines, until a signal ends the process."""
 
 from __future__ import annotations
 
@@ -14,10 +14,7 @@ PROGRAM = ConsoleScript("hetpipe-host", ("security",), {"address": address(7071)
 
 
 def main() -> None:
-    """The console script.
-
-    Exit codes: 2 for a wrong setting; 130 for Ctrl-C; 143 for SIGTERM.
-    """
+    """Run the console script, with the exit codes of :mod:`~lightning_hetpipe.cli.entry`."""
     refuse_sweeps(PROGRAM, "hosts")
     enter(_application, PROGRAM)
 
@@ -28,10 +25,10 @@ def _application(config: DictConfig) -> None:
 
 
 def run(config: DictConfig) -> None:
-    """Serve until a signal, which ends the process.
+    """Serve until a signal ends the process.
 
     Raises:
-        SettingError: for a setting that is unknown or wrong, or an address that cannot be had.
+        SettingError: if a setting is unknown or wrong, or the address cannot be used.
     """
     config_checks.check(config, PROGRAM)
     security = security_of(config, "hosts")

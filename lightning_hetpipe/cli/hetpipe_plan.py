@@ -1,6 +1,6 @@
-"""hetpipe-plan: plans which layers run on which device and how many minibatches are in flight, and simulates it.
+"""hetpipe-plan: plan which layers run on which device and how many minibatches are in flight, and simulate the plan.
 
-With ``measure=links`` it measures links instead.
+With ``measure=links``, measure links instead.
 """
 
 from __future__ import annotations
@@ -52,14 +52,11 @@ if TYPE_CHECKING:
 
 
 _unfit: list[Estimate] = []
-"""Choices of jobs for which no plan fits."""
+"""Plans of jobs for which no plan fits."""
 
 
 def main() -> None:
-    """The console script.
-
-    Exit codes: 0; 1 where nothing fits, or for a failure, with its traceback; 2 for a wrong setting; 130 for Ctrl-C.
-    """
+    """Run the console script, with the exit codes of :mod:`~lightning_hetpipe.cli.entry`. 1 if no plan fits."""
     _unfit.clear()
     enter(_application, PROGRAM)
     if _unfit:
@@ -68,7 +65,7 @@ def main() -> None:
 
 @hydra.main(config_path="pkg://lightning_hetpipe.conf", config_name="plan", version_base="1.3")
 def _application(config: DictConfig) -> float | None:
-    """Run one job of Hydra's; return the minibatches per second, which sweepers may optimise; None if nothing fits."""
+    """Run one job of Hydra's. Return what :func:`run` returns, which sweepers may optimise."""
     if config.get("measure") is not None:
         job(measure, config, PROGRAM)
         return None
@@ -76,11 +73,7 @@ def _application(config: DictConfig) -> float | None:
 
 
 def measure(config: DictConfig) -> None:
-    """Measure the links of this machine; see :mod:`~lightning_hetpipe.cli.measured_links`.
-
-    Raises:
-        SettingError: for a setting that only a plan needs.
-    """
+    """Measure the links of this machine. Raise SettingError for a setting that only a plan needs."""
     check_types(config)
     for setting in ("profile", "devices", "cluster"):
         if config.get(setting) is not None:
@@ -95,13 +88,12 @@ def measure(config: DictConfig) -> None:
 
 
 def run(config: DictConfig) -> float | None:
-    """Make a plan, print it, and leave ``plan.json`` and a picture in the run's folder.
+    """Make a plan, print it, and save ``plan.json`` and a picture in the run's folder.
 
-    Returns:
-        Minibatches per second, simulated; None where nothing fits, in which case there is no ``plan.json``.
+    Return the simulated minibatches per second. If no plan fits, return None and save no ``plan.json``.
 
     Raises:
-        SettingError: for a setting that is unknown, missing or of the wrong kind.
+        SettingError: if a setting is unknown, missing or of the wrong kind.
     """
     check(config)
     asked = wanted(config)
@@ -150,7 +142,7 @@ def run(config: DictConfig) -> float | None:
     if of_strategy(config, "compile"):
         lines.append("- strategy.compile is not in these times: layers are measured without compilation")
     print(plan, *lines, sep="\n", flush=True)
-    print(*others(), "", sep="\n")  # once the plan is printed, as this may take several times as long
+    print(*others(), "", sep="\n")  # after the plan, because this may take several times as long
     folder = Path(config.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
     if config.profile is None:
@@ -165,7 +157,7 @@ def run(config: DictConfig) -> float | None:
 
 
 def _advise(choice: Estimate) -> None:
-    """Say what would make it fit."""
+    """Print what would make the plan fit, and note that no plan fits."""
     ways = [f"- {way}" for way in choice.ways_out(cli=True)]
     print(
         "No plan was found that fits into memory; this one lacks the least.",
@@ -177,7 +169,7 @@ def _advise(choice: Estimate) -> None:
 
 
 def _remarks(choice: Estimate, problem: PlanningProblem) -> list[str]:
-    """Lines below the table: reasons, assumed links, unused devices."""
+    """Return lines below the table: reasons, assumed links, unused devices."""
     links = problem.cluster.assumed([stage.slot for stage in choice.stages])
     why = "no layer is left for it" if choice.spread else "no plan with it is faster"
     why = why if problem.stages is None else "strategy.stages leaves it out"
@@ -186,7 +178,7 @@ def _remarks(choice: Estimate, problem: PlanningProblem) -> list[str]:
 
 
 def _estimates(profile: Profile) -> list[str]:
-    """Remarks on times that were not measured."""
+    """Return remarks on times that were not measured."""
     lines = []
     for base in dict.fromkeys(profile.estimated.values()):
         names = ", ".join(name for name, other in profile.estimated.items() if other == base)
@@ -201,7 +193,7 @@ def _estimates(profile: Profile) -> list[str]:
 
 
 def _picture(figure: Callable[[], Figure], folder: Path) -> str:
-    """Save a figure; return a line that says where the picture is, or why there is none."""
+    """Save a figure. Return a line with the picture's path, or with the reason why there is no picture."""
     try:
         drawn = figure()
     except SettingError as error:  # without matplotlib
@@ -219,20 +211,16 @@ _HEADER = ["weights", "in flight", "minibatches per second", "memory of all stag
 
 
 def compared_policies(chosen: Sequence[WeightPolicy]) -> list[WeightPolicy]:
-    """Policies that suit an optimizer, in the order of the docs: those ``chosen`` for it, and those that suit any."""
+    """Return the policies ``chosen`` for an optimizer and the policies for any optimizer, in the order of the docs."""
     return [each for each in POLICIES.values() if each in chosen or not each.predicts or each.keeps_change]
 
 
 def side_by_side(
     policies: Sequence[WeightPolicy], plan: Callable[[WeightPolicy], Estimate], in_flight: int | None, every: int
 ) -> list[str]:
-    """Lay out a row for each of ``policies``, as its ``plan`` has it.
+    """Lay out a table with a row for the plan under each of ``policies``.
 
-    Args:
-        policies: In the order of the rows.
-        plan: Makes a plan for a policy.
-        in_flight: Nm, where it is not chosen by the plan.
-        every: Minibatches of an optimizer step.
+    ``in_flight`` is Nm, or None if plans choose it. ``every`` is the number of minibatches of an optimizer step.
     """
     rows = []
     for policy in policies:

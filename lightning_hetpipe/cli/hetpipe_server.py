@@ -1,4 +1,4 @@
-"""hetpipe-server: serves parameters until a signal ends it, or prints the status of a running server."""
+"""hetpipe-server: serve parameters until a signal ends the process, or print the status of a running server."""
 
 from __future__ import annotations
 
@@ -32,10 +32,7 @@ _COMMANDS = ("serve", STATUS)
 
 
 def main() -> None:
-    """The console script.
-
-    Exit codes: 0; 1 for a failure, such as that nobody answers; 2 for a wrong setting; 130 for Ctrl-C; 143 for SIGTERM.
-    """
+    """Run the console script, with the exit codes of :mod:`~lightning_hetpipe.cli.entry`. 1 if no server answers."""
     if sys.argv[1:2] and sys.argv[1] in _COMMANDS:
         sys.argv[1] = f"command={sys.argv[1]}"
     refuse_sweeps(PROGRAM, "servers")
@@ -48,11 +45,11 @@ def _application(config: DictConfig) -> None:
 
 
 def run(config: DictConfig) -> None:
-    """Serve until a signal, which ends the process; or ask a running server and print its status.
+    """Serve until a signal ends the process, or ask a running server and print its status.
 
     Raises:
-        SettingError: for a setting that is unknown or wrong, or an address that cannot be had.
-        CallRefused, Unreachable: by the server that is asked.
+        SettingError: if a setting is unknown or wrong, or the address cannot be used.
+        CallRefused, Unreachable: as :func:`ask`.
     """
     config_checks.check(config, PROGRAM, needs=("service",))
     config_checks.check_targets(config)
@@ -63,11 +60,11 @@ def run(config: DictConfig) -> None:
 
 
 def ask(server: str, security: Security, timeout: float) -> dict[str, Any]:
-    """Ask the server at address ``server`` for its status, for up to ``timeout`` seconds.
+    """Ask the server at address ``server`` for its status, and wait for up to ``timeout`` seconds.
 
     Raises:
         SettingError: if address or certificates cannot be used.
-        CallRefused: if it refuses, or answers with something else.
+        CallRefused: if the server refuses, or answers with something other than a status.
         Unreachable: if nobody answers.
     """
     from lightning_hetpipe.server.transport.grpc_channel import GrpcChannel  # only now: --help needs no gRPC
@@ -92,9 +89,9 @@ def _serve(config: DictConfig, security: Security) -> NoReturn:
 
 
 def laid_out(status: Mapping[str, Any]) -> str:
-    """Single values as lines, lists of mappings as tables and mappings as sections, in that order.
+    """Lay out a whole status: single values as lines, then lists of mappings as tables and mappings as sections.
 
-    Fields whose names end in ``bytes`` get units. Nothing that the server sends is left out.
+    Values of fields whose names end in ``bytes`` get units.
     """
     single = {key: value for key, value in status.items() if not isinstance(value, Mapping) and not _is_table(value)}
     parts = [_lines(single)] if single else []
@@ -144,7 +141,7 @@ def _shown(key: str, value: Any) -> str:
 
 
 def _printable(text: str) -> str:
-    """Replace control characters, which could command the terminal: the text comes from another machine."""
+    """Replace control characters: text of another machine must not send commands to the terminal."""
     return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 

@@ -1,4 +1,4 @@
-"""hetpipe-train: trains what a Hydra configuration says. Wrong settings of ours end it before Lightning is loaded."""
+"""hetpipe-train: train what a Hydra configuration says. Wrong settings of ours end it before Lightning is loaded."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ PROGRAM = ConsoleScript(
 )
 
 _supervised_code = 0
-"""Exit code of the process that has trained, where this one has supervised it."""
+"""Exit code of the supervised process, if this process has supervised another process that trained."""
 
 
 def main() -> None:
-    """The console script.
+    """Run the console script, with the exit codes of :mod:`~lightning_hetpipe.cli.entry`.
 
-    Exit codes: 0; 1 for a failure, with its traceback, or of a virtual worker without which the others went on; 2 for a
-    wrong setting; 130 for Ctrl-C; 143 for SIGTERM; that of the process that trains, where this one supervises it.
+    A virtual worker that the others went on without exits with 1. A supervisor exits with the code of the process that
+    trains.
     """
     sys.argv[1:] = planned(sys.argv[1:])
-    supervision.supervised()  # before code of a user's runs, which may start programs
+    supervision.supervised()  # before user code runs, which may start programs
     enter(_application, PROGRAM)
     if _supervised_code:
         sys.exit(_supervised_code)
@@ -41,12 +41,12 @@ def main() -> None:
 
 @hydra.main(config_path="pkg://lightning_hetpipe.conf", config_name="train", version_base="1.3")
 def _application(config: DictConfig) -> float | None:
-    """Run one job of Hydra's; return the monitored metric's best value, which sweepers may optimise."""
+    """Run one job of Hydra's. Return the monitored metric's best value, which sweepers may optimise."""
     return job(_job, config, PROGRAM)
 
 
 def _job(config: DictConfig) -> float | None:
-    """Check the settings and train. With ``restarts`` another process does, unless this is a job of a sweep."""
+    """Check the settings and train. With ``restarts``, train in another process, unless this is a job of a sweep."""
     restarts = _restarts(config)
     if restarts and supervision.can_supervise() and HydraConfig.get().mode != RunMode.MULTIRUN:
         _supervise(restarts)
@@ -62,7 +62,7 @@ def _job(config: DictConfig) -> float | None:
 
 
 def _restarts(config: DictConfig) -> int:
-    """Number of times that a run on one machine is started again; the run itself refuses what is no such number."""
+    """Return how often a run on one machine may be started again. The run itself refuses what is not a number."""
     if OmegaConf.select(config, "trainer.num_nodes") not in (None, 1):
         return 0
     given = [section.get("restarts") for section in _wsp_sections(config)]
@@ -70,14 +70,14 @@ def _restarts(config: DictConfig) -> int:
 
 
 def _wsp_sections(config: DictConfig) -> list[DictConfig]:
-    """The sections that may set the synchronisation of virtual workers."""
+    """List the sections that may set the synchronisation of virtual workers."""
     callbacks = OmegaConf.select(config, "trainer.callbacks")
     named = [*callbacks.values()] if isinstance(callbacks, DictConfig) else []
     return [each for each in (OmegaConf.select(config, "strategy.wsp"), *named) if isinstance(each, DictConfig)]
 
 
 def _supervise(restarts: int) -> None:
-    """Run in another process, at most ``restarts`` times again; its exit code is that of this one."""
+    """Run this program in another process, which is restarted at most ``restarts`` times. Keep its exit code."""
     global _supervised_code
     program = this_program(is_first=True)
     supervisor = supervision.RunSupervisor(

@@ -1,4 +1,4 @@
-"""``hetpipe-plan measure=links``: measures the links of this machine, and writes them down as a cluster."""
+"""``hetpipe-plan measure=links``: measure the links of this machine, and write them as a cluster."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ FILE = "cluster.yaml"
 
 
 def run(config: DictConfig) -> None:
-    """Measure, print the cluster as a file of the group ``cluster``, and leave it in the run's folder.
+    """Measure the links between devices of this machine, and from here to the servers of ``strategy.wsp.servers``.
 
-    Measured are the links between devices of this machine, and those to the servers of ``strategy.wsp.servers``.
+    Print the cluster as a file of the group ``cluster``, and save it in the run's folder.
 
     Raises:
-        SettingError: where a server does not answer, or refuses to.
+        SettingError: if a server does not answer, or refuses.
     """
     (node,) = discovered_cluster().nodes
     pairs = links_between(all_devices())
@@ -42,12 +42,9 @@ def run(config: DictConfig) -> None:
 
 
 def as_yaml(node: Node, pairs: Mapping[tuple[int, int], Link], servers: Mapping[str, Link]) -> str:
-    """Cluster of ``node``, whose slowest links count; comments have all that was measured.
+    """Return YAML of the cluster of this machine, ``node``, with its slowest links. Comments list all measured links.
 
-    Args:
-        node: This machine.
-        pairs: Links of its devices.
-        servers: Links to other machines, by their servers' addresses.
+    ``pairs`` has links between devices of the node, ``servers`` links to other machines by address of their server.
     """
     places = {pair: " and ".join(f"{node.devices[each].name}:{each}" for each in pair) for pair in pairs}
     measured = [f"{places[pair]}: {link}" for pair, link in pairs.items()]
@@ -90,7 +87,7 @@ def _links_to_servers(config: DictConfig) -> dict[str, Link]:
             with closing(GrpcChannel(address, security, shared_memory=False)) as channel:
                 found[address] = link_to(channel)
         except (Unreachable, CallRefused) as error:
-            way = "; start hetpipe-server there" if isinstance(error, Unreachable) else ""  # a refusal says its own
+            way = "; start hetpipe-server there" if isinstance(error, Unreachable) else ""  # a refusal has a way out
             raise SettingError(
                 f"strategy.wsp.servers has {address}, and the link to it cannot be measured: {error}{way}"
             ) from error
@@ -98,9 +95,9 @@ def _links_to_servers(config: DictConfig) -> dict[str, Link]:
 
 
 def links_between(devices: Sequence[torch.device], largest: int = LARGEST) -> dict[tuple[int, int], Link]:
-    """Link of each two of ``devices``, by their places: the slower of both directions; none where they are CPUs.
+    """Measure the link of each pair of accelerators, in its slower direction, by their places in ``devices``.
 
-    Each device holds ``largest`` bytes meanwhile, those of the largest copy.
+    The largest copy has ``largest`` bytes, which each device needs meanwhile.
     """
     return {
         (one, other): slower(_link(devices[one], devices[other], largest), _link(devices[other], devices[one], largest))

@@ -1,4 +1,4 @@
-"""Prints the checkpoint of a folder that has the most progress, from which a loop starts a run again; else nothing.
+"""Print the checkpoint with the most progress in a folder, if there is one. A shell loop restarts a run from it.
 
 python -m lightning_hetpipe.cli.newest_checkpoint checkpoints
 """
@@ -13,7 +13,6 @@ from lightning_hetpipe.launch.supervision import furthest
 
 
 def main() -> None:
-    """The program."""
     if len(sys.argv) != 2:
         sys.exit("usage: python -m lightning_hetpipe.cli.newest_checkpoint FOLDER")
     found = furthest(map(str, sorted(Path(sys.argv[1]).glob("*.ckpt"), key=os.path.getmtime)))

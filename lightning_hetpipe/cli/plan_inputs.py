@@ -59,7 +59,7 @@ PROGRAM = ConsoleScript(
 )
 
 _OF_OTHERS = ("model", "data", "trainer", "callbacks", "logger", "experiment")
-"""Groups whose sections are of other packages, most of them of Lightning's."""
+"""Groups whose sections belong to other packages, most of them to Lightning."""
 
 _SILENT = {
     "logger": False,
@@ -74,9 +74,9 @@ _SILENT = {
 
 
 def check_types(config: DictConfig, needs: Sequence[str] = ()) -> None:
-    """Refuse settings that are unknown or of the wrong type, whether or not a plan needs them.
+    """Refuse settings that are unknown or of the wrong type, even if a plan does not need them.
 
-    Sections of other packages are checked if they are needed, or if the command line changes one.
+    Check sections of other packages only if ``needs`` has any, or if the command line changes one of these sections.
     """
     config_checks.check(config, PROGRAM, needs)
     if needs or any(map(_is_given, _OF_OTHERS)):
@@ -84,11 +84,7 @@ def check_types(config: DictConfig, needs: Sequence[str] = ()) -> None:
 
 
 def check(config: DictConfig) -> None:
-    """Refuse settings that are unknown, missing or of the wrong kind.
-
-    Raises:
-        SettingError: one sentence that names the setting.
-    """
+    """Raise SettingError for settings that are unknown, missing, of the wrong kind, or that exclude each other."""
     if config.get("profile") is None and config.get("model") is None:
         raise SettingError(
             "profile=null and no model is configured; give profile=FILE, or choose an experiment, such as"
@@ -121,8 +117,8 @@ def check(config: DictConfig) -> None:
 
 
 def profile_of(config: DictConfig) -> tuple[Profile, str | float, Sequence[WeightPolicy]]:
-    """Profile of the file, or of the model; the optimizer, whose state takes memory, too; and the weight policies that
-    a run with it would choose, the first that fits."""
+    """Return the profile of the file or of the model, the optimizer for the memory model, and weight policies. A run
+    with this optimizer takes the first policy that fits."""
     asked: str | float = config.optimizer
     if config.profile is not None:
         try:
@@ -143,7 +139,7 @@ def profile_of(config: DictConfig) -> tuple[Profile, str | float, Sequence[Weigh
 
 
 def _measured(config: DictConfig) -> Profiled:
-    """Run the model's first minibatch as hetpipe-train would, and measure the layers."""
+    """Measure the layers in the model's first minibatch, which runs as in hetpipe-train."""
     import lightning as L
 
     from lightning_hetpipe.strategy import profiling_strategy
@@ -165,7 +161,7 @@ def _measured(config: DictConfig) -> Profiled:
 
 
 def _finetuning(config: DictConfig) -> list[L.Callback]:
-    """Build those of the Trainer's callbacks that have weights trained later than in the first minibatch."""
+    """Build the Trainer's callbacks that begin to train weights after the first minibatch."""
     from lightning.pytorch.callbacks import BaseFinetuning
 
     found = OmegaConf.select(config, "trainer.callbacks")
@@ -180,7 +176,7 @@ def _finetuning(config: DictConfig) -> list[L.Callback]:
 
 
 def cluster_of(config: DictConfig, profile: Profile) -> tuple[Cluster, set[DeviceSlot]]:
-    """The devices, and those whose memory a data sheet says."""
+    """Return the cluster, and its devices whose memory comes from a data sheet."""
     if config.devices is not None:
         values: Any = OmegaConf.to_container(config, resolve=True)
         given = values["devices"] if isinstance(values["devices"], list) else [values["devices"]]
@@ -212,13 +208,13 @@ def cluster_of(config: DictConfig, profile: Profile) -> tuple[Cluster, set[Devic
 
 
 def allocation_of(config: DictConfig, cluster: Cluster) -> str | None:
-    """Return the allocation of a plan of all virtual workers; None for a plan of one.
+    """Return the allocation for a plan of all virtual workers, or None for a plan of one virtual worker.
 
-    An allocation asks for it; without one, a cluster of several nodes has its allocations compared, unless
-    ``strategy.virtual_workers=1`` or ``ordered=true`` mean one virtual worker.
+    If none is given, compare all allocations of a cluster of several nodes. ``strategy.virtual_workers=1``,
+    ``ordered=true`` and ``synchronise`` ask for a plan of one virtual worker.
 
     Raises:
-        SettingError: for settings that do not go together.
+        SettingError: if settings exclude each other.
     """
     single = [each for each in ("strategy.virtual_workers", "ordered", "synchronise") if _is_given(each)]
     single = [each for each in single if each != "ordered" or config.ordered]
@@ -247,14 +243,14 @@ def allocation_of(config: DictConfig, cluster: Cluster) -> str | None:
 
 
 def _strange(cluster: Cluster, profile: Profile) -> str | None:
-    """The first device that neither the profile nor the catalogue knows, and that does not say its speed."""
+    """Return the first device without a speed of its own that neither the profile nor the catalogue knows."""
     unsaid = (slot.device for slot in cluster.slots if slot.device.speed == 1.0)
     names = (device.name for device in unsaid if profile.name_of(device) is None)
     return next((name for name in names if known(name) is None), None)
 
 
 def _unknown(name: str, profile: Profile, way_out: str = "") -> str:
-    """Tell that nobody knows the device ``name``, as the end of a sentence, and what is meant, or else ``way_out``."""
+    """Return the end of a sentence on an unknown device ``name``. It suggests a near name, or else ``way_out``."""
     profiled = ", ".join(sorted(profile.times))
     alike = nearest_gpu(name, [*gpus(), *profile.times]) or way_out
     return f"neither in the profile, which has {profiled}, nor in the catalogue of GPUs{alike}"
@@ -271,14 +267,14 @@ def joins(config: DictConfig) -> bool:
 
 
 def _is_given(setting: str) -> bool:
-    """Return whether it stands on the command line, not only in an experiment."""
+    """Return whether the command line gives ``setting``. Values of an experiment do not count."""
     return any(each.lstrip("+").startswith((f"{setting}=", f"{setting}.")) for each in HydraConfig.get().overrides.task)
 
 
 def wanted(config: DictConfig) -> dict[str, Any]:
-    """Nm, and arguments of ``PlanningProblem`` besides devices and optimizer."""
+    """Return Nm, and arguments of ``PlanningProblem`` besides devices and optimizer."""
     in_flight = of_strategy(config, "in_flight")
-    # An experiment's stages are those that it has without a plan.
+    # An experiment's stages are for runs without a plan.
     stages = of_strategy(config, "stages") if _is_given("strategy.stages") else "auto"
     return {
         "stages": None if stages == "auto" else stages,

@@ -1,4 +1,4 @@
-"""Console scripts that serve until a signal: what hetpipe-server and hetpipe-host have in common."""
+"""Common parts of hetpipe-server and hetpipe-host, which serve until a signal ends them."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ from lightning_hetpipe.server.transport.security import Security, is_loopback, s
 from lightning_hetpipe.settings import declared
 
 SIGNALS = {2: INTERRUPTED, 15: TERMINATED}
-"""Exit codes of signals that end it."""
+"""Exit code for each signal that ends the process."""
 
 _SWEEP = {"-m", "--multirun", "hydra.mode=MULTIRUN"}
 
 
 def refuse_sweeps(program: ConsoleScript, served: str) -> None:
-    """End with an error if a sweep is asked for, which would start what is ``served`` one after another."""
+    """Exit with an error if the command line asks for a sweep, which would start servers or hosts one by one."""
     if _SWEEP.intersection(sys.argv[1:]):
         text = f"-m would start {served} one after another; start {program.name} once for each address."
         sys.exit(report(SettingError(text), program))
 
 
 def address(port: int) -> Any:
-    """Declare an address, for which ``port`` is an example."""
+    """Return the hint of a setting for an address. Errors show ``port`` as an example."""
     return Annotated[str, f"host:port, such as 127.0.0.1:{port} or [::1]:{port}"]
 
 
 def security_of(config: DictConfig, served: str = "") -> Security:
-    """Return the ``security`` of ``config``, with which ``served`` (such as "servers") are open to others, if any.
+    """Return the ``security`` of ``config``. If ``served`` is given, an address open to other machines needs a token.
 
     Raises:
-        SettingError: if it does not suffice for the address.
+        SettingError: if the security does not suffice for the address.
     """
     security: Any = OmegaConf.to_container(config.security, resolve=True)
     declared(Security).check(security, "security", style=YAML)
@@ -52,7 +52,7 @@ def security_of(config: DictConfig, served: str = "") -> Security:
 
 
 def announcing(program: ConsoleScript, security: Security, served: str) -> Callable[[str], None]:
-    """A function that prints the address once it serves, and warns where there is no token."""
+    """Return a callback that prints the address being served, and first a warning if there is no token."""
 
     def ready(address: str) -> None:
         if security.token is None:

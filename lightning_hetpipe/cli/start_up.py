@@ -1,4 +1,4 @@
-"""Console scripts: their settings and ends, and their start: Ctrl-C while modules load ends them in one line."""
+"""Console scripts: names, settings, exit codes, and a start in which Ctrl-C prints one line, even during imports."""
 
 from __future__ import annotations
 
@@ -17,13 +17,7 @@ TERMINATED = 143  # likewise, SIGTERM
 
 @dataclass(frozen=True)
 class ConsoleScript:
-    """A console script.
-
-    Attributes:
-        name: As it is called.
-        groups: Sections at the top, most of them files to choose from.
-        settings: Values at the top of its configuration, with their annotations.
-    """
+    """Console script with its config ``groups``, and the ``settings`` at the top of its configuration, with hints."""
 
     name: str
     groups: tuple[str, ...]
@@ -31,12 +25,11 @@ class ConsoleScript:
 
     @property
     def read(self) -> list[str]:
-        """Every name at the top that is read."""
+        """All names that may stand at the top of the configuration."""
         return [*self.groups, *self.settings]
 
 
 def _start(name: str) -> None:
-    """Load the modules of ``name``, and run it."""
     try:
         main = import_module(f"lightning_hetpipe.cli.{name.replace('-', '_')}").main
     except KeyboardInterrupt:
@@ -47,4 +40,4 @@ def _start(name: str) -> None:
 
 train, plan = partial(_start, "hetpipe-train"), partial(_start, "hetpipe-plan")
 server, host = partial(_start, "hetpipe-server"), partial(_start, "hetpipe-host")
-"""The console scripts, as the package's metadata names them."""
+"""Entry points of the console scripts, under the names in the package's metadata."""

@@ -1,4 +1,4 @@
-"""Targets: the class or function that a `_target_` names, the arguments that it takes, and the object that it makes.
+"""Targets: the class or function that a `_target_` names, its arguments, and the object that it makes.
 
 The sections of a configuration are its mappings with a `_target_`.
 """
@@ -28,18 +28,14 @@ EARLY = {
     "lightning_hetpipe.WSPCallback": "lightning_hetpipe.strategy.arguments.WSPArguments",
     **{name: name for name in (f"lightning_hetpipe.{each}" for each in ("Cluster", "Device", "Link", "Node"))},
 }
-"""Declarations of the arguments of our public classes, which are imported without Lightning."""
+"""Declaration of each of our public classes' arguments that can be imported without Lightning."""
 
 
 def locate(target: str, path: str = "") -> Callable[..., Any]:
-    """Import what `target` names.
-
-    Args:
-        target: Dotted path of a class or function.
-        path: The section whose `_target_` it is, for the error.
+    """Import the class or function at dotted path ``target``, the `_target_` of the section at ``path``.
 
     Raises:
-        SettingError: if nothing of that name exists. An error inside the module that is imported is not caught.
+        SettingError: if ``target`` does not exist. Errors inside an imported module are raised unchanged.
     """
     found: Any = None
     name = ""
@@ -54,7 +50,7 @@ def locate(target: str, path: str = "") -> Callable[..., Any]:
                 found = import_module(name)
             except (ModuleNotFoundError, ValueError) as error:
                 if isinstance(error, ModuleNotFoundError) and error.name != name:
-                    raise  # the module is there; what is missing is something that it imports
+                    raise  # the module exists, and something that it imports is missing
                 reason = f"{parent} has no {part}" if parent else f"there is no module {part}"
                 raise _not_found(target, path, reason, found, part) from None
     if not callable(found):
@@ -63,7 +59,7 @@ def locate(target: str, path: str = "") -> Callable[..., Any]:
 
 
 def known_early(target: str | None) -> Declared | None:
-    """Return what ``target`` declares, if that is known without Lightning."""
+    """Return the declaration of ``target``, or None if that needs Lightning."""
     return declared(locate(EARLY[target])) if target in EARLY else None
 
 
@@ -82,7 +78,7 @@ def built(config: DictConfig, path: str, kind: type[T], **arguments: Any) -> T:
     """Build the section at ``path``, which must make a ``kind``.
 
     Raises:
-        SettingError: if it is something else. What the section's `_target_` raises is raised as it is.
+        SettingError: if it makes something else. Errors of the section's `_target_` are raised unchanged.
     """
     node: DictConfig = OmegaConf.select(config, path)
     try:
@@ -103,14 +99,10 @@ def built(config: DictConfig, path: str, kind: type[T], **arguments: Any) -> T:
 
 @dataclass(frozen=True)
 class ConfigSection:
-    """A mapping that has a `_target_`.
+    """Mapping with a `_target_` at a ``path`` such as ``trainer.logger``.
 
-    Attributes:
-        path: Where it stands, such as ``trainer.logger``.
-        given: Its arguments, interpolations as the text that they are.
-        values: Its arguments, interpolations resolved.
-        target: What it names.
-        partial: Whether Hydra gets further arguments for it elsewhere.
+    The arguments are in ``given`` with interpolations as text, and in ``values`` with interpolations resolved. With
+    ``partial``, Hydra gets further arguments elsewhere.
     """
 
     path: str
@@ -125,15 +117,15 @@ class ConfigSection:
 
     @property
     def loaded(self) -> Declared | None:
-        """Its declaration, as far as it is known without loading Lightning."""
+        """Declaration of the target, or None if that needs Lightning, which is not loaded yet."""
         return self.declared if "lightning.pytorch" in sys.modules else known_early(self.target)
 
 
 def sections(config: DictConfig) -> list[ConfigSection]:
-    """Every section, each where it is written, not where an interpolation repeats it.
+    """List every section where it is written, but not where an interpolation repeats it.
 
     Raises:
-        OmegaConfBaseException: for an interpolation that cannot be resolved; it names the key.
+        OmegaConfBaseException: if an interpolation cannot be resolved. It names the key.
     """
     found = []
     for path, _, given, value in nodes(as_given(config), OmegaConf.to_container(config, resolve=True)):
@@ -145,15 +137,14 @@ def sections(config: DictConfig) -> list[ConfigSection]:
 
 
 def as_given(config: DictConfig) -> Any:
-    """The configuration as plain dicts and lists, interpolations as the text that they are."""
+    """Return the configuration as plain dicts and lists, with interpolations as text."""
     return OmegaConf.to_container(config, resolve=False)
 
 
 def hyperparameters(config: DictConfig) -> dict[str, Any]:
-    """The settings of a run for its loggers: every section, the strategy's too, and the values at the top.
+    """Return the settings of a run for its loggers: every section, and the values at the top.
 
-    Interpolations are resolved, but for those that repeat a section, and those of the environment, which may hold
-    secrets.
+    Keep as text the interpolations that repeat a section or read the environment, which may hold secrets.
     """
     return _logged(as_given(config), OmegaConf.to_container(config, resolve=True))  # type: ignore[no-any-return]
 
@@ -170,7 +161,7 @@ def is_interpolation(value: Any) -> bool:
 
 
 def nodes(given: Any, values: Any, path: str = "") -> Iterator[tuple[str, Any, Any, Any]]:
-    """Path, key, text and resolved value of whatever a mapping or list holds, and of what these hold."""
+    """Yield path, key, given value and resolved value of every item of a mapping or list, at every depth."""
     keys = [*given] if isinstance(given, dict) else range(len(given)) if isinstance(given, list) else ()
     for key in keys:
         inner = f"{path}.{key}" if path else str(key)
@@ -179,7 +170,7 @@ def nodes(given: Any, values: Any, path: str = "") -> Iterator[tuple[str, Any, A
 
 
 def written(value: Any) -> str:
-    """Write ``value`` as YAML would have it."""
+    """Return ``value`` as written in YAML."""
     if value is None or isinstance(value, bool):
         return _PLAIN[value]
     return str(value)
@@ -190,7 +181,7 @@ def is_section(value: Any) -> bool:
 
 
 def _made(value: Any) -> Any:
-    """Return the class of what a section makes, Any if nobody can tell; other values as they are."""
+    """Return the class that a section makes, or Any if it is unknown. Return other values unchanged."""
     if not is_section(value):
         return value
     made = None if value.get("_partial_") else locate(str(value["_target_"]))
@@ -203,4 +194,4 @@ YAML = Style(
     _made,
     builds=False,
 )
-"""Words of a configuration."""
+"""Style of errors in the words of a configuration."""

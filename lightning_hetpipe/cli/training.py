@@ -1,4 +1,4 @@
-"""A run of hetpipe-train: builds model, data and Trainer, trains, tests and prints a summary."""
+"""Run of hetpipe-train: build model, data and Trainer, train, test and print a summary."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from lightning_hetpipe.launch import launcher
 from lightning_hetpipe.reporting.report import RunReport
 
 LISTS: Mapping[str, type[Any]] = {"logger": Logger, "callbacks": L.Callback}
-"""Arguments of the Trainer that are lists there and have names in a configuration."""
+"""Arguments that are lists for the Trainer, and sections by name in a configuration, with the class of their items."""
 
 _SWITCHES: dict[str, type] = {
     "enable_progress_bar": ProgressBar,
@@ -33,15 +33,15 @@ _SWITCHES: dict[str, type] = {
     "enable_model_summary": ModelSummary,
     "logger": LearningRateMonitor,
 }
-"""The callbacks of the configuration that are left out where a switch of the Trainer is off."""
+"""Configured callbacks that are left out if this switch of the Trainer is off."""
 
 
 def job(config: DictConfig) -> float | None:
-    """Run, and leave none of the processes that this has started to the next job of a sweep."""
+    """Run, and end all processes that this job started, before the next job of a sweep begins."""
     try:
         outcome = run(config)
     except launcher.WasLeftOut:
-        launcher.finish()  # without virtual worker 0 others end, too, and may be saving the run
+        launcher.finish()  # if this is virtual worker 0, the others end as well, and may be saving the run
         raise
     except BaseException:
         launcher.finish(failed=True)
@@ -51,14 +51,14 @@ def job(config: DictConfig) -> float | None:
 
 
 def run(config: DictConfig) -> float | None:
-    """Train, test the best checkpoint and print the summary.
+    """Train, test the best checkpoint and print the summary. Return the best value of the monitored metric, if any.
 
     Raises:
-        SIGTERMException: if the process was told to end, with Lightning's own clean-up done.
+        SIGTERMException: if the process was told to end. Lightning has cleaned up by then.
     """
     if config.get("seed") is not None:
         L.seed_everything(config.seed, workers=True, verbose=False)
-    config = deepcopy(config)  # errors are attributed to what stood in the caller's
+    config = deepcopy(config)  # attribution of errors reads the caller's config, unchanged
     _strip(config)
     model = built(config, "model", L.LightningModule)
     data = built(config, "data", L.LightningDataModule)
@@ -66,7 +66,7 @@ def run(config: DictConfig) -> float | None:
     trainer = built(config, "trainer", L.Trainer, **_lists(config))
     try:
         for logger in trainer.loggers:
-            getattr(logger, "experiment", None)  # made first, so that an error says what cannot be made
+            getattr(logger, "experiment", None)  # create it first, so that an error says what cannot be created
             logger.log_hyperparams(settings)
         trainer.fit(model, datamodule=data, ckpt_path=config.get("ckpt_path"))
     except BaseException:
@@ -94,7 +94,7 @@ def run(config: DictConfig) -> float | None:
 
 
 def _lists(config: DictConfig) -> dict[str, Any]:
-    """Build loggers and callbacks as lists, which Lightning takes; they have names so that each can be overridden."""
+    """Build the lists of loggers and callbacks for Lightning from their sections by name."""
     lists: dict[str, Any] = {}
     for name, kind in LISTS.items():
         named = config.trainer.get(name)
@@ -106,12 +106,12 @@ def _lists(config: DictConfig) -> dict[str, Any]:
         lists["callbacks"] = [callback for callback in lists["callbacks"] if not isinstance(callback, off)]
     with open_dict(config):
         for name in lists:
-            del config.trainer[name]  # instantiate merges, and a mapping does not merge with a list
+            del config.trainer[name]  # instantiate would merge, and a mapping does not merge with a list
     return lists
 
 
 def _strip(config: DictConfig) -> None:
-    """Switch off what the configuration has and `trainer.barebones` excludes, as Lightning lists it."""
+    """Switch off what `trainer.barebones` excludes, by Lightning's own list."""
     if config.trainer.get("barebones") is True:
         with open_dict(config):
             config.trainer.update({**dict.fromkeys(_SWITCHES, False), "log_every_n_steps": 0})
@@ -134,15 +134,14 @@ def summary(
     checkpoint: str = "",
     loggers: Sequence[Logger] = (),
 ) -> str:
-    """The text, several lines.
+    """Return several lines of text on a run that has ended.
 
     Args:
-        run: the strategy's report; None for a strategy that makes none, which leaves the table of stages out.
-        metrics: Lightning's, by name; those of the last part of the run (test, else val, else train) are shown.
-        torch_threads: of each torch operation in a run without the pipeline, to be told beside its stages'; None leaves
-            it out.
-        checkpoint: path of the best checkpoint; empty if there is none.
-        loggers: the Trainer's; it is said where files of TensorBoard and of metrics as CSV are.
+        run: Report of the strategy, or None to leave out the table of stages.
+        metrics: Lightning's metrics by name, of which :func:`results` are shown.
+        torch_threads: Threads of each torch operation in a run without the pipeline, or None to leave out the line.
+        checkpoint: Path of the best checkpoint, or "".
+        loggers: Loggers of the Trainer. The text has the places of TensorBoard's files and of metrics as CSV.
     """
     lines = [""]
     rows: list[tuple[str, str]] = []
@@ -164,7 +163,7 @@ def summary(
 
 
 def results(metrics: Mapping[str, SupportsFloat]) -> list[tuple[str, str]]:
-    """The metrics of the latest part of the run that logged any, in words."""
+    """Return names and values, as text, of the metrics of the last part of the run (test, else val, else train)."""
     for part in ("test", "val", "train"):
         found = [(name, float(value)) for name, value in metrics.items() if name.startswith(part)]
         if found:
@@ -182,7 +181,7 @@ def _words(name: str) -> str:
 
 
 def _relative(path: str) -> str:
-    """Shorten a path to one relative to the working directory, where that is shorter."""
+    """Return a path relative to the working directory, if that is shorter."""
     try:
         return min(os.path.relpath(path), path, key=len)
     except ValueError:  # another drive
@@ -190,6 +189,6 @@ def _relative(path: str) -> str:
 
 
 def _tensorboard() -> str:
-    """The command: by name where the shell finds it, else by path, as in a virtual environment not activated."""
+    """Return the command's name, or its path in a virtual environment that is not activated."""
     beside = Path(sys.executable).with_name("tensorboard")
     return shlex.quote(_relative(str(beside))) if not shutil.which("tensorboard") and beside.exists() else "tensorboard"
