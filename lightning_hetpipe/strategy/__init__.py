@@ -1,1 +1,1 @@
-"""HetPipeStrategy: what Lightning sees."""
+"""HetPipeStrategy, its settings and its parts."""

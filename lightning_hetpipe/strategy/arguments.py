@@ -1,6 +1,6 @@
 """Declarations of all settings: the constructors of ``HetPipeStrategy`` and ``WSPCallback``.
 
-They are apart from those classes, whose bases are Lightning's: commands check settings before they load Lightning.
+This module does not load Lightning, because commands check settings before they load Lightning.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from lightning_hetpipe.strategy.wsp_callback import WSPCallback
 
 LONGEST = 2000
-"""Minibatches of a timeline: their trace has some 20 MB, the most that a viewer opens at ease."""
+"""Largest number of minibatches in a timeline. Their trace has about 20 MB, which a viewer still opens at ease."""
 
 
 def _is_range(value: Sequence[int]) -> bool:
@@ -80,7 +80,7 @@ StageShares = Annotated[
     " weights",
 ]
 StageNumber = Annotated[int | str, _is_stage, "the number of a stage, from 0 on"]
-"""Key of ``split``; configurations have text as keys."""
+"""Key of ``split``. In configurations, keys are text."""
 WaveLength = Annotated[int, Bounds(1, MOST)]
 
 
@@ -133,7 +133,6 @@ class HetPipeArguments:
         self._take(locals())
 
     def _take(self, arguments: Mapping[str, Any]) -> None:
-        """Check and keep ``arguments``."""
         raise NotImplementedError
 
 
@@ -173,7 +172,7 @@ class WSPArguments:
         given = read(WSPArguments, locals())
         check_lengths(wave, shares)
         if security is not None and not isinstance(security, Security):
-            _ = given.security.from_environment().encrypted  # raises where files are missing
+            _ = given.security.from_environment().encrypted  # raises if files are missing
         own_wave = None if wave == "auto" else wave
         planned = {"clock_distance": clock_distance, "wave": own_wave, "shares": shares, "placement": placement}
         values: dict[str, Any] = {

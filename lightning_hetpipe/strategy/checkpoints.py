@@ -1,4 +1,4 @@
-"""Checkpoint files: written beside their place, which an interrupted save leaves as it was; read by mapping them."""
+"""Checkpoint files: an interrupted save leaves the old file as it was, and loading maps the file into memory."""
 
 from __future__ import annotations
 
@@ -19,19 +19,18 @@ from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 from torch.serialization import set_default_mmap_options
 
 MAPPED = ("state_dict", "optimizer_states", "hetpipe")
-"""Keys of a checkpoint whose tensors the strategy copies one by one, so that these need no memory of their own."""
+"""Keys of a checkpoint whose tensors stay in the mapped file, because the strategy copies them one by one."""
 
 
 class ReplacingCheckpointIO(TorchCheckpointIO):
-    """Lightning's own, but local files are written and read without a copy of them in memory.
+    """Lightning's CheckpointIO, which writes and reads local files without a whole copy in memory.
 
-    A file is written beside its place, and takes it in one step when it is whole. (Lightning makes all of it in memory,
-    then writes it into the system's folder for temporary files; where that is on another disk, it is copied over the
-    old file, which a kill in the middle cuts off.)
+    Saving writes a new file beside the old one, then replaces the old file in one step. (Lightning itself makes the
+    whole file in memory, then in the system's temporary folder. From another disk it is copied over the old file, which
+    a kill in the middle cuts off.)
 
-    What is read is a private mapping of the file, valid while a strategy restores from it also where the file is
-    replaced or deleted. Nothing that a run keeps is to lie in it, as its pages go where somebody else cuts the file
-    off in place.
+    Loading returns tensors in a private mapping of the file. The mapping survives if the file is replaced or deleted,
+    but not if somebody truncates the file in place. So a run must copy what it keeps.
     """
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
@@ -40,7 +39,7 @@ class ReplacingCheckpointIO(TorchCheckpointIO):
             super().save_checkpoint(checkpoint, path, storage_options)
             return
         place = Path(path)
-        beside = folder / f".{place.name}.part"  # of a save that was killed, the next one takes it away
+        beside = folder / f".{place.name}.part"  # if a save was killed, the next save overwrites this file
         try:
             with explaining(place):
                 write(checkpoint, beside)
@@ -58,7 +57,7 @@ class ReplacingCheckpointIO(TorchCheckpointIO):
     ) -> dict[str, Any]:
         mapped = None
         if _may_be_mapped(path):
-            with suppress(Exception):  # such as of a file system that maps no files; what else is wrong is found again
+            with suppress(Exception):  # such as of a file system that maps no files; others recur below
                 before = _identity(path)
                 with set_default_mmap_options(mmap.MAP_PRIVATE):
                     mapped = torch.load(path, map_location=map_location, mmap=True, weights_only=weights_only)
@@ -68,7 +67,7 @@ class ReplacingCheckpointIO(TorchCheckpointIO):
             try:
                 rest = copy.deepcopy({name: value for name, value in mapped.items() if name not in MAPPED})
                 return {name: rest.get(name, value) for name, value in mapped.items()}
-            except Exception as error:  # of the code of whatever the checkpoint holds
+            except Exception as error:  # raised by the code of an object in the checkpoint
                 warnings.warn(
                     f"the checkpoint {path} is read into memory as a whole, as something in it cannot be copied:"
                     f" {type(error).__name__}: {error}",
@@ -78,14 +77,14 @@ class ReplacingCheckpointIO(TorchCheckpointIO):
 
 
 def write(checkpoint: dict[str, Any], path: str | Path) -> None:
-    """Write ``checkpoint`` to the local ``path``, over what is there."""
+    """Write ``checkpoint`` to the local ``path``, over an existing file."""
     with _File(FileIO(path, "w")) as file:
         file.take(checkpoint)
 
 
 @contextmanager
 def explaining(path: str | Path) -> Iterator[None]:
-    """Have an error of the operating system name the checkpoint that is not written, and the way out."""
+    """Context manager. An OSError inside it names the checkpoint that is not written, and the way out."""
     try:
         yield
     except OSError as error:
@@ -100,7 +99,7 @@ def explaining(path: str | Path) -> Iterator[None]:
 
 
 def local_folder(path: str | Path) -> Path | None:
-    """The folder of a local ``path``, which is made; None if the path is of some other file system."""
+    """Make and return the folder of a local ``path``. Return None if the path is of another file system."""
     if "://" in str(path):
         return None
     folder = Path(path).parent
@@ -109,18 +108,16 @@ def local_folder(path: str | Path) -> Path | None:
 
 
 class _File(BufferedWriter):
-    """A file for one checkpoint."""
-
     _failure: BaseException | None = None
 
     def take(self, checkpoint: dict[str, Any]) -> None:
-        """Write ``checkpoint``, to the disk."""
+        """Write ``checkpoint`` and flush it to the disk."""
         try:
             torch.save(checkpoint, self)
         except RuntimeError:
             if self._failure is None:
                 raise
-            raise self._failure from None  # torch ends the archive nevertheless, and only says that it cannot
+            raise self._failure from None  # torch's own error only says that it cannot end the archive
         self.flush()
         os.fsync(self.fileno())
 
@@ -133,7 +130,7 @@ class _File(BufferedWriter):
 
 
 def _may_be_mapped(path: str | Path) -> bool:
-    """Tell whether ``path`` is a local file as ``torch.save`` writes it since torch 1.6, whose tensors lie bare."""
+    """Return whether ``path`` is a local, uncompressed zip file, as ``torch.save`` writes since torch 1.6."""
     if os.name != "posix" or "://" in str(path) or not zipfile.is_zipfile(path):
         return False
     with zipfile.ZipFile(path) as archive:
@@ -141,13 +138,13 @@ def _may_be_mapped(path: str | Path) -> bool:
 
 
 def _identity(path: str | Path) -> tuple[int, ...]:
-    """Attributes by which the file at ``path`` differs from one that takes its place."""
+    """Return attributes that differ between the file at ``path`` and a later file in its place."""
     found = os.stat(path)
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
 
 def filled(io: CheckpointIO | None) -> CheckpointIO | None:
-    """``io``; one that wraps another, such as ``AsyncCheckpointIO``, and was given none, wraps one that replaces."""
+    """Return ``io``. An empty wrapper, such as ``AsyncCheckpointIO()``, is filled with a ReplacingCheckpointIO."""
     inside: Any = io
     if io is not None and getattr(io, "checkpoint_io", io) is None:
         inside.checkpoint_io = ReplacingCheckpointIO()

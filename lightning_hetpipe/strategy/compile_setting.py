@@ -1,4 +1,4 @@
-"""The ``compile`` setting: what torch.compile is given for the layers of stages."""
+"""Setting ``compile``: the arguments of torch.compile for the layers of stages."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ INDUCTOR = "inductor"
 
 
 def options(value: bool | str | Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return torch.compile's arguments for ``compile=value``; None to compile nothing."""
+    """Return torch.compile's arguments for ``compile=value``, or None to compile nothing."""
     if isinstance(value, bool):
         return {} if value else None
     if isinstance(value, str):
@@ -23,7 +23,7 @@ def options(value: bool | str | Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def check(options: Mapping[str, Any], devices: Sequence[torch.device]) -> None:
-    """Refuses what torch.compile would refuse in the middle of training, and what a pipeline cannot have."""
+    """Refuse arguments that torch.compile would refuse in the middle of training, and CUDA graphs."""
     backend, mode, further = options.get("backend", INDUCTOR), options.get("mode"), options.get("options")
     if not callable(backend) and backend not in (known := torch.compiler.list_backends(exclude_tags=())):
         raise SettingError(

@@ -1,4 +1,4 @@
-"""The strategy: what Lightning sees of the pipeline."""
+"""Strategy: each method that Lightning calls."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeVar
 import lightning as L
 import torch
 from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
-from lightning.fabric.plugins import ClusterEnvironment as ClusterEnvironment  # as these, for HetPipeArguments's hints
+from lightning.fabric.plugins import ClusterEnvironment as ClusterEnvironment  # for HetPipeArguments's hints
 from lightning.pytorch.accelerators import Accelerator as Accelerator
 from lightning.pytorch.plugins.precision import Precision as Precision
 from lightning.pytorch.strategies import ParallelStrategy
@@ -58,7 +58,7 @@ T = TypeVar("T")
 
 
 class _SettingOf:
-    """Setting that the strategy's ``part`` holds under a ``name``."""
+    """Descriptor of a setting that the strategy's ``part`` has as its attribute ``name``."""
 
     def __init__(self, part: str, name: str) -> None:
         self._part, self._name = part, name
@@ -184,7 +184,7 @@ class HetPipeStrategy(HetPipeArguments, ParallelStrategy):
         self._run = TrainerRun()
         self._wanted: RunSettings | None = None
         self._overrides: dict[str, Any] = {}
-        """Settings of runs that strategies which do something else with them put here."""
+        """Settings of a run that a subclass replaces."""
         self._before_pass: BeforePass | None = None
         self._undo = ExitStack()
 
@@ -201,7 +201,7 @@ class HetPipeStrategy(HetPipeArguments, ParallelStrategy):
 
     @property
     def root_device(self) -> torch.device:
-        """The last stage's device; until stages are decided, that of the last provisional stage."""
+        """Device of the last stage, or of the last provisional stage until stages are decided."""
         spread = self._devices.provisional() if self._wanted is None else self._wanted.spread
         return (self._run.devices or spread)[-1]
 
@@ -216,7 +216,7 @@ class HetPipeStrategy(HetPipeArguments, ParallelStrategy):
 
     @property
     def global_rank(self) -> int:
-        """i, which virtual worker this is."""
+        """i, the index of this virtual worker."""
         return self._workers.rank.index
 
     @property
@@ -239,7 +239,7 @@ class HetPipeStrategy(HetPipeArguments, ParallelStrategy):
     # The life of a run.
 
     def setup_environment(self) -> None:
-        """Meet the other virtual workers; keep averages of weights where there is room for the whole model."""
+        """Meet the other virtual workers. If several devices share the model, average weights in host memory."""
         self._workers.meet()
         super().setup_environment()
         if len(set(self._devices.provisional())) > 1:
@@ -248,7 +248,7 @@ class HetPipeStrategy(HetPipeArguments, ParallelStrategy):
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
-        """Make tensors on the host; with ``empty_init``, uninitialised tensors on meta."""
+        """Context manager that makes tensors on the host and, with ``empty_init``, uninitialised tensors on meta."""
         emptily = recorded_init.recorded() if empty_init else nullcontext()
         with torch.device("cpu"), emptily, self.precision_plugin.tensor_init_context():
             yield
@@ -256,7 +256,7 @@ class HetPipeStrategy(HetPipeArguments, ParallelStrategy):
     def setup(self, trainer: L.Trainer) -> None:
         """Check what is to be trained, divide the data, give weights values, and open the run.
 
-        Lightning's own ``setup`` would move all states of optimizers to one device.
+        It replaces Lightning's own ``setup``, which would move all optimizer states to one device.
         """
         assert self.accelerator is not None
         assert self.model is not None
@@ -318,7 +318,7 @@ class HetPipeStrategy(HetPipeArguments, ParallelStrategy):
         self._run.finish_report()
 
     def teardown(self) -> None:
-        """End every thread, take every trace out of the module, and leave the fit of the virtual workers."""
+        """End all threads, remove all traces from the module, and leave the fit of the virtual workers."""
         run, self._run, self._wanted, self._checkpoints.changes = self._run, TrainerRun(), None, []
         try:
             self._undo.close()
@@ -330,7 +330,7 @@ class HetPipeStrategy(HetPipeArguments, ParallelStrategy):
                 self._workers.leave()
             finally:
                 if self.cluster_environment is not None:
-                    with meta_weights.left_on_meta(self.lightning_module):  # by a run that ends before it has begun
+                    with meta_weights.left_on_meta(self.lightning_module):  # if the run ends before it has begun
                         super().teardown()
 
     # Steps and data.
@@ -398,7 +398,7 @@ class HetPipeStrategy(HetPipeArguments, ParallelStrategy):
 
     @property
     def checkpoint_io(self) -> CheckpointIO:
-        """Writer of checkpoints; where Lightning would take its own, one that keeps the old file until it is done."""
+        """Reader and writer of checkpoints, by default a :class:`ReplacingCheckpointIO`."""
         if type(super().checkpoint_io) is TorchCheckpointIO:  # nobody has chosen it
             self.checkpoint_io = ReplacingCheckpointIO()
         return super().checkpoint_io
@@ -408,7 +408,7 @@ class HetPipeStrategy(HetPipeArguments, ParallelStrategy):
         set_checkpoint_io(self, filled(io))
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
-        """Write one file, of virtual worker 0, which each one's state of training is in; called on all."""
+        """Write one file with the training state of all virtual workers, on virtual worker 0. All call this method."""
         if self._in_flight_now() > 1 and isinstance(current(), Minibatch):
             raise run_settings.saving_ahead()
         if (in_flight := self._run.trained_in_flight(self.last_run.in_flight)) > 1:
@@ -428,13 +428,13 @@ class HetPipeStrategy(HetPipeArguments, ParallelStrategy):
         meta_weights.load(self.lightning_module, checkpoint["state_dict"], strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load what ``checkpoint`` has of steps; also within a fit, as after a search for a learning rate."""
-        # As Lightning does, what has no counterpart is left out.
+        """Load optimizer states and the last step's changes, even within a fit, as after a learning rate search."""
+        # As in Lightning, surplus optimizers or states are left out.
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
             load_state(optimizer, state)
         self._run.restore_changes(self._checkpoints.restore())
 
-    # What a run is asked for, and what it tells.
+    # Settings of a run.
 
     def _asked(self) -> RunSettings:
         assert self.lightning_module is not None
@@ -452,7 +452,6 @@ class HetPipeStrategy(HetPipeArguments, ParallelStrategy):
         )
 
     def _check(self, trainer: L.Trainer, wanted: RunSettings) -> None:
-        """Refuse a fit that cannot be."""
         run_settings.check_batchnorm(synchronises_batchnorm(self))
         if not wanted.is_spread:
             run_settings.check_trained(trainer.lightning_module, self.precision_plugin, wanted.way_out)
@@ -468,12 +467,12 @@ class HetPipeStrategy(HetPipeArguments, ParallelStrategy):
 
 
 def _run_seed() -> int:
-    """Return the seed of the run's random numbers: PL_GLOBAL_SEED, or else torch's own."""
+    """Return the seed of the run's random numbers: PL_GLOBAL_SEED if set, otherwise torch's own."""
     seed = os.environ.get("PL_GLOBAL_SEED")
     return int(seed) if seed else torch.initial_seed()
 
 
 def _torch_threads() -> int:
-    """Return the threads of a torch operation: OMP_NUM_THREADS, or else 1. For exactness k does not matter."""
+    """Return the threads of a torch operation: OMP_NUM_THREADS or 1. Results may depend on it, so k must not matter."""
     threads = os.environ.get("OMP_NUM_THREADS", "")
     return max(1, int(threads)) if threads.isdigit() else 1

@@ -1,4 +1,4 @@
-"""Stages of a plan on other nodes than the last stage: their hosts, addresses and accelerators."""
+"""Stages of a plan on nodes other than the last stage's: their hosts, addresses and accelerators."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from lightning_hetpipe.planning.plan.document import Plan
 from lightning_hetpipe.run.run_settings import StageElsewhere
 
 StageHosts = Mapping[str, str] | None
-"""Address of a host for each of a plan's nodes; None for none."""
+"""Address of a host by name of a plan's node, or None without hosts."""
 
 
 def serving_nodes(plan: Plan | None, emulated: bool, hosts: StageHosts) -> ServingNodes | None:
-    """The nodes of ``plan``, if the program runs on nodes that serve stages of virtual workers which others lead."""
+    """Return the nodes of ``plan``, if the program is to start hosts for stages led from other nodes, else None."""
     if plan is None or emulated or hosts is not None:
         return None
     served = {node: plan.served(node) for node in plan.workers_on_nodes}
@@ -27,12 +27,10 @@ def serving_nodes(plan: Plan | None, emulated: bool, hosts: StageHosts) -> Servi
 
 
 def stages_elsewhere(plan: Plan | None, hosts: StageHosts, emulated: bool) -> dict[int, StageElsewhere]:
-    """Stages by number that are not on the node of the last stage, of a plan of one virtual worker.
+    """Return, by number, the stages of one virtual worker that are not on the node of its last stage.
 
-    Where their devices are ``emulated``, stages of nodes without a host are in this process, and hosts have CPUs.
-
-    Raises:
-        SettingError: for hosts that are of no use.
+    If devices are ``emulated``, stages of nodes without a host stay in this process, and hosts use their CPUs. Raise
+    SettingError if there are hosts, but no plan.
     """
     if hosts is None:
         return {}

@@ -1,8 +1,8 @@
 """Weights of modules that were made on meta, by ``Trainer.init_module(empty_init=True)`` or ``torch.device("meta")``.
 
-Tensors get memory on the host when a checkpoint is loaded, and the others before layers move to devices. Their values
-are those of the recorded construction (:mod:`~lightning_hetpipe.strategy.recorded_init`). Without a recording each
-module's ``reset_parameters`` runs, in the order of construction. Weights depend on the run's seed, and not on stages,
+Tensors in a checkpoint get memory on the host when it is loaded, all other tensors before layers move to devices.
+Values come from the recorded construction (:mod:`~lightning_hetpipe.strategy.recorded_init`). Without a recording, each
+module's ``reset_parameters`` runs, in the order of construction. Weights depend on the run's seed, but not on stages,
 devices or processes.
 """
 
@@ -29,12 +29,12 @@ SHOWN = 3
 
 
 def load(module: nn.Module, state: Mapping[str, Any], strict: bool) -> None:
-    """Load ``state``, as torch loads it into tensors that are not on meta: dtypes, ties and what needs a gradient stay
-    the module's, and nothing lies in the memory of ``state`` afterwards. What it lacks stays on meta."""
+    """Load ``state`` as torch does without meta: dtypes, ties and ``requires_grad`` stay the module's, memory is not
+    shared with ``state``. Tensors that ``state`` lacks stay on meta."""
     made = _Made(module)
     loaded = module.load_state_dict(state, strict=strict)
     if empty := made.empty():
-        missing = set(getattr(loaded, "missing_keys", state))  # where an override tells nothing: what is unchanged
+        missing = set(getattr(loaded, "missing_keys", state))  # if an override returns nothing: unchanged tensors
         names = _names(module)
         made.give_back([t for t in empty if all(name not in state or name in missing for name in names[id(t)])])
     theirs = {address_of(t) for t in state.values() if _is_bare(t)} - {0, None}
@@ -44,28 +44,19 @@ def load(module: nn.Module, state: Mapping[str, Any], strict: bool) -> None:
 
 
 def fill(module: nn.Module, seed: int) -> None:
-    """Fill what is on meta: by its recorded construction, or else by ``reset_parameters``.
-
-    Args:
-        module: The LightningModule.
-        seed: Of the random numbers; those of the process stay as they are.
-
-    Raises:
-        SettingError: if something would have no value.
-    """
+    """Fill all tensors on meta in the LightningModule, or raise SettingError. The process's random state stays."""
     on_meta = list({id(tensor): tensor for _, tensor in _all_named(module) if tensor.is_meta}.values())
     if not on_meta and getattr(module, "device", None) != torch.device("meta"):
         return
-    if any(map(is_recorded, on_meta)):  # unlike what was made of it later, outside
+    if any(map(is_recorded, on_meta)):  # but tensors made of them later, outside the recording, are refused
         _refuse(module, lambda tensor: tensor.is_meta and not (is_recorded(tensor) or is_lazy(tensor)))
         replay([tensor for tensor in on_meta if not is_lazy(tensor)], seed)
     else:
         _reset(module, seed)
-    module.to("cpu")  # also what a LightningModule and metrics say of their device
+    module.to("cpu")  # for the ``device`` attributes of the LightningModule and of metrics
 
 
 def _reset(module: nn.Module, seed: int) -> None:
-    """Fill ``module``, which nobody has recorded, by ``reset_parameters``."""
     made = _Made(module)
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.default_generator.manual_seed(seed)
@@ -75,26 +66,23 @@ def _reset(module: nn.Module, seed: int) -> None:
     try:
         _refuse(module, lambda tensor: tensor.is_meta or id(tensor) in empty)
     except SettingError:
-        made.give_back(made.tensors)  # else a second run would train on what has been made so far
+        made.give_back(made.tensors)  # otherwise a second run would train on half-made weights
         raise
 
 
 class _Made:
-    """The tensors of ``module`` that were on meta, and have memory on the host now.
-
-    Bound: the module's weights once.
-    """
+    """Tensors of ``module`` that were on meta and now have memory on the host. Bound: the module's weights once."""
 
     def __init__(self, module: nn.Module) -> None:
         on_meta = [tensor for tensor in _tensors(module) if tensor.is_meta]
         self._before = {id(tensor): give_memory(tensor) for tensor in on_meta}
         self.tensors = [tensor for tensor in on_meta if not is_lazy(tensor)]
-        self._counts = {id(tensor): version_counter(tensor) for tensor in self.tensors}  # of what has no value yet
+        self._counts = {id(tensor): version_counter(tensor) for tensor in self.tensors}  # of tensors without values
         self._fillers: dict[int, nn.Module] = {}
-        """The module that has reset each."""
+        """Module that has reset each tensor, by the tensor's id."""
 
     def empty(self) -> list[Tensor]:
-        """The tensors that nobody has written to."""
+        """Return the tensors that nobody has written to."""
         return [tensor for tensor in self.tensors if self._is_empty(tensor)]
 
     def give_back(self, tensors: Sequence[Tensor]) -> None:
@@ -103,7 +91,7 @@ class _Made:
             give_memory(tensor, memory=self._before[id(tensor)])
 
     def reset(self, part: nn.Module) -> None:
-        """Let ``part`` reset what is empty in it, and nothing else but what modules inside of it have reset."""
+        """Reset ``part``'s empty tensors by its own method. Others stay, unless a module inside ``part`` reset them."""
         reset = reset_of(part)
         own = [tensor for tensor in _tensors(part, recurse=False) if self._is_empty(tensor)]
         if reset is None or not (own or isinstance(part, nn.Transformer)):
@@ -131,7 +119,7 @@ class _Made:
 
 @contextmanager
 def left_on_meta(module: nn.Module | None) -> Iterator[None]:
-    """Open a context in which ``module.cpu`` leaves tensors on meta where they are; torch refuses to move them."""
+    """Context manager in which ``module.cpu`` does nothing if tensors are on meta, which torch refuses to move."""
     if module is None or not any(tensor.is_meta for tensor in _tensors(module)):
         yield
         return
@@ -143,12 +131,11 @@ def left_on_meta(module: nn.Module | None) -> Iterator[None]:
 
 
 def _has_nan(tensor: Tensor) -> bool:
-    """Tell whether NaN is a value of the dtype."""
     return tensor.is_floating_point() or tensor.is_complex()
 
 
 def _is_written(tensor: Tensor) -> bool:
-    """Tell whether somebody has written, uncounted (``tensor.data``), to ``tensor`` since it was filled by NaN."""
+    """Return whether a write that torch does not count (``tensor.data``) has replaced the NaN in ``tensor``."""
     return not tensor.numel() or (_has_nan(tensor) and not bool(tensor.flatten()[0].isnan()))
 
 
@@ -166,7 +153,7 @@ def _tensors(module: nn.Module, recurse: bool = True) -> list[Tensor]:
 
 
 def _names(module: nn.Module) -> dict[int, list[str]]:
-    """The names of each tensor of ``module``, of which it has several where weights are tied."""
+    """Map the id of each tensor of ``module`` to its names. Tied weights have several names."""
     names = defaultdict(list)
     for name, tensor in _named(module):
         names[id(tensor)].append(name)
@@ -174,7 +161,7 @@ def _names(module: nn.Module) -> dict[int, list[str]]:
 
 
 def _children_first(module: nn.Module) -> Iterator[nn.Module]:
-    """``module`` and those in it, each once, in the order in which constructors end."""
+    """Yield ``module`` and all modules in it, each once, in the order in which constructors end."""
     seen: set[nn.Module] = set()
 
     def walk(part: nn.Module) -> Iterator[nn.Module]:
@@ -192,7 +179,7 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _refuse(module: nn.Module, lacks: Callable[[Tensor], bool]) -> None:
-    """Refuse a module of whose tensors some lack values, by their names."""
+    """Refuse a module if some of its tensors lack values, and name these tensors."""
     names = [name for name, tensor in _all_named(module) if lacks(tensor)]
     if names:
         raise SettingError(
@@ -203,14 +190,14 @@ def _refuse(module: nn.Module, lacks: Callable[[Tensor], bool]) -> None:
 
 
 def _all_named(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters, buffers and plain attributes on meta, by their paths; what has several paths comes several times."""
+    """Yield all parameters and buffers, and plain attributes on meta, with each of their paths."""
     for prefix, part in module.named_modules():
         for name, tensor in [*_named(part, recurse=False), *_attributes(part)]:
             yield ".".join(filter(None, (prefix, name))), tensor
 
 
 def _attributes(part: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Plain attributes on meta, and a metric's states, but not what a forward pass computes anew."""
+    """Yield plain attributes on meta, such as a metric's states. Results of a forward pass do not count."""
     for name, value in vars(part).items():
         if name in ("_parameters", "_buffers", "_modules"):
             continue

@@ -1,4 +1,4 @@
-"""Plan, stages and devices of this virtual worker, before it is decided which layers are on which stage."""
+"""Plan, stages and devices of this virtual worker, until it is decided which layers are on which stage."""
 
 from __future__ import annotations
 
@@ -36,11 +36,8 @@ from lightning_hetpipe.workers.weight_copies import copies_kept
 
 
 class PlannedDevices:
-    """Finds the devices of this virtual worker's stages: the Trainer's, those of a cluster, or those of a plan.
-
-    Raises:
-        SettingError: for settings that contradict each other, or the plan.
-    """
+    """Devices of this virtual worker's stages, from the Trainer, a cluster or a plan. The constructor raises
+    SettingError if settings contradict each other or the plan."""
 
     def __init__(self, given: SimpleNamespace, workers: VirtualWorkers) -> None:
         self.workers, plan = workers, workers.plan
@@ -64,11 +61,11 @@ class PlannedDevices:
         relations.check_given(given, plan, self.has_groups)
         self.emulation = Emulation(())
         self.choose_split_points: Callable[[Sequence[float], int], tuple[int, ...]] = self._split_points
-        """Gives the first layer of each stage by the layers' seconds and k; tests put their own here."""
+        """Function of the layers' seconds and k that returns the first layer of each stage. Tests replace it."""
 
     @property
     def has_groups(self) -> bool:
-        """True if a stage lies on several devices."""
+        """True if a stage lies, or may lie, on several devices."""
         workers = () if self.workers.plan is None else self.workers.plan.virtual_workers
         return bool(self.split) or any(stage.group for worker in workers for stage in worker.stages)
 
@@ -79,11 +76,10 @@ class PlannedDevices:
 
     @property
     def own_plan(self) -> Plan | None:
-        """The plan of this virtual worker."""
         return None if self.workers.plan is None else self.workers.plan.of_worker(self.workers.rank.index)
 
     def check(self) -> None:
-        """Refuse settings that do not go with the number of virtual workers, before any of these is started."""
+        """Refuse settings that contradict the number of virtual workers, before any virtual worker is started."""
         if self.workers.rank.role is not Role.HOST:
             relations.stages_of(self._stages, self.workers.rank)
         if self.workers.cluster is not None and self.workers.plan is None:
@@ -109,14 +105,14 @@ class PlannedDevices:
         return DevicePlacement.of(cluster, self.found(), plan)
 
     def usable(self) -> Sequence[torch.device]:
-        """Devices that stages may lie on, in the plan's order if there is one."""
+        """Return the devices that stages may lie on, in the plan's order if there is a plan."""
         if self.workers.plan is None and self.workers.cluster is None:
             return self.found()
         placement, plan = self.placement(), self.own_plan
         return placement.devices if plan is None else placement.planned(plan)
 
     def provisional(self) -> Sequence[torch.device]:
-        """Devices of the stages that the model is spread over until it is decided which layers are on which stage."""
+        """Return the devices of provisional stages, over which the model is spread until layers have stages."""
         devices = self.usable()
         if self.stages == "auto" or self.workers.plan is not None:
             return devices
@@ -125,7 +121,7 @@ class PlannedDevices:
         return place(self.stages, devices)
 
     def spread(self, module: L.LightningModule) -> None:
-        """Spread ``module`` over the devices of provisional stages."""
+        """Move ``module`` to the devices of provisional stages."""
         devices = self.provisional()
         room, trainer = self.placement().room(devices), module.trainer
         frozen = FROZEN if trainer.state.fn == TrainerFn.FITTING and not trains_frozen_later(trainer) else 1
@@ -136,7 +132,7 @@ class PlannedDevices:
     def held(
         self, trained: L.LightningModule | None, wanted: RunSettings | None, stages: Sequence[torch.device]
     ) -> str:
-        """Say what the stages' devices hold, and what was planned for them, as the end of a note."""
+        """Return the end of a note: what the stages' devices hold, and what was planned for them."""
         if trained is None or wanted is None:
             return ""
         stages = stages or wanted.spread
@@ -147,7 +143,7 @@ class PlannedDevices:
         return held(trained, trained.trainer.optimizers, stages, planned)
 
     def with_policy(self, wanted: RunSettings, trainer: L.Trainer, weights: str, rates: object) -> RunSettings:
-        """Settle the weight policy, and how long ``rates`` are lower, by the optimizer where neither is given."""
+        """Add the weight policy and the correction of learning rates. Choose by the optimizer what is not given."""
         plan, correction = self.workers.plan, Correction(rates) if isinstance(rates, int) else None
         if weights in POLICIES:
             return replace(wanted, weights=(POLICIES[weights],), lr_correction=correction)
@@ -160,7 +156,7 @@ class PlannedDevices:
         return replace(wanted, weights=tuple(policies), lr_correction=chosen.lr_correction, automatic=chosen)
 
     def asked(self, trained: L.LightningModule, precision: str, **own: Any) -> RunSettings:
-        """Settings of a run of the module ``trained``: of these devices, and the strategy's ``own``."""
+        """Make the settings of a run of the module ``trained``: those of devices, and the strategy's ``own``."""
         found, plan = self.workers.find_hosts(), self.own_plan
         planner, rank = self._planner(trained, precision), self.workers.rank
         placement, hosts = planner.placement, self.workers.hosts if found is None else found.hosts
@@ -187,7 +183,7 @@ class PlannedDevices:
         )
 
     def _planner(self, module: L.LightningModule, precision: str) -> Planner:
-        """Planner of a fit of ``module`` that begins, and what it decides to emulate."""
+        """Make the planner of a fit of ``module``, with a new :attr:`emulation`."""
         placement, group, trainer = self.placement(), self.workers.group, module.trainer
         even = self.workers.plan is None and self.workers.cluster is None and self.split != "auto"
         self.emulation = Emulation(())

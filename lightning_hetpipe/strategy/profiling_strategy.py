@@ -1,4 +1,4 @@
-"""Profiles a model on this machine: runs its first minibatch as a fit would, measures the layers, and ends."""
+"""Profile a model on this machine: run its first minibatch as a fit would, measure the layers, and end the fit."""
 
 from __future__ import annotations
 
@@ -23,16 +23,14 @@ from lightning_hetpipe.strategy.hetpipe_strategy import HetPipeStrategy
 
 
 class _Studied(Exception):
-    """Ends the fit once the layers are measured."""
+    """End of the fit, once the layers are measured."""
 
 
 class Profiled(NamedTuple):
-    """Findings of :func:`profile`.
+    """Result of :func:`profile`: the profile of each distinct device, and findings on the optimizer.
 
-    Attributes:
-        profile: Of each distinct device.
-        optimizer: Its name for the memory model; None where that does not know it.
-        policies: Weight policies that a run would choose by the optimizer, of which the first is taken that fits.
+    ``optimizer`` is its name in the memory model, or None if the model does not know it. A run with this optimizer
+    would take the first of ``policies`` that fits.
     """
 
     profile: Profile
@@ -41,13 +39,13 @@ class Profiled(NamedTuple):
 
 
 class ProfilingStrategy(HetPipeStrategy):
-    """Measures the layers of a model in its first minibatch, which ends the fit: see :func:`profile`.
+    """Strategy that measures a model's layers in its first minibatch, then ends the fit: see :func:`profile`.
 
     Args:
-        cache: Where to look for what was measured before, and to put what is measured now; None for nowhere.
-        bar: Shows the measuring.
-        module, timeout: As HetPipeStrategy's.
-        widths: Whether also parts of layers are measured that a group of devices may divide.
+        cache: Cache of earlier measurements, which gets the new ones, or None.
+        bar: Progress bar of the measuring.
+        module, timeout: As ``HetPipeStrategy``'s.
+        widths: Whether to measure parts of layers as well, for groups of devices that divide layers.
     """
 
     def __init__(
@@ -59,7 +57,7 @@ class ProfilingStrategy(HetPipeStrategy):
         widths: bool = False,
         **lightnings: Any,
     ) -> None:
-        # Two in flight have it watch the first minibatch, as a pipeline does.
+        # With two minibatches in flight, the strategy watches the first minibatch, as for a pipeline.
         super().__init__(stages=1, in_flight=2, module=module, timeout=timeout, **lightnings)
         self.found: Profiled | None = None
         self._cache, self._bar, self._widths = cache, bar, widths
@@ -83,12 +81,8 @@ class ProfilingStrategy(HetPipeStrategy):
 def profile(trainer: L.Trainer, model: L.LightningModule, **data: Any) -> Profiled:
     """Profile ``model`` on each distinct device of ``trainer``, whose strategy is a :class:`ProfilingStrategy`.
 
-    The model is trained on one minibatch as far as its gradients; its weights stay.
-
-    Args:
-        trainer: Ends its fit once all is measured.
-        model: Whose ``training_step`` is to be profiled.
-        **data: As ``trainer.fit`` takes it: ``train_dataloaders`` or ``datamodule``.
+    The model computes the gradients of one minibatch, and its weights stay. ``data`` is ``train_dataloaders`` or
+    ``datamodule``, as for ``trainer.fit``.
 
     Raises:
         SettingError: if the model cannot be pipelined, or has no minibatch.

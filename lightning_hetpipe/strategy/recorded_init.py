@@ -1,8 +1,8 @@
-"""Construction without memory, which is recorded: weights on meta, and the operators that would give them values.
+"""Recorded construction of a module without memory: weights on meta, and the operators that would give them values.
 
-Under ``Trainer.init_module(empty_init=True)`` uninitialised tensors, as torch's modules make weights, lie on meta. The
-operators that write to them are recorded. :func:`replay` runs these operators on the host, in the same order, so that
-weights are those of a constructor, whatever its code does, if the random numbers begin with the same seed.
+Under ``Trainer.init_module(empty_init=True)``, uninitialised tensors lie on meta (torch's modules make weights from
+such tensors). The operators that write to them are recorded. :func:`replay` runs these operators on the host, in order.
+With an equal seed, weights equal those of a plain construction, whatever the constructor's code does.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ _SET_DATA = _SET_DATA.__set__
 
 @contextmanager
 def recorded() -> Iterator[None]:
-    """Open a context in which ``torch.empty`` makes tensors on meta, and operators on these are recorded.
+    """Context manager in which ``torch.empty`` makes tensors on meta, and operators on these tensors are recorded.
 
-    Everything else is made as usual: computed buffers, states of metrics, parameters that begin with values. Loading a
-    checkpoint into a parameter on meta gives the parameter memory.
+    Computed buffers, states of metrics and parameters that begin with values are made as usual. Loading a checkpoint
+    into a parameter on meta gives the parameter memory.
     """
     with warnings.catch_warnings(), _Construction(), _EmptyOnMeta():
         warnings.filterwarnings(
@@ -42,15 +42,15 @@ def recorded() -> Iterator[None]:
 
 
 def is_recorded(tensor: Tensor) -> bool:
-    """Tell whether :func:`replay` can give values to ``tensor``, which is on meta."""
+    """Return whether :func:`replay` can give values to ``tensor``, which is on meta."""
     return tensor.layout is torch.strided and not is_lazy(tensor) and tensor.untyped_storage() in _memories
 
 
 def replay(tensors: Sequence[Tensor], seed: int) -> None:
-    """Give recorded ``tensors`` memory on the host, and the values of a constructor; ``seed`` begins its numbers.
+    """Give recorded ``tensors`` memory on the host, and the values of a construction with random numbers of ``seed``.
 
-    All operators run again, so that random numbers do not depend on ``tensors``. Bound: the memory of ``tensors``, and
-    of what the next operators need.
+    All operators run, so that random numbers do not depend on ``tensors``. Bound: the memory of ``tensors`` and of
+    later operators' operands.
     """
     views = [_View.of(tensor) for tensor in tensors]
     with torch.random.fork_rng(devices=[]), torch.no_grad():
@@ -63,7 +63,7 @@ def replay(tensors: Sequence[Tensor], seed: int) -> None:
 
 
 class _Call(NamedTuple):
-    """Call of an operator, with each tensor on meta as a view, and the views of new memory among its results."""
+    """Call of an operator, with views in place of tensors on meta. ``made`` has views of new memory in its results."""
 
     operator: OperatorOverload
     args: tuple[Any, ...]
@@ -72,14 +72,14 @@ class _Call(NamedTuple):
 
 
 class _Construction(ThreadDispatchMode):
-    """Calls of operators on tensors on meta, in their order."""
+    """Recorder of operators on tensors on meta, in their order."""
 
     def __init__(self) -> None:
         super().__init__()
         self._calls: list[_Call] = []
         self._count = 0
         self._states: dict[torch.Generator, torch.Generator] = {}
-        """States of the caller's generators when they were first used: on meta they are not drawn from."""
+        """State of each of the caller's generators at first use. On meta, operators do not draw from generators."""
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -93,13 +93,13 @@ class _Construction(ThreadDispatchMode):
                 given = [pytree.tree_map(self._noted, each) for each in (args, kwargs)]
                 made = {place: self._new(tensor) for place, tensor in new.items()}
                 self._calls.append(_Call(func, given[0], given[1], made))
-        elif schema_of(func).is_mutable:  # by what was made elsewhere
+        elif schema_of(func).is_mutable:  # with an operand that was made elsewhere
             for tensor in operands.values():
                 _memories.pop(tensor.untyped_storage(), None)
         return result
 
     def run(self, wanted: set[int]) -> dict[int, torch.UntypedStorage]:
-        """Run all calls on the host; return the memories that are ``wanted``, by number. Others go after their use."""
+        """Run all calls on the host. Return the ``wanted`` memories by number, and free others after their last use."""
         needed = [
             {each.memory for each in pytree.tree_leaves((call.args, call.kwargs)) if isinstance(each, _View)}
             | {view.memory for view in call.made.values()}
@@ -125,7 +125,7 @@ class _Construction(ThreadDispatchMode):
         return memories
 
     def _noted(self, value: Any) -> Any:
-        """Return what to keep of an argument: values of now, as the caller may change them."""
+        """Return a view for an argument on meta, else a copy, because the caller may change the argument later."""
         if isinstance(value, torch.Generator):
             return self._states.setdefault(value, value.clone_state())
         if isinstance(value, Tensor):
@@ -133,19 +133,19 @@ class _Construction(ThreadDispatchMode):
         return torch.device("cpu") if value == torch.device("meta") else value
 
     def _new(self, tensor: Tensor) -> _View:
-        """Note that a call has made the memory of ``tensor``."""
+        """Note and number the new memory of ``tensor``."""
         self._count += 1
         _memories[tensor.untyped_storage()] = self, self._count
         return _View.of(tensor)
 
 
 _memories: WeakKeyDictionary[torch.UntypedStorage, tuple[_Construction, int]] = WeakKeyDictionary()
-"""Construction that has made memory on meta, and its number there; views, and ``tensor.data``, share memory."""
+"""Construction of each memory on meta, and the memory's number. A tensor, its views and its ``data`` share memory."""
 
 
 @dataclass(frozen=True)
 class _View:
-    """View of memory on meta that a construction has made. It keeps no tensor alive."""
+    """View of memory on meta that a construction has made. A view keeps no tensor alive."""
 
     construction: _Construction
     memory: int
@@ -163,11 +163,11 @@ class _View:
         return cls(construction, memory, storage.nbytes(), tensor.dtype, tensor.shape, tensor.stride(), offset)
 
     def on(self, memories: Mapping[int, torch.UntypedStorage]) -> Tensor:
-        """Return the same view of memory on the host."""
+        """Return this view as a tensor in one of ``memories`` on the host."""
         return torch.empty(0, dtype=self.dtype).set_(memories[self.memory], self.offset, self.shape, self.stride)
 
     def holding(self, made: Tensor) -> torch.UntypedStorage:
-        """Return new memory on the host in which this view has the values that were ``made``."""
+        """Return memory on the host in which this view has the values of ``made``."""
         storage = made.untyped_storage()
         layout = made.dtype, made.stride(), made.storage_offset(), storage.nbytes()
         if layout == (self.dtype, self.stride, self.offset, self.nbytes):

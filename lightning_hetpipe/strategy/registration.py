@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from lightning_hetpipe.errors import SettingError
-from lightning_hetpipe.launch import command as command  # notes where the program began, before that moves
+from lightning_hetpipe.launch import command as command  # notes the working folder before the program changes it
 
 if TYPE_CHECKING:
     from lightning_hetpipe.strategy.hetpipe_strategy import HetPipeStrategy
@@ -20,7 +20,7 @@ _STRATEGIES = "lightning.pytorch.strategies"
 
 
 def register() -> None:
-    """Register with Lightning: now if it is loaded, else as soon as its registry is."""
+    """Register the strategy now if Lightning is loaded, or else once Lightning's registry is loaded."""
     if _STRATEGIES not in sys.modules:
         sys.meta_path.insert(0, _OnImport())
         return
@@ -34,9 +34,9 @@ def register() -> None:
 
 
 class _OnImport:
-    """A finder on ``sys.meta_path`` that registers the strategy right after Lightning's registry has been made.
+    """Finder on ``sys.meta_path`` that registers the strategy right after Lightning's registry is made.
 
-    Lightning is half imported then, so that a function is registered, which loads the strategy when it is called.
+    Lightning is only half imported at this point. So it registers a function that loads the strategy when called.
     """
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
@@ -69,7 +69,7 @@ def _made(**arguments: Any) -> HetPipeStrategy:
 
 
 def _be_misconfigurations() -> None:
-    """Make a ``SettingError`` what Lightning's users catch, too; ``errors`` itself does without Lightning."""
+    """Add Lightning's exception to the bases of SettingError, whose own module must not load Lightning."""
     from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
     if not issubclass(SettingError, MisconfigurationException):

@@ -1,4 +1,4 @@
-"""Relations between the settings of a run: which exclude each other, and what a plan says of them.
+"""Relations between the settings of a run: which settings exclude each other, and which follow from a plan.
 
 Each setting by itself is declared in ``strategy/arguments.py``. This module loads neither torch nor Lightning.
 """
@@ -27,11 +27,7 @@ T = TypeVar("T")
 
 
 def plan(value: Plan | str | os.PathLike[str] | None) -> Plan | None:
-    """``value``, or what the file of that name holds.
-
-    Raises:
-        SettingError: for a file that holds no plan, and for a plan that no device can run.
-    """
+    """Return the plan in ``value`` or in the file of that name. Raise SettingError if it is no plan or impossible."""
     if value is None:
         return None
     try:
@@ -51,7 +47,7 @@ def plan(value: Plan | str | os.PathLike[str] | None) -> Plan | None:
 
 
 def check_given(given: SimpleNamespace, plan: Plan | None, has_groups: bool) -> None:
-    """Refuse settings of the strategy that exclude each other, or that ``plan`` says otherwise."""
+    """Refuse settings of the strategy that exclude each other or contradict ``plan``."""
     asked, hosts = given.allocation, given.stage_hosts
     if asked not in ("auto", plan and plan.allocation):
         has = "there is none" if plan is None else f"the plan for {plan.model} has {plan.allocation or 'none'!r}"
@@ -89,14 +85,14 @@ def check_given(given: SimpleNamespace, plan: Plan | None, has_groups: bool) -> 
 
 
 def as_planned(name: str, asked: Stages | list[Stages], planned: int) -> int:
-    """Take the number of a plan, unless another was asked for."""
+    """Return the plan's number, and refuse another number in the setting."""
     if asked not in ("auto", planned):
         raise SettingError(f"{name}={asked!r}, but the plan has {planned}; leave {name} out, or set it to 'auto'")
     return planned
 
 
 def stages_as_planned(asked: Stages | list[Stages], plan: Plan) -> Stages | list[Stages]:
-    """Take k of each virtual worker of a plan, unless others were asked for."""
+    """Return k of each virtual worker of a plan, and refuse other numbers in the setting."""
     planned = [len(worker.stages) for worker in plan.virtual_workers]
     if asked == planned:
         return asked
@@ -104,12 +100,12 @@ def stages_as_planned(asked: Stages | list[Stages], plan: Plan) -> Stages | list
 
 
 def most_workers(virtual_workers: int | WorkerRange) -> int:
-    """The largest number that the setting allows."""
+    """Return the largest number that the setting allows."""
     return virtual_workers if isinstance(virtual_workers, int) else virtual_workers.most
 
 
 def check_cluster(virtual_workers: int) -> None:
-    """Refuses a cluster without a plan where there are several virtual workers."""
+    """Refuse a cluster without a plan if there are several virtual workers."""
     if virtual_workers > 1:
         raise SettingError(
             f"cluster is planned at the start of a fit for one virtual worker, and there are {virtual_workers}; give a"
@@ -118,7 +114,7 @@ def check_cluster(virtual_workers: int) -> None:
 
 
 def check_platform(virtual_workers: int, platform: str) -> None:
-    """Refuse several processes where they cannot be started; ``platform`` is ``sys.platform``."""
+    """Refuse several processes on Windows, which cannot start them. ``platform`` is ``sys.platform``."""
     if virtual_workers > 1 and platform == "win32":
         raise SettingError(
             f"virtual_workers={virtual_workers} needs processes that inherit sockets, which Windows does not have;"
@@ -127,7 +123,7 @@ def check_platform(virtual_workers: int, platform: str) -> None:
 
 
 def only_wsp(given: Sequence[T]) -> T | None:
-    """Return the WSPCallback that holds, of those that the Trainer and the strategy were given; None for none."""
+    """Return the only WSPCallback of Trainer and strategy, or None. Refuse several."""
     if len(given) > 1:
         raise SettingError(
             f"this run has {len(given)} WSPCallbacks; give one, to HetPipeStrategy(wsp=...) or among the Trainer's"
@@ -137,7 +133,7 @@ def only_wsp(given: Sequence[T]) -> T | None:
 
 
 def check_lengths(wave: int | Literal["auto"], shares: Any) -> None:
-    """Refuse both settings that say how many minibatches a wave has."""
+    """Refuse ``wave`` together with a list of ``shares``, because each decides how many minibatches a wave has."""
     if wave != "auto" and shares not in (None, "equal", "auto"):
         raise SettingError(
             f"wave={wave!r} and shares={list(shares)!r} both say how many minibatches a wave has; leave wave out"
@@ -145,7 +141,7 @@ def check_lengths(wave: int | Literal["auto"], shares: Any) -> None:
 
 
 def stage_counts(stages: Stages | Sequence[Stages], virtual_workers: int) -> Stages | list[Stages]:
-    """Check the length of ``stages`` as far as possible before it is known who starts how many virtual workers."""
+    """Check the length of ``stages`` as far as possible, before the run's number of virtual workers is known."""
     if not isinstance(stages, Sequence) or isinstance(stages, str):
         return stages
     if not stages or len(stages) % virtual_workers:
@@ -154,11 +150,7 @@ def stage_counts(stages: Stages | Sequence[Stages], virtual_workers: int) -> Sta
 
 
 def stages_of(stages: Stages | list[Stages], rank: Rank) -> Stages:
-    """k of one virtual worker; a list has one for each of a node's, or for each of all.
-
-    Raises:
-        SettingError: if it has another number of them.
-    """
+    """Return k of one virtual worker. A list must have an entry for each virtual worker of the run, or of a node."""
     if not isinstance(stages, list):
         return stages
     if len(stages) == rank.size:
@@ -186,7 +178,7 @@ def refuse_spread(hosts: StageHosts) -> None:
 
 
 def check_host_nodes(hosts: StageHosts, plan: Plan) -> None:
-    """Refuses ``hosts`` for nodes that ``plan`` does not have."""
+    """Refuse ``hosts`` for nodes that ``plan`` does not have."""
     known = [*plan.workers_on_nodes]
     for node in [each for each in hosts or () if each not in known]:
         raise SettingError(
@@ -198,15 +190,16 @@ def check_host_nodes(hosts: StageHosts, plan: Plan) -> None:
 def workers_as_planned(
     virtual_workers: int | WorkerRange, plan: Plan, emulated: bool, hosts: StageHosts, nodes: int
 ) -> list[int]:
-    """Number of virtual workers on each node of a plan, in its order; 0 for one that only serves stages of others'.
+    """Return the number of virtual workers on each node of a plan, in its order, or 0 for a node that only has hosts.
 
     Args:
-        virtual_workers: The setting; 1 is its default, and leaves the number to the plan. The most of a range are those
-            of the plan.
-        emulated: Whether all of its devices are emulated on this machine, which so is their only node.
+        virtual_workers: The setting. 1 is its default, and leaves the number to the plan. The largest number of a range
+            must be the plan's.
+        emulated: Whether all devices of the plan are emulated on this machine, which is the only node in this case.
+        nodes: Number of machines on which this program is started.
 
     Raises:
-        SettingError: for another number in ``virtual_workers``, and for what is planned but cannot be run.
+        SettingError: if ``virtual_workers`` is another number, or this run cannot follow the plan.
     """
     from lightning_hetpipe.strategy.host_setting import serving_nodes  # with Lightning
 
@@ -248,21 +241,21 @@ def workers_as_planned(
 
 
 def wsp_as_planned(given: WSPSettings, plan: Plan) -> WSPSettings:
-    """Take the synchronisation of a plan, as far as nobody has set it."""
+    """Return settings of synchronisation in which the plan's values replace values that were left out."""
     lengths = {"wave", "shares"}
     left_out = given.left_out if lengths <= given.left_out else given.left_out - lengths
     return replace(given, **{name: value for name, value in _synchronisation(plan).items() if name in left_out})
 
 
 def other_than_planned(wsp: WSPSettings, plan: Plan) -> str:
-    """Say what of the synchronisation was set otherwise than the plan has it; nothing where all is as planned."""
+    """Return a sentence on settings of synchronisation that differ from the plan, or an empty string."""
     pairs = [(name, getattr(wsp, name), value) for name, value in _synchronisation(plan).items()]
     others = [f"{name}={_shown(own)}, where the plan has {_shown(its)}" for name, own, its in pairs if own != its]
     return f"as set, this run has {', and '.join(others)}; the plan's figures are for its own" if others else ""
 
 
 def _synchronisation(plan: Plan) -> dict[str, Any]:
-    """Settings of a :class:`WSPCallback` that a plan says; its wave only where that is longer than by default."""
+    """Return the settings of a :class:`WSPCallback` in a plan. ``wave`` is "auto" unless it exceeds its default."""
     waves, equal = plan.waves, len(set(plan.waves)) == 1
     longer = equal and waves[0] > whole_steps([plan.in_flight], plan.accumulate_grad_batches)[0]
     return {

@@ -1,8 +1,8 @@
-"""The part of a checkpoint that is this package's: Nm, N, and the training state of each virtual worker.
+"""This package's part of a checkpoint: Nm, N, and the training state of each virtual worker.
 
 Lightning's own keys hold virtual worker 0's state, so that any strategy resumes from the file and any program loads it.
-What virtual worker i would have saved stands beside them, as bytes that only itself reads: where it resumes, it takes
-the place of virtual worker 0's. Weights and buffers are in the file once.
+The state of virtual worker i is beside them, as bytes that only virtual worker i reads. If it resumes, its state
+replaces virtual worker 0's. Weights and buffers are in the file once.
 """
 
 from __future__ import annotations
@@ -29,33 +29,33 @@ if TYPE_CHECKING:
 _NOTE = "hetpipe"
 
 LAST_CHANGES = "hetpipe_last_changes"
-"""Key of what the last step has changed, if weights are predicted by it."""
+"""Key of the last step's changes, by which some weight policies predict weights."""
 
 OWN = ("optimizer_states", "lr_schedulers", "loops", "callbacks", "global_step", LAST_CHANGES)
-"""Keys of what differs between virtual workers, Lightning's and one of ours; the precision plugin's is one more."""
+"""Keys of the state that differs between virtual workers. The precision plugin adds its key."""
 
 _ROUNDED = "rounded"
 
 
 def note(checkpoint: dict[str, Any], name: str, value: Any) -> None:
-    """Write ``value`` into our part of ``checkpoint``. Without a note, any strategy would have written the same."""
+    """Write ``value`` into our part of ``checkpoint``. Without notes, it is as any strategy writes it."""
     checkpoint.setdefault(_NOTE, {})[name] = value
 
 
 def take_in_flight(checkpoint: dict[str, Any]) -> int | None:
-    """Return Nm as noted, or None, and remove our part of ``checkpoint``, which users' hooks do not see."""
+    """Return the noted Nm or None, and remove our part of ``checkpoint``, so that users' hooks do not see it."""
     noted: int | None = checkpoint.pop(_NOTE, {}).get("in_flight")
     return noted
 
 
 def note_shares(checkpoint: dict[str, Any], shares: Shares | None, every: int = 1) -> None:
-    """Note the minibatches in a wave of each virtual worker, where they are not equal, in whole steps of ``every``."""
+    """Note each virtual worker's minibatches per wave, if unequal. A wave is whole optimizer steps of ``every``."""
     if shares is not None and shares.decided:
         note(checkpoint, "shares", list(whole_steps(shares.lengths, every)))
 
 
 def take_shares(checkpoint: dict[str, Any], size: int) -> tuple[int, ...] | None:
-    """Return the shares as noted; None if none were, or not for ``size`` of them."""
+    """Return the noted shares, or None without shares for exactly ``size`` virtual workers."""
     noted = checkpoint.get(_NOTE, {}).pop("shares", None)
     return None if noted is None or len(noted) != size else tuple(noted)
 
@@ -63,15 +63,15 @@ def take_shares(checkpoint: dict[str, Any], size: int) -> tuple[int, ...] | None
 def add_states(
     checkpoint: dict[str, Any], group: Group, plugin: str, rounded: Sequence[Tensor], folder: Path | None
 ) -> None:
-    """Adds the other virtual workers' states to virtual worker 0's ``checkpoint``. Called on all, each with its own.
+    """Add the other virtual workers' states to virtual worker 0's ``checkpoint``. All call it, each with its own state.
 
-    Whoever has ended, or waits at a later cut, is left out. No process holds more than one state of another's: they
-    come one after the other, and virtual worker 0 keeps them in files without a name, until the checkpoint is written.
+    A virtual worker that has ended or waits at a later cut is left out. States arrive one after the other, so that no
+    process holds more than one foreign state. Virtual worker 0 keeps them in unnamed files until it has saved.
 
     Args:
-        plugin: The precision plugin's key.
-        rounded: What ``update_dtype`` has taken from the updates so far, to go into the next.
-        folder: Where virtual worker 0 has room for files; by default the system's folder for temporary ones.
+        plugin: Key of the precision plugin.
+        rounded: Rounding errors of ``update_dtype``, which the next update includes.
+        folder: Folder with room for virtual worker 0's files, by default the system's temporary folder.
     """
     own = {name: checkpoint[name] for name in (*OWN, plugin) if group.index and name in checkpoint}
     if rounded:
@@ -91,15 +91,10 @@ def add_states(
 def take_state(
     checkpoint: dict[str, Any], path: str | Path, index: int, size: int, resuming: bool = True
 ) -> list[Tensor]:
-    """Makes ``checkpoint`` what virtual worker ``index`` of ``size`` would have saved; frees the others' states.
+    """Turn ``checkpoint`` into that of virtual worker ``index`` of ``size``, free other states, return ``rounded``.
 
-    Another number of virtual workers, or one whose state is missing, goes on from virtual worker 0's, and it is said.
-
-    Returns:
-        ``rounded`` as saved, if training goes on from the checkpoint.
-
-    Raises:
-        SettingError: if the state cannot be read.
+    With a warning, virtual worker 0's state stands in for a missing state, or for all if N has changed. ``rounded`` is
+    empty unless training goes on (``resuming``). Raise SettingError if the state cannot be read.
     """
     note = checkpoint.get(_NOTE, {})
     saved, states = note.pop("virtual_workers", 1), note.pop("states", {})
@@ -130,7 +125,7 @@ def take_state(
 
 
 def _content(own: dict[str, Any], index: int) -> bytes | memoryview:
-    """``own`` as bytes, without what cannot travel, which is said."""
+    """Return ``own`` as bytes. Leave out, with a warning, what cannot travel."""
     if not own:
         return b""
     whole = _written(own)
@@ -147,26 +142,26 @@ def _content(own: dict[str, Any], index: int) -> bytes | memoryview:
 
 
 def _written(values: dict[str, Any]) -> memoryview | None:
-    """``values`` as bytes; None if :func:`_unpacked` could not read them."""
+    """Return ``values`` as bytes, or None if :func:`_unpacked` could not read them."""
     buffer = io.BytesIO()
     try:
         torch.save(values, buffer)
         buffer.seek(0)
         torch.load(buffer, map_location="meta", weights_only=True)  # reads no storage
-    except Exception:  # whatever somebody's class raises
+    except Exception:  # of any type that a user's class raises
         return None
     return buffer.getbuffer()
 
 
 def _mapped(file: IO[bytes]) -> Tensor:
-    """The content of ``file``, which takes no memory, as bytes; closes the file."""
+    """Close ``file``, and return its content as a tensor of bytes that takes no memory."""
     with file:
         file.flush()
         return torch.frombuffer(mmap.mmap(file.fileno(), file.tell(), access=mmap.ACCESS_COPY), dtype=torch.uint8)
 
 
 class _Reader(io.RawIOBase):
-    """Reads ``content`` as a file, without a copy of it as a whole."""
+    """File over ``content``, without a copy of all of it."""
 
     def __init__(self, content: memoryview) -> None:
         self._content = content

@@ -1,4 +1,4 @@
-"""Checkpoints of several virtual workers: one file for all, and those that they save for each other."""
+"""Checkpoints of several virtual workers: one file for all, and files that they save for each other."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ from lightning_hetpipe.workers.synchroniser import Synchroniser
 class SharedCheckpoints:
     """Checkpoints of all virtual workers.
 
-    Virtual worker 0 writes the Trainer's checkpoints, with the state of all, and one for virtual workers that come
-    back. If virtual worker 0 is lost, the lowest remaining one writes a checkpoint in its place.
+    Virtual worker 0 writes the Trainer's checkpoints, with the state of all, and a checkpoint for virtual workers that
+    come back. If virtual worker 0 is lost, the lowest remaining virtual worker writes a checkpoint in its place.
     """
 
     def __init__(self, workers: VirtualWorkers) -> None:
@@ -52,7 +52,7 @@ class SharedCheckpoints:
         return self._workers.rank.index == 0 or self._saves_for == "first"
 
     def add(self, checkpoint: dict[str, Any], path: str | Path, module: L.LightningModule | None, plugin: str) -> None:
-        """Add everyone's state of training, for a precision ``plugin`` of that name; called on all."""
+        """Add the training state of all virtual workers. All call it. ``plugin`` is the precision plugin's key."""
         workers, synchroniser = self._workers, self._workers.synchroniser
         if "optimizer_states" not in checkpoint or (group := workers.together("trainer.save_checkpoint")) is None:
             return
@@ -64,10 +64,10 @@ class SharedCheckpoints:
         goes_on_in = module.trainer.current_epoch + is_last_batch(module.trainer)
         note_shares(checkpoint, synchroniser.shares, minibatches_per_step(module.trainer, goes_on_in))
         if synchroniser.wave is not None:
-            note(checkpoint, "wave", synchroniser.wave)  # `launch/supervision.py` counts waves by it
+            note(checkpoint, "wave", synchroniser.wave)  # by which `launch/supervision.py` counts waves
 
     def write(self, checkpoint: dict[str, Any], path: str | Path, native: Callable[[], None]) -> None:
-        """Call ``native``, which writes as Lightning does. For returning virtual workers, write at once."""
+        """Write by ``native``, Lightning's way, or for returning virtual workers directly, without a CheckpointIO."""
         if self._saves_for != "returning":
             native()
             if self.is_writer and "optimizer_states" in checkpoint:
@@ -76,7 +76,7 @@ class SharedCheckpoints:
             _write_for_returning(checkpoint, path)
 
     def load(self, path: str | Path, native: Callable[[], dict[str, Any]], resuming: bool) -> dict[str, Any]:
-        """Load what this virtual worker would have saved, if it has taken part in saving, from ``native``'s."""
+        """Load by ``native``, or the others' checkpoint if this process comes back. Return it with our own state."""
         rank, group = self._workers.rank, self._workers.group
         returning = None if group is None else group.seats.returning
         if returning is not None and Path(path) == returning.checkpoint:
@@ -91,7 +91,7 @@ class SharedCheckpoints:
         return checkpoint
 
     def restore(self) -> Sequence[Tensor | None]:
-        """Give the synchroniser what was loaded, and return the changes of the last step."""
+        """Give the synchroniser the loaded rounding errors, and return the loaded changes of the last step."""
         self._workers.synchroniser.rounded, self._rounded = self._rounded, []
         changes, self.changes = self.changes, []
         return changes
@@ -99,7 +99,7 @@ class SharedCheckpoints:
     # Checkpoints for each other.
 
     def save_for(self, whom: Literal["first", "returning"], trainer: L.Trainer, path: str | Path) -> None:
-        """Save in the place of virtual worker 0; or, called on all, its state for returning virtual workers."""
+        """Save in place of the lost virtual worker 0, or for returning virtual workers. In this case, all call it."""
         self._saves_for = whom
         try:
             trainer.save_checkpoint(path, weights_only=False)
@@ -107,10 +107,9 @@ class SharedCheckpoints:
             self._saves_for = "all"
 
     def rescue(self, exception: BaseException, module: L.LightningModule | None) -> None:
-        """Save the run in a checkpoint, if ``exception`` ends it as virtual worker 0 is lost, and this one is to save.
+        """Save the run in place of virtual worker 0, if ``exception`` ends it because virtual worker 0 is lost.
 
-        The checkpoint has the weights that this one took last, which all have had, and its own buffers, optimizer
-        state, schedulers and loops.
+        Save the global weights that this process took last, and its own buffers, optimizer state, schedulers and loops.
         """
         group, synchroniser = self._workers.group, self._workers.synchroniser
         if group is None or module is None or not isinstance(synchroniser, Synchroniser):
@@ -131,7 +130,7 @@ class SharedCheckpoints:
 
 
 def _write_for_returning(checkpoint: dict[str, Any], path: str | Path) -> None:
-    """Write ``checkpoint``; where there is no room for it, leave nothing, and say so, as all others train on."""
+    """Write ``checkpoint``. If the disk has no room, leave an empty file and a message, because the others train on."""
     try:
         write(checkpoint, path)
     except OSError as error:
@@ -143,7 +142,7 @@ def _write_for_returning(checkpoint: dict[str, Any], path: str | Path) -> None:
 
 
 def _loaded_from_others(path: str | Path, vw: int) -> dict[str, Any]:
-    """The checkpoint from which ``vw`` comes back; as it is another process's, nothing of it is unpickled."""
+    """Load the checkpoint from which ``vw`` comes back. Unpickle nothing, because another process has written it."""
     try:
         return ReplacingCheckpointIO().load_checkpoint(path, weights_only=True)
     except pickle.UnpicklingError:

@@ -1,4 +1,4 @@
-"""Virtual workers: who this process is, and how all of them start, meet, share data, agree and end."""
+"""Virtual workers: the rank of this process, and how all virtual workers start, meet, share data, agree and end."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ T = TypeVar("T")
 
 
 class VirtualWorkers:
-    """Virtual workers of a run as this process sees them: its rank, and how all start, meet, share data and leave.
+    """Virtual workers of a run, from this process's view. Each is one process, without torch's process group.
 
-    Each is one process. There is no process group. ``in_flight`` gives Nm of the training that runs.
+    ``in_flight`` returns Nm of the running training.
     """
 
     def __init__(self, given: SimpleNamespace, plan: Plan | None, in_flight: Callable[[], int]) -> None:
-        this_child()  # from here on a child of our launcher ends with it
+        this_child()  # from here on, a child of our launcher ends with the launcher
         each, hosts = given.virtual_workers, given.stage_hosts
         self.asked: int | WorkerRange = each if isinstance(each, int) else WorkerRange(*each)
         self.wsp: WSPCallback | None = given.wsp
@@ -69,7 +69,7 @@ class VirtualWorkers:
     # This process among them.
 
     def place(self, by: ClusterEnvironment | None, devices: Sequence[torch.device] | None, num_nodes: int) -> None:
-        """Note ``by`` whom this process was started, with which devices and on how many nodes, as Trainers know it."""
+        """Note the Trainer's cluster environment ``by``, its devices and its number of nodes."""
         self.devices, self._num_nodes = devices or [torch.device("cpu")], num_nodes
         self._environment = by or LightningEnvironment()
         self._rank: Rank | None = None
@@ -100,7 +100,7 @@ class VirtualWorkers:
     # Their start.
 
     def launcher(self) -> Launcher | ServingLauncher | None:
-        """Make the launcher, where this process is one of several, or is to start them."""
+        """Make the launcher if the run has several processes, or if this node only serves stages."""
         rank = self.rank
         check_processes(rank)
         self._launcher = None
@@ -121,7 +121,7 @@ class VirtualWorkers:
         return self._launcher
 
     def _resumed_from(self) -> Path | None:
-        """The checkpoint that a fit resumes from in a process that comes back to a run; None in any other."""
+        """Return the checkpoint from which a process resumes that comes back to a run, else None."""
         if self.rank.index == 0:
             return None
         self.meet()
@@ -132,7 +132,7 @@ class VirtualWorkers:
         return returning.checkpoint
 
     def _serve_children(self) -> dict[str, str]:
-        """Start the server of this launch, unless others were named. Return what children need to find it."""
+        """Start this launch's server, unless servers are given. Return environment variables for children."""
         self.check_shares()
         wsp, nodes = self.settings(), self._serving_nodes()
         if nodes is not None:
@@ -141,23 +141,21 @@ class VirtualWorkers:
         return {**variables, **sessions_so_far()}
 
     def _serving_nodes(self) -> ServingNodes | None:
-        """The nodes of a plan, where some serve stages of virtual workers that others lead, and are to start hosts."""
         return host_setting.serving_nodes(self.plan, self._is_emulated, self.hosts)
 
     def find_hosts(self) -> node_hosts.FoundHosts | None:
-        """Find the addresses at which nodes of this launch serve, if some do."""
+        """Find the addresses of this launch's nodes with hosts, or return None without such nodes."""
         if (nodes := self._serving_nodes()) is None:
             return None
         return node_hosts.find(self.rank, self._environment, self.settings(), self.timeout, nodes)
 
     def _serve(self) -> int:
-        """Serve the virtual workers that other nodes lead; gives the exit code."""
         nodes = self._serving_nodes()
         assert nodes is not None
         return node_hosts.serve(self.rank, self._environment, self.settings(), self.timeout, nodes)
 
     def settings(self) -> WSPSettings:
-        """Those of the WSPCallback that the strategy or the Trainer has, or of the plan."""
+        """Return the settings of the strategy's or the Trainer's WSPCallback. A plan replaces defaults."""
         given = callbacks_of(self._trainer, WSPCallback)
         if self.wsp is not None and self.wsp not in given:
             given.append(self.wsp)
@@ -165,7 +163,7 @@ class VirtualWorkers:
         return wsp if self.plan is None else relations.wsp_as_planned(wsp, self.plan)
 
     def check_shares(self) -> None:
-        """Refuse shares of another number of virtual workers."""
+        """Refuse shares for another number of virtual workers."""
         shares = self.settings().shares
         if isinstance(shares, tuple) and len(shares) != self.rank.size:
             raise SettingError(
@@ -176,7 +174,7 @@ class VirtualWorkers:
     # The life of a run.
 
     def meet(self) -> None:
-        """Meet the other virtual workers, if there are any. In a later run of the program they are together already."""
+        """Meet the other virtual workers, if any. In a later run of the program, they are together already."""
         self.failure = None
         self.check_shares()
         hosts = self.find_hosts()
@@ -191,7 +189,7 @@ class VirtualWorkers:
         share(self._share)
 
     def divide(self, trainer: L.Trainer) -> None:
-        """Divide the data of a run of ``trainer``, before its loaders are made."""
+        """Decide the shares of the data in a run of ``trainer``, before its loaders are made."""
         given = self.group.settings.shares if self.group is not None else "equal"
         recorded, self.recorded, self.shares = self.recorded, None, None
         if recorded is not None and given not in ("auto", recorded):
@@ -249,7 +247,7 @@ class VirtualWorkers:
         synchroniser.enter(agreed)
         if self.group.seats.returning is not None:
             let_be_long(trainer)
-            for loader in train_loaders(trainer):  # made before it had a seat
+            for loader in train_loaders(trainer):  # made before this process had a seat
                 deal_among(self.group.seats.taken, self.rank.index, loader)
             if train_loaders(trainer):
                 recount_batches(trainer)
@@ -260,7 +258,7 @@ class VirtualWorkers:
     # Calls that all make.
 
     def together(self, what: str) -> Group | None:
-        """The virtual workers, for a call of ``what``, which all of them make."""
+        """Return the group for a call of ``what`` that all virtual workers make, or None for one virtual worker."""
         if self.group is not None:
             if collectives.runs_ahead(self._in_flight()):
                 raise collectives.ahead(what)
@@ -271,22 +269,22 @@ class VirtualWorkers:
         return self.group
 
     def call(self, what: str, function: Callable[..., T], own: T, *more: Any) -> T:
-        """Return ``function(group, own, *more)``, in a call of ``what`` that all make; alone, return ``own``."""
+        """Return ``function(group, own, *more)``, in a call of ``what`` that all make. With N = 1, return ``own``."""
         group = self.together(what)
         return own if group is None else function(group, own, *more)
 
     def waited_in(self) -> str | None:
-        """A call, other than by ``self.log``, in which virtual workers have waited for each other since last asked."""
+        """Return and forget the last call in which virtual workers waited for each other, other than ``self.log``'s."""
         call, self._waiting_call = self._waiting_call, None
         return call
 
     def _share(self, tensor: Tensor, what: str) -> list[Tensor]:
-        """Everyone's ``tensor``, for a metric."""
+        """Return the ``tensor`` of every virtual worker, for a metric."""
         group = self.together(what)
         return [tensor] if group is None else collectives.everyones(group, tensor, what)
 
     def agreed(self, value: T) -> T:
-        """Return virtual worker 0's ``value``. Whoever counts calls of ``broadcast`` sees Lightning's alone."""
+        """Return virtual worker 0's ``value``. This does not count as a call of ``strategy.broadcast``."""
         if self.group is None:
             return value
         given: T = collectives.broadcast(self.group, value, 0)
@@ -300,11 +298,11 @@ class VirtualWorkers:
     def fail(self, exception: BaseException) -> None:
         """Note that ``exception`` ends the run."""
         self.failure = exception
-        if isinstance(exception, SIGTERMException) and exception.code is None:  # a script would end as if all were well
+        if isinstance(exception, SIGTERMException) and exception.code is None:  # else a script would end with 0
             exception.code = TERMINATED
 
     def leave(self) -> None:
-        """Leave a fit. The virtual workers stay together, to the program's end, unless this one has failed."""
+        """Leave a fit. Virtual workers stay together to the program's end, unless this virtual worker has failed."""
         self.synchroniser, self.recorded = NoSynchroniser(), None
         group, failure = self.group, self.failure
         if group is None:
@@ -315,7 +313,7 @@ class VirtualWorkers:
         self.group = None
         share(None)
         if isinstance(failure, ToldToEnd):
-            told = "" if self.rank.index else f"{SIGTERMException.__name__}: it was {REASON}"  # any who waits
+            told = "" if self.rank.index else f"{SIGTERMException.__name__}: it was {REASON}"  # for others that wait
             group.part(told, why=REASON if failure.alone else "")
         elif isinstance(failure, VirtualWorkerLost) and failure.how and group.index:
             group.part(why=failure.how)

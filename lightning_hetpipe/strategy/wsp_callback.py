@@ -1,4 +1,4 @@
-"""Wave Synchronous Parallel: how virtual workers share what they learn (HetPipe, section 5)."""
+"""Wave Synchronous Parallel: synchronisation of virtual workers (HetPipe, section 5)."""
 
 from __future__ import annotations
 
