@@ -20,7 +20,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.harness import Measurement, announce
 from lightning_hetpipe import HetPipeStrategy, WSPCallback
-from lightning_hetpipe.emulation import Pad, padded
+from lightning_hetpipe.emulation import Pad
+from tests.support.padding import padded
 
 WIDTH, BATCH = 256, 4
 

@@ -13,9 +13,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.several_nodes_worker import Dense, Window, trainer_of
 from lightning_hetpipe import HetPipeStrategy, WSPCallback
-from lightning_hetpipe.emulation import Pad, padded
+from lightning_hetpipe.emulation import Pad
 from lightning_hetpipe.planning.plan.document import Plan
 from lightning_hetpipe.planning.plan.planned_worker import PlannedStage, PlannedWorker
+from tests.support.padding import padded
 
 SPEEDS = (1.0, 0.8, 0.5, 0.3)
 """Speeds of the devices of each node, of which the first has the fastest."""

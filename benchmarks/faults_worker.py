@@ -20,7 +20,8 @@ from benchmarks import cluster_simulation_worker
 from benchmarks.cluster_simulation_worker import BATCH, Dense
 from benchmarks.harness import Measurement, announce
 from lightning_hetpipe import HetPipeStrategy, WSPCallback
-from lightning_hetpipe.emulation import Pad, padded
+from lightning_hetpipe.emulation import Pad
+from tests.support.padding import padded
 from tests.wsp.faults import processes, record_decisions, strike
 
 WORKER = "benchmarks.faults_worker"

@@ -42,7 +42,8 @@ from benchmarks.headline_cluster import (
 from benchmarks.headline_order import Rate
 from benchmarks.headline_task import BATCH, epoch, network
 from lightning_hetpipe import HetPipeStrategy, WSPCallback
-from lightning_hetpipe.emulation import OVERSLEEP, Pad, Padded, padded
+from lightning_hetpipe.emulation import OVERSLEEP, Pad, Padded
+from tests.support.padding import padded
 
 EVERY = 8 * SECONDS
 """Least seconds between two copies of the weights."""

@@ -16,9 +16,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.several_nodes_worker import Window, trainer_of
 from lightning_hetpipe import HetPipeStrategy, WSPCallback
-from lightning_hetpipe.emulation import Pad, padded
+from lightning_hetpipe.emulation import Pad
 from lightning_hetpipe.planning.plan.document import Plan
 from lightning_hetpipe.planning.plan.planned_worker import PlannedStage, PlannedWorker
+from tests.support.padding import padded
 
 NODES = 4
 LAYERS = ("net.0", "net.1", "net.2", "net.3", "net.4", "net.5", "net.6")

@@ -197,7 +197,8 @@ def train_with_ddp(task: Task) -> Iterator[Measurement]:
 def train_with_strategy(task: Task) -> Iterator[Measurement]:
     """Variant "strategy": the same with a HetPipeStrategy."""
     from lightning_hetpipe import HetPipeStrategy, WSPCallback
-    from lightning_hetpipe.emulation import Pad, padded
+    from lightning_hetpipe.emulation import Pad
+    from tests.support.padding import padded
 
     # The mean, as DDP's: with the sum, the learning rate of this variant would be another one.
     wsp = WSPCallback(clock_distance=task.clock_distance, wave=task.wave or "auto", aggregate="mean")

@@ -10,14 +10,12 @@ from __future__ import annotations
 import threading
 import time
 import warnings
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Protocol
+from typing import Annotated
 
 from lightning_hetpipe.errors import SettingError
-from lightning_hetpipe.pipeline.stage import BeforePass
 from lightning_hetpipe.settings import Bounds, CheckedRecord
 
 OVERSLEEP = 0.001
@@ -154,27 +152,3 @@ class Emulation:
                     f" passes, by up to {1000 * padded.longest:.1f} ms: it is slower than what it emulates",
                     stacklevel=4,
                 )
-
-
-class Strategy(Protocol):
-    """A strategy whose stages can be padded."""
-
-    _before_pass: BeforePass | None
-
-
-@contextmanager
-def padded(strategy: Strategy, pads: Sequence[Pad]) -> Iterator[Emulation]:
-    """Context manager in which stages of this process's virtual worker take as long as ``pads``, one for each.
-
-    The first minibatch of a fit, which is watched, runs without stages and so without pads.
-
-    Raises:
-        SettingError: in ``fit`` if a stage has no pad, and at the end if a pad has no stage.
-    """
-    before = strategy._before_pass
-    emulation = strategy._before_pass = Emulation(pads)
-    try:
-        yield emulation
-    finally:
-        strategy._before_pass = before
-    emulation.check()

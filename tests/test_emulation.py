@@ -8,12 +8,13 @@ from collections import Counter
 import pytest
 from torch import nn
 
-from lightning_hetpipe.emulation import OVERSLEEP, Emulation, Pad, padded
+from lightning_hetpipe.emulation import OVERSLEEP, Emulation, Pad
 from lightning_hetpipe.errors import SettingError
 from tests.exact.pipelines import Delays, even
 from tests.exact.running import assert_equal, expect, fit
 from tests.pipeline.driving import Line, X
 from tests.support.models import SGD, mlp, vectors
+from tests.support.padding import padded
 
 PADS = [Pad(0.004, 0.009), Pad(0.005, 0.011)]
 

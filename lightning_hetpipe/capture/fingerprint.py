@@ -24,7 +24,6 @@ class Fingerprint:
 
     def __init__(self, pieces: Sequence[Piece]) -> None:
         self.pieces = pieces
-        self.names = [piece.name for piece in pieces]
         self.take()
 
     def take(self) -> None:

@@ -25,11 +25,6 @@ import itertools
 from collections.abc import Iterable, Iterator, Sequence
 
 
-def waves(minibatches: int, wave: int) -> Iterator[range]:
-    """Yield the minibatches (from 0) of each wave before the next cut: ``wave`` in each wave, fewer in the last."""
-    return (range(start, min(start + wave, minibatches)) for start in range(0, minibatches, wave))
-
-
 def slowest(clocks: Iterable[int | None]) -> int | None:
     """Return c_global: the smallest clock, or ``None`` (infinite) if everyone waits at a cut."""
     return min((clock for clock in clocks if clock is not None), default=None)

@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 from lightning_hetpipe import Cluster, Node
-from lightning_hetpipe.emulation import Pad, padded
+from lightning_hetpipe.emulation import Pad
 from tests.exact.running import assert_equal, expect, fit
 from tests.exact.test_captured import CASES, made
 from tests.hosts.elsewhere import NEAR, elsewhere
 from tests.hosts.host_threads import HostThread
 from tests.hosts.test_other_machines import plan, task
 from tests.support.models import vectors
+from tests.support.padding import padded
 from tests.support.strategies import stashing
 from tests.support.trainers import quiet_trainer
 

@@ -331,7 +331,7 @@ class TestMemory:
         assert (found.weights, found.versions, found.optimizer) == (4, 12, 8)
         assert (found.activations, found.gradients, found.workspace) == (75, 4, 25)
         assert found.total == 4 + 12 + 8 + 75 + 4 + 25
-        assert found.counted == 12 + 75
+        assert found.versions + found.moving == 12 + 75
 
     def test_frozen_weights_are_there_twice(self) -> None:
         """The live ones, and those of all versions; they have neither gradients nor an optimizer's state."""

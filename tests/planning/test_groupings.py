@@ -12,7 +12,6 @@ from lightning_hetpipe.planning.allocation.groupings import (
     equal_distribution,
     hybrid_distribution,
     node_partition,
-    told,
 )
 from lightning_hetpipe.planning.model.cluster import Cluster, DeviceSlot, Node
 
@@ -53,7 +52,3 @@ def test_every_device_is_in_one_virtual_worker(nodes: list[list[str]]) -> None:
         assert sorted((slot.node, slot.number) for own in found for slot in own) == [
             (slot.node, slot.number) for slot in given.slots
         ]
-
-
-def test_a_virtual_workers_devices_are_named() -> None:
-    assert told(hybrid_distribution(PAPER, speed)[0], PAPER) == "2x V (v), 2x Q (q)"

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from lightning_hetpipe.planning.model.simulate import Simulation, StageTimes, Visits, simulate
 from lightning_hetpipe.rules.schedule import Work, calls, segments
+from tests.planning.loads import busy, loads
 from tests.support.marks import fewer
 
 EQUAL = [StageTimes(1.0, 2.0)] * 4
@@ -53,7 +54,7 @@ def test_one_stage_alternates() -> None:
         (Work.TURN, 3, 8.0, 11.5),
     ]
     assert run.published == (4.0, 8.0, 12.0)
-    assert run.busy(0) == 10.5 / 12
+    assert busy(run, 0) == 10.5 / 12
     assert run.held == (1,)
 
 
@@ -74,7 +75,7 @@ def test_a_module_that_is_called_twice_is_visited_twice() -> None:
         (0, Work.BACKWARD, 8.0, 10.0),
     ]
     assert run.held == (1, 1)
-    assert [(when, load[:2]) for when, load in run.loads(0) if when in (1.0, 3.0, 10.0)][-1] == (10.0, (0, 0))
+    assert [(when, load[:2]) for when, load in loads(run, 0) if when in (1.0, 3.0, 10.0)][-1] == (10.0, (0, 0))
 
 
 def test_enough_in_flight_hides_what_calls_wait_for() -> None:
@@ -131,7 +132,7 @@ def test_fewer_in_flight_lose_more_to_jitter() -> None:
 def test_what_a_stage_holds_over_time() -> None:
     """The last stage's gradient waits until the first has its own, and Lightning takes both."""
     run = simulate([StageTimes(1.0, 2.0), StageTimes(1.0, 1.0)], 2, 2, step=0.5)
-    assert list(run.loads(0)) == [
+    assert loads(run, 0) == [
         (1.0, (1, 0, 1)),  # its forward is done,
         (1.0, (1, 0, 0)),  # and only what it was given must stay
         (2.0, (2, 0, 1)),
@@ -143,7 +144,7 @@ def test_what_a_stage_holds_over_time() -> None:
         (7.0, (0, 1, 0)),
         (7.0, (0, 0, 0)),
     ]
-    assert list(run.loads(1)) == [
+    assert loads(run, 1) == [
         (2.0, (1, 0, 1)),
         (3.0, (0, 1, 0)),
         (4.0, (1, 1, 1)),
@@ -157,11 +158,11 @@ def test_what_a_stage_holds_over_time() -> None:
 def test_loads_are_as_many_as_held_and_end_with_nothing(stages: list[StageTimes], in_flight: int, step: float) -> None:
     run = simulate(stages, in_flight, 20, step=step)
     for index in range(len(stages)):
-        loads = [load for _, load in run.loads(index)]
-        assert max(load.held for load in loads) == run.held[index]
-        assert all(load.held + load.waiting <= in_flight and min(load) >= 0 for load in loads), "L1"
-        assert {load.whole for load in loads} <= {0, 1}
-        assert loads[-1] == (0, 0, 0)
+        held = [load for _, load in loads(run, index)]
+        assert max(load.held for load in held) == run.held[index]
+        assert all(load.held + load.waiting <= in_flight and min(load) >= 0 for load in held), "L1"
+        assert {load.whole for load in held} <= {0, 1}
+        assert held[-1] == (0, 0, 0)
 
 
 def test_four_uneven_stages_reach_on_average_what_the_design_says() -> None:

@@ -18,6 +18,7 @@ from lightning_hetpipe.planning.model.simulate import StageTimes, simulate
 from lightning_hetpipe.reporting.timeline import Timeline
 from lightning_hetpipe.reporting.trace import together
 from lightning_hetpipe.rules.schedule import LIGHTNING, USER_CODE, Span
+from tests.planning.loads import busy
 from tests.support.marks import explores
 
 TIMES = [StageTimes(0.004, 0.008), StageTimes(0.007, 0.013), StageTimes(0.003, 0.006, loss=0.001)]
@@ -136,7 +137,7 @@ def test_how_busy_a_stage_is() -> None:
     run = simulate(TIMES, 4, 20)
     timeline = Timeline.simulated(run, TIMES, 4)
     for stage in range(3):
-        assert timeline.utilisation(stage, 0.0, run.published[-1]) == pytest.approx(run.busy(stage))
+        assert timeline.utilisation(stage, 0.0, run.published[-1]) == pytest.approx(busy(run, stage))
 
 
 def test_how_many_are_in_flight() -> None:

@@ -6,17 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_hetpipe.rules.waves import cut_after, may_commit, may_pull, slowest, waves
+from lightning_hetpipe.rules.waves import cut_after, may_commit, may_pull, slowest
 from tests.oracle_policies import global_staleness
-
-
-@pytest.mark.parametrize(
-    ("minibatches", "wave", "lengths"), [(0, 3, []), (2, 3, [2]), (6, 3, [3, 3]), (7, 3, [3, 3, 1]), (3, 1, [1, 1, 1])]
-)
-def test_the_last_wave_before_a_cut_may_be_short(minibatches: int, wave: int, lengths: list[int]) -> None:
-    found = list(waves(minibatches, wave))
-    assert [len(each) for each in found] == lengths
-    assert [p for each in found for p in each] == list(range(minibatches))
 
 
 def test_who_waits_at_a_cut_holds_nobody_up() -> None:

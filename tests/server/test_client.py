@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_hetpipe.rules.waves import waves
 from lightning_hetpipe.server.process.client import Client
 from lightning_hetpipe.server.process.service import COORDINATOR_METHOD, SHARD_METHOD, Service
 from lightning_hetpipe.server.process.waits import Cancelled
@@ -134,7 +133,7 @@ def train(
             for number, cut in enumerate(sorted({*(c for c in cuts if c < lengths[epoch]), lengths[epoch]}), 1):
                 count = max(0, min(cut * until[i], len(batches)) - begin * until[i])
                 update: list[Tensor] | None = None
-                for span in waves(count, own):
+                for span in (range(start, min(start + own, count)) for start in range(0, count, own)):
                     if update is not None:
                         take(client.synchronise(update))
                     for _ in span:

@@ -14,7 +14,7 @@ distribution         the weakest; two virtual workers
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TypeAlias
 
 from lightning_hetpipe.errors import SettingError
@@ -85,15 +85,6 @@ PLACED = "placed"
 
 ALLOCATIONS = (*GROUPINGS, PLACED, "auto")
 """All values of the setting ``allocation``."""
-
-
-def told(group: Sequence[DeviceSlot], cluster: Cluster) -> str:
-    """Name the devices of a virtual worker, such as "2x Titan-V (v), 2x Quadro-P4000 (q)"."""
-    counts: dict[tuple[str, str], int] = {}
-    for slot in group:
-        key = slot.device.name, cluster.nodes[slot.node].name
-        counts[key] = counts.get(key, 0) + 1
-    return ", ".join(f"{f'{count}x ' if count > 1 else ''}{name} ({node})" for (name, node), count in counts.items())
 
 
 def _by_node(cluster: Cluster) -> list[list[DeviceSlot]]:

@@ -194,11 +194,6 @@ class Simulation:
         began = self.published[edge - 1] if edge else 0.0
         return (last - edge) / (self.published[last - 1] - began)
 
-    def loads(self, stage: int) -> Iterator[tuple[float, StageLoad]]:
-        """Yield each change of what ``stage`` holds, with its time. Changes at one time are yielded one by one."""
-        when, *counts = (each.tolist() for each in self._changes(stage))
-        yield from zip(when, map(StageLoad, *counts), strict=True)
-
     def heaviest(self, stage: int) -> list[StageLoad]:
         """Return the loads of ``stage`` that can be the heaviest: for each held and computed count, most waiting."""
         _, held, waiting, whole = self._changes(stage)
@@ -236,10 +231,6 @@ class Simulation:
     def _done(self) -> list[float]:
         done = {number: end for _, work, number, _, end, _ in self._by_stage[0] if work is not Work.FORWARD}
         return [done[number] for number in range(1, len(done) + 1)]
-
-    def busy(self, stage: int) -> float:
-        """Return the fraction of the run in which ``stage`` computed."""
-        return sum(end - start for _, _, _, start, end, _ in self._by_stage[stage]) / self.published[-1]
 
 
 def simulate(

@@ -190,11 +190,6 @@ class StageMemory:
         """Bytes of activations and waiting gradients together."""
         return self.activations + self.waiting
 
-    @property
-    def counted(self) -> int:
-        """Bytes that the engine counts (``StageReport.memory_bytes``): versions, activations, waiting gradients."""
-        return self.versions + self.moving
-
 
 def stage_memory(
     sizes: Sizes,
