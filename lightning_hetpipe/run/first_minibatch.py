@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import gc
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,10 +28,16 @@ from lightning_hetpipe.planning.model.units import in_bytes
 from lightning_hetpipe.reporting.report import batch_size
 from lightning_hetpipe.rules.versions import Versions
 from lightning_hetpipe.run.extensions.outside_parameters import OutsideParameters
-from lightning_hetpipe.run.lifecycle import Around, Extension
-from lightning_hetpipe.run.run_settings import RunSettings, check_resumed, nothing_to_recompute, trains_frozen_later
+from lightning_hetpipe.run.lifecycle import Around
+from lightning_hetpipe.run.run_settings import (
+    RunSettings,
+    check_resumed,
+    loss_of,
+    nothing_to_recompute,
+    trains_frozen_later,
+)
 from lightning_hetpipe.run.staleness_warning import check_staleness, has_batch_norm
-from lightning_hetpipe.run.user_step import UserStep
+from lightning_hetpipe.run.trainer_run import default_dtype_in
 from lightning_hetpipe.torch_private.tensors import pytree
 from lightning_hetpipe.workers.collectives import ahead
 from lightning_hetpipe.workers.synchroniser import NoSynchroniser, Synchroniser
@@ -74,7 +79,7 @@ Called with what the watched step has shown, the decision on stages, Nm, and wha
 
 
 @dataclass(eq=False)
-class FirstMinibatch(Extension):
+class FirstMinibatch:
     """Watches the first minibatch of a fit in Lightning's own thread, and decides once its gradients are there.
 
     Then it calls ``begin`` for a pipeline; or ``stay``, which has something else take its place, where hand-overs would
@@ -85,7 +90,6 @@ class FirstMinibatch(Extension):
     precision: Precision
     settings: RunSettings
     generators: RandomGenerators
-    step: UserStep
     synchroniser: Synchroniser | NoSynchroniser
     operands: OperandsTogether
     state: Callable[[int], Around]
@@ -102,10 +106,10 @@ class FirstMinibatch(Extension):
         self._waited: str | None = None  # the call, in the step, in which virtual workers have waited for each other
         self._samples = 1
 
-    @contextmanager
-    def inline_step(self, minibatch: int) -> Iterator[None]:
+    def step(self, minibatch: int, native: Callable[..., Any], args: Sequence[Any]) -> Any:
+        """Run ``native``, Lightning's own step, and watch it."""
         settings = self.settings
-        self._watch = TrainingWatch(
+        self._watch = watch = TrainingWatch(
             self._module,
             self._names,
             self.generators,
@@ -121,27 +125,26 @@ class FirstMinibatch(Extension):
         check_memory(self._module, self.trainer.optimizers[0], settings.memory)
         settings.waited_in()
         overflow = Overflow(self._module, settings.spread, settings.memory, self.trainer.optimizers, self._finetuned)
-        with self._watch.watching(), self.operands.told(overflow), self.state(minibatch):
-            yield
+        with watch.watching(), self.operands.told(overflow), self.state(minibatch):
+            output = native(*args)
         self._waited = settings.waited_in()
-
-    def inline_output(self, minibatch: int, args: Sequence[Any], output: Any) -> None:
-        loss = self.step.loss_of(output)
+        loss = loss_of(output, self.trainer)
         with self.precision.train_step_context():
-            self._watch.check(loss, args[:1])
-        if apart := self._watch.apart:
+            watch.check(loss, args[:1])
+        if apart := watch.apart:
             rank_zero_info(apart.explanation())
             if apart.timed_out:
-                warnings.warn(apart.timeout_warning(self.settings.capture_timeout), stacklevel=2)
-        for line in self._watch.without_graph:
+                warnings.warn(apart.timeout_warning(settings.capture_timeout), stacklevel=2)
+        for line in watch.without_graph:
             rank_zero_info(line)
         self._samples = batch_size(args[0] if args else None)
+        return output
 
-    @contextmanager
-    def inline_backward(self, minibatch: int) -> Iterator[None]:
+    def backward(self, minibatch: int, native: Callable[[], None]) -> None:
+        """Run ``native``, Lightning's own backward, and begin what trains from the next minibatch on."""
         watch, outside = self._watch, self._outside
         del self._watch, self._outside
-        yield
+        native()
         decision = self._decide(watch)
         self._collect_garbage()
         if self._is_without_gain(watch, decision):
@@ -175,7 +178,7 @@ class FirstMinibatch(Extension):
             ProfilingInput(
                 watch.pieces,
                 self.generators,
-                self.step.default_dtype(),
+                default_dtype_in(self.precision.train_step_context),
                 self.trainer.optimizers[0],
                 samples=self._samples,
                 called=watch.called,

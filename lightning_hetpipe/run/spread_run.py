@@ -9,7 +9,7 @@ run. On several devices, the operands of each operation are brought together
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
@@ -29,7 +29,7 @@ from lightning_hetpipe.placement.spread import Overflow
 from lightning_hetpipe.planning.search.spread_plan import divided
 from lightning_hetpipe.reporting.report import Meter, RunReport, StageReport
 from lightning_hetpipe.rules.schedule import BACKWARD, FORWARD
-from lightning_hetpipe.run.lifecycle import Around, Extension
+from lightning_hetpipe.run.lifecycle import NOTHING, Extension
 from lightning_hetpipe.run.run_settings import RunSettings, nothing_to_recompute, trains_frozen_later
 
 LACKING = (
@@ -59,24 +59,25 @@ class SpreadRun(Extension):
         self._busy = 0.0
         self._is_busy = False
 
-    @contextmanager
-    def inline_step(self, minibatch: int) -> Iterator[None]:
-        with ExitStack() as stack:
-            if self._last is None:
-                stack.enter_context(self._noting_calls())
-            stack.enter_context(self.operands.told(self._overflow))
-            stack.enter_context(self._busily(FORWARD, minibatch))
-            yield
-
-    def inline_output(self, minibatch: int, args: Sequence[Any], output: Any) -> None:
+    def step(self, minibatch: int, native: Callable[..., Any], args: Sequence[Any]) -> Any:
+        """Run ``native``, Lightning's own step."""
+        with (
+            self._noting_calls() if self._last is None else NOTHING,
+            self.operands.told(self._overflow),
+            self._busily(FORWARD, minibatch),
+        ):
+            output = native(*args)
         if self._last is None:
             self._begin()
         elif minibatch != self._last:  # an optimizer may evaluate the loss again
             self._meter.count(args[0] if args else None)
         self._last = minibatch
+        return output
 
-    def inline_backward(self, minibatch: int) -> Around:
-        return self._busily(BACKWARD, minibatch)
+    def backward(self, minibatch: int, native: Callable[[], None]) -> None:
+        """Run ``native``, Lightning's own backward."""
+        with self._busily(BACKWARD, minibatch):
+            native()
 
     def epoch_begins(self, first: int) -> None:
         if self._last is not None:

@@ -56,7 +56,7 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
         "EvaluationWatch._try#5",
     ),
     "exact/test_between.py::test_contents_that_change_while_minibatches_are_in_flight_are_refused": (
-        "Structure.settled",
+        "PieceCalls.settled",
     ),
     "exact/test_captured_changes.py::test_inputs_of_too_many_kinds": ("Captured.value",),
     "exact/test_captured_changes.py::test_what_no_graph_can_do": (

@@ -119,7 +119,7 @@ def _inside(pieces: Iterable[nn.Module]) -> set[nn.Module]:
     return {part for piece in pieces for part in piece.modules()}
 
 
-class LossScale(Extension):
+class LossScale:
     """The scale of ``precision``'s GradScaler, at which losses are differentiated and gradients delivered.
 
     A GradScaler changes its scale after steps, so it belongs to a version as weights do: minibatch p takes it when it
@@ -138,8 +138,8 @@ class LossScale(Extension):
         self._waiting = waiting
         self._of: dict[int, float] = {}
 
-    def submitting(self, minibatch: int) -> None:
-        """The scale of ``minibatch`` is the present one."""
+    def take(self, minibatch: int) -> None:
+        """Take the present scale for ``minibatch``, which is put in flight."""
         self._of[minibatch] = self._present()
 
     def scaled(self, minibatch: int, loss: Tensor) -> Tensor:
@@ -152,10 +152,6 @@ class LossScale(Extension):
     def factor(self, minibatch: int) -> float:
         """Factor that makes the gradients of ``minibatch`` those of the present scale."""
         return self._present() / self._of.pop(minibatch)
-
-    def discarded(self) -> None:
-        """Forgets what was in flight."""
-        self._of.clear()
 
     def _present(self) -> float:
         if not self._scaler.is_enabled():

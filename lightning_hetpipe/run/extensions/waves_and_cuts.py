@@ -149,9 +149,6 @@ class WavesAndCuts(Extension):
                 self._cut(LAST_SAVE)
         return self._intervals.ends_wave()
 
-    def placed(self) -> None:
-        self.synchroniser.follow()
-
     def stepped(self, version: int) -> None:
         """Push the update and take the merged weights, at the end of a wave (law L3)."""
         self._end_if_agreed()  # during the validation that has just ended, if at all
