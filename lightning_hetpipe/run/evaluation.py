@@ -355,7 +355,6 @@ class EvaluationRun(Driver[EvaluationBatch]):
             RandomStates(self._state),
             Replay(module, context),
             SharedValues(module, [piece.module for piece in evaluation.pieces], lambda: versions),
-            # After the stand-ins of Replay, which all see.
             *[Attributes(part, lambda: versions) for part in (module, *evaluation.parts)],
         )
         self.start(evaluator)

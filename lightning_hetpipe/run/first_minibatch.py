@@ -27,7 +27,7 @@ from lightning_hetpipe.placement.spread import Overflow
 from lightning_hetpipe.planning.model.units import in_bytes
 from lightning_hetpipe.reporting.report import batch_size
 from lightning_hetpipe.rules.versions import Versions
-from lightning_hetpipe.run.extensions.outside_parameters import OutsideParameters
+from lightning_hetpipe.run.extensions.outside_parameters import OutsideParameters, States
 from lightning_hetpipe.run.lifecycle import Around
 from lightning_hetpipe.run.run_settings import (
     RunSettings,
@@ -71,10 +71,10 @@ def check_memory(module: nn.Module, optimizer: torch.optim.Optimizer, limits: Ma
             )
 
 
-Begin = Callable[[TrainingWatch, Decision, int, OutsideParameters], None]
+Begin = Callable[[TrainingWatch, Decision, int, States], None]
 """Begins the pipeline that was decided on.
 
-Called with what the watched step has shown, the decision on stages, Nm, and what the module has besides the pieces.
+Called with what the watched step has shown, the decision on stages, Nm, and the module's tensors before that step.
 """
 
 
@@ -102,7 +102,7 @@ class FirstMinibatch:
         self._finetuned = trains_frozen_later(self.trainer)
         self._averaged = bool(callbacks_of(self.trainer, StochasticWeightAveraging))
         self._watch: TrainingWatch
-        self._outside: OutsideParameters
+        self._before: States
         self._waited: str | None = None  # the call, in the step, in which virtual workers have waited for each other
         self._samples = 1
 
@@ -119,7 +119,7 @@ class FirstMinibatch:
             changed_later=self._changed_later,
             wants_graphs=settings.wants_graphs,
         )
-        self._outside = OutsideParameters(self._module)
+        self._before = OutsideParameters(self._module).seen
         torch.set_num_threads(settings.torch_threads)
         self._collect_garbage()
         check_memory(self._module, self.trainer.optimizers[0], settings.memory)
@@ -142,8 +142,8 @@ class FirstMinibatch:
 
     def backward(self, minibatch: int, native: Callable[[], None]) -> None:
         """Run ``native``, Lightning's own backward, and begin what trains from the next minibatch on."""
-        watch, outside = self._watch, self._outside
-        del self._watch, self._outside
+        watch, before = self._watch, self._before
+        del self._watch, self._before
         native()
         decision = self._decide(watch)
         self._collect_garbage()
@@ -151,7 +151,7 @@ class FirstMinibatch:
             self.stay()
         else:
             decision, in_flight = self._agreed(watch, decision)
-            self.begin(watch, decision, in_flight, outside)
+            self.begin(watch, decision, in_flight, before)
 
     def _collect_garbage(self) -> None:
         """Frees devices of what an earlier fit, or the capture, has left in cycles of references.

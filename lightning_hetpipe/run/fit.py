@@ -61,7 +61,7 @@ from lightning_hetpipe.run.extensions.minibatch_state import (
     user_parts,
 )
 from lightning_hetpipe.run.extensions.module_attributes import Attributes
-from lightning_hetpipe.run.extensions.outside_parameters import OutsideParameters
+from lightning_hetpipe.run.extensions.outside_parameters import OutsideParameters, States
 from lightning_hetpipe.run.extensions.recording import Recording, profiled_sections, shown_to_profiler
 from lightning_hetpipe.run.extensions.replay import Replay
 from lightning_hetpipe.run.extensions.shared_values import SHARED, SharedValues
@@ -112,7 +112,6 @@ class Fit(Driver[Minibatch], TrainerRun):
         self._state = partial(ProcessState.seeded, run_seed, settings.virtual_worker)
         self._evaluation = Evaluation(trainer, trainer.fit_loop.epoch_loop.val_loop, precision, settings, run_seed)
         self._prediction: Prediction | None = None
-        self._stepped = 0  # Lightning's count of steps, after the last one that was asked of an optimizer
         self._correction: AroundStep = AroundStep()
         self._around: list[AroundStep] = []
         self._inline: FirstMinibatch | SpreadRun  # runs minibatches while there is no pipeline
@@ -122,8 +121,6 @@ class Fit(Driver[Minibatch], TrainerRun):
         self._apart = False  # modules were taken apart, whose own code may make leaves that want no gradient
         self._compiled: list[Redirect] = []
         self._lacking: Callable[[], str] = lambda: first_minibatch.LACKING
-        self._looks_ahead = settings.in_flight != 1 or isinstance(synchroniser, Synchroniser)
-        self._stays = False  # in Lightning's own thread, without a pipeline
         self._report: Callable[[], RunReport] = RunReport
         self._is_reported = False
         self._operands = OperandsTogether(settings.devices)
@@ -137,17 +134,13 @@ class Fit(Driver[Minibatch], TrainerRun):
         epoch_loop = self._trainer.fit_loop.epoch_loop
         if len(set(self._settings.devices)) > 1:
             self._undo.callback(Redirect(self._precision, "clip_grad_by_norm", clip_by_norm).remove)
-        redirects = [
-            Redirect(epoch_loop, "run", self._run_epoch),
-            Redirect(epoch_loop.val_loop, "run", self._validate),
-            Redirect(self._precision, "backward", self._backward),
-        ]
+        self._undo.callback(Redirect(epoch_loop, "run", self._run_epoch).remove)
+        self._undo.callback(Redirect(epoch_loop.val_loop, "run", self._validate).remove)
+        self._undo.callback(Redirect(self._precision, "backward", self._backward).remove)
         if not self._settings.is_spread:
             torch.set_num_threads(self._settings.torch_threads)
             keep_freed_memory()
-            redirects.append(Redirect(self._module, BEFORE_TRANSFER, before_transfer))
-        for redirect in reversed(redirects):
-            self._undo.callback(redirect.remove)
+            self._undo.callback(Redirect(self._module, BEFORE_TRANSFER, before_transfer).remove)
         preemption = Preemption(self._trainer, self._synchroniser, self._settings.grace)
         self._undo.callback(preemption.close)
         self.extensions.add(*filter(None, [self._recording]), *profiled_sections(self._trainer))
@@ -183,11 +176,9 @@ class Fit(Driver[Minibatch], TrainerRun):
         return self._evaluation.lacking() if self._trainer.evaluating else self._lacking()
 
     def last_changes(self) -> Sequence[Tensor | None]:
-        self._forget_changes_of_no_step()
         return () if self._prediction is None else self._prediction.saved()
 
     def restore_changes(self, changes: Sequence[Tensor | None]) -> None:
-        self._stepped = self._trainer.global_step
         if self._prediction is not None:
             self._prediction.restore(changes)
 
@@ -227,17 +218,18 @@ class Fit(Driver[Minibatch], TrainerRun):
         self.offer()
 
     def optimizer_step(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[None]:
-        self._stepped = self._trainer.global_step + 1
         return around_step(optimizer, self._around) if self._around else nullcontext()
 
     def evaluation_step(self, hook: str, native: Callable[..., Any], *args: Any) -> Any:
         return self._evaluation.evaluation_step(hook, native, *args)
 
     def _run_epoch(self, redirect: Redirect, fetcher: DataFetcher) -> None:
-        if not self._stays:
+        looks_ahead = False
+        if not isinstance(self._inline, SpreadRun):
             torch.set_num_threads(self._settings.torch_threads)
+            if self._settings.in_flight != 1 or isinstance(self._synchroniser, Synchroniser):
+                looks_ahead = not isinstance(fetcher, DataLoaderIterFetcher)
         self._last = -1  # a search for a learning rate begins with the same number again
-        looks_ahead = self._looks_ahead and not isinstance(fetcher, DataLoaderIterFetcher)
         try:
             self.epoch(redirect.original, fetcher, looks_ahead)
         except PipelineRefusal as refusal:
@@ -250,7 +242,7 @@ class Fit(Driver[Minibatch], TrainerRun):
         if engine is not None:
             with self.doing("drain", number):
                 engine.drain()
-        elif not self._stays:  # a check before the first minibatch
+        elif isinstance(self._inline, FirstMinibatch):  # a check before that
             return redirect.original()
         with self.extensions.around(Extension.evaluating, number), self.doing("evaluation", number):
             return self._evaluation.run(redirect.original)
@@ -314,15 +306,14 @@ class Fit(Driver[Minibatch], TrainerRun):
 
     def _first_minibatch(self) -> FirstMinibatch:
         """Prepare for a pipeline, and make what runs the minibatch before it."""
-        settings = self._settings
+        settings, optimizer = self._settings, self._trainer.optimizers[0]
+        steps = partial(getattr, self._trainer, "global_step")
         self._undo.enter_context(compiled_calls_apart())
         if (preferred := settings.weights[0]).predicts:
-            self._prediction = prediction_of(preferred.name, self._trainer.optimizers[0])
+            self._prediction = prediction_of(preferred.name, optimizer, steps)
             self._around.append(self._prediction)
         if settings.lr_correction is not None:
-            self._correction = RateCorrection(
-                self._trainer.optimizers[0], settings.lr_correction, self._most_steps, lambda: self._trainer.global_step
-            )
+            self._correction = RateCorrection(optimizer, settings.lr_correction, self._most_steps, steps)
             self._around.append(self._correction)
         self._compiled = look_through(self._module, stages_compile=settings.compile is not None)
         self._undo.callback(self._run_compiled)
@@ -346,7 +337,6 @@ class Fit(Driver[Minibatch], TrainerRun):
 
     def _stay_inline(self, settings: RunSettings) -> None:
         """Run the minibatches from the next one on in Lightning's own thread."""
-        self._stays, self._looks_ahead = True, False
         noted = (lambda *_: None) if self._recording is None else self._recording.computed
         self._inline = run = SpreadRun(self._module, settings, noted, self._operands)
         self.extensions.add(run)
@@ -365,7 +355,7 @@ class Fit(Driver[Minibatch], TrainerRun):
         torch.set_num_threads(self._plain_threads)
         self._stay_inline(replace(self._settings, stages=1))
 
-    def _begin(self, watch: TrainingWatch, decision: Decision, in_flight: int, outside: OutsideParameters) -> None:
+    def _begin(self, watch: TrainingWatch, decision: Decision, in_flight: int, before: States) -> None:
         """The first minibatch has shown what there is: a pipeline takes over, whose first version is the live one."""
         settings, number, trainer = self._settings, self.begun(), self._trainer
         pieces, apart = watch.pieces, watch.apart
@@ -417,17 +407,19 @@ class Fit(Driver[Minibatch], TrainerRun):
             engine.moves = self._moves
         modules = [piece.module for piece in pieces]
         way_out = "set in_flight=1" + (", or weights='sync'" if trainer.accumulate_grad_batches == 1 else "")
-        outside.leave_out(modules, engine.versioned, lambda: bool(engine.minibatches), way_out)
         parts = user_parts(apart.modules.values(), modules)
         add(ModulesApart(apart.modules, modules, self._generators))
         if in_flight > 1:
+            outside = OutsideParameters(
+                self._module, modules, engine.versioned, lambda: bool(engine.minibatches), way_out
+            )
             if versions(number - 1).runs_ahead:
-                outside.check_step()
+                outside.check_step(before)
                 if apart.shared is not None:
                     raise apart.shared
             add(outside, TrainerCounters(trainer), RandomStates(self._state), Replay(self._module, context))
             add(SharedValues(self._module, modules, lambda: engine.versions, way_out))
-            for part in (self._module, *parts):  # after the stand-ins of Replay, which all see
+            for part in (self._module, *parts):
                 add(Attributes(part, lambda: engine.versions, way_out, engine.versioned_tensors))
         calls = PieceCalls(
             pieces,
@@ -457,7 +449,7 @@ class Fit(Driver[Minibatch], TrainerRun):
         self.start(engine)
         engine.begin(number - 1, forwards=number)
         stages.await_hosts()
-        telemetry.start()
+        telemetry.meter.start()  # what comes before is no time of training
 
     def _let_go(self) -> None:
         with suppress(HostLost):  # the fit fails with it already
@@ -469,14 +461,8 @@ class Fit(Driver[Minibatch], TrainerRun):
     def _moves(self) -> Moves:
         """Expected changes of parameters by the next step, with its own rate."""
         assert self._prediction is not None
-        self._forget_changes_of_no_step()
         with self._correction.stepping():
             return self._prediction.moves()
-
-    def _forget_changes_of_no_step(self) -> None:
-        """Predict by no older change where the user's ``optimizer_step`` has only called its closure since."""
-        if self._prediction is not None and self._trainer.global_step > self._stepped:
-            self._prediction.restore(())
 
     def _versions(self, policy: WeightPolicy, in_flight: int, version: int) -> Versions:
         """The versions from ``version`` on, at which the pipeline starts empty."""

@@ -2,7 +2,7 @@
 
 One :class:`~lightning_hetpipe.run.driver.Driver` raises the events. Minibatch p, of which the weights after Lightning's
 step p are version p, lives through them in the order of :class:`Extension`. ``rules/versions.py`` says which version p
-uses. Gradients reach Lightning in ``Fit._backward``. Waves are pushed at ``stepped`` (``extensions/waves_and_cuts.py``).
+uses. Gradients reach Lightning in ``Fit._backward``. ``extensions/waves_and_cuts.py`` pushes waves at ``stepped``.
 
 Where the user's step runs in Lightning's own thread (the first minibatch of a fit or of an evaluation, and all of a
 spread run), there are ``epoch_begins``, ``doing``, ``evaluating``, ``epoch_ends``, ``discarded`` and ``closed``.
@@ -28,7 +28,12 @@ class Extension:
 
     Events are raised in Lightning's thread, but for ``user_step`` and ``section``, which are raised in the runner's. An
     event that gives something lasts as long as that is open.
+
+    Attributes:
+        after: Extensions that have to hear of events earlier. What they open is inside of what this one opens.
     """
+
+    after: tuple[type[Extension], ...] = ()
 
     def doing(self, name: str, minibatch: int) -> Around:
         """Lightning's thread does ``name`` for ``minibatch``, or after the step of that number."""
@@ -95,8 +100,11 @@ class Extensions:
         self._listening: dict[str, list[Callable[..., Any]]] = {}
 
     def add(self, *extensions: Extension) -> None:
-        """Adds ``extensions``, for all events from now on."""
-        self._all.extend(extensions)
+        """Adds ``extensions``, for all events from now on, behind those that are there."""
+        for each in extensions:
+            late = [type(one).__name__ for one in self._all if isinstance(each, one.after)]
+            assert not late, f"{type(each).__name__} comes before {late}"
+            self._all.append(each)
         self._listening.clear()
 
     def tell(self, event: Callable[Concatenate[Extension, P], None], *args: P.args, **kwargs: P.kwargs) -> None:

@@ -8,7 +8,7 @@ for SGD with momentum at a constant rate the first and the last are the same, we
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -66,26 +66,39 @@ class Prediction(AroundStep):
 
 
 class LastStep(Prediction):
-    """Prediction by what the last step of ``optimizer`` has changed; a step that was skipped has changed nothing."""
+    """Prediction by what the last step of ``optimizer`` has changed; a step that was skipped has changed nothing.
 
-    def __init__(self, optimizer: Optimizer) -> None:
+    So has a step of which the user's ``optimizer_step`` has only called the closure: it is among the ``steps`` that
+    Lightning has counted, and was not asked of the optimizer.
+    """
+
+    def __init__(self, optimizer: Optimizer, steps: Callable[[], int] = lambda: 0) -> None:
         super().__init__(optimizer, "pipeoptim", lambda group, state: None)
+        self._steps = steps
         self._changes: dict[nn.Parameter, Tensor] = {}
         self._room: dict[nn.Parameter, Tensor] = {}
+        self._stepped = 0  # the count after the last step that was asked of the optimizer
 
     def moves(self) -> Moves:
-        return {parameter: Move(change) for parameter, change in self._changes.items() if parameter.requires_grad}
+        return {parameter: Move(change) for parameter, change in self._known() if parameter.requires_grad}
 
     def saved(self) -> Sequence[Tensor | None]:
-        return [self._changes.get(parameter) for parameter in self._parameters()]
+        known = dict(self._known())
+        return [known.get(parameter) for parameter in self._parameters()]
 
     def restore(self, saved: Sequence[Tensor | None]) -> None:
+        self._stepped = self._steps()
         given = zip(self._parameters(), saved, strict=False)
         self._changes = self._room = {parameter: change for parameter, change in given if change is not None}
 
+    def _known(self) -> Iterable[tuple[nn.Parameter, Tensor]]:
+        if self._steps() > self._stepped:
+            self.restore(())
+        return self._changes.items()
+
     @contextmanager
     def asked(self) -> Iterator[None]:
-        before = self._changes
+        before, self._stepped = self._changes, self._steps() + 1
         yield
         if self._changes is before:
             self._changes = {}
@@ -117,15 +130,15 @@ class LastStep(Prediction):
         return [each for group in self._optimizer.param_groups for each in group["params"]]
 
 
-def prediction_of(policy: str, optimizer: Optimizer) -> Prediction:
-    """The prediction of the weight policy of that name.
+def prediction_of(policy: str, optimizer: Optimizer, steps: Callable[[], int] = lambda: 0) -> Prediction:
+    """The prediction of the weight policy of that name; ``steps`` gives Lightning's count of optimizer steps.
 
     Raises:
         SettingError: for an optimizer, or a setting of it, that the policy has no rule for.
     """
     check_hooks(optimizer, f"weights='{policy}'")
     if policy == "pipeoptim":
-        return LastStep(optimizer)
+        return LastStep(optimizer, steps)
     kinds, rule, groups = _RULES[policy]
     name = type(optimizer).__name__
     if not isinstance(optimizer, kinds):

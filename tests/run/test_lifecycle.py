@@ -20,7 +20,7 @@ from tests.exact.running import fit
 from tests.support.models import mlp, vectors
 from tests.support.trainers import quiet_trainer
 
-EVENTS = {name: event for name, event in vars(Extension).items() if not name.startswith("_")}
+EVENTS = {name: event for name, event in vars(Extension).items() if not name.startswith("_") and callable(event)}
 
 
 def is_around(name: str) -> bool:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import lightning as L
@@ -73,25 +74,20 @@ class _TrainerSection:
         self.should_stop, self._trainer.should_stop = self._trainer.should_stop, self._loops
 
 
+@dataclass(eq=False)
 class RandomStates(Extension):
     """Swaps in what the user code of a minibatch has of the process: at its beginning ``state`` of its number."""
 
-    def __init__(self, state: Callable[[int], ProcessState]) -> None:
-        self._state = state
+    state: Callable[[int], ProcessState]
 
     def section(self, minibatch: int) -> UserSection:
-        return ProcessSection(self._state(minibatch))
+        return ProcessSection(self.state(minibatch))
 
 
 class ModulesApart(Extension):
     """Has ``modules`` draw from the minibatch's generators, as they would in a stage (law L7), unless they set a seed.
 
-    There may be no modules.
-
-    Args:
-        modules: The outermost ones, by their paths.
-        pieces: The pipelined modules, among them those in ``modules``.
-        generators: The run's random generators.
+    These are the outermost ones, by their paths, or none. ``pieces`` are the pipelined modules, also those in them.
     """
 
     def __init__(

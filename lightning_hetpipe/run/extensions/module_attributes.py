@@ -49,6 +49,8 @@ from lightning_hetpipe.run.extensions.container_contents import (
     same,
     taken,
 )
+from lightning_hetpipe.run.extensions.replay import Replay
+from lightning_hetpipe.run.extensions.shared_values import SharedValues
 from lightning_hetpipe.run.extensions.watched_attributes import WatchedAttributes, fills, users_attributes
 from lightning_hetpipe.run.lifecycle import Around, Extension
 from lightning_hetpipe.torch_private.tensors import version_counter
@@ -106,6 +108,8 @@ class Attributes(Extension):
     The module holds what Lightning's loop sees, except within :meth:`seen`; while nothing runs ahead, all see it. Only
     one thread at a time may use this, the one that holds the lock over user code.
     """
+
+    after = (Replay, SharedValues)  # all see stand-ins; values that this keeps apart are compared without it
 
     module: nn.Module
     versions: Callable[[], Versions]

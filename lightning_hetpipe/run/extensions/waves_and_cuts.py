@@ -27,6 +27,7 @@ from lightning_hetpipe.lightning_private import (
 )
 from lightning_hetpipe.redirect import Redirect
 from lightning_hetpipe.run.extensions.intervals import Intervals
+from lightning_hetpipe.run.extensions.recording import ProfiledSections, Recording
 from lightning_hetpipe.run.extensions.telemetry import Pace
 from lightning_hetpipe.run.lifecycle import Extension
 from lightning_hetpipe.run.missed_data import EpochShare, MissedData
@@ -59,14 +60,13 @@ class WavesAndCuts(Extension):
     Cuts are evaluations, checkpoints and ends of epochs.
 
     Attributes:
-        trainer: Lightning's.
-        synchroniser: The fit's.
-        preemption: Ends the fit at a cut, if it is told to.
         around: Opened around synchronisation, in which user code may run.
         computing: Opened around what is computed in it.
         around_waits: Opened around any other wait for virtual workers.
         pace: Measures this virtual worker's rate, where shares follow rates.
     """
+
+    after = (Recording, ProfiledSections, Pace)  # their sections are inside of a cut; a step counts before its wave
 
     trainer: L.Trainer
     synchroniser: Synchroniser
