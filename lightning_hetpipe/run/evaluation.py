@@ -21,7 +21,7 @@ import torch
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_hetpipe.capture.evaluation_watch import EvaluationWatch
 from lightning_hetpipe.capture.interceptor import NOT_TAKEN, ModuleCall
@@ -157,11 +157,6 @@ class Evaluation(TrainerRun):
 
     # What a run asks.
 
-    def overflow(self) -> Overflow:
-        """Overflow of the first batch, as long as weights lie on provisional stages."""
-        limits = self.settings.memory if self.layout is None else {}
-        return Overflow(self.module, self.settings.spread, limits)
-
     def plan(self, pieces: Sequence[Piece], default_dtype: torch.dtype | None) -> None:
         """Cuts the layers of ``pieces`` into stages, and moves them to their devices."""
         devices, wanted = self.settings.devices, self.settings.stages
@@ -242,7 +237,7 @@ class EvaluationRun(Driver[EvaluationBatch]):
 
     def _first(self, hook: str, native: Callable[..., Any], *args: Any) -> Any:
         """The first step, in Lightning's own thread; then the pipeline takes over, if there is something for it."""
-        evaluation, pieces = self._evaluation, self._evaluation.pieces
+        evaluation, settings, pieces = self._evaluation, self._evaluation.settings, self._evaluation.pieces
         self._hook = hook
         if seeds_of_torch() != self._seeds:
             rank_zero_info(
@@ -250,7 +245,7 @@ class EvaluationRun(Driver[EvaluationBatch]):
                 " batch, and batches of a pipeline draw from random states of their own"
             )
             return native(*args)
-        evaluation.settings.waited_in()
+        settings.waited_in()
         with own_state(self._state(1)):  # which depends on no thread's timing, as that of later batches
             calls: list[nn.Module] = []
             state = CarriedState(evaluation.module, calls)
@@ -260,12 +255,15 @@ class EvaluationRun(Driver[EvaluationBatch]):
                 evaluation.names,
                 evaluation.generators,
                 self._tag(1),
-                capture_timeout=evaluation.settings.capture_timeout,
+                capture_timeout=settings.capture_timeout,
                 known=pieces,
                 calls=calls,
                 on_apart=lambda module: state.watch(user_parts([module], ())),
             )
-            with closing(state), watch.watching(), evaluation.operands.told(evaluation.overflow()):
+            # Weights lie on provisional stages as long as there is no layout.
+            limits = settings.memory if evaluation.layout is None else {}
+            overflow = Overflow(evaluation.module, settings.spread, limits)
+            with closing(state), watch.watching(), evaluation.operands.told(overflow):
                 output = native(*args)
             pieces = watch.pieces
             modules = {piece.module for piece in pieces}
@@ -275,7 +273,7 @@ class EvaluationRun(Driver[EvaluationBatch]):
             evaluation.warn(watch.reasons)
             for line in watch.without_graph:
                 rank_zero_info(line)
-        waited = evaluation.settings.waited_in() is not None  # with the other virtual workers, which wait in each step
+        waited = settings.waited_in() is not None  # with the other virtual workers, which wait in each step
         if pieces and evaluation.shared is not None:
             names = "', '".join(piece.name for piece in pieces)
             evaluation.warn({names: f"code around it changes {evaluation.shared}, which the next batch may read"})
@@ -365,19 +363,15 @@ class UnchangedWeights(Extension):
 
     def __init__(self, pieces: Sequence[Piece]) -> None:
         own = ((p.name, each) for p in pieces for each in (*p.module.named_parameters(), *p.module.named_buffers()))
-        self._tensors: dict[str, Tensor] = {f"{name}.{path}": tensor for name, (path, tensor) in own}
-        self._counters = self._count()
+        self._before = [(f"{name}.{path}", tensor, version_counter(tensor)) for name, (path, tensor) in own]
 
     def continues(self, version: int) -> None:
-        for name, before, now in zip(self._tensors, self._counters, self._count(), strict=True):
-            if before != now:
+        for name, tensor, counter in self._before:
+            if version_counter(tensor) != counter:
                 raise SettingError(
                     f"'{name}' was changed by batch {version} of an evaluation, in forward or in a hook, while later"
                     " batches were in flight; change it between evaluations, or set in_flight=1"
                 )
-
-    def _count(self) -> list[int]:
-        return [version_counter(tensor) for tensor in self._tensors.values()]
 
 
 class EvaluatedPieces(PieceForwards):
@@ -394,19 +388,10 @@ class EvaluatedPieces(PieceForwards):
         pipelined: Sequence[Piece],
         tag: Callable[[int], str],
     ) -> None:
-        super().__init__(evaluation.pieces, layout)
+        super().__init__(evaluation.pieces, layout, evaluator)
         self._evaluation = evaluation
         self._pipelined = pipelined
         self._tag = tag
-        self._exits = ExitStack()
-        for piece in evaluation.pieces:
-            if piece.captured is not None:
-                self._exits.callback(setattr, piece.captured, "exclusive", piece.captured.exclusive)
-                piece.captured.exclusive = evaluator.compute_lock.exclusive
-
-    def closed(self) -> None:
-        self._exits.close()
-        super().closed()
 
     def through_pipeline(self, index: int, piece: Piece, call: ModuleCall) -> Any:
         batch = current()

@@ -433,7 +433,6 @@ class Fit(Driver[Minibatch], TrainerRun):
         for piece in pieces:
             piece.inputs.clear()  # the watched step's activations
             if piece.captured is not None:
-                piece.captured.exclusive = engine.compute_lock.exclusive
                 piece.captured.beside = [other.name for other in pieces if other is not piece]
         self._evaluation.take_over(pieces, layout, in_flight)
         self._evaluation.parts = parts

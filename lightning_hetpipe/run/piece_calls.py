@@ -6,6 +6,7 @@ Stages follow changes of the live layers, other than of weights and buffers, whe
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from lightning_hetpipe.pipeline.operands import OperandsTogether
 from lightning_hetpipe.pipeline.random.generators import RandomGenerators, drawing_nothing, draws_now
 from lightning_hetpipe.pipeline.user.batch_in_flight import current
 from lightning_hetpipe.pipeline.user.minibatch import Minibatch
+from lightning_hetpipe.pipeline.user.runner_pool import RunnerPool
 from lightning_hetpipe.pipeline.user.user_section import SectionBetween, UserSection, has_own_seed
 from lightning_hetpipe.placement.layout import Layout
 from lightning_hetpipe.run.driver import Driver
@@ -34,15 +36,23 @@ def draws(piece: Piece) -> bool:
 
 
 class PieceForwards(Extension):
-    """Stands in for the ``forward`` of each of ``pieces``, which are in the order of the user's step."""
+    """Stands in for the ``forward`` of each of ``pieces``, which are in the order of the user's step.
 
-    def __init__(self, pieces: Sequence[Piece], layout: Layout) -> None:
+    What ``pool`` computes pauses while a piece is captured anew.
+    """
+
+    def __init__(self, pieces: Sequence[Piece], layout: Layout, pool: RunnerPool[Any]) -> None:
         self._layout = layout
+        self._undo = ExitStack()
+        for captured in filter(None, [piece.captured for piece in pieces]):
+            self._undo.callback(setattr, captured, "exclusive", captured.exclusive)
+            captured.exclusive = pool.compute_lock.exclusive
         self._pieces = {piece.module: (index, piece) for index, piece in enumerate(pieces)}
         self.interceptor = Interceptor([(piece.name, piece.module) for piece in pieces], self._answer)
+        self._undo.callback(self.interceptor.remove)
 
     def closed(self) -> None:
-        self.interceptor.remove()
+        self._undo.close()
 
     def through_pipeline(self, index: int, piece: Piece, call: ModuleCall) -> Any:
         """Runs piece number ``index`` in the pipeline; ``NOT_TAKEN`` where that does not take the call."""
@@ -77,7 +87,7 @@ class PieceCalls(PieceForwards):
         context: Callable[[], Around],
         evaluates: Callable[[], bool],
     ) -> None:
-        super().__init__(pieces, layout)
+        super().__init__(pieces, layout, engine)
         self._generators = generators
         self._driver, self._engine, self._context, self._evaluates = driver, engine, context, evaluates
         self._first: int | None = None  # minibatch of the epoch, in which graphs are compared with their modules

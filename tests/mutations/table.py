@@ -455,8 +455,8 @@ MUTATIONS = (
         "L9",
         "a request to stop takes effect before its step",
         "run/extensions/minibatch_state.py",
-        "self.should_stop, self._trainer.should_stop = self._trainer.should_stop, self._loops",
-        "self.should_stop = self._trainer.should_stop",
+        "own, stop, trainer.should_stop = there, trainer.should_stop, stop",
+        "own, stop = there, trainer.should_stop",
         ("tests/run/test_user_sections.py", "-k", "stop"),
     ),
     # Sums.

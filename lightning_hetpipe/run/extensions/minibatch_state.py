@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from lightning_hetpipe.lightning_private import counters, counters_ahead, set_counters
 from lightning_hetpipe.pipeline.random.generators import RandomGenerators, attached
-from lightning_hetpipe.pipeline.user.user_section import ProcessSection, ProcessState, UserSection
+from lightning_hetpipe.pipeline.user.user_section import ProcessSection, ProcessState, SectionBetween, UserSection
 from lightning_hetpipe.run.lifecycle import Around, Extension
 
 
@@ -29,7 +29,7 @@ class TrainerCounters(Extension):
 
     def __init__(self, trainer: L.Trainer) -> None:
         self._trainer = trainer
-        self._sections: dict[int, _TrainerSection] = {}
+        self._stops: dict[int, Callable[[], bool]] = {}  # tell whether minibatches in flight have asked to stop
 
     @contextmanager
     def transferring(self, minibatch: int) -> Iterator[None]:
@@ -43,35 +43,23 @@ class TrainerCounters(Extension):
             set_counters(self._trainer, loops)
 
     def section(self, minibatch: int) -> UserSection:
-        self._sections[minibatch] = section = _TrainerSection(self._trainer, minibatch)
-        return section
+        trainer, own, stop = self._trainer, counters_ahead(self._trainer, minibatch), False
+
+        def exchange() -> None:
+            nonlocal own, stop
+            there = counters(trainer)
+            set_counters(trainer, own)
+            own, stop, trainer.should_stop = there, trainer.should_stop, stop
+
+        self._stops[minibatch] = lambda: stop
+        return SectionBetween(exchange, exchange)
 
     def arrived(self, minibatch: int) -> None:
-        if (section := self._sections.pop(minibatch, None)) is not None and section.should_stop:
+        if self._stops.pop(minibatch, bool)():
             self._trainer.should_stop = True
 
     def discarded(self) -> None:
-        self._sections.clear()
-
-
-class _TrainerSection:
-    """Has the Trainer hold a minibatch's counters and stop request. Made in Lightning's thread, before it starts."""
-
-    def __init__(self, trainer: L.Trainer, minibatch: int) -> None:
-        self.should_stop = False
-        self._trainer = trainer
-        self._loops = False
-        self._counters = counters_ahead(trainer, minibatch)
-        self._loops_counters = self._counters
-
-    def enter(self) -> None:
-        self._loops, self._trainer.should_stop = self._trainer.should_stop, self.should_stop
-        self._loops_counters = counters(self._trainer)
-        set_counters(self._trainer, self._counters)
-
-    def leave(self, for_good: bool = False) -> None:
-        set_counters(self._trainer, self._loops_counters)
-        self.should_stop, self._trainer.should_stop = self._trainer.should_stop, self._loops
+        self._stops.clear()
 
 
 @dataclass(eq=False)
