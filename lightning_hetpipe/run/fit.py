@@ -147,8 +147,7 @@ class Fit(Driver[Minibatch], TrainerRun):
         if isinstance(self._synchroniser, Synchroniser):
             shares = self._synchroniser.shares
             pace = Pace(lambda: self.pool.minibatches.values()) if shares is not None and shares.adapts else None
-            waves = self.synchronising, self.computing, self.unlocked, pace
-            cuts = WavesAndCuts(self._trainer, self._synchroniser, preemption, *waves)
+            cuts = WavesAndCuts(self._trainer, self._synchroniser, preemption, self, pace)
             self.extensions.add(*filter(None, [pace]), cuts)
         if self._settings.is_spread:
             self._stay_inline(self._settings)
