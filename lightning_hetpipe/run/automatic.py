@@ -16,11 +16,10 @@ from inspect import unwrap
 from torch import Tensor
 from torch.optim import SGD, Adam, Adamax, Muon, NAdam, Optimizer, RAdam, RMSprop, Rprop
 
-from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.lightning_private import has_step_hooks
 from lightning_hetpipe.rules.versions import POLICIES, STASH, WeightPolicy
 from lightning_hetpipe.run.around_step import Correction
-from lightning_hetpipe.run.prediction import PREFERRED, prediction_of
+from lightning_hetpipe.run.prediction import PREFERRED, lacks
 
 CORRECTED = Correction(updates=100, least=8)
 """Lower learning rates at the beginning, an eighth or less at first. The CNN of ``docs/staleness.md`` with SGD 0.05,
@@ -73,7 +72,7 @@ def automatic_policy(optimizer: Optimizer, *, clipped: bool) -> Automatic:
         return Automatic(STASH, f"{name} with little momentum, or none, learns no better from predicted weights")
     if not isinstance(optimizer, MEASURED) or not _steps_as_torch(optimizer):
         return Automatic(STASH, f"predictions were not measured with {name}; weights='pipeoptim' has one for any")
-    policy = next(policy for policy in PREFERRED if _has_rule(policy, optimizer))
+    policy = next(policy for policy in PREFERRED if lacks(policy, optimizer) is None)
     short = clipped and isinstance(optimizer, SGD)  # whose steps are as long as gradients are large
     corrected = None if short or policy == "xpipe" else CORRECTED
     return Automatic(POLICIES[policy], f"the optimizer is {name}", corrected)
@@ -82,14 +81,6 @@ def automatic_policy(optimizer: Optimizer, *, clipped: bool) -> Automatic:
 def _steps_as_torch(optimizer: Optimizer) -> bool:
     """Return True if the step of ``optimizer`` is torch's own, within the hooks that torch has put around it."""
     return str(unwrap(type(optimizer).step).__module__).startswith("torch.optim.")
-
-
-def _has_rule(policy: str, optimizer: Optimizer) -> bool:
-    try:
-        prediction_of(policy, optimizer)
-    except SettingError:
-        return False
-    return True
 
 
 def _averaged(group: dict[str, object]) -> float:

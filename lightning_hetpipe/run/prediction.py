@@ -43,10 +43,9 @@ class Prediction(AroundStep):
         try:
             return self._expected()
         except KeyError as missing:
-            raise SettingError(
-                f"weights='{self._policy}' predicts by {missing} in the optimizer's state, and the step of"
-                f" {type(self._optimizer).__name__} keeps none; set weights='pipeoptim', which suits any, or 'stash'"
-            ) from None
+            name = type(self._optimizer).__name__
+            by = f"{missing} in the optimizer's state, and the step of {name} keeps none"
+            raise _no_rule(self._policy, by) from None
 
     def _expected(self) -> Moves:
         found: dict[nn.Parameter, Move] = {}
@@ -137,24 +136,29 @@ def prediction_of(policy: str, optimizer: Optimizer, steps: Callable[[], int] = 
         SettingError: for an optimizer, or a setting of it, that the policy has no rule for.
     """
     check_hooks(optimizer, f"weights='{policy}'")
-    if policy == "pipeoptim":
-        return LastStep(optimizer, steps)
-    kinds, rule, groups = _RULES[policy]
+    if (by := lacks(policy, optimizer)) is not None:
+        raise _no_rule(policy, by)
+    return Prediction(optimizer, policy, _RULES[policy][1]) if policy in _RULES else LastStep(optimizer, steps)
+
+
+def lacks(policy: str, optimizer: Optimizer) -> str | None:
+    """Say by what ``policy`` predicts and ``optimizer`` does not have; None if the policy has a rule for it."""
+    if policy not in _RULES:
+        return None
+    kinds, _, groups = _RULES[policy]
     name = type(optimizer).__name__
     if not isinstance(optimizer, kinds):
         known = " or ".join(f"torch.optim.{kind.__name__}" for kind in kinds)
-        raise SettingError(
-            f"weights='{policy}' predicts by the state of {known}, and the optimizer is {name}; set"
-            " weights='pipeoptim', which suits any, or 'stash'"
-        )
+        return f"the state of {known}, and the optimizer is {name}"
     for group in optimizer.param_groups:
-        if wrong := {key: group[key] for key, is_right in groups.items() if not is_right(group[key])}:
-            key, value = next(iter(wrong.items()))
-            raise SettingError(
-                f"weights='{policy}' predicts by the momentum buffer of {name}, which says too little with"
-                f" {key}={value!r}; set weights='pipeoptim', which suits any, or 'stash'"
-            )
-    return Prediction(optimizer, policy, rule)
+        for key, is_right in groups.items():
+            if not is_right(group[key]):
+                return f"the momentum buffer of {name}, which says too little with {key}={group[key]!r}"
+    return None
+
+
+def _no_rule(policy: str, by: str) -> SettingError:
+    return SettingError(f"weights='{policy}' predicts by {by}; set weights='pipeoptim', which suits any, or 'stash'")
 
 
 PREFERRED = ("spectrain", "xpipe", "pipeoptim")
