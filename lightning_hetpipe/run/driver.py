@@ -93,7 +93,7 @@ class Driver(Generic[F]):
             self._step_over(self.begun())
 
     def around_user(self, number: int) -> tuple[Callable[[], Around], UserSection]:
-        """What is to be open around the user's step for minibatch ``number``, and around each section of it."""
+        """Return what to open around the user's step for minibatch ``number``, and around each section of it."""
         return partial(self.extensions.around, Extension.user_step, number), self.extensions.section(number)
 
     def finish(self, number: int, args: Sequence[Any]) -> F:

@@ -36,7 +36,7 @@ from lightning_hetpipe.run.run_settings import (
     nothing_to_recompute,
     trains_frozen_later,
 )
-from lightning_hetpipe.run.staleness_warning import check_staleness, has_batch_norm
+from lightning_hetpipe.run.stale_gradients import check_staleness, has_batch_norm
 from lightning_hetpipe.run.trainer_run import default_dtype_in
 from lightning_hetpipe.torch_private.tensors import pytree
 from lightning_hetpipe.workers.collectives import ahead

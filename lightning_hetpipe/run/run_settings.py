@@ -25,7 +25,7 @@ from lightning_hetpipe.pipeline.stage import BeforePass
 from lightning_hetpipe.placement.decision import Decide
 from lightning_hetpipe.rules.versions import STASH, WeightPolicy
 from lightning_hetpipe.run.around_step import Correction
-from lightning_hetpipe.run.automatic import Automatic
+from lightning_hetpipe.run.stale_gradients import Automatic
 from lightning_hetpipe.server.transport.security import Security
 
 

@@ -32,7 +32,7 @@ PREFIX = "[HetPipe]"
 """Prefix of our names, as Lightning has "[Strategy]" and "[Callback]" before its own."""
 
 LIGHTNINGS = ("fetch", "evaluation")
-"""What has a name of Lightning's own, so that profilers hear of it already."""
+"""Sections that have names of Lightning's own, so that profilers hear of them already."""
 
 
 @dataclass(eq=False)

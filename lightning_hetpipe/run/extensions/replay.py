@@ -127,7 +127,7 @@ class Replay(Extension):
                 error.add_note(call.where)
                 raise
 
-    def _make(self, call: Call) -> None:
+    def _make(self, call: RecordedCall) -> None:
         owner, name = call.redirect.owner, call.redirect.name
         shadow = self._shadows.get(id(owner))
         with nullcontext() if shadow is None else shadow.drawing(call.draws):
@@ -173,7 +173,7 @@ class Replay(Extension):
                     "configure_model, or set in_flight=1"
                 )
         kept_args, kept_kwargs = pytree.tree_map_only(Tensor, lambda t: t.detach().clone(), (args, kwargs))
-        record.append(Call(redirect, kept_args, kept_kwargs, caller()))
+        record.append(RecordedCall(redirect, kept_args, kept_kwargs, caller()))
 
     def _on_metric(self, redirect: Redirect, *args: Any, **kwargs: Any) -> Any:
         record, shadow = self._record.get(), self._shadows[id(redirect.owner)]
@@ -184,14 +184,14 @@ class Replay(Extension):
         # One clone serves both: with its graph for the value returned now, without it for the replay.
         live = pytree.tree_map_only(Tensor, Tensor.clone, (args, kwargs))
         kept_args, kept_kwargs = pytree.tree_map_only(Tensor, Tensor.detach, live)
-        call = Call(redirect, kept_args, kept_kwargs, caller())
+        call = RecordedCall(redirect, kept_args, kept_kwargs, caller())
         value = shadow.call(call, live, (earlier for record in self._records.values() for earlier in record))
         record.append(call)
         return value
 
 
 @dataclass(eq=False)
-class Call:
+class RecordedCall:
     """A call, made ahead of its step, of a metric's method, ``self.log`` or ``self.log_dict``.
 
     Attributes:
@@ -210,7 +210,7 @@ class Call:
     answer: Any = field(default=None, repr=False)
 
 
-Record = deque[Call]
+Record = deque[RecordedCall]
 """The calls of one minibatch's ``training_step`` that wait for their step, in order."""
 
 
@@ -229,7 +229,7 @@ class ShadowMetric:
         """Forgets the copy: the metrics were changed otherwise than by replay. The next call makes a new one."""
         self._copies = None
 
-    def call(self, call: Call, live: tuple[Any, Any], pending: Iterable[Call]) -> Any:
+    def call(self, call: RecordedCall, live: tuple[Any, Any], pending: Iterable[RecordedCall]) -> Any:
         """Makes ``call`` on the copy, with the ``live`` arguments (which may require grad); returns its value."""
         self._refuse_synchronisation(call)
         if self._copies is None:
@@ -258,7 +258,7 @@ class ShadowMetric:
                 generator.set_state(state)
             yield
 
-    def _apply(self, call: Call, arguments: tuple[Any, Any], draws: list[Tensor] | None) -> Any:
+    def _apply(self, call: RecordedCall, arguments: tuple[Any, Any], draws: list[Tensor] | None) -> Any:
         assert self._copies is not None
         method = getattr(self._copies[id(call.redirect.owner)], call.redirect.name)
         args, kwargs = arguments
@@ -276,7 +276,7 @@ class ShadowMetric:
         copy.deepcopy(list(self._modules.values()), memo)
         return {key: memo[key] for key in self._modules}
 
-    def _refuse_synchronisation(self, call: Call) -> None:
+    def _refuse_synchronisation(self, call: RecordedCall) -> None:
         for metric in self._modules.values():
             if not isinstance(metric, Metric):
                 continue
