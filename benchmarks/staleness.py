@@ -24,7 +24,7 @@ from benchmarks.results import replace_block
 from benchmarks.staleness_training import Recipe, accuracy, batches, by_loop, by_strategy, convolutions, digits, equal
 from lightning_hetpipe.rules.staleness import bearable_rate, steps_behind
 from lightning_hetpipe.rules.versions import POLICIES
-from lightning_hetpipe.run.staleness_warning import has_batch_norm, stepped
+from lightning_hetpipe.run.stale_gradients import has_batch_norm, stepped
 
 RESULTS = ROOT / "benchmarks" / "staleness.json"
 DOCS = ROOT / "docs" / "staleness.md"

@@ -17,8 +17,8 @@ from lightning_hetpipe.demo.digits import CLASSES, load, split
 from lightning_hetpipe.pipeline.live import NO_MOVES, Moves
 from lightning_hetpipe.rules.versions import POLICIES, Reading, Versions
 from lightning_hetpipe.run.around_step import AroundStep, Correction, RateCorrection, around_step
-from lightning_hetpipe.run.automatic import automatic_policy
 from lightning_hetpipe.run.prediction import Prediction, prediction_of
+from lightning_hetpipe.run.stale_gradients import automatic_policy
 
 BATCH = 32
 WITH_MOMENTUM = ("SGD", "RMSprop")

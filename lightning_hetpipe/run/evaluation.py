@@ -12,33 +12,57 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
+from functools import partial
 from typing import Any
 
 import lightning as L
 import torch
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import RunningStage
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
 
+from lightning_hetpipe.capture.evaluation_watch import EvaluationWatch
+from lightning_hetpipe.capture.interceptor import NOT_TAKEN, ModuleCall
+from lightning_hetpipe.capture.parity_check import compare
 from lightning_hetpipe.capture.pieces import Piece, named_pieces
 from lightning_hetpipe.capture.profiling import ProfilingInput
 from lightning_hetpipe.errors import SettingError
-from lightning_hetpipe.lightning_private import BEFORE_TRANSFER, EvaluatingLoop
+from lightning_hetpipe.lightning_private import (
+    BEFORE_TRANSFER,
+    DataFetcher,
+    DataLoaderIterFetcher,
+    EvaluatingLoop,
+    evaluation_arguments,
+    fetcher_of,
+    set_fetcher,
+)
 from lightning_hetpipe.pipeline.compile.compilation import compiled_calls_apart
+from lightning_hetpipe.pipeline.evaluator import EvaluationBatch, Evaluator
 from lightning_hetpipe.pipeline.operands import OperandsTogether
 from lightning_hetpipe.pipeline.random.generators import RandomGenerators
 from lightning_hetpipe.pipeline.stage import StageSettings
+from lightning_hetpipe.pipeline.user.batch_in_flight import current
+from lightning_hetpipe.pipeline.user.user_section import ProcessState, has_own_seed, own_state, seeds_of_torch
 from lightning_hetpipe.placement.decision import Decision
 from lightning_hetpipe.placement.layout import Layout, move_to_devices, place
 from lightning_hetpipe.placement.spread import Overflow
 from lightning_hetpipe.planning.search.split_points import partition_within, stage_times
 from lightning_hetpipe.planning.search.spread_plan import FULL
 from lightning_hetpipe.redirect import Redirect
-from lightning_hetpipe.run.evaluation_run import EvaluationRun
-from lightning_hetpipe.run.look_ahead import before_transfer
+from lightning_hetpipe.rules.versions import STASH, Versions
+from lightning_hetpipe.run.driver import Driver
+from lightning_hetpipe.run.extensions.minibatch_state import RandomStates, user_parts
+from lightning_hetpipe.run.extensions.module_attributes import Attributes
+from lightning_hetpipe.run.extensions.replay import Replay
+from lightning_hetpipe.run.extensions.shared_values import SHARED, CarriedState, SharedValues
+from lightning_hetpipe.run.lifecycle import Extension
+from lightning_hetpipe.run.look_ahead import LookAhead, before_transfer, prepared
+from lightning_hetpipe.run.piece_calls import PieceForwards, draws
 from lightning_hetpipe.run.run_settings import RunSettings
-from lightning_hetpipe.run.trainer_run import TrainerRun
+from lightning_hetpipe.run.trainer_run import TrainerRun, default_dtype_in
+from lightning_hetpipe.torch_private.tensors import version_counter
 
 _STAGES = {
     RunningStage.SANITY_CHECKING: "validation",
@@ -133,11 +157,6 @@ class Evaluation(TrainerRun):
 
     # What a run asks.
 
-    def overflow(self) -> Overflow:
-        """Overflow of the first batch, as long as weights lie on provisional stages."""
-        limits = self.settings.memory if self.layout is None else {}
-        return Overflow(self.module, self.settings.spread, limits)
-
     def plan(self, pieces: Sequence[Piece], default_dtype: torch.dtype | None) -> None:
         """Cuts the layers of ``pieces`` into stages, and moves them to their devices."""
         devices, wanted = self.settings.devices, self.settings.stages
@@ -164,12 +183,6 @@ class Evaluation(TrainerRun):
         is_within = all(own <= most for own, most in zip(taken, room, strict=True))
         return first if is_within else partition_within(times, sizes, room)
 
-    def stage_settings(self, default_dtype: torch.dtype | None) -> StageSettings:
-        settings = self.settings
-        return StageSettings(
-            self.generators, self.in_flight, settings.torch_threads, default_dtype, settings.before_pass
-        )
-
     def context(self, hook: str) -> AbstractContextManager[Any]:
         """Around the user's step ``hook``, what the precision plugin wants."""
         contexts = {
@@ -185,6 +198,219 @@ class Evaluation(TrainerRun):
             if name not in self._warned:
                 self._warned.add(name)
                 warnings.warn(f"the evaluation of '{name}' does not run in the pipeline: {reason}", stacklevel=2)
+
+
+class EvaluationRun(Driver[EvaluationBatch]):
+    """One run of the loop of ``evaluation``, from the first batch, which shows what there is."""
+
+    def __init__(self, evaluation: Evaluation) -> None:
+        super().__init__()
+        self._evaluation = evaluation
+        self._evaluator: Evaluator
+        self._ahead: tuple[DataFetcher, LookAhead] | None = None
+        self._steps = 0
+        self._hook = ""
+        self._seeds = seeds_of_torch()
+        self._reset = Redirect(evaluation.loop, "reset", self._on_reset)
+
+    def close(self) -> None:
+        with ExitStack() as stack:
+            stack.callback(self._reset.remove)
+            if self._ahead is not None:
+                fetcher, ahead = self._ahead
+                stack.callback(set_fetcher, self._evaluation.loop, fetcher)
+                stack.callback(ahead.close)
+            super().close()
+
+    def suspended(self) -> AbstractContextManager[None]:
+        """Suspend this run, for another run of the loop within it."""
+        return self._reset.suspended()
+
+    def step(self, hook: str, native: Callable[..., Any], *args: Any) -> Any:
+        """The loop's next step."""
+        if self._ahead is None:  # the user's step fetches batches itself
+            return native(*args)
+        self._steps += 1
+        if self._steps in self.pool.minibatches:
+            return self.finish(self._steps, args).output
+        return self._first(hook, native, *args) if self._steps == 1 else native(*args)
+
+    def _first(self, hook: str, native: Callable[..., Any], *args: Any) -> Any:
+        """The first step, in Lightning's own thread; then the pipeline takes over, if there is something for it."""
+        evaluation, settings, pieces = self._evaluation, self._evaluation.settings, self._evaluation.pieces
+        self._hook = hook
+        if seeds_of_torch() != self._seeds:
+            rank_zero_info(
+                "HetPipe: this evaluation does not run in the pipeline, because a hook has set a seed before its first"
+                " batch, and batches of a pipeline draw from random states of their own"
+            )
+            return native(*args)
+        settings.waited_in()
+        with own_state(self._state(1)):  # which depends on no thread's timing, as that of later batches
+            calls: list[nn.Module] = []
+            state = CarriedState(evaluation.module, calls)
+            state.watch([evaluation.module, *evaluation.parts])
+            watch = EvaluationWatch(
+                evaluation.module,
+                evaluation.names,
+                evaluation.generators,
+                self._tag(1),
+                capture_timeout=settings.capture_timeout,
+                known=pieces,
+                calls=calls,
+                on_apart=lambda module: state.watch(user_parts([module], ())),
+            )
+            # Weights lie on provisional stages as long as there is no layout.
+            limits = settings.memory if evaluation.layout is None else {}
+            overflow = Overflow(evaluation.module, settings.spread, limits)
+            with closing(state), watch.watching(), evaluation.operands.told(overflow):
+                output = native(*args)
+            pieces = watch.pieces
+            modules = {piece.module for piece in pieces}
+            evaluation.shared = evaluation.shared or (SHARED if watch.shares else state.found(modules))
+            if watch.apart:
+                evaluation.parts = user_parts(watch.apart.values(), modules)
+            evaluation.warn(watch.reasons)
+            for line in watch.without_graph:
+                rank_zero_info(line)
+        waited = settings.waited_in() is not None  # with the other virtual workers, which wait in each step
+        if pieces and evaluation.shared is not None:
+            names = "', '".join(piece.name for piece in pieces)
+            evaluation.warn({names: f"code around it changes {evaluation.shared}, which the next batch may read"})
+        elif pieces and not waited:
+            self._begin(pieces)
+        return output
+
+    def _on_reset(self, redirect: Redirect) -> None:
+        redirect.original()
+        fetcher = fetcher_of(self._evaluation.loop)
+        if fetcher is not None and not isinstance(fetcher, DataLoaderIterFetcher):
+            self._ahead = fetcher, LookAhead(fetcher, self)
+            set_fetcher(self._evaluation.loop, self._ahead[1])
+
+    # What the driver asks of the loop.
+
+    def begun(self) -> int:
+        return self._steps
+
+    def runs_ahead(self) -> bool:
+        return bool(self.pool.stages)
+
+    def ahead_limit(self) -> int:
+        return self.pool.in_flight
+
+    def prepare(self, batch: Any, dataloader_idx: int) -> Any:
+        return prepared(batch, dataloader_idx, self._evaluation.trainer, self._evaluation.precision)
+
+    def submit(self, number: int, batch: Any, batch_idx: int, dataloader_idx: int) -> None:
+        evaluation, evaluator, hook = self._evaluation, self._evaluator, self._hook
+        args = evaluation_arguments(evaluation.loop, hook, batch, batch_idx, dataloader_idx)
+
+        def step() -> Any:
+            with evaluation.context(hook), OperandsTogether(evaluation.settings.devices):
+                return getattr(evaluation.module, hook)(*args)
+
+        evaluator.launch(EvaluationBatch(evaluator, number, step, *self.around_user(number)))
+
+    # Random numbers.
+
+    def _tag(self, number: int | None = None) -> str:
+        """Names this evaluation, or its batch ``number``, for random numbers."""
+        trainer = self._evaluation.trainer
+        name = f"{trainer.state.stage} {trainer.global_step}"
+        return name if number is None else f"{name} {number}"
+
+    def _state(self, number: int) -> ProcessState:
+        """The process-wide state that batch ``number`` begins with."""
+        settings = self._evaluation.settings
+        return ProcessState.seeded(self._evaluation.run_seed, settings.virtual_worker, self._tag(number))
+
+    # The pipeline.
+
+    def _begin(self, pieces: Sequence[Piece]) -> None:
+        """The first batch is through: make the pipeline, through which calls of ``pieces`` go."""
+        evaluation, settings, module = self._evaluation, self._evaluation.settings, self._evaluation.module
+        context = partial(evaluation.context, self._hook)
+        default_dtype = default_dtype_in(context)
+        if evaluation.layout is None:
+            evaluation.plan(pieces, default_dtype)
+        layout, in_flight = evaluation.layout, evaluation.in_flight
+        assert layout is not None
+        self._evaluator = evaluator = Evaluator(
+            [(piece.name, piece.layers) for piece in evaluation.pieces],
+            layout.split_points,
+            layout.devices,
+            StageSettings(
+                evaluation.generators, in_flight, settings.torch_threads, default_dtype, settings.before_pass
+            ),
+            settings.timeout,
+            self._tag(),
+        )
+        versions = Versions(STASH, in_flight, empty_at=1)
+        self.extensions.add(EvaluatedPieces(evaluation, layout, evaluator, pieces, self._tag))
+        self.extensions.add(
+            UnchangedWeights(evaluation.pieces),
+            RandomStates(self._state),
+            Replay(module, context),
+            SharedValues(module, [piece.module for piece in evaluation.pieces], lambda: versions),
+            *[Attributes(part, lambda: versions) for part in (module, *evaluation.parts)],
+        )
+        self.start(evaluator)
+
+
+class UnchangedWeights(Extension):
+    """Refuses changes of weights and buffers of ``pieces`` while batches are in flight, as stages run the live ones."""
+
+    def __init__(self, pieces: Sequence[Piece]) -> None:
+        own = ((p.name, each) for p in pieces for each in (*p.module.named_parameters(), *p.module.named_buffers()))
+        self._before = [(f"{name}.{path}", tensor, version_counter(tensor)) for name, (path, tensor) in own]
+
+    def continues(self, version: int) -> None:
+        for name, tensor, counter in self._before:
+            if version_counter(tensor) != counter:
+                raise SettingError(
+                    f"'{name}' was changed by batch {version} of an evaluation, in forward or in a hook, while later"
+                    " batches were in flight; change it between evaluations, or set in_flight=1"
+                )
+
+
+class EvaluatedPieces(PieceForwards):
+    """Stands in for the ``forward`` of pieces of ``evaluation``, of which ``evaluator`` runs those ``pipelined``.
+
+    ``tag`` names a batch, for random numbers.
+    """
+
+    def __init__(
+        self,
+        evaluation: Evaluation,
+        layout: Layout,
+        evaluator: Evaluator,
+        pipelined: Sequence[Piece],
+        tag: Callable[[int], str],
+    ) -> None:
+        super().__init__(evaluation.pieces, layout, evaluator)
+        self._evaluation = evaluation
+        self._pipelined = pipelined
+        self._tag = tag
+
+    def through_pipeline(self, index: int, piece: Piece, call: ModuleCall) -> Any:
+        batch = current()
+        if not isinstance(batch, EvaluationBatch) or piece not in self._pipelined:
+            return NOT_TAKEN
+        if torch.is_grad_enabled() or any(part.training for part in piece.module.modules()):
+            return NOT_TAKEN
+        if has_own_seed() and draws(piece):
+            return NOT_TAKEN
+        try:
+            with call.own_forward():  # an input of a new kind is captured now
+                value = piece.value(call.args, call.kwargs)
+                if piece.captured is not None and piece.captured.changed(value) is not None:
+                    given, tag = (call.args, call.kwargs), self._tag(batch.number)
+                    compare(piece, given, value, self._evaluation.generators, tag, batch.calls[index])
+        except SettingError as error:
+            self._evaluation.warn({piece.name: str(error)})
+            return NOT_TAKEN
+        return batch.call(index, piece.name, value)
 
 
 def _bytes(module: nn.Module) -> int:

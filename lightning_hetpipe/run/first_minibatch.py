@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import gc
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,11 +27,17 @@ from lightning_hetpipe.placement.spread import Overflow
 from lightning_hetpipe.planning.model.units import in_bytes
 from lightning_hetpipe.reporting.report import batch_size
 from lightning_hetpipe.rules.versions import Versions
-from lightning_hetpipe.run.extensions.outside_parameters import OutsideParameters
-from lightning_hetpipe.run.lifecycle import Around, Extension
-from lightning_hetpipe.run.run_settings import RunSettings, check_resumed, nothing_to_recompute, trains_frozen_later
-from lightning_hetpipe.run.staleness_warning import check_staleness, has_batch_norm
-from lightning_hetpipe.run.user_step import UserStep
+from lightning_hetpipe.run.extensions.outside_parameters import OutsideParameters, States
+from lightning_hetpipe.run.lifecycle import Around
+from lightning_hetpipe.run.run_settings import (
+    RunSettings,
+    check_resumed,
+    loss_of,
+    nothing_to_recompute,
+    trains_frozen_later,
+)
+from lightning_hetpipe.run.stale_gradients import check_staleness, has_batch_norm
+from lightning_hetpipe.run.trainer_run import default_dtype_in
 from lightning_hetpipe.torch_private.tensors import pytree
 from lightning_hetpipe.workers.collectives import ahead
 from lightning_hetpipe.workers.synchroniser import NoSynchroniser, Synchroniser
@@ -66,15 +71,15 @@ def check_memory(module: nn.Module, optimizer: torch.optim.Optimizer, limits: Ma
             )
 
 
-Begin = Callable[[TrainingWatch, Decision, int, OutsideParameters], None]
+Begin = Callable[[TrainingWatch, Decision, int, States], None]
 """Begins the pipeline that was decided on.
 
-Called with what the watched step has shown, the decision on stages, Nm, and what the module has besides the pieces.
+Called with what the watched step has shown, the decision on stages, Nm, and the module's tensors before that step.
 """
 
 
 @dataclass(eq=False)
-class FirstMinibatch(Extension):
+class FirstMinibatch:
     """Watches the first minibatch of a fit in Lightning's own thread, and decides once its gradients are there.
 
     Then it calls ``begin`` for a pipeline; or ``stay``, which has something else take its place, where hand-overs would
@@ -85,7 +90,6 @@ class FirstMinibatch(Extension):
     precision: Precision
     settings: RunSettings
     generators: RandomGenerators
-    step: UserStep
     synchroniser: Synchroniser | NoSynchroniser
     operands: OperandsTogether
     state: Callable[[int], Around]
@@ -98,14 +102,14 @@ class FirstMinibatch(Extension):
         self._finetuned = trains_frozen_later(self.trainer)
         self._averaged = bool(callbacks_of(self.trainer, StochasticWeightAveraging))
         self._watch: TrainingWatch
-        self._outside: OutsideParameters
+        self._before: States
         self._waited: str | None = None  # the call, in the step, in which virtual workers have waited for each other
         self._samples = 1
 
-    @contextmanager
-    def inline_step(self, minibatch: int) -> Iterator[None]:
+    def step(self, minibatch: int, native: Callable[..., Any], args: Sequence[Any]) -> Any:
+        """Run ``native``, Lightning's own step, and watch it."""
         settings = self.settings
-        self._watch = TrainingWatch(
+        self._watch = watch = TrainingWatch(
             self._module,
             self._names,
             self.generators,
@@ -115,40 +119,39 @@ class FirstMinibatch(Extension):
             changed_later=self._changed_later,
             wants_graphs=settings.wants_graphs,
         )
-        self._outside = OutsideParameters(self._module)
+        self._before = OutsideParameters(self._module).seen
         torch.set_num_threads(settings.torch_threads)
         self._collect_garbage()
         check_memory(self._module, self.trainer.optimizers[0], settings.memory)
         settings.waited_in()
         overflow = Overflow(self._module, settings.spread, settings.memory, self.trainer.optimizers, self._finetuned)
-        with self._watch.watching(), self.operands.told(overflow), self.state(minibatch):
-            yield
+        with watch.watching(), self.operands.told(overflow), self.state(minibatch):
+            output = native(*args)
         self._waited = settings.waited_in()
-
-    def inline_output(self, minibatch: int, args: Sequence[Any], output: Any) -> None:
-        loss = self.step.loss_of(output)
+        loss = loss_of(output, self.trainer)
         with self.precision.train_step_context():
-            self._watch.check(loss, args[:1])
-        if apart := self._watch.apart:
+            watch.check(loss, args[:1])
+        if apart := watch.apart:
             rank_zero_info(apart.explanation())
             if apart.timed_out:
-                warnings.warn(apart.timeout_warning(self.settings.capture_timeout), stacklevel=2)
-        for line in self._watch.without_graph:
+                warnings.warn(apart.timeout_warning(settings.capture_timeout), stacklevel=2)
+        for line in watch.without_graph:
             rank_zero_info(line)
         self._samples = batch_size(args[0] if args else None)
+        return output
 
-    @contextmanager
-    def inline_backward(self, minibatch: int) -> Iterator[None]:
-        watch, outside = self._watch, self._outside
-        del self._watch, self._outside
-        yield
+    def backward(self, minibatch: int, native: Callable[[], None]) -> None:
+        """Run ``native``, Lightning's own backward, and begin what trains from the next minibatch on."""
+        watch, before = self._watch, self._before
+        del self._watch, self._before
+        native()
         decision = self._decide(watch)
         self._collect_garbage()
         if self._is_without_gain(watch, decision):
             self.stay()
         else:
             decision, in_flight = self._agreed(watch, decision)
-            self.begin(watch, decision, in_flight, outside)
+            self.begin(watch, decision, in_flight, before)
 
     def _collect_garbage(self) -> None:
         """Frees devices of what an earlier fit, or the capture, has left in cycles of references.
@@ -175,7 +178,7 @@ class FirstMinibatch(Extension):
             ProfilingInput(
                 watch.pieces,
                 self.generators,
-                self.step.default_dtype(),
+                default_dtype_in(self.precision.train_step_context),
                 self.trainer.optimizers[0],
                 samples=self._samples,
                 called=watch.called,

@@ -10,16 +10,18 @@ run as the first one.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, suppress
-from dataclasses import replace
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import lightning as L
 import torch
+from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor
 
+from lightning_hetpipe.capture.observation import refuse_leaves
 from lightning_hetpipe.capture.prepared_modules import look_through
 from lightning_hetpipe.capture.watch import TrainingWatch
 from lightning_hetpipe.emulation import Emulation
@@ -40,7 +42,7 @@ from lightning_hetpipe.pipeline.memory import keep_freed_memory
 from lightning_hetpipe.pipeline.operands import OperandsTogether
 from lightning_hetpipe.pipeline.random.generators import RandomGenerators
 from lightning_hetpipe.pipeline.stage import StageSettings
-from lightning_hetpipe.pipeline.user.minibatch import Minibatch
+from lightning_hetpipe.pipeline.user.minibatch import Minibatch, Step
 from lightning_hetpipe.pipeline.user.user_section import ProcessState, own_state
 from lightning_hetpipe.placement.decision import Decision
 from lightning_hetpipe.placement.layout import Layout, move_to_devices
@@ -48,7 +50,7 @@ from lightning_hetpipe.redirect import Redirect
 from lightning_hetpipe.reporting.report import RunReport
 from lightning_hetpipe.rules.versions import Versions, WeightPolicy
 from lightning_hetpipe.run import first_minibatch, spread_run
-from lightning_hetpipe.run.around_step import AroundStep, RateCorrection
+from lightning_hetpipe.run.around_step import AroundStep, RateCorrection, around_step
 from lightning_hetpipe.run.driver import Driver
 from lightning_hetpipe.run.evaluation import Evaluation
 from lightning_hetpipe.run.extensions.minibatch_state import (
@@ -59,28 +61,26 @@ from lightning_hetpipe.run.extensions.minibatch_state import (
     user_parts,
 )
 from lightning_hetpipe.run.extensions.module_attributes import Attributes
-from lightning_hetpipe.run.extensions.outside_parameters import OutsideParameters
+from lightning_hetpipe.run.extensions.outside_parameters import OutsideParameters, States
 from lightning_hetpipe.run.extensions.recording import Recording, profiled_sections, shown_to_profiler
 from lightning_hetpipe.run.extensions.replay import Replay
 from lightning_hetpipe.run.extensions.shared_values import SHARED, SharedValues
 from lightning_hetpipe.run.extensions.telemetry import Pace, Telemetry
 from lightning_hetpipe.run.extensions.waves_and_cuts import WavesAndCuts
 from lightning_hetpipe.run.first_minibatch import FirstMinibatch
-from lightning_hetpipe.run.gradients import clip_by_norm
-from lightning_hetpipe.run.lifecycle import NOTHING, Extension
+from lightning_hetpipe.run.gradients import clip_by_norm, deliver
+from lightning_hetpipe.run.lifecycle import NOTHING, Extension, opened
 from lightning_hetpipe.run.look_ahead import before_transfer, prepared
-from lightning_hetpipe.run.piece_calls import PieceCalls, Structure
+from lightning_hetpipe.run.piece_calls import PieceCalls
 from lightning_hetpipe.run.prediction import Prediction, prediction_of
 from lightning_hetpipe.run.preemption import Preemption
-from lightning_hetpipe.run.run_settings import RunSettings
+from lightning_hetpipe.run.run_settings import RunSettings, loss_of
 from lightning_hetpipe.run.spread_run import SpreadRun
-from lightning_hetpipe.run.steps import PipelinedSteps, SpreadSteps, Steps
-from lightning_hetpipe.run.trainer_run import TrainerRun
-from lightning_hetpipe.run.user_step import UserStep
+from lightning_hetpipe.run.trainer_run import TrainerRun, default_dtype_in
 from lightning_hetpipe.workers.synchroniser import NoSynchroniser, Synchroniser
 
 
-class Fit(TrainerRun):
+class Fit(Driver[Minibatch], TrainerRun):
     """One ``fit``, with its validation. At the end of training it gives its report to ``reported``."""
 
     def __init__(
@@ -92,37 +92,35 @@ class Fit(TrainerRun):
         synchroniser: Synchroniser | NoSynchroniser,
         reported: Callable[[RunReport], None],
     ) -> None:
-        super().__init__()
+        Driver.__init__(self)
+        TrainerRun.__init__(self)
         self._trainer = trainer
         self._module: L.LightningModule = trainer.lightning_module
         self._precision = precision
         window, before_pass = settings.timeline, settings.before_pass
         self._emulation = before_pass if isinstance(before_pass, Emulation) else None
-        self._recordings = [] if window is None else [Recording(trainer, window, settings.virtual_worker)]
-        for recording in self._recordings:
-            before_pass = recording.passes(before_pass)
-        settings = replace(settings, before_pass=shown_to_profiler(before_pass, trainer))
-        self._settings = settings
+        self._recording = None if window is None else Recording(trainer, window, settings.virtual_worker)
+        if self._recording is not None:
+            before_pass = self._recording.passes(before_pass)
+        self._settings = settings = replace(settings, before_pass=shown_to_profiler(before_pass, trainer))
         self._synchroniser = synchroniser
         self._reported = reported
-        self._driver: Driver[Minibatch] = Driver(self)
-        self._loss_scale = LossScale(precision, self._driver.unlocked)
-        self._user_step = UserStep(trainer, precision, self._loss_scale)
+        self._loss_scale = LossScale(precision, self.unlocked)
         self._generators = RandomGenerators(
             run_seed, settings.virtual_worker, deterministic=torch.are_deterministic_algorithms_enabled()
         )
         self._state = partial(ProcessState.seeded, run_seed, settings.virtual_worker)
         self._evaluation = Evaluation(trainer, trainer.fit_loop.epoch_loop.val_loop, precision, settings, run_seed)
         self._prediction: Prediction | None = None
-        self._stepped = 0  # Lightning's count of steps, after the last one that was asked of an optimizer
         self._correction: AroundStep = AroundStep()
         self._around: list[AroundStep] = []
-        self._steps = Steps(self._driver, self._around)
-        self._inline: list[Extension]  # of the minibatches that run in Lightning's own thread
+        self._inline: FirstMinibatch | SpreadRun  # runs minibatches while there is no pipeline
+        self._last = -1  # the minibatch of the last step, which an optimizer must not begin again
+        self._finished: Minibatch
+        self._moved = False  # the look-ahead may move batches to another device than the engine's root device
+        self._apart = False  # modules were taken apart, whose own code may make leaves that want no gradient
         self._compiled: list[Redirect] = []
         self._lacking: Callable[[], str] = lambda: first_minibatch.LACKING
-        self._looks_ahead = settings.in_flight != 1 or isinstance(synchroniser, Synchroniser)
-        self._stays = False  # in Lightning's own thread, without a pipeline
         self._report: Callable[[], RunReport] = RunReport
         self._is_reported = False
         self._operands = OperandsTogether(settings.devices)
@@ -136,33 +134,29 @@ class Fit(TrainerRun):
         epoch_loop = self._trainer.fit_loop.epoch_loop
         if len(set(self._settings.devices)) > 1:
             self._undo.callback(Redirect(self._precision, "clip_grad_by_norm", clip_by_norm).remove)
-        redirects = [
-            Redirect(epoch_loop, "run", self._run_epoch),
-            Redirect(epoch_loop.val_loop, "run", lambda redirect: self._steps.validate(redirect.original)),
-            Redirect(self._precision, "backward", self._backward),
-        ]
+        self._undo.callback(Redirect(epoch_loop, "run", self._run_epoch).remove)
+        self._undo.callback(Redirect(epoch_loop.val_loop, "run", self._validate).remove)
+        self._undo.callback(Redirect(self._precision, "backward", self._backward).remove)
         if not self._settings.is_spread:
             torch.set_num_threads(self._settings.torch_threads)
             keep_freed_memory()
-            redirects.append(Redirect(self._module, BEFORE_TRANSFER, before_transfer))
-        for redirect in reversed(redirects):
-            self._undo.callback(redirect.remove)
-        driver, extensions = self._driver, self._driver.extensions
+            self._undo.callback(Redirect(self._module, BEFORE_TRANSFER, before_transfer).remove)
         preemption = Preemption(self._trainer, self._synchroniser, self._settings.grace)
         self._undo.callback(preemption.close)
-        extensions.add(*self._recordings, *profiled_sections(self._trainer))
-        if isinstance(self._synchroniser, Synchroniser):  # after those, so that what they open is inside of its cut
+        self.extensions.add(*filter(None, [self._recording]), *profiled_sections(self._trainer))
+        if isinstance(self._synchroniser, Synchroniser):
             shares = self._synchroniser.shares
-            pace = Pace(driver.in_flight) if shares is not None and shares.adapts else None
-            waves = driver.synchronising, driver.computing, driver.unlocked, pace
-            extensions.add(*filter(None, [pace]), WavesAndCuts(self._trainer, self._synchroniser, preemption, *waves))
-        extensions.add(self._loss_scale)
-        self._inline = self._first_steps()
-        extensions.add(*self._inline)
+            pace = Pace(lambda: self.pool.minibatches.values()) if shares is not None and shares.adapts else None
+            cuts = WavesAndCuts(self._trainer, self._synchroniser, preemption, self, pace)
+            self.extensions.add(*filter(None, [pace]), cuts)
+        if self._settings.is_spread:
+            self._stay_inline(self._settings)
+        else:
+            self._inline = self._first_minibatch()
 
     def close(self) -> None:
         with self._undo:
-            self._undo.callback(self._driver.close)
+            self._undo.callback(super().close)
             self._undo.callback(self._let_go)
             if not self._is_reported:
                 self.finish_report()
@@ -171,54 +165,86 @@ class Fit(TrainerRun):
         workers = self._settings.virtual_worker, self._settings.virtual_workers
         report = replace(self._report(), virtual_worker=workers[0], virtual_workers=workers[1])
         self._is_reported = bool(report.stages)
-        for recording in self._recordings if report.stages else []:
-            timeline = recording.timeline([stage.device for stage in report.stages], report.in_flight)
+        if report.stages and self._recording is not None:
+            timeline = self._recording.timeline([stage.device for stage in report.stages], report.in_flight)
             report = replace(report, timeline=timeline)
-            recording.show(timeline)
+            self._recording.show(timeline)
         self._reported(report)
 
     def lacking(self) -> str:
         return self._evaluation.lacking() if self._trainer.evaluating else self._lacking()
 
     def last_changes(self) -> Sequence[Tensor | None]:
-        self._forget_changes_of_no_step()
         return () if self._prediction is None else self._prediction.saved()
 
     def restore_changes(self, changes: Sequence[Tensor | None]) -> None:
-        self._stepped = self._trainer.global_step
         if self._prediction is not None:
             self._prediction.restore(changes)
 
     def trained_in_flight(self, before: int) -> int:
-        return 1 if self.pipeline is None else self.pipeline.in_flight
+        return self.pool.in_flight
 
     # Lightning's step.
 
     def training_step(self, native: Callable[..., Any], *args: Any) -> Any:
-        return self._steps.step(self.begun(), native, args)
+        number, engine = self.begun(), self.pipeline
+        if engine is None:
+            return self._inline.step(number, native, args)
+        if number == self._last:
+            raise PipelineRefusal(
+                f"{type(self._trainer.optimizers[0]).__name__} evaluates the loss several times in one step, and a"
+                " pipeline runs each minibatch once; use another optimizer"
+            )
+        self._last = number
+        if number not in engine.minibatches:  # nothing runs ahead
+            self.publish(number - 1)
+            self._launch(engine, number, args)
+        self._finished = self.finish(number, args)
+        output = self._finished.output  # its loss is detached, as the gradients exist already
+        return output.detach() if isinstance(output, Tensor) else {**output, "loss": output["loss"].detach()}
 
     def _backward(self, redirect: Redirect, *args: Any, **kwargs: Any) -> None:
-        self._steps.backward(self.begun(), partial(redirect.original, *args, **kwargs))
+        """Hand the minibatch's gradients, which are there, to Lightning."""
+        number, engine = self.begun(), self.pipeline
+        if engine is None:
+            self._inline.backward(number, partial(redirect.original, *args, **kwargs))
+            return
+        found = self._finished.gradients
+        deliver(found, self._loss_scale.factor(self._finished.number))
+        found.clear()  # whoever still has the minibatch must not keep them beyond the next step
+        del self._finished
+        engine.delivered(number)
+        self.offer()
 
     def optimizer_step(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[None]:
-        self._stepped = self._trainer.global_step + 1
-        return self._steps.optimizer_step(optimizer)
-
-    def offer(self) -> None:
-        self._driver.offer()
+        return around_step(optimizer, self._around) if self._around else nullcontext()
 
     def evaluation_step(self, hook: str, native: Callable[..., Any], *args: Any) -> Any:
         return self._evaluation.evaluation_step(hook, native, *args)
 
     def _run_epoch(self, redirect: Redirect, fetcher: DataFetcher) -> None:
-        if not self._stays:
+        looks_ahead = False
+        if not isinstance(self._inline, SpreadRun):
             torch.set_num_threads(self._settings.torch_threads)
-        looks_ahead = self._looks_ahead and not isinstance(fetcher, DataLoaderIterFetcher)
+            if self._settings.in_flight != 1 or isinstance(self._synchroniser, Synchroniser):
+                looks_ahead = not isinstance(fetcher, DataLoaderIterFetcher)
+        self._last = -1  # a search for a learning rate begins with the same number again
         try:
-            self._driver.epoch(redirect.original, fetcher, looks_ahead)
+            self.epoch(redirect.original, fetcher, looks_ahead)
         except PipelineRefusal as refusal:
             refusal.way_out = self._settings.way_out
             raise
+
+    def _validate(self, redirect: Redirect) -> Any:
+        """Run Lightning's validation loop while what is in flight waits."""
+        number, engine = self.begun(), self.pipeline
+        if engine is not None:
+            with self.doing("drain", number):
+                engine.drain()
+        elif isinstance(self._inline, FirstMinibatch):  # a check before that
+            return redirect.original()
+        with self.extensions.around(Extension.evaluating, number), self.doing("evaluation", number):
+            return self._evaluation.run(redirect.original)
 
     # What the driver asks of the loop.
 
@@ -229,11 +255,10 @@ class Fit(TrainerRun):
         engine = self.pipeline
         return engine is not None and self._versions(engine.versions.policy, engine.in_flight, 0).runs_ahead
 
-    def limit(self, in_flight: int) -> int:
-        if self._trainer.should_stop:
+    def ahead_limit(self) -> int:
+        if self._trainer.should_stop or self.pipeline is None:
             return 1
-        if self.pipeline is not None:
-            in_flight = self.pipeline.versions.ahead(self.begun())
+        in_flight = self.pipeline.versions.ahead(self.begun())
         max_steps, accumulate = self._trainer.fit_loop.epoch_loop.max_steps, self._trainer.accumulate_grad_batches
         if max_steps == -1:
             return in_flight
@@ -244,59 +269,78 @@ class Fit(TrainerRun):
         return prepared(batch, 0, self._trainer, self._precision)
 
     def submit(self, number: int, batch: Any, batch_idx: int, dataloader_idx: int) -> None:
+        assert self.pipeline is not None
         if batch is None:
             raise SettingError(
                 "train_dataloader yielded None, for which no minibatch can be in flight; leave such batches out, or set"
                 " in_flight=1"
             )
         begun, in_epoch = begun_minibatches(self._trainer)
-        self._steps.submit(number, step_arguments(self._trainer, batch, in_epoch + number - begun - 1))
+        self._launch(self.pipeline, number, step_arguments(self._trainer, batch, in_epoch + number - begun - 1))
+
+    def _launch(self, engine: Engine, number: int, args: tuple[Any, ...]) -> None:
+        """Put minibatch ``number`` in flight, which ``training_step`` gets with ``args``."""
+        if self._moved:
+            args = move_data_to_device(args, engine.root_device)
+        context, section = self.around_user(number)
+        self._loss_scale.take(number)
+
+        def run() -> tuple[Any, Tensor]:
+            with self._precision.train_step_context():
+                output = self._module.training_step(*args)
+            return output, self._loss_scale.scaled(number, loss_of(output, self._trainer))
+
+        step = Step(
+            run=run,
+            check=lambda total, ours: refuse_leaves(self._module, ours, total, made_inside=self._apart),
+            # User code may meet live tensors, such as gradients, on the stages' devices.
+            context=lambda: opened([OperandsTogether(stage.device for stage in engine.stages), context()]),
+            section=section,
+        )
+        engine.submit(number, step)
+        if self._recording is not None:
+            self._recording.submitted(number, engine.minibatches[number].weights.version)
 
     # The pipeline.
 
-    def _first_steps(self) -> list[Extension]:
-        """Extensions for the minibatches that run in Lightning's own thread: all without a pipeline, else the first."""
-        settings = self._settings
-        if settings.is_spread:
-            return [self._spread_run(settings)]
+    def _first_minibatch(self) -> FirstMinibatch:
+        """Prepare for a pipeline, and make what runs the minibatch before it."""
+        settings, optimizer = self._settings, self._trainer.optimizers[0]
+        steps = partial(getattr, self._trainer, "global_step")
         self._undo.enter_context(compiled_calls_apart())
         if (preferred := settings.weights[0]).predicts:
-            self._prediction = prediction_of(preferred.name, self._trainer.optimizers[0])
+            self._prediction = prediction_of(preferred.name, optimizer, steps)
             self._around.append(self._prediction)
         if settings.lr_correction is not None:
-            self._correction = RateCorrection(
-                self._trainer.optimizers[0], settings.lr_correction, self._most_steps, lambda: self._trainer.global_step
-            )
+            self._correction = RateCorrection(optimizer, settings.lr_correction, self._most_steps, steps)
             self._around.append(self._correction)
         self._compiled = look_through(self._module, stages_compile=settings.compile is not None)
         self._undo.callback(self._run_compiled)
-        first = FirstMinibatch(
+        return FirstMinibatch(
             self._trainer,
             self._precision,
             settings,
             generators=self._generators,
-            step=self._user_step,
             synchroniser=self._synchroniser,
+            operands=self._operands,
             # The user's step draws the same numbers where a run is resumed, as in a runner.
             state=lambda number: own_state(self._state(number)) if settings.may_run_ahead else NOTHING,
             begin=self._begin,
             stay=self._stay,
-            operands=self._operands,
         )
-        return [first]
 
     def _run_compiled(self) -> None:
         """Let modules that the user has compiled run compiled again."""
         for redirect in self._compiled:
             redirect.remove()
 
-    def _spread_run(self, settings: RunSettings) -> SpreadRun:
-        self._stays, self._looks_ahead = True, False
-        run = SpreadRun(self._module, settings, self._driver.computed, self._operands)
-        self._steps = SpreadSteps(self._driver, self._around)
+    def _stay_inline(self, settings: RunSettings) -> None:
+        """Run the minibatches from the next one on in Lightning's own thread."""
+        noted = (lambda *_: None) if self._recording is None else self._recording.computed
+        self._inline = run = SpreadRun(self._module, settings, noted, self._operands)
+        self.extensions.add(run)
         self._report = run.report
         self._lacking = lambda: spread_run.LACKING
-        return run
 
     def _stay(self) -> None:
         """The first minibatch has shown that a pipeline is not worth it: the devices that have run it train on.
@@ -308,13 +352,13 @@ class Fit(TrainerRun):
         self._around.clear()
         self._run_compiled()
         torch.set_num_threads(self._plain_threads)
-        self._driver.extensions.replace(self._inline, self._spread_run(replace(self._settings, stages=1)))
+        self._stay_inline(replace(self._settings, stages=1))
 
-    def _begin(self, watch: TrainingWatch, decision: Decision, in_flight: int, outside: OutsideParameters) -> None:
+    def _begin(self, watch: TrainingWatch, decision: Decision, in_flight: int, before: States) -> None:
         """The first minibatch has shown what there is: a pipeline takes over, whose first version is the live one."""
-        settings, number, trainer, driver = self._settings, self.begun(), self._trainer, self._driver
+        settings, number, trainer = self._settings, self.begun(), self._trainer
         pieces, apart = watch.pieces, watch.apart
-        add, context = driver.extensions.add, self._precision.train_step_context
+        add, context = self.extensions.add, self._precision.train_step_context
         layout = Layout.of(pieces, decision)
         self._lacking = partial(layout.lacking, in_flight, settings.recompute)
         versions = partial(self._versions, decision.weights, in_flight)
@@ -323,7 +367,9 @@ class Fit(TrainerRun):
         self._around[:] = [
             each for each in self._around if in_flight > 1 and each in (self._prediction, self._correction)
         ]
-        moved = self._move(layout)
+        self._moved = layout.devices[-1] != trainer.strategy.root_device  # before the move
+        move_to_devices(layout, self._module, trainer.optimizers[0])
+        self._synchroniser.follow()
         worker = settings.virtual_worker if settings.virtual_workers > 1 else None
         stages = StagesApart(settings.elsewhere, settings.security, self._emulation, worker)
         self._undo.callback(stages.close)
@@ -335,7 +381,7 @@ class Fit(TrainerRun):
                 generators=self._generators,
                 in_flight=in_flight,
                 torch_threads=settings.torch_threads,
-                default_dtype=self._user_step.default_dtype(),
+                default_dtype=default_dtype_in(context),
                 before_pass=settings.before_pass,
                 recompute=settings.recompute,
                 compile=settings.compile,
@@ -360,48 +406,48 @@ class Fit(TrainerRun):
             engine.moves = self._moves
         modules = [piece.module for piece in pieces]
         way_out = "set in_flight=1" + (", or weights='sync'" if trainer.accumulate_grad_batches == 1 else "")
-        outside.leave_out(modules, engine.versioned, lambda: bool(driver.in_flight()), way_out)
         parts = user_parts(apart.modules.values(), modules)
         add(ModulesApart(apart.modules, modules, self._generators))
         if in_flight > 1:
+            outside = OutsideParameters(
+                self._module, modules, engine.versioned, lambda: bool(engine.minibatches), way_out
+            )
             if versions(number - 1).runs_ahead:
-                outside.check_step()
+                outside.check_step(before)
                 if apart.shared is not None:
                     raise apart.shared
             add(outside, TrainerCounters(trainer), RandomStates(self._state), Replay(self._module, context))
             add(SharedValues(self._module, modules, lambda: engine.versions, way_out))
-            for part in (self._module, *parts):  # after the stand-ins of Replay, which all see
+            for part in (self._module, *parts):
                 add(Attributes(part, lambda: engine.versions, way_out, engine.versioned_tensors))
-        calls = PieceCalls(pieces, layout, self._generators)
+        calls = PieceCalls(
+            pieces,
+            layout,
+            self._generators,
+            driver=self,
+            engine=engine,
+            context=context,
+            evaluates=self._evaluation.is_worth_it,
+        )
         for piece in pieces:
             piece.inputs.clear()  # the watched step's activations
             if piece.captured is not None:
-                piece.captured.exclusive = engine.compute_lock.exclusive
                 piece.captured.beside = [other.name for other in pieces if other is not piece]
         self._evaluation.take_over(pieces, layout, in_flight)
         self._evaluation.parts = parts
         self._evaluation.shared = SHARED if apart.shared else None
         telemetry = Telemetry(trainer, engine, layout, self._synchroniser.metrics)
         self._report = lambda: replace(telemetry.report(), taken_apart=apart.reasons)
-        self._steps = steps = PipelinedSteps(
-            driver,
-            self._around,
-            trainer,
-            engine,
-            training_step=self._user_step,
-            loss_scale=self._loss_scale,
-            evaluation=self._evaluation,
-            last=number,
-            moved=moved,
-            apart=bool(apart),
-        )
-        add(steps, Structure(driver, engine, calls, context, self._evaluation.is_worth_it), telemetry)
+        self._last, self._apart = number, bool(apart)
+        if in_flight > 1:
+            self._around.append(_Unlocked(engine, self._around))
+        add(calls, telemetry)
         self._lacking = engine.lacking
         self.pipeline, self.devices = engine, layout.devices
-        driver.start(engine)
+        self.start(engine)
         engine.begin(number - 1, forwards=number)
         stages.await_hosts()
-        telemetry.start()
+        telemetry.meter.start()  # what comes before is no time of training
 
     def _let_go(self) -> None:
         with suppress(HostLost):  # the fit fails with it already
@@ -413,14 +459,8 @@ class Fit(TrainerRun):
     def _moves(self) -> Moves:
         """Expected changes of parameters by the next step, with its own rate."""
         assert self._prediction is not None
-        self._forget_changes_of_no_step()
         with self._correction.stepping():
             return self._prediction.moves()
-
-    def _forget_changes_of_no_step(self) -> None:
-        """Predict by no older change where the user's ``optimizer_step`` has only called its closure since."""
-        if self._prediction is not None and self._trainer.global_step > self._stepped:
-            self._prediction.restore(())
 
     def _versions(self, policy: WeightPolicy, in_flight: int, version: int) -> Versions:
         """The versions from ``version`` on, at which the pipeline starts empty."""
@@ -430,9 +470,13 @@ class Fit(TrainerRun):
         versions.check(self._synchroniser.wave)
         return versions
 
-    def _move(self, layout: Layout) -> bool:
-        """Move layers to the stages' devices. Return True if the last stage is on another device than provisionally."""
-        moved: bool = layout.devices[-1] != self._trainer.strategy.root_device
-        move_to_devices(layout, self._module, self._trainer.optimizers[0])
-        self._driver.extensions.tell(Extension.placed)
-        return moved
+
+@dataclass(eq=False)
+class _Unlocked(AroundStep):
+    """Lets other user code run while the optimizer computes, unless something ``around`` that is secret."""
+
+    engine: Engine
+    around: Sequence[AroundStep]
+
+    def stepping(self) -> AbstractContextManager[None]:
+        return nullcontext() if any(each.is_secret for each in self.around) else self.engine.computing()

@@ -107,12 +107,12 @@ class LookAhead(DataFetcher):
             # Lightning has told us where a resumed epoch stands, and what to call around a fetch.
             self._inner.fetched = max(self._inner.fetched, self.fetched)
             share_profiling(self, self._inner)
-            self._redirects += with_workers(self._inner, self._driver.unlocked, self._driver.drain)
+            self._redirects += with_workers(self._inner, self._driver.unlocked, lambda: self._driver.pool.drain())
             self._first = False
         self._driver.next_batch()
         if not self._driver.runs_ahead():
             return self._next_of_loop()
-        limit = self._driver.ahead_limit()
+        limit = max(1, self._driver.ahead_limit())
         if self._failure is not None and not self._waiting:
             raise self._failure
         while len(self._waiting) < limit and self._failure is None and not (self._waiting and self._waiting[-1].done):
@@ -132,7 +132,7 @@ class LookAhead(DataFetcher):
                 self._failure = error  # it surfaces at its own batch
                 break
             number = self._next_number()
-            self._driver.loop.submit(number, fetched.ready.batch, fetched.batch_idx, fetched.dataloader_idx)
+            self._driver.submit(number, fetched.ready.batch, fetched.batch_idx, fetched.dataloader_idx)
             self._waiting.append(fetched)
         if len(self._waiting) > 1:  # memory that a loader fills again later belongs to a batch that is over
             self._first_batch = (None, {})
@@ -161,10 +161,10 @@ class LookAhead(DataFetcher):
 
     def _next_number(self) -> int:
         """The minibatch of the batch that is fetched next."""
-        return self._driver.loop.begun() + 1 + len(self._waiting)
+        return self._driver.begun() + 1 + len(self._waiting)
 
     def _fetch_of_inner(self) -> tuple[Any, int, int]:
-        with self._driver.extensions.around(Extension.fetching, self._next_number()):
+        with self._driver.doing("fetch", self._next_number()):
             fetched: tuple[Any, int, int] = next(self._inner)
             return fetched
 
@@ -174,8 +174,9 @@ class LookAhead(DataFetcher):
         self._look_for_reuse(batch)
         if is_copy := self._driver.copies_batches:
             batch = pytree.tree_map(_copied, batch)
-        with self._driver.extensions.around(Extension.transferring, self._next_number()):
-            ready = ReadyBatch(self._driver.loop.prepare(batch, dataloader_idx))
+        driver, number = self._driver, self._next_number()
+        with driver.doing("look_ahead", number), driver.extensions.around(Extension.transferring, number):
+            ready = ReadyBatch(driver.prepare(batch, dataloader_idx))
         return _Fetched(
             ready=ready,
             batch_idx=batch_idx,

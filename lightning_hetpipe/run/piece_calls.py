@@ -6,7 +6,7 @@ Stages follow changes of the live layers, other than of weights and buffers, whe
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -23,22 +23,36 @@ from lightning_hetpipe.pipeline.operands import OperandsTogether
 from lightning_hetpipe.pipeline.random.generators import RandomGenerators, drawing_nothing, draws_now
 from lightning_hetpipe.pipeline.user.batch_in_flight import current
 from lightning_hetpipe.pipeline.user.minibatch import Minibatch
+from lightning_hetpipe.pipeline.user.runner_pool import RunnerPool
 from lightning_hetpipe.pipeline.user.user_section import SectionBetween, UserSection, has_own_seed
 from lightning_hetpipe.placement.layout import Layout
 from lightning_hetpipe.run.driver import Driver
 from lightning_hetpipe.run.lifecycle import NOTHING, Around, Extension
 
 
-class PieceForwards:
-    """Stands in for the ``forward`` of each of ``pieces``, until its ``interceptor`` is removed.
+def draws(piece: Piece) -> bool:
+    """Tell whether a layer of ``piece`` draws random numbers now."""
+    return any(draws_now(layer.module) for layer in piece.layers)
 
-    Pieces are in the order of the user's step.
+
+class PieceForwards(Extension):
+    """Stands in for the ``forward`` of each of ``pieces``, which are in the order of the user's step.
+
+    What ``pool`` computes pauses while a piece is captured anew.
     """
 
-    def __init__(self, pieces: Sequence[Piece], layout: Layout) -> None:
+    def __init__(self, pieces: Sequence[Piece], layout: Layout, pool: RunnerPool[Any]) -> None:
         self._layout = layout
+        self._undo = ExitStack()
+        for captured in filter(None, [piece.captured for piece in pieces]):
+            self._undo.callback(setattr, captured, "exclusive", captured.exclusive)
+            captured.exclusive = pool.compute_lock.exclusive
         self._pieces = {piece.module: (index, piece) for index, piece in enumerate(pieces)}
         self.interceptor = Interceptor([(piece.name, piece.module) for piece in pieces], self._answer)
+        self._undo.callback(self.interceptor.remove)
+
+    def closed(self) -> None:
+        self._undo.close()
 
     def through_pipeline(self, index: int, piece: Piece, call: ModuleCall) -> Any:
         """Runs piece number ``index`` in the pipeline; ``NOT_TAKEN`` where that does not take the call."""
@@ -54,31 +68,60 @@ class PieceForwards:
 
 
 class PieceCalls(PieceForwards):
-    """Stands in for the ``forward`` of each of ``pieces`` in a fit.
+    """Stands in for the ``forward`` of each of ``pieces`` in a fit, and has the stages of ``engine`` follow the pieces.
 
-    Attributes:
-        fingerprint: Of the live layers, as they were when the stages copied them.
+    Args:
+        driver: The fit.
+        context: Opened while layers are captured anew.
+        evaluates: Tells whether an evaluation runs in a pipeline of its own, through the modules' own ``forward``.
     """
 
-    def __init__(self, pieces: Sequence[Piece], layout: Layout, generators: RandomGenerators) -> None:
-        super().__init__(pieces, layout)
+    def __init__(
+        self,
+        pieces: Sequence[Piece],
+        layout: Layout,
+        generators: RandomGenerators,
+        *,
+        driver: Driver[Minibatch],
+        engine: Engine,
+        context: Callable[[], Around],
+        evaluates: Callable[[], bool],
+    ) -> None:
+        super().__init__(pieces, layout, engine)
         self._generators = generators
-        self._first: int | None = None
+        self._driver, self._engine, self._context, self._evaluates = driver, engine, context, evaluates
+        self._first: int | None = None  # minibatch of the epoch, in which graphs are compared with their modules
         self._modes: list[bool] = []
-        self.fingerprint = Fingerprint(pieces)  # with the redirects, which are no change
+        self._fingerprint = Fingerprint(pieces)  # with the redirects, which are no change
 
     def epoch_begins(self, first: int) -> None:
-        """An epoch begins with minibatch ``first``, in which graphs are compared with their modules."""
         self._first = first
 
-    def follow(self) -> None:
-        """Captures anew what has changed; the copies of layers are made next, and then its fingerprint is taken."""
-        with self.interceptor.suspended():
-            self.fingerprint.follow()
+    def section(self, minibatch: int) -> UserSection:
+        """Note modes at the beginning of each section of ``training_step``, which must not change them."""
 
-    def take_modes(self) -> None:
-        """Note modes at the beginning of a section of ``training_step``, which must not change them."""
-        self._modes = self.fingerprint.modes()
+        def take_modes() -> None:
+            self._modes = self._fingerprint.modes()
+
+        return SectionBetween(take_modes, lambda: None)
+
+    def settled(self, version: int) -> None:
+        changed = self._fingerprint.changed()
+        if changed is None:
+            return
+        if not self._driver.restarts and self._driver.pool.minibatches:
+            raise SettingError(
+                f"'{changed}' of the pipelined layers was changed after minibatch {version}, while later minibatches"
+                " were in flight; change it at the start or end of an epoch, or set in_flight=1"
+            )
+        with self._context(), self.interceptor.suspended():
+            self._fingerprint.follow()
+        self._driver.restarts = True  # a pipeline of new copies starts empty
+        self._engine.copy_layers()
+        self._fingerprint.take()
+
+    def evaluating(self, minibatch: int) -> Around:
+        return self.interceptor.suspended() if self._evaluates() else NOTHING
 
     def through_pipeline(self, index: int, piece: Piece, call: ModuleCall) -> Any:
         minibatch = current()
@@ -91,7 +134,7 @@ class PieceCalls(PieceForwards):
                 value = piece.value(*given)
                 if piece.captured is not None and piece.captured.has_filled:
                     piece.captured.has_filled = False
-                    self.fingerprint.take()
+                    self._fingerprint.take()
                 if (captured := piece.captured) is not None and (
                     self._is_due(minibatch.number) or captured.autograd(value) is None or captured.changed(value)
                 ):
@@ -101,71 +144,24 @@ class PieceCalls(PieceForwards):
         with drawing_nothing():
             return minibatch.call(index, piece.name, (call.args, call.kwargs), prepare)
 
-    def _draws(self, index: int) -> bool:
-        return any(draws_now(layer.module) for layer in self.fingerprint.pieces[index].layers)
-
     def _is_due(self, minibatch: int) -> bool:
         """Tell whether graphs are compared though no change is known: ever more rarely, and in each epoch's first."""
         return minibatch == self._first or minibatch & (minibatch - 1) == 0
 
     def _check(self, index: int, name: str) -> None:
         """Refuses what ``training_step`` has done before it calls the piece ``name``, and copies would not follow."""
-        if has_own_seed() and self._draws(index):
+        if has_own_seed() and draws(self._fingerprint.pieces[index]):
             refuse_seeded(name)
-        changed = self.fingerprint.changed()
-        if changed is not None and not self.fingerprint.with_own_parameters(index):
+        changed = self._fingerprint.changed()
+        if changed is not None and not self._fingerprint.with_own_parameters(index):
             raise PipelineRefusal(
                 f"training_step calls '{name}' with other parameters than its own (as with"
                 " torch.func.functional_call), of which the pipeline keeps no versions; call it with its own"
             )
-        if changed is None and (other := self.fingerprint.other_mode(self._modes)) is not None:
+        if changed is None and (other := self._fingerprint.other_mode(self._modes)) is not None:
             changed = f"{other}.training"
         if changed is not None:
             raise PipelineRefusal(
                 f"training_step changes '{changed}' before it calls '{name}', which stages, that run copies, would see"
                 " too late; give it to the call as an argument, or change it in a callback at the start of an epoch"
             )
-
-
-@dataclass(eq=False)
-class Structure(Extension):
-    """Has the stages of ``engine`` follow the live layers that ``calls`` stands in for.
-
-    Attributes:
-        context: Opened while layers are captured anew.
-        evaluates: Tells whether an evaluation runs in a pipeline of its own, through the modules' own ``forward``.
-    """
-
-    driver: Driver[Minibatch]
-    engine: Engine
-    calls: PieceCalls
-    context: Callable[[], Around]
-    evaluates: Callable[[], bool]
-
-    def epoch_begins(self, first: int) -> None:
-        self.calls.epoch_begins(first)
-
-    def section(self, minibatch: int) -> UserSection:
-        """Note the modes of the pipelined modules at the beginning of each section, which must not change them."""
-        return SectionBetween(self.calls.take_modes, lambda: None)
-
-    def settled(self, version: int) -> None:
-        changed = self.calls.fingerprint.changed()
-        if changed is None:
-            return
-        if not self.driver.restarts and self.driver.in_flight():
-            raise SettingError(
-                f"'{changed}' of the pipelined layers was changed after minibatch {version}, while later minibatches"
-                " were in flight; change it at the start or end of an epoch, or set in_flight=1"
-            )
-        with self.context():
-            self.calls.follow()
-        self.driver.restarts = True  # a pipeline of new copies starts empty
-        self.engine.copy_layers()
-        self.calls.fingerprint.take()
-
-    def evaluating(self, minibatch: int) -> Around:
-        return self.calls.interceptor.suspended() if self.evaluates() else NOTHING
-
-    def closed(self) -> None:
-        self.calls.interceptor.remove()

@@ -8,7 +8,7 @@ for SGD with momentum at a constant rate the first and the last are the same, we
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -43,10 +43,9 @@ class Prediction(AroundStep):
         try:
             return self._expected()
         except KeyError as missing:
-            raise SettingError(
-                f"weights='{self._policy}' predicts by {missing} in the optimizer's state, and the step of"
-                f" {type(self._optimizer).__name__} keeps none; set weights='pipeoptim', which suits any, or 'stash'"
-            ) from None
+            name = type(self._optimizer).__name__
+            by = f"{missing} in the optimizer's state, and the step of {name} keeps none"
+            raise _no_rule(self._policy, by) from None
 
     def _expected(self) -> Moves:
         found: dict[nn.Parameter, Move] = {}
@@ -66,26 +65,39 @@ class Prediction(AroundStep):
 
 
 class LastStep(Prediction):
-    """Prediction by what the last step of ``optimizer`` has changed; a step that was skipped has changed nothing."""
+    """Prediction by what the last step of ``optimizer`` has changed; a step that was skipped has changed nothing.
 
-    def __init__(self, optimizer: Optimizer) -> None:
+    So has a step of which the user's ``optimizer_step`` has only called the closure: it is among the ``steps`` that
+    Lightning has counted, and was not asked of the optimizer.
+    """
+
+    def __init__(self, optimizer: Optimizer, steps: Callable[[], int] = lambda: 0) -> None:
         super().__init__(optimizer, "pipeoptim", lambda group, state: None)
+        self._steps = steps
         self._changes: dict[nn.Parameter, Tensor] = {}
         self._room: dict[nn.Parameter, Tensor] = {}
+        self._stepped = 0  # the count after the last step that was asked of the optimizer
 
     def moves(self) -> Moves:
-        return {parameter: Move(change) for parameter, change in self._changes.items() if parameter.requires_grad}
+        return {parameter: Move(change) for parameter, change in self._known() if parameter.requires_grad}
 
     def saved(self) -> Sequence[Tensor | None]:
-        return [self._changes.get(parameter) for parameter in self._parameters()]
+        known = dict(self._known())
+        return [known.get(parameter) for parameter in self._parameters()]
 
     def restore(self, saved: Sequence[Tensor | None]) -> None:
+        self._stepped = self._steps()
         given = zip(self._parameters(), saved, strict=False)
         self._changes = self._room = {parameter: change for parameter, change in given if change is not None}
 
+    def _known(self) -> Iterable[tuple[nn.Parameter, Tensor]]:
+        if self._steps() > self._stepped:
+            self.restore(())
+        return self._changes.items()
+
     @contextmanager
     def asked(self) -> Iterator[None]:
-        before = self._changes
+        before, self._stepped = self._changes, self._steps() + 1
         yield
         if self._changes is before:
             self._changes = {}
@@ -117,31 +129,36 @@ class LastStep(Prediction):
         return [each for group in self._optimizer.param_groups for each in group["params"]]
 
 
-def prediction_of(policy: str, optimizer: Optimizer) -> Prediction:
-    """The prediction of the weight policy of that name.
+def prediction_of(policy: str, optimizer: Optimizer, steps: Callable[[], int] = lambda: 0) -> Prediction:
+    """The prediction of the weight policy of that name; ``steps`` gives Lightning's count of optimizer steps.
 
     Raises:
         SettingError: for an optimizer, or a setting of it, that the policy has no rule for.
     """
     check_hooks(optimizer, f"weights='{policy}'")
-    if policy == "pipeoptim":
-        return LastStep(optimizer)
-    kinds, rule, groups = _RULES[policy]
+    if (by := lacks(policy, optimizer)) is not None:
+        raise _no_rule(policy, by)
+    return Prediction(optimizer, policy, _RULES[policy][1]) if policy in _RULES else LastStep(optimizer, steps)
+
+
+def lacks(policy: str, optimizer: Optimizer) -> str | None:
+    """Say by what ``policy`` predicts and ``optimizer`` does not have; None if the policy has a rule for it."""
+    if policy not in _RULES:
+        return None
+    kinds, _, groups = _RULES[policy]
     name = type(optimizer).__name__
     if not isinstance(optimizer, kinds):
         known = " or ".join(f"torch.optim.{kind.__name__}" for kind in kinds)
-        raise SettingError(
-            f"weights='{policy}' predicts by the state of {known}, and the optimizer is {name}; set"
-            " weights='pipeoptim', which suits any, or 'stash'"
-        )
+        return f"the state of {known}, and the optimizer is {name}"
     for group in optimizer.param_groups:
-        if wrong := {key: group[key] for key, is_right in groups.items() if not is_right(group[key])}:
-            key, value = next(iter(wrong.items()))
-            raise SettingError(
-                f"weights='{policy}' predicts by the momentum buffer of {name}, which says too little with"
-                f" {key}={value!r}; set weights='pipeoptim', which suits any, or 'stash'"
-            )
-    return Prediction(optimizer, policy, rule)
+        for key, is_right in groups.items():
+            if not is_right(group[key]):
+                return f"the momentum buffer of {name}, which says too little with {key}={group[key]!r}"
+    return None
+
+
+def _no_rule(policy: str, by: str) -> SettingError:
+    return SettingError(f"weights='{policy}' predicts by {by}; set weights='pipeoptim', which suits any, or 'stash'")
 
 
 PREFERRED = ("spectrain", "xpipe", "pipeoptim")

@@ -19,13 +19,13 @@ from torch.nn.parameter import is_lazy
 
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.hosts.stages_apart import StageElsewhere as StageElsewhere
-from lightning_hetpipe.lightning_private import callbacks_of
+from lightning_hetpipe.lightning_private import callbacks_of, closure_loss
 from lightning_hetpipe.pipeline.recorder import Window
 from lightning_hetpipe.pipeline.stage import BeforePass
 from lightning_hetpipe.placement.decision import Decide
 from lightning_hetpipe.rules.versions import STASH, WeightPolicy
 from lightning_hetpipe.run.around_step import Correction
-from lightning_hetpipe.run.automatic import Automatic
+from lightning_hetpipe.run.stale_gradients import Automatic
 from lightning_hetpipe.server.transport.security import Security
 
 
@@ -162,12 +162,15 @@ def check_batchnorm(sync_batchnorm: bool) -> None:
         )
 
 
-def checked_loss(loss: Tensor | None) -> Tensor:
-    """Return ``loss``, if a backward pass can start from it; autograd's own errors would not say whose it is.
+def loss_of(output: Any, trainer: L.Trainer) -> Tensor:
+    """Return the loss in the ``output`` of ``training_step``, if a backward pass can start from it.
+
+    Autograd's own errors would not say whose loss it is.
 
     Raises:
         SettingError: for no loss, several numbers, or a loss that depends on no parameter.
     """
+    loss = closure_loss(output, trainer.accumulate_grad_batches)
     if loss is None:
         raise SettingError(
             "training_step returned None to skip the step, which a pipeline, where later minibatches count on every"

@@ -9,7 +9,7 @@ run. On several devices, the operands of each operation are brought together
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
@@ -29,7 +29,8 @@ from lightning_hetpipe.placement.spread import Overflow
 from lightning_hetpipe.planning.search.spread_plan import divided
 from lightning_hetpipe.reporting.report import Meter, RunReport, StageReport
 from lightning_hetpipe.rules.schedule import BACKWARD, FORWARD
-from lightning_hetpipe.run.lifecycle import Around, Extension
+from lightning_hetpipe.run.extensions.telemetry import Metered
+from lightning_hetpipe.run.lifecycle import NOTHING
 from lightning_hetpipe.run.run_settings import RunSettings, nothing_to_recompute, trains_frozen_later
 
 LACKING = (
@@ -40,7 +41,7 @@ LACKING = (
 
 
 @dataclass(eq=False)
-class SpreadRun(Extension):
+class SpreadRun(Metered):
     """Steps of a fit without a pipeline, of which it keeps the numbers."""
 
     module: L.LightningModule
@@ -55,59 +56,46 @@ class SpreadRun(Extension):
         self._names = named_pieces(self.module, settings.module)
         self._called: set[str] = set()  # of the modules that the setting ``module`` names
         self._last: int | None = None  # the minibatch that was counted last; the first one is not
-        self._meter = Meter(0)
+        self.meter = Meter(0)
         self._busy = 0.0
         self._is_busy = False
 
-    @contextmanager
-    def inline_step(self, minibatch: int) -> Iterator[None]:
-        with ExitStack() as stack:
-            if self._last is None:
-                stack.enter_context(self._noting_calls())
-            stack.enter_context(self.operands.told(self._overflow))
-            stack.enter_context(self._busily(FORWARD, minibatch))
-            yield
-
-    def inline_output(self, minibatch: int, args: Sequence[Any], output: Any) -> None:
+    def step(self, minibatch: int, native: Callable[..., Any], args: Sequence[Any]) -> Any:
+        """Run ``native``, Lightning's own step."""
+        with (
+            self._noting_calls() if self._last is None else NOTHING,
+            self.operands.told(self._overflow),
+            self._busily(FORWARD, minibatch),
+        ):
+            output = native(*args)
         if self._last is None:
             self._begin()
         elif minibatch != self._last:  # an optimizer may evaluate the loss again
-            self._meter.count(args[0] if args else None)
+            self.meter.count(args[0] if args else None)
         self._last = minibatch
+        return output
 
-    def inline_backward(self, minibatch: int) -> Around:
-        return self._busily(BACKWARD, minibatch)
-
-    def epoch_begins(self, first: int) -> None:
-        if self._last is not None:
-            self._meter.start()
-
-    @contextmanager
-    def evaluating(self, minibatch: int) -> Iterator[None]:
-        self._meter.stop()
-        yield
-        if self._last is not None:
-            self._meter.start()
-
-    def epoch_ends(self) -> None:
-        self._meter.stop()
+    def backward(self, minibatch: int, native: Callable[[], None]) -> None:
+        """Run ``native``, Lightning's own backward."""
+        with self._busily(BACKWARD, minibatch):
+            native()
 
     def report(self) -> RunReport:
         if self._last is None:
             return RunReport()
-        self._meter.stop()
-        seconds, stages = max(self._meter.seconds, 1e-9), self._stages()
+        self.meter.stop()
+        seconds, stages = max(self.meter.seconds, 1e-9), self._stages()
         whole = len(stages) == 1  # the time of one stage of several is not known
         return RunReport(
             in_flight=1,
-            minibatches=self._meter.minibatches,
-            samples_per_second=self._meter.samples / seconds,
+            minibatches=self.meter.minibatches,
+            samples_per_second=self.meter.samples / seconds,
             stages=[
                 StageReport(
                     device=device_name(device),
                     layers=list(layers),
                     layer_types=[type(layer).__name__ for layer in layers.values()],
-                    time_s=self._busy / max(1, self._meter.minibatches) if whole else 0.0,
+                    time_s=self._busy / max(1, self.meter.minibatches) if whole else 0.0,
                     busy=min(1.0, self._busy / seconds) if whole else None,
                     parameters=sum(each.numel() for each in (self.module if whole else own).parameters()),
                     device_bytes=device_bytes(device),
@@ -126,7 +114,7 @@ class SpreadRun(Extension):
         if self.settings.recompute:
             nothing_to_recompute()
         self._busy = 0.0
-        self._meter.start()
+        self.meter.start()
 
     def _stages(self) -> list[tuple[torch.device, dict[str, nn.Module]]]:
         """The layers as far as these can be seen without a graph, by their devices; on one device, by their sizes."""

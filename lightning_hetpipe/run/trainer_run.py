@@ -65,3 +65,10 @@ class TrainerRun:
     def evaluation_step(self, hook: str, native: Callable[..., Any], *args: Any) -> Any:
         """Run ``native``, the strategy's own step ``hook``, or take its output from the pipeline."""
         return native(*args)
+
+
+def default_dtype_in(context: Callable[[], AbstractContextManager[Any]]) -> torch.dtype | None:
+    """The default dtype within ``context``, which a precision plugin gives; None where that is the process's."""
+    with context():
+        inside = torch.get_default_dtype()
+    return None if inside is torch.get_default_dtype() else inside

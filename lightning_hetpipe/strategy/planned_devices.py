@@ -27,9 +27,8 @@ from lightning_hetpipe.planning.search.split_points import partition
 from lightning_hetpipe.planning.search.spread_plan import FROZEN
 from lightning_hetpipe.rules.versions import POLICIES, STASH
 from lightning_hetpipe.run.around_step import Correction
-from lightning_hetpipe.run.automatic import automatic_policy
 from lightning_hetpipe.run.run_settings import RunSettings, trains_frozen_later
-from lightning_hetpipe.run.staleness_warning import is_clipped
+from lightning_hetpipe.run.stale_gradients import automatic_policy, is_clipped
 from lightning_hetpipe.strategy import compile_setting, host_setting, relations
 from lightning_hetpipe.strategy.virtual_workers import VirtualWorkers
 from lightning_hetpipe.workers.weight_copies import copies_kept

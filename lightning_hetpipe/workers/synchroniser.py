@@ -41,6 +41,9 @@ class NoSynchroniser:
     def hold(self, holder: Callable[[Channel, Tensor], WeightHolder], machine: Callable[[Tensor], str]) -> None:
         """Nothing is sent."""
 
+    def follow(self) -> None:
+        """There are no copies."""
+
     def let_go(self) -> None:
         """There are no copies."""
 

@@ -17,7 +17,7 @@ from benchmarks.staleness import FIRST, GOOD, sgd, warned
 from benchmarks.staleness_training import Recipe, by_loop
 from lightning_hetpipe.rules.staleness import BATCH_NORM, LIMIT, NORMALISED, PREDICTED, PREDICTED_AND_CLIPPED
 from lightning_hetpipe.rules.versions import POLICIES
-from lightning_hetpipe.run.staleness_warning import stepped
+from lightning_hetpipe.run.stale_gradients import stepped
 from tests.support.marks import quick
 
 KEPT: dict[str, Any] = json.loads(staleness.RESULTS.read_text())

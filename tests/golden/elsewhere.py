@@ -56,7 +56,7 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
         "EvaluationWatch._try#5",
     ),
     "exact/test_between.py::test_contents_that_change_while_minibatches_are_in_flight_are_refused": (
-        "Structure.settled",
+        "PieceCalls.settled",
     ),
     "exact/test_captured_changes.py::test_inputs_of_too_many_kinds": ("Captured.value",),
     "exact/test_captured_changes.py::test_what_no_graph_can_do": (
@@ -140,7 +140,7 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
     ),
     "run/test_refusals.py::test_a_gradient_through_a_piece": ("_PieceBoundary.backward",),
     "run/test_replay.py::test_a_value_read_ahead_is_refused_if_a_callback_then_changes_the_metric": (
-        "MetricCall.replay",
+        "Replay._make",
     ),
     "run/test_shared_values.py::test_a_step_that_changes_what_lies_deep_is_refused": (
         "Attributes._end_copies#2",

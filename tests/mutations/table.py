@@ -31,9 +31,9 @@ _ENGINE = "tests/pipeline/test_engine.py"
 _SHARD = "tests/server/test_protocol_shard.py"
 _STORIES = "tests/server/test_protocol_stories.py"
 
-EARLY_PUBLISH = """if not isinstance(self, PipelinedSteps):
+EARLY_PUBLISH = """engine, version = self.pipeline, self._last
+        if engine is None:
             return nullcontext()
-        engine, version, around = self.engine, self.last, self.around
 
         class Early(AroundStep):
             def asked(self):
@@ -44,7 +44,7 @@ EARLY_PUBLISH = """if not isinstance(self, PipelinedSteps):
             def stepping(self):
                 return nullcontext()
 
-        return around_step(optimizer, [*around, Early()])
+        return around_step(optimizer, [*self._around, Early()])
 """
 
 MUTATIONS = (
@@ -76,8 +76,8 @@ MUTATIONS = (
     Mutation(
         "L1",
         "a version is published before callbacks had their say",
-        "run/steps.py",
-        "return around_step(optimizer, self.around) if self.around else nullcontext()",
+        "run/fit.py",
+        "return around_step(optimizer, self._around) if self._around else nullcontext()",
         EARLY_PUBLISH,
         ("tests/exact/test_outsiders.py", "-k", "weights_that_a_callback_edits"),
     ),
@@ -161,9 +161,9 @@ MUTATIONS = (
         "run/driver.py",
         "        self._step_over(version)\n        tell(",
         """        if not self.restarts:
-            pipeline = self._pipeline
-            pipeline.publish(version)
-            pipeline.publish = lambda version: vars(pipeline).pop("publish")
+            pool = self.pool
+            pool.publish(version)
+            pool.publish = lambda version: vars(pool).pop("publish")
         self._step_over(version)
         tell(""",
         ("tests/wsp/test_exact.py", "-k", "three", "-m", "slow"),
@@ -359,7 +359,7 @@ MUTATIONS = (
         "L8",
         "Lightning's thread keeps the lock while it waits",
         "run/driver.py",
-        "return nullcontext() if self._pipeline is None or current() is not None else self._pipeline.unlocked()",
+        "return nullcontext() if current() is not None else self.pool.unlocked()",
         "return nullcontext()",
         ("tests/exact/test_data.py", "-k", "next_batch"),
     ),
@@ -402,16 +402,16 @@ MUTATIONS = (
         "L9",
         "what a step has logged is replayed one step late",
         "run/extensions/replay.py",
-        "self.replay(self._records.pop(minibatch.number))",
-        "self.replay(self._records.pop(minibatch.number - 1, Record()))",
+        "self._make_all(self._records[minibatch.number])",
+        "late, self.late = getattr(self, 'late', deque()), self._records[minibatch.number]; self._make_all(late)",
         ("tests/exact/test_outsiders.py", "-k", "logged or metrics"),
     ),
     Mutation(
         "L9",
         "a discarded minibatch leaves its logs",
         "run/extensions/replay.py",
-        "self.discard(self._records.popitem()[1])",
-        "self.replay(self._records.popitem()[1])",
+        "            self._records.clear()",
+        "            self._make_all(self._records.popitem()[1])",
         (
             "tests/exact/test_interruptions.py",
             "tests/parity/test_pairs.py",
@@ -455,8 +455,8 @@ MUTATIONS = (
         "L9",
         "a request to stop takes effect before its step",
         "run/extensions/minibatch_state.py",
-        "self.should_stop, self._trainer.should_stop = self._trainer.should_stop, self._loops",
-        "self.should_stop = self._trainer.should_stop",
+        "own, stop, trainer.should_stop = there, trainer.should_stop, stop",
+        "own, stop = there, trainer.should_stop",
         ("tests/run/test_user_sections.py", "-k", "stop"),
     ),
     # Sums.

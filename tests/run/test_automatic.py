@@ -15,7 +15,7 @@ from lightning_hetpipe import HetPipeStrategy
 from lightning_hetpipe.placement.measuring import optimizer_name
 from lightning_hetpipe.planning.model.stage_memory import planned_policies
 from lightning_hetpipe.rules.versions import STASH
-from lightning_hetpipe.run.automatic import CORRECTED, automatic_policy
+from lightning_hetpipe.run.stale_gradients import CORRECTED, automatic_policy
 from tests.exact.running import assert_equal, expect, fit
 from tests.oracle import Recipe
 from tests.support.models import ADAMW, decay, mlp, vectors

@@ -75,7 +75,8 @@ class Runs(L.Callback):
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self.cuts is None:
             synchroniser = cast(Synchroniser, self.others)
-            self.cuts = WavesAndCuts(trainer, synchroniser, Preemption(trainer, synchroniser, 30.0), nullcontext)
+            alone = cast(Any, SimpleNamespace(synchronising=nullcontext, computing=nullcontext, unlocked=nullcontext))
+            self.cuts = WavesAndCuts(trainer, synchroniser, Preemption(trainer, synchroniser, 30.0), alone)
         self.cuts.epoch_begins(begun_minibatches(trainer)[0] + 1)
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

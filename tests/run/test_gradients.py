@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_hetpipe.run import steps
+from lightning_hetpipe.run import fit
 from lightning_hetpipe.run.gradients import deliver
 from tests.support.models import mlp, vectors
 from tests.support.strategies import stashing
@@ -67,7 +67,7 @@ def test_no_finished_minibatch_keeps_gradients_that_weights_have(monkeypatch: py
         handed.append(gradients)
         deliver(gradients, factor)
 
-    monkeypatch.setattr(steps, "deliver", noting)
+    monkeypatch.setattr(fit, "deliver", noting)
     quiet_trainer(stashing(stages=2, in_flight=2)).fit(mlp(), vectors(20, 4))
     assert len(handed) == 4  # the first minibatch runs in Lightning's own thread
     assert not any(handed)

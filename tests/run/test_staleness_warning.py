@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from lightning_hetpipe.run.staleness_warning import check_staleness
+from lightning_hetpipe.run.stale_gradients import check_staleness
 from lightning_hetpipe.workers.synchroniser import NoSynchroniser, Synchroniser
 from tests.support.small import Learner, batches, pipeline
 from tests.support.trainers import quiet_trainer

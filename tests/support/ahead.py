@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import count
+from types import SimpleNamespace
+from typing import Any, cast
 
 import lightning as L
 import torch
@@ -17,7 +20,7 @@ from torchmetrics import Metric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC, MulticlassF1Score, MulticlassPrecision
 from torchmetrics.regression import MeanSquaredError
 
-from lightning_hetpipe.run.extensions.metric_calls import Record
+from lightning_hetpipe.pipeline.user.batch_in_flight import BatchInFlight
 from lightning_hetpipe.run.extensions.replay import Replay
 from lightning_hetpipe.torch_private.tensors import pytree
 from tests.support.trainers import quiet_trainer
@@ -35,6 +38,22 @@ def make_batches() -> list[Batch]:
     ]
 
 
+_numbers = count(1)
+
+
+@contextmanager
+def recording(replay: Replay) -> Iterator[int]:
+    """Runs the next minibatch's step inside; gives its number."""
+    number = next(_numbers)
+    with replay.user_step(number):
+        yield number
+
+
+def replayed(replay: Replay, number: int) -> None:
+    """Lightning's loop is at that minibatch."""
+    replay.finished(cast(BatchInFlight, SimpleNamespace(number=number)), ())
+
+
 class AheadStrategy(SingleDeviceStrategy):
     """Runs ``training_step`` in another thread, up to ``ahead`` minibatches before Lightning's loop is there."""
 
@@ -42,7 +61,7 @@ class AheadStrategy(SingleDeviceStrategy):
         super().__init__(device="cpu")
         self.batches, self.ahead = batches, ahead
         self.replay: Replay | None = None
-        self.waiting: deque[tuple[Record, Any]] = deque()
+        self.waiting: deque[tuple[int, Any]] = deque()
         self.begun = 0
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -59,16 +78,16 @@ class AheadStrategy(SingleDeviceStrategy):
             self.waiting.append(self._run(module, self.begun))
             self.begun += 1
         record, output = self.waiting.popleft()
-        self.replay.replay(record)
+        replayed(self.replay, record)
         return output
 
-    def _run(self, module: L.LightningModule, batch_idx: int) -> tuple[Record, Any]:
+    def _run(self, module: L.LightningModule, batch_idx: int) -> tuple[int, Any]:
         result: list[Any] = []
 
         def work() -> None:
             assert self.replay is not None
             try:
-                with self.replay.recording() as record:
+                with recording(self.replay) as record:
                     result.append((record, module.training_step(self.batches[batch_idx], batch_idx)))
             except Exception as error:
                 result.append(error)
@@ -78,7 +97,7 @@ class AheadStrategy(SingleDeviceStrategy):
         thread.join()
         if isinstance(result[0], Exception):
             raise result[0]
-        done: tuple[Record, Any] = result[0]
+        done: tuple[int, Any] = result[0]
         return done
 
     def teardown(self) -> None:

@@ -45,7 +45,7 @@ class RunnerPool(Generic[F]):
         self._name = name
         self._torch_threads = torch_threads
         self._runners: list[Worker[F]] = []
-        self._lost_lock = False  # a thread is stuck with the lock over user code
+        self._lost_lock = True  # before the start, and where a thread is stuck with the lock over user code
         self._unlocked = False  # Lightning's thread is within `unlocked`
 
     def start(self) -> None:

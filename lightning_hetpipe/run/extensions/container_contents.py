@@ -105,7 +105,10 @@ def assigned(before: Mapping[Any, Any], after: Mapping[Any, Any]) -> Assigned:
 
 @dataclass
 class TimedContents:
-    """A container that sections use: ``base`` are its contents before ``edits``, ``published`` those of the loop."""
+    """A container that sections use: ``base`` are its contents before ``edits``, ``published`` those of the loop.
+
+    Within a section, ``loops`` are the contents that the loop sees, and ``start`` the contents at the section's start.
+    """
 
     held: Any
     name: str
@@ -113,12 +116,31 @@ class TimedContents:
     published: Any
     edits: list[tuple[Time, Edit]] = field(default_factory=list)
     users: dict[int, bool] = field(default_factory=dict)  # minibatches in flight: whether they have read it
+    loops: Any = None
+    start: Any = None
+    is_filled: bool = False  # the section only fills it
+
+    def enter(self, sees: Callable[[Time], bool], fills: bool = False) -> None:
+        """Hold what a section sees; nothing, if the section only ``fills`` it."""
+        self.loops, self.is_filled = self.taken(), fills
+        self.start = type(self.loops)() if fills else self.seen(sees)
+        self.put(self.loops, self.start)
+
+    def leave(self, time: Time) -> bool:
+        """Record what the section has changed, and hold what the loop sees. Tell whether there was a change."""
+        contents = self.taken()
+        if changed := not same(contents, self.start):
+            self.record(time, self.edit_of(self.start, contents))
+        self.put(contents, self.loops)
+        return changed
 
     def taken(self) -> Any:
         return taken(self.held)
 
-    def put(self, contents: Any) -> None:
-        put(self.held, contents)
+    def put(self, now: Any, contents: Any) -> None:
+        """Hold ``contents`` in place of those of ``now``."""
+        if not same(now, contents):
+            put(self.held, contents)
 
     def edit_of(self, before: Any, after: Any) -> Edit:
         return edit_of(before, after)
@@ -149,7 +171,8 @@ class TimedContents:
 
     def publish(self, edit: Edit) -> None:
         """Let the loop see ``edit``."""
-        self.put(edit(self.taken()))
+        now = self.taken()
+        self.put(now, edit(now))
         self.published = self.edited(self.published, edit)
 
 
@@ -159,8 +182,8 @@ class TimedAttributes(TimedContents):
     def taken(self) -> Any:
         return users_attributes(self.held)
 
-    def put(self, contents: Any) -> None:
-        for name, value in self.edit_of(self.taken(), contents).values.items():
+    def put(self, now: Any, contents: Any) -> None:
+        for name, value in assigned(now, contents).values.items():
             assign(self.held, name, value)
 
     def edit_of(self, before: Any, after: Any) -> Assigned:

@@ -68,12 +68,7 @@ class Interval(int):
 
 
 class Intervals:
-    """Has validations and ``ModelCheckpoint(every_n_train_steps=...)`` come at the ends of waves, on all alike.
-
-    Args:
-        trainer: Lightning's.
-        synchroniser: The fit's.
-    """
+    """Has validations and ``ModelCheckpoint(every_n_train_steps=...)`` come at the ends of waves, on all alike."""
 
     def __init__(self, trainer: L.Trainer, synchroniser: Synchroniser) -> None:
         self._trainer = trainer

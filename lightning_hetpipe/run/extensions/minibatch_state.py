@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import lightning as L
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 
 from lightning_hetpipe.lightning_private import counters, counters_ahead, set_counters
 from lightning_hetpipe.pipeline.random.generators import RandomGenerators, attached
-from lightning_hetpipe.pipeline.user.user_section import ProcessSection, ProcessState, UserSection
+from lightning_hetpipe.pipeline.user.user_section import ProcessSection, ProcessState, SectionBetween, UserSection
 from lightning_hetpipe.run.lifecycle import Around, Extension
 
 
@@ -28,7 +29,7 @@ class TrainerCounters(Extension):
 
     def __init__(self, trainer: L.Trainer) -> None:
         self._trainer = trainer
-        self._sections: dict[int, _TrainerSection] = {}
+        self._stops: dict[int, Callable[[], bool]] = {}  # tell whether minibatches in flight have asked to stop
 
     @contextmanager
     def transferring(self, minibatch: int) -> Iterator[None]:
@@ -42,56 +43,39 @@ class TrainerCounters(Extension):
             set_counters(self._trainer, loops)
 
     def section(self, minibatch: int) -> UserSection:
-        self._sections[minibatch] = section = _TrainerSection(self._trainer, minibatch)
-        return section
+        trainer, own, stop = self._trainer, counters_ahead(self._trainer, minibatch), False
+
+        def exchange() -> None:
+            nonlocal own, stop
+            there = counters(trainer)
+            set_counters(trainer, own)
+            own, stop, trainer.should_stop = there, trainer.should_stop, stop
+
+        self._stops[minibatch] = lambda: stop
+        return SectionBetween(exchange, exchange)
 
     def arrived(self, minibatch: int) -> None:
-        if (section := self._sections.pop(minibatch, None)) is not None and section.should_stop:
+        if self._stops.pop(minibatch, bool)():
             self._trainer.should_stop = True
 
     def discarded(self) -> None:
-        self._sections.clear()
+        self._stops.clear()
 
 
-class _TrainerSection:
-    """Has the Trainer hold a minibatch's counters and stop request. Made in Lightning's thread, before it starts."""
-
-    def __init__(self, trainer: L.Trainer, minibatch: int) -> None:
-        self.should_stop = False
-        self._trainer = trainer
-        self._loops = False
-        self._counters = counters_ahead(trainer, minibatch)
-        self._loops_counters = self._counters
-
-    def enter(self) -> None:
-        self._loops, self._trainer.should_stop = self._trainer.should_stop, self.should_stop
-        self._loops_counters = counters(self._trainer)
-        set_counters(self._trainer, self._counters)
-
-    def leave(self, for_good: bool = False) -> None:
-        set_counters(self._trainer, self._loops_counters)
-        self.should_stop, self._trainer.should_stop = self._trainer.should_stop, self._loops
-
-
+@dataclass(eq=False)
 class RandomStates(Extension):
     """Swaps in what the user code of a minibatch has of the process: at its beginning ``state`` of its number."""
 
-    def __init__(self, state: Callable[[int], ProcessState]) -> None:
-        self._state = state
+    state: Callable[[int], ProcessState]
 
     def section(self, minibatch: int) -> UserSection:
-        return ProcessSection(self._state(minibatch))
+        return ProcessSection(self.state(minibatch))
 
 
 class ModulesApart(Extension):
     """Has ``modules`` draw from the minibatch's generators, as they would in a stage (law L7), unless they set a seed.
 
-    There may be no modules.
-
-    Args:
-        modules: The outermost ones, by their paths.
-        pieces: The pipelined modules, among them those in ``modules``.
-        generators: The run's random generators.
+    These are the outermost ones, by their paths, or none. ``pieces`` are the pipelined modules, also those in them.
     """
 
     def __init__(
@@ -119,7 +103,7 @@ def _inside(pieces: Iterable[nn.Module]) -> set[nn.Module]:
     return {part for piece in pieces for part in piece.modules()}
 
 
-class LossScale(Extension):
+class LossScale:
     """The scale of ``precision``'s GradScaler, at which losses are differentiated and gradients delivered.
 
     A GradScaler changes its scale after steps, so it belongs to a version as weights do: minibatch p takes it when it
@@ -138,8 +122,8 @@ class LossScale(Extension):
         self._waiting = waiting
         self._of: dict[int, float] = {}
 
-    def submitting(self, minibatch: int) -> None:
-        """The scale of ``minibatch`` is the present one."""
+    def take(self, minibatch: int) -> None:
+        """Take the present scale for ``minibatch``, which is put in flight."""
         self._of[minibatch] = self._present()
 
     def scaled(self, minibatch: int, loss: Tensor) -> Tensor:
@@ -152,10 +136,6 @@ class LossScale(Extension):
     def factor(self, minibatch: int) -> float:
         """Factor that makes the gradients of ``minibatch`` those of the present scale."""
         return self._present() / self._of.pop(minibatch)
-
-    def discarded(self) -> None:
-        """Forgets what was in flight."""
-        self._of.clear()
 
     def _present(self) -> float:
         if not self._scaler.is_enabled():

@@ -41,14 +41,16 @@ from lightning_hetpipe.run.extensions.container_contents import (
     Time,
     TimedAttributes,
     TimedContents,
+    assigned,
     edit_of,
     ends_of,
     is_container,
     overlapping,
     put,
-    same,
     taken,
 )
+from lightning_hetpipe.run.extensions.replay import Replay
+from lightning_hetpipe.run.extensions.shared_values import SharedValues
 from lightning_hetpipe.run.extensions.watched_attributes import WatchedAttributes, fills, users_attributes
 from lightning_hetpipe.run.lifecycle import Around, Extension
 from lightning_hetpipe.torch_private.tensors import version_counter
@@ -56,16 +58,6 @@ from lightning_hetpipe.torch_private.tensors import version_counter
 _CALLBACKS = -1.0  # before every section of the minibatch
 _DEPTH = 2
 """Steps from the module at which contents count: an attribute's, and those of what it holds."""
-
-
-@dataclass
-class _OpenContainer:
-    """A container within a section: the loop's contents, those at the start, and whether the section only fills it."""
-
-    container: TimedContents
-    loops: Any
-    start: Any
-    is_filled: bool
 
 
 @dataclass
@@ -106,6 +98,8 @@ class Attributes(Extension):
     The module holds what Lightning's loop sees, except within :meth:`seen`; while nothing runs ahead, all see it. Only
     one thread at a time may use this, the one that holds the lock over user code.
     """
+
+    after = (Replay, SharedValues)  # all see stand-ins; values that this keeps apart are compared without it
 
     module: nn.Module
     versions: Callable[[], Versions]
@@ -181,13 +175,11 @@ class Attributes(Extension):
         if self._is_idle:
             return
         time = (minibatch, float(number))
-        self._loops = self._own.taken()
-        self._at_start = self._own.seen(lambda then: self._sees(then, time))
-        self._own.put(self._at_start)
-        for name in self._at_start:
+        self._own.enter(lambda then: self._sees(then, time))
+        for name in self._own.start:
             self._watched.add(name)
         self._assigned: set[str] = set()
-        self._opened: dict[int, _OpenContainer] = {}
+        self._opened: dict[int, TimedContents] = {}
         self._copied: list[_Copied] = []
         self._touched: set[str] = set()
         self._looked_into: set[int] = set()
@@ -202,24 +194,20 @@ class Attributes(Extension):
         self._is_inside = False
         if self._now is None:
             return
-        time, self._now = self._now, None
+        own, time, self._now = self._own, self._now, None
         try:
             self._end_copies(time)
-            for each in self._opened.values():
-                container, contents = each.container, taken(each.container.held)
-                if not same(contents, each.start):
-                    container.record(time, container.edit_of(each.start, contents))
-                    self._check_readers(container.name, id(container.held), time)
-                if not same(contents, each.loops):
-                    put(container.held, each.loops)
+            for key, container in self._opened.items():
+                if container.leave(time):
+                    self._check_readers(container.name, key, time)
         finally:
-            left = self._own.taken()
-            assigned = {name: left.get(name, ABSENT) for name in self._assigned}
-            if values := {**self._own.edit_of(self._at_start, left).values, **assigned}:
-                self._own.record(time, Assigned(values))
+            left = own.taken()
+            also = {name: left.get(name, ABSENT) for name in self._assigned}
+            if values := {**assigned(own.start, left).values, **also}:
+                own.record(time, Assigned(values))
             for name in values:
                 self._check_readers(name, name, time)
-            self._own.put(self._loops)
+            own.put(left, own.loops)
         if self._failure is not None:
             raise self._failure
 
@@ -270,22 +258,20 @@ class Attributes(Extension):
         """Have ``held`` contain what this section sees; nothing, if the section only ``fills`` it."""
         assert self._now is not None
         now, added = self._now, None
-        if (opened := self._opened.get(id(held))) is not None:
-            if fills or not opened.is_filled:
-                return opened.container
+        container = self._opened.get(id(held))
+        if container is not None:
+            if fills or not container.is_filled:
+                return container
             added = taken(held)
-            put(held, opened.loops)
-        loops = taken(held)
-        container = self._containers.get(id(held))
-        if container is None:
+            put(held, container.loops)
+        elif (container := self._containers.get(id(held))) is None:
+            loops = taken(held)
             container = self._containers[id(held)] = TimedContents(held, name, loops, loops)
+        self._opened[id(held)] = container
         container.users.setdefault(now[0], False)
-        start = type(loops)() if fills else container.seen(lambda time: self._sees(time, now))
-        if not same(start, loops):
-            put(held, start)
-        self._opened[id(held)] = _OpenContainer(container, loops, start, fills)
+        container.enter(lambda time: self._sees(time, now), fills)
         if added:
-            put(held, edit_of(type(loops)(), added)(start))
+            put(held, edit_of(type(added)(), added)(container.start))
         return container
 
     def _look_into(self, name: str, held: Any, depth: int) -> None:

@@ -6,7 +6,8 @@ live ones. That is exact as long as nobody changes them in between; where somebo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import lightning as L
 import torch
@@ -20,49 +21,42 @@ from lightning_hetpipe.torch_private.tensors import version_counter
 MOST_NAMED = 12
 """Most modules that a message names."""
 
+States = Mapping[str, tuple[Tensor, int, float]]
+"""Tensors by name, with how often each was changed in place, and a sum of its values: changes through ``.data`` are not
+counted."""
 
+
+@dataclass(eq=False)
 class OutsideParameters(Extension):
-    """The parameters and buffers of ``module`` outside every piece, and how often each was changed so far.
+    """The parameters and buffers of ``module`` outside the ``pieces``, and how often each was changed so far.
 
     Those of metrics are left out: their changes are recorded, and replayed.
+
+    Attributes:
+        versioned: Gives the ``id`` of each tensor that has versions.
+        is_in_flight: Tells whether minibatches are in flight.
+        way_out: What lets such tensors change, for the error.
     """
 
-    def __init__(self, module: L.LightningModule) -> None:
-        self._module = module
-        self._inside: set[int] = set()
-        self._pieces: list[str] = []
-        self._owners: list[tuple[str, nn.Module]] = []
-        self._versioned: Callable[[], Collection[int]] = tuple
-        self._is_in_flight: Callable[[], bool] = lambda: True
-        self._way_out = "set in_flight=1"
+    module: L.LightningModule
+    pieces: Collection[nn.Module] = ()
+    versioned: Callable[[], Collection[int]] = tuple
+    is_in_flight: Callable[[], bool] = lambda: True
+    way_out: str = "set in_flight=1"
+
+    def __post_init__(self) -> None:
+        self._inside = {id(part) for piece in self.pieces for part in piece.modules()}
+        self._names = [name for name, part in self.module.named_modules() if part in self.pieces]
         self._begin()
 
-    def leave_out(
-        self,
-        roots: Collection[nn.Module],
-        versioned: Callable[[], Collection[int]],
-        is_in_flight: Callable[[], bool],
-        way_out: str,
-    ) -> None:
-        """Forget what is inside ``roots``, the pieces, and what is ``versioned``: the ``id`` of each such tensor.
-
-        ``is_in_flight`` tells whether minibatches are in flight, ``way_out`` what lets such tensors change.
-        """
-        self._versioned, self._is_in_flight, self._way_out = versioned, is_in_flight, way_out
-        self._exempt = versioned()
-        self._inside = {id(part) for root in roots for part in root.modules()}
-        self._pieces = [name for name, part in self._module.named_modules() if part in roots]
-        self._owners = [(name, part) for name, part in self._owners if id(part) not in self._inside]
-
-    def check_step(self) -> None:
-        """Refuse what ``training_step`` itself has changed since this was made; another device is no change."""
-        self._check("was changed by training_step", in_step=True)
-        self._seen = self._states()
+    def check_step(self, before: States) -> None:
+        """Refuse what ``training_step`` itself has changed since ``before``; another device is no change."""
+        self._check(before, "was changed by training_step", in_step=True)
 
     def continues(self, version: int) -> None:
         """Refuse what was changed while later minibatches had read it already."""
-        if self._is_in_flight():
-            self._check(f"was changed after minibatch {version}")
+        if self.is_in_flight():
+            self._check(self.seen, f"was changed after minibatch {version}")
         else:
             self._begin()
 
@@ -71,13 +65,13 @@ class OutsideParameters(Extension):
         self._begin()
 
     def _begin(self) -> None:
-        self._exempt = self._versioned()
+        self._exempt = self.versioned()
         self._owners = [
             (name, part)
-            for name, part in self._module.named_modules()
+            for name, part in self.module.named_modules()
             if id(part) not in self._inside and not isinstance(part, Metric)
         ]
-        self._seen = self._states()
+        self.seen = self._states()
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
         for prefix, part in self._owners:
@@ -85,39 +79,38 @@ class OutsideParameters(Extension):
                 if id(tensor) not in self._exempt:
                     yield (f"{prefix}.{name}" if prefix else name), tensor
 
-    def _states(self) -> dict[str, tuple[int, int, float]]:
-        """States that tell of each tensor whether it was replaced or changed.
-
-        As changes through ``.data`` are not counted, a sum of values is part of that.
-        """
+    def _states(self) -> States:
         found = dict(self._tensors())
         sums = _fetched([_sum(tensor) for tensor in found.values()])
-        self._held = found  # so that no other tensor can have the id of one
         return {
-            name: (id(tensor), version_counter(tensor), value)
+            name: (tensor, version_counter(tensor), value)
             for (name, tensor), value in zip(found.items(), sums, strict=True)
         }
 
-    def _check(self, what: str, *, in_step: bool = False) -> None:
-        now = self._states()
-        if changed := [(name, self._held[name]) for name, state in now.items() if state != self._seen.get(name)]:
-            owners = {name: self._owner(name) for name, _ in changed}
-            name, tensor = next((each for each in changed if not owners[each[0]]), changed[0])  # the worst comes first
+    def _check(self, before: States, what: str, *, in_step: bool = False) -> None:
+        changed = {
+            name: tensor
+            for name, (tensor, *numbers) in self._states().items()
+            if name not in before or tensor is not before[name][0] or numbers != [*before[name][1:]]
+        }
+        if changed:
+            owners = {name: self._owner(name) for name in changed}
+            name = next((each for each in changed if not owners[each]), next(iter(changed)))  # the worst comes first
             if owners[name]:
                 way_out = self._naming(set(owners.values()))
-                if in_step and isinstance(tensor, nn.Parameter):
+                if in_step and isinstance(changed[name], nn.Parameter):
                     way_out = f"change it in on_train_batch_end, and {way_out}"
             else:
                 way_out = "move it into a pipelined module"
             raise SettingError(
                 f"'{name}', which lies outside the pipelined modules, {what} while later minibatches are in flight,"
-                f" so that they would see it at a moment that depends on timing; {self._way_out}, or {way_out}"
+                f" so that they would see it at a moment that depends on timing; {self.way_out}, or {way_out}"
             )
 
     def _naming(self, owners: Collection[str]) -> str:
         """Say how to pipeline ``owners``, paths of modules, as well."""
-        also = [name for name, _ in self._module.named_modules() if name in owners]
-        modules = [*self._pieces, *also]
+        also = [name for name, _ in self.module.named_modules() if name in owners]
+        modules = [*self._names, *also]
         named = f" (module={modules!r})" if len(modules) <= MOST_NAMED else ""
         return (
             f"pipeline {' and '.join(map(repr, also))}, too{named}, if training_step calls"
@@ -130,8 +123,8 @@ class OutsideParameters(Extension):
         parts = name.split(".")[:-1]
         for length in range(1, len(parts) + 1):
             path = ".".join(parts[:length])
-            if not any(f"{piece}.".startswith(f"{path}.") for piece in self._pieces):
-                return path if any(True for _ in self._module.get_submodule(path).parameters()) else ""
+            if not any(f"{piece}.".startswith(f"{path}.") for piece in self._names):
+                return path if any(True for _ in self.module.get_submodule(path).parameters()) else ""
         return ""
 
 

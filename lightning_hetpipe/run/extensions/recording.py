@@ -31,40 +31,12 @@ from lightning_hetpipe.run.lifecycle import NOTHING, Around, Extension
 PREFIX = "[HetPipe]"
 """Prefix of our names, as Lightning has "[Strategy]" and "[Callback]" before its own."""
 
-FETCH, EVALUATION, WAIT = "fetch", "evaluation", "wait_for_minibatch"
-
-
-class ThreadSections(Extension):
-    """Names what is done around each event in Lightning's thread."""
-
-    def open(self, name: str, minibatch: int) -> Around:
-        """Open around section ``name``, done for ``minibatch`` or after the step of that number."""
-        raise NotImplementedError
-
-    def fetching(self, minibatch: int) -> Around:
-        return self.open(FETCH, minibatch)
-
-    def transferring(self, minibatch: int) -> Around:
-        return self.open("look_ahead", minibatch)
-
-    def waiting(self, minibatch: int) -> Around:
-        return self.open(WAIT, minibatch)
-
-    def synchronising(self, version: int) -> Around:
-        return self.open("synchronise", version)
-
-    def publishing(self, version: int) -> Around:
-        return self.open("publish", version)
-
-    def draining(self, minibatch: int) -> Around:
-        return self.open("drain", minibatch)
-
-    def evaluating(self, minibatch: int) -> Around:
-        return self.open(EVALUATION, minibatch)
+LIGHTNINGS = ("fetch", "evaluation")
+"""Sections that have names of Lightning's own, so that profilers hear of them already."""
 
 
 @dataclass(eq=False)
-class ProfiledSections(ThreadSections):
+class ProfiledSections(Extension):
     """Tells ``profiler`` of sections.
 
     Profilers are not made for several threads: SimpleProfiler and AdvancedProfiler keep one start for each name, and
@@ -74,9 +46,8 @@ class ProfiledSections(ThreadSections):
 
     profiler: Profiler
 
-    def open(self, name: str, minibatch: int) -> Around:
-        """Open around it; of what has a name of Lightning's own, profilers hear already."""
-        return NOTHING if name in (FETCH, EVALUATION) else self._told(PREFIX + name)
+    def doing(self, name: str, minibatch: int) -> Around:
+        return NOTHING if name in LIGHTNINGS else self._told(PREFIX + name)
 
     @contextmanager
     def _told(self, name: str) -> Iterator[None]:
@@ -118,7 +89,7 @@ def shown_to_profiler(before: BeforePass | None, trainer: L.Trainer) -> BeforePa
     return passes
 
 
-class Recording(ThreadSections):
+class Recording(Extension):
     """Records what the timeline shows, of Lightning's thread, of user code and of stages.
 
     Args:
@@ -137,12 +108,12 @@ class Recording(ThreadSections):
         """Adds the recording of passes to what stages call before they compute."""
 
     @contextmanager
-    def open(self, name: str, minibatch: int) -> Iterator[None]:
+    def doing(self, name: str, minibatch: int) -> Iterator[None]:
         self._recorder.enter(name, minibatch)
         begins_step = False  # as after a wait for a minibatch
         try:
             yield
-            begins_step = name == WAIT
+            begins_step = name == "wait_for_minibatch"
         finally:
             self._recorder.leave(begins_step)
 
@@ -150,9 +121,11 @@ class Recording(ThreadSections):
         return self._recorder.section(minibatch)
 
     def submitted(self, minibatch: int, version: int) -> None:
+        """Note that ``minibatch`` is in flight, on the weights of ``version``."""
         self._recorder.began(minibatch, version)
 
     def computed(self, work: str, minibatch: int, start: float) -> None:
+        """Note what Lightning's own thread has done of ``minibatch`` since ``start``: its forward or its backward."""
         if work == FORWARD:
             self._recorder.began(minibatch, minibatch - 1)
         self._recorder.add(0, work, minibatch, start)

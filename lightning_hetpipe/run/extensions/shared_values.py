@@ -42,13 +42,8 @@ _COMPARED = 64
 class SharedValues(Extension):
     """Refuses changes, by the user's step, of values that minibatches in flight share.
 
-    Comes before the :class:`Attributes` of a run: what those keep apart is as it was when they have left.
-
-    Attributes:
-        module: The LightningModule.
-        pieces: The pipelined modules, whose stages run without user code.
-        versions: Gives the versions that minibatches use.
-        way_out: What a user can do, for the error.
+    ``pieces`` are the pipelined modules of ``module``, whose stages run without user code. ``versions`` gives the
+    versions that minibatches use.
     """
 
     module: nn.Module

@@ -22,15 +22,31 @@ from lightning_hetpipe.reporting.report import Meter, RunReport
 from lightning_hetpipe.run.lifecycle import Extension
 
 
-@dataclass(eq=False)
-class Telemetry(Extension):
-    """Counts the minibatches of ``engine``, and the time of its training.
+class Metered(Extension):
+    """Has ``meter`` count the time of training: epochs without their evaluations."""
 
-    Attributes:
-        trainer: Whose loggers are told.
-        engine: The pipeline.
-        layout: The stages that it runs.
-        synchronisation: Gives the metrics of the virtual workers' synchronisation.
+    meter: Meter
+
+    def epoch_begins(self, first: int) -> None:
+        self.meter.start()
+
+    @contextmanager
+    def evaluating(self, minibatch: int) -> Iterator[None]:
+        self.meter.stop()
+        try:
+            yield
+        finally:
+            self.meter.start()
+
+    def epoch_ends(self) -> None:
+        self.meter.stop()
+
+
+@dataclass(eq=False)
+class Telemetry(Metered):
+    """Counts the minibatches of ``engine``, and tells the loggers of ``trainer``.
+
+    ``synchronisation`` gives the metrics of the virtual workers' synchronisation.
     """
 
     trainer: L.Trainer
@@ -40,42 +56,27 @@ class Telemetry(Extension):
     _staleness = _logged = 0
 
     def __post_init__(self) -> None:
-        self._meter = Meter(len(self.engine.stages))
-
-    def start(self) -> None:
-        """Training goes on from here in the pipeline: what comes before is no time of training."""
-        self._meter.start()
-
-    def epoch_begins(self, first: int) -> None:
-        self._meter.start()
+        self.meter = Meter(len(self.engine.stages))
 
     def finished(self, minibatch: BatchInFlight, args: Sequence[Any]) -> None:
         assert isinstance(minibatch, Minibatch)
-        self._meter.count(args[0] if args else None, minibatch.seconds)
+        self.meter.count(args[0] if args else None, minibatch.seconds)
         self._staleness = self.engine.versions.steps(minibatch.number)
 
     def published(self, version: int) -> None:
         self._log(version)
 
-    @contextmanager
-    def evaluating(self, minibatch: int) -> Iterator[None]:
-        self._meter.stop()
-        try:
-            yield
-        finally:
-            self._meter.start()
-
     def epoch_ends(self) -> None:
-        self._meter.stop()
+        super().epoch_ends()
         self._log(begun_minibatches(self.trainer)[0])
 
     def _log(self, number: int) -> None:
         """Logs the metrics after minibatch ``number``, at the Trainer's interval; not before the first counted one."""
         every = log_interval(self.trainer)
-        if not every or number % every or number == self._logged or not self._meter.minibatches:
+        if not every or number % every or number == self._logged or not self.meter.minibatches:
             return
         self._logged = number
-        metrics = self._meter.interval([stage.stream.busy_seconds() for stage in self.engine.stages])
+        metrics = self.meter.interval([stage.stream.busy_seconds() for stage in self.engine.stages])
         for index, stage in enumerate(self.engine.stages):
             metrics[f"hetpipe/stage_{index}/memory_bytes"] = float(stage.memory.most_lately())
         metrics["hetpipe/staleness"] = float(self._staleness)
@@ -85,7 +86,7 @@ class Telemetry(Extension):
 
     def report(self) -> RunReport:
         """The numbers so far."""
-        return self.layout.report(self.engine, self._meter)
+        return self.layout.report(self.engine, self.meter)
 
 
 FEWEST = 2

@@ -26,7 +26,9 @@ from lightning_hetpipe.lightning_private import (
     validation_loaders,
 )
 from lightning_hetpipe.redirect import Redirect
+from lightning_hetpipe.run.driver import Driver
 from lightning_hetpipe.run.extensions.intervals import Intervals
+from lightning_hetpipe.run.extensions.recording import ProfiledSections, Recording
 from lightning_hetpipe.run.extensions.telemetry import Pace
 from lightning_hetpipe.run.lifecycle import Extension
 from lightning_hetpipe.run.missed_data import EpochShare, MissedData
@@ -34,7 +36,7 @@ from lightning_hetpipe.run.preemption import LEAVES, NOTHING, Preemption
 from lightning_hetpipe.run.together import check_batches, check_shares, minibatches_per_step
 from lightning_hetpipe.workers.coming_back import NamelessFile
 from lightning_hetpipe.workers.shared_data import deal_among, let_be_long
-from lightning_hetpipe.workers.synchroniser import Computing, Synchroniser
+from lightning_hetpipe.workers.synchroniser import Synchroniser
 
 LOOP, EPOCH = 1 << 56, 1 << 32
 """Cuts are numbered by the run of Lightning's loop in this fit (a search for a learning rate is one more), the epoch,
@@ -56,24 +58,16 @@ def within(count: int) -> int:
 class WavesAndCuts(Extension):
     """Has virtual workers synchronise at the ends of waves, and fully at cuts: where all hold the same weights.
 
-    Cuts are evaluations, checkpoints and ends of epochs.
-
-    Attributes:
-        trainer: Lightning's.
-        synchroniser: The fit's.
-        preemption: Ends the fit at a cut, if it is told to.
-        around: Opened around synchronisation, in which user code may run.
-        computing: Opened around what is computed in it.
-        around_waits: Opened around any other wait for virtual workers.
-        pace: Measures this virtual worker's rate, where shares follow rates.
+    Cuts are evaluations, checkpoints and ends of epochs. ``pace`` measures this virtual worker's rate, where shares
+    follow rates.
     """
+
+    after = (Recording, ProfiledSections, Pace)  # their sections are inside of a cut; a step counts before its wave
 
     trainer: L.Trainer
     synchroniser: Synchroniser
     preemption: Preemption
-    around: Callable[[], AbstractContextManager[None]]
-    computing: Computing = nullcontext
-    around_waits: Callable[[], AbstractContextManager[None]] = nullcontext
+    driver: Driver[Any]
     pace: Pace | None = None
 
     def __post_init__(self) -> None:
@@ -89,7 +83,7 @@ class WavesAndCuts(Extension):
         self._known = {*self._dealt}  # those that have ever taken part
         self._coming: dict[int, int] = {}  # ready to come back, each with its incarnation
         self._missed = MissedData()
-        synchroniser.group.waiting = self.around_waits
+        synchroniser.group.waiting = self.driver.unlocked
         self._redirects = [
             Redirect(trainer, "save_checkpoint", self._on_save),
             Redirect(trainer.fit_loop.epoch_loop, "on_run_start", self._on_epoch),
@@ -111,9 +105,9 @@ class WavesAndCuts(Extension):
         self._compared = self._running = True
         if self._number(BEGIN) < self.synchroniser.last_cut:
             self._loop += 1
-        with self.around():
+        with self.driver.synchronising():
             share = tuple(EpochShare.of(self.trainer))
-            shares = self.synchroniser.begin(self._number(BEGIN), first - 1, self.computing, share)
+            shares = self.synchroniser.begin(self._number(BEGIN), first - 1, self.driver.computing, share)
         self._missed.begin(shares)
 
     def _compare(self) -> None:
@@ -149,17 +143,14 @@ class WavesAndCuts(Extension):
                 self._cut(LAST_SAVE)
         return self._intervals.ends_wave()
 
-    def placed(self) -> None:
-        self.synchroniser.follow()
-
     def stepped(self, version: int) -> None:
         """Push the update and take the merged weights, at the end of a wave (law L3)."""
         self._end_if_agreed()  # during the validation that has just ended, if at all
         if not self.synchroniser.ends_wave(version):
             return
         with self._pausing():
-            with self.around():
-                cuts = self.synchroniser.synchronise(self.computing, self.preemption.wish > NOTHING)
+            with self.driver.synchronising():
+                cuts = self.synchroniser.synchronise(self.driver.computing, self.preemption.wish > NOTHING)
             self.preemption.wave_ends()
             self._tell_missed()
             if cuts:
@@ -279,7 +270,7 @@ class WavesAndCuts(Extension):
             metrics = trainer.callback_metrics.items()
             group.seats.agreed[METRICS] = [(name, torch.as_tensor(value).cpu()) for name, value in metrics]
             self.synchroniser.save_for_returning(file.path)
-            with self.around():
+            with self.driver.synchronising():
                 # Live weights stay as they are: what hooks have changed is shared when the epoch begins.
                 back = group.readmit(coming, file.path, self._number(0))
         for vw in back:
@@ -330,8 +321,8 @@ class WavesAndCuts(Extension):
         """Cut once at each place of each epoch; by default after minibatch ``version``, or the last that has begun."""
         version = begun_minibatches(self.trainer)[0] if version is None else version
         number = self._number(self._place_of(version) if place is None else place)
-        with self.around():
-            cut = self.synchroniser.cut(number, version, self.computing)
+        with self.driver.synchronising():
+            cut = self.synchroniser.cut(number, version, self.driver.computing)
         if cut:
             if self._intervals is None:  # else waves are whole ones, but for the last
                 begun, in_epoch = begun_minibatches(self.trainer)
