@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from itertools import count
 from typing import Any
@@ -130,9 +130,9 @@ class HostMemory:
         values: Sequence[Tensor] = self._wait(result)
         return values
 
-    def close(self, useless: Container[int] = ()) -> None:
-        """Bring all that is at the host and still of use, before it ends; but for tensors that are ``useless``."""
-        handles = [each for each in self._handles.values() if each.number not in useless]
+    def close(self) -> None:
+        """Bring all that is at the host and still of use, before it ends."""
+        handles = [*self._handles.values()]
         for handle, value in zip(handles, self.bring([each.number for each in handles]), strict=True):
             handle.value = value
 
@@ -235,8 +235,8 @@ class HeldTensors:
 
     def _run(self, order: orders.Run) -> Any:
         func = operator_of(order.operator)
-        args = [self._found(each) for each in order.args]
-        kwargs = {name: self._found(each) for name, each in order.kwargs.items()}
+        args = [self.found(each) for each in order.args]
+        kwargs = {name: self.found(each) for name, each in order.kwargs.items()}
         if "device" in kwargs:
             kwargs["device"] = self.device  # that as which the other process sees this one
         result = func(*args, **kwargs)
@@ -257,13 +257,14 @@ class HeldTensors:
                 changed += _sent(kwargs.get(name), order.kwargs.get(name))
         return changed
 
-    def _found(self, value: Any) -> Any:
+    def found(self, value: Any) -> Any:
+        """``value``, on the host's device, with the tensors that stand in it by number."""
         if isinstance(value, orders.Held):
             return self._held[value.number]
         if isinstance(value, Tensor):
             return move(value, self.device)
         if isinstance(value, list | tuple):
-            return [self._found(each) for each in value]
+            return [self.found(each) for each in value]
         return value
 
 

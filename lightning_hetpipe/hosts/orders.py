@@ -20,10 +20,8 @@ from lightning_hetpipe.pipeline.memory import PlannedMemory
 from lightning_hetpipe.pipeline.random.generators import RandomGenerators
 from lightning_hetpipe.pipeline.split.member_pool import DeviceGroup
 from lightning_hetpipe.pipeline.stage import StageSettings
-from lightning_hetpipe.pipeline.stage_messages import Flags
 from lightning_hetpipe.rules.channel_layouts import ChannelCounts
 from lightning_hetpipe.rules.schedule import Segment
-from lightning_hetpipe.rules.versions import Reading
 
 
 class Held(NamedTuple):
@@ -71,18 +69,6 @@ class SetUp(NamedTuple):
     pad: Pad | None
     modes: Sequence[Any]
     group: DeviceGroup | None
-
-
-class PublishedWeights(NamedTuple):
-    """Weights that minibatches use from now on.
-
-    Attributes:
-        held: The number of the buffer with the weights of each reading, and the flags of its version.
-        buffers: Numbers of the tensors of buffers that are new, or have new tensors.
-    """
-
-    held: Sequence[tuple[Reading, int, Flags]]
-    buffers: Mapping[int, Sequence[int]]
 
 
 class CallServer(NamedTuple):

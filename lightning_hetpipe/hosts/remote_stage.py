@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from lightning_hetpipe.emulation import Emulation
 from lightning_hetpipe.errors import PipelineStalled, SettingError, VirtualWorkerLost
 from lightning_hetpipe.hosts import orders
-from lightning_hetpipe.hosts.host_memory import HostMemory
+from lightning_hetpipe.hosts.host_memory import Handle, HostMemory
 from lightning_hetpipe.hosts.remote_tensor import RemoteTensor, come_home, local, move_out, remote
 from lightning_hetpipe.hosts.server_calls import HostHolder
 from lightning_hetpipe.hosts.stage_host import modes
@@ -34,7 +34,8 @@ from lightning_hetpipe.pipeline.stage import FoundGradients, Stage
 from lightning_hetpipe.pipeline.stage_messages import STAYING, Cancel, Failure, Forward, Version
 from lightning_hetpipe.pipeline.stage_thread import Parcel
 from lightning_hetpipe.pipeline.streams import Stream
-from lightning_hetpipe.pipeline.weight_stash import VersionedLayers, WeightStash, copy_of
+from lightning_hetpipe.pipeline.weight_stash import VersionBuffer, VersionedLayers
+from lightning_hetpipe.rules.versions import Reading
 from lightning_hetpipe.torch_private.subclasses import take_in_foreach
 
 
@@ -46,45 +47,26 @@ LOST: tuple[type[Exception], ...] = (HostLost, *STAYING.values())
 """Errors that say that a host cannot go on."""
 
 
-class RemoteStash(WeightStash):
-    """Versions of a stage in the ``memory`` of its host. Further arguments go to ``WeightStash``."""
+class RemoteStash(VersionedLayers):
+    """Versions of a stage's live ``layers``, which its host keeps; ``hold`` has the host hold a tensor of one."""
 
-    def __init__(self, memory: HostMemory, *args: Any) -> None:
-        self.memory = memory
-        self._told: dict[int, list[int]] = {}
-        super().__init__(*args)
+    def __init__(self, layers: nn.ModuleList, hold: Callable[[Reading, int], Handle]) -> None:
+        super().__init__(layers)
+        self._hold = hold
+
+    def publish(self, version: Version) -> list[Tensor]:
+        for reading in version.needed:
+            if reading not in self._held:
+                self._held[reading] = VersionBuffer()
+                self._held[reading].flags = version.flags
+        self._held = {reading: self._held[reading] for reading in version.needed}
+        return []
+
+    def tensor(self, index: int, weights: Reading) -> Tensor:
+        return RemoteTensor(self._hold(weights, index), self.parameters[index])
 
     def let_go(self) -> None:
         """Nothing of it is here."""
-
-    def numbers(self) -> set[int]:
-        """Numbers of the tensors of versions, and of the layers that they are bound to."""
-        every = [*self.parameters, *self._frozen.values()]
-        every += [each for buffer in self.buffers for each in buffer.tensors]
-        return {each.handle.number for each in every if isinstance(each, RemoteTensor)}
-
-    def published(self) -> orders.PublishedWeights:
-        """Message to the host, about what it was not told before."""
-        numbers = {id(buffer): number for number, buffer in enumerate(self.buffers)}
-        new: dict[int, list[int]] = {}
-        for buffer in set(self._held.values()):
-            number = numbers[id(buffer)]
-            tensors = [each.handle.number for each in buffer.tensors if isinstance(each, RemoteTensor)]
-            if tensors != self._told.get(number):
-                new[number] = self._told[number] = tensors
-        held = [(reading, numbers[id(buffer)], buffer.flags) for reading, buffer in self._held.items()]
-        return orders.PublishedWeights(held, new)
-
-    def _copy(self, frozen: Mapping[int, Tensor] | None = None) -> nn.ModuleList:
-        return copy_of(self._live, self._device, frozen, stays=True)
-
-    def _placed(self, tensors: dict[int, Tensor]) -> dict[int, Tensor]:
-        return {number: self._there(tensor) for number, tensor in tensors.items()}
-
-    def _there(self, tensor: Tensor) -> RemoteTensor:
-        if isinstance(tensor, RemoteTensor) and tensor.handle.owner is self.memory:
-            return tensor
-        return remote(local(tensor), self.memory)
 
 
 class _RemoteStream(Stream):
@@ -259,27 +241,43 @@ class RemoteStage(Stage):
 
     def _come_home(self) -> None:
         """Have all values in this process: weights, gradients, the optimizers' states, and what else is of use."""
-        stash = getattr(self, "stash", None)  # none where the stage was not made
-        self._memory.close(stash.numbers() if isinstance(stash, RemoteStash) else ())
+        self._memory.close()
         for tensor in [*self._memory.tensors.values()]:
             if isinstance(tensor, RemoteTensor) and tensor.handle.owner is None and _is_leaf(tensor):
                 come_home(tensor)
 
     def _layers_as_data(self) -> list[Any]:
-        return layers_as_data(self.layers, lambda each: each.handle.name if isinstance(each, RemoteTensor) else each)
+        return layers_as_data(self.layers, self._in_message)
+
+    def _in_message(self, tensor: Tensor) -> Any:
+        """What stands for ``tensor`` in a message: the number of what the host has, else its value."""
+        if isinstance(tensor, RemoteTensor) and tensor.handle.owner is self._memory:
+            return tensor.handle.name
+        return local(tensor).detach()
 
     def _new_stash(self, layers: nn.ModuleList) -> VersionedLayers:
-        return RemoteStash(self._memory, layers, self._settings.version_buffers, self.device)
+        return RemoteStash(layers, self._hold)
+
+    def _hold(self, weights: Reading, index: int) -> Handle:
+        """Have the host hold the tensor of parameter ``index`` in ``weights``, by the number of what this gives."""
+        handle = self._memory.new()
+        self._tell("hold", weights, index, handle.number)
+        return handle
 
     # Versions and states.
 
     def begin(self, version: Version, forwards: int) -> None:
-        super().begin(version, forwards)
-        self._tell("begin", _without_weights(version), forwards, self._published())
+        self.memory.clear()
+        self.stash.begin(version)
+        for runner, buffers in zip(self._runners.values(), version.buffers, strict=True):
+            runner.buffers.begin(forwards, buffers)
+        self._tell("begin", version.replaced(self._in_message), forwards)
 
     def publish(self, version: Version) -> None:
-        super().publish(version)
-        self._tell("publish", _without_weights(version), self._published())
+        self.stash.publish(version)
+        for runner, buffers in zip(self._runners.values(), version.buffers, strict=True):
+            runner.buffers.publish(version.number, buffers, ahead=version.is_late)
+        self._tell("publish", version.replaced(self._in_message))
 
     def state(self, minibatch: int) -> Sequence[Sequence[Tensor]]:
         found: Sequence[Sequence[Tensor]] = self._ask("look", minibatch)
@@ -288,7 +286,6 @@ class RemoteStage(Stage):
         return found
 
     def take(self, minibatch: int) -> FoundGradients:
-        assert isinstance(self.stash, RemoteStash)
         handles = [self._memory.new() for _ in self.stash.parameters]
         taken: orders.Taken = self._ask("take", minibatch, [handle.number for handle in handles])
         self.memory.mirror(taken.memory)
@@ -308,10 +305,6 @@ class RemoteStage(Stage):
 
     def delivered(self, minibatch: int) -> None:
         self._tell("delivered", minibatch)
-
-    def _published(self) -> orders.PublishedWeights:
-        assert isinstance(self.stash, RemoteStash)
-        return self.stash.published()
 
     # Other hosts.
 
@@ -472,7 +465,3 @@ def _is_leaf(tensor: Tensor) -> bool:
     with suppress(RuntimeError):  # torch does not tell it of a view from no_grad whose base was changed with gradients
         return tensor.is_leaf
     return False
-
-
-def _without_weights(version: Version) -> Version:
-    return version._replace(parameters=(), moves=())

@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_hetpipe.emulation import Emulation
 from lightning_hetpipe.hosts import orders
@@ -34,7 +34,6 @@ from lightning_hetpipe.pipeline.stage_messages import Failure, Result, Version
 from lightning_hetpipe.pipeline.stage_thread import Parcel
 from lightning_hetpipe.pipeline.streams import StreamEvent, Streams, move
 from lightning_hetpipe.pipeline.threads import ReadersWriterLock, Watchdog
-from lightning_hetpipe.pipeline.weight_stash import VersionBuffer, VersionedLayers
 from lightning_hetpipe.server.protocol.shard import block_of
 from lightning_hetpipe.server.transport.security import Security
 from lightning_hetpipe.torch_private.subclasses import address_of
@@ -111,53 +110,17 @@ def _flushes_denormals() -> bool:
     return not torch.tensor([torch.finfo(torch.float32).tiny]).mul(0.5).item()
 
 
-class HostedStash(VersionedLayers):
-    """The versions, for the ``layers`` of the host; ``held`` gives a tensor that the host holds."""
-
-    def __init__(self, layers: nn.ModuleList, held: Callable[[int], Tensor]) -> None:
-        super().__init__(layers)
-        self._held_by_number = held
-        self._numbered: dict[int, VersionBuffer] = {}
-        self._new: list[Tensor] = []
-
-    def take(self, weights: orders.PublishedWeights) -> None:
-        """Have what was published now."""
-        self._new = []
-        for number, tensors in weights.buffers.items():
-            buffer = self._numbered.setdefault(number, VersionBuffer())
-            buffer.tensors = [*map(self._held_by_number, tensors)]
-            self._new += buffer.tensors
-        self.buffers = [*self._numbered.values()]
-        before, self._held = self._held, {}
-        for reading, number, flags in weights.held:
-            if before.get(reading) is not self._numbered[number]:
-                self._numbered[number].fills += 1
-            self._held[reading] = self._numbered[number]
-            if self._numbered[number].flags != flags:
-                self._numbered[number].flags = flags
-
-    def begin(self, version: Version) -> list[Tensor]:
-        for buffer in self.buffers:
-            buffer.fills += 1  # with weights that may have changed under the same number
-        return self.publish(version)
-
-    def publish(self, version: Version) -> list[Tensor]:
-        return self._new
-
-
 class HostedStage(Stage):
     """The stage, at its host.
 
     Args:
-        held: Tensors that the host has.
         forget: Has hosts of other stages forget what they were given of a minibatch, behind all that was done so far.
         called: Its device, for people.
         arguments: Those of ``Stage``.
     """
 
-    def __init__(self, held: HeldTensors, forget: Callable[[int], None], called: str, **arguments: Any) -> None:
-        self.held, self._have_forgotten = held, forget
-        self._called = called
+    def __init__(self, forget: Callable[[int], None], called: str, **arguments: Any) -> None:
+        self._have_forgotten, self._called = forget, called
         super().__init__(**arguments)
 
     @property
@@ -168,14 +131,6 @@ class HostedStage(Stage):
         """Have other layers, before the pipeline starts."""
         self.layers = [*layers]
         self.copy_layers()
-
-    def see(self, weights: orders.PublishedWeights) -> None:
-        """Have what was published now."""
-        assert isinstance(self.stash, HostedStash)
-        self.stash.take(weights)
-
-    def _new_stash(self, layers: nn.ModuleList) -> VersionedLayers:
-        return HostedStash(layers, self.held.get)
 
     def _forget(self, minibatch: int) -> None:
         super()._forget(minibatch)
@@ -281,10 +236,11 @@ class Host:
         stage = self._stage = self._made(setup)
         self._methods |= {
             "begin": partial(self._begin, stage),
-            "publish": partial(self._publish, stage),
+            "publish": lambda version: stage.publish(version.replaced(self._held.found)),
             "take_layers": lambda layers: stage.take_layers(layers_of_data(layers, self._found, self._device.device)),
             "add_variants": lambda graphs: add_variants(stage.layers, graphs),
             "take": partial(self._take, stage),
+            "hold": lambda reading, index, number: self._held.put(number, stage.stash.tensor(index, reading)),
             "look": lambda minibatch: self._device.state(stage.state(minibatch)),
             "delivered": stage.delivered,
         }
@@ -303,7 +259,6 @@ class Host:
         watchdog = Watchdog(setup.timeout, lambda: True, lambda: f"stage {setup.stage} at its host")
         group = setup.group
         return HostedStage(
-            self._held,
             lambda minibatch: self._answers.put(orders.Forgotten(minibatch)),
             self._device.place,
             index=setup.stage,
@@ -321,16 +276,10 @@ class Host:
             group=group and replace(group, devices=self._device.members or [device] * len(group.devices)),
         )
 
-    def _begin(self, stage: HostedStage, version: Version, forwards: int, weights: orders.PublishedWeights) -> None:
-        """Have the pipeline start empty at ``version``, whose parameters are in ``weights``."""
+    def _begin(self, stage: HostedStage, version: Version, forwards: int) -> None:
+        """Have the pipeline start empty at ``version``."""
         stage.stream.synchronize()  # what was dropped may still be computed, on the weights that come next
-        stage.see(weights)
-        stage.begin(version, forwards)
-
-    def _publish(self, stage: HostedStage, version: Version, weights: orders.PublishedWeights) -> None:
-        """Take ``version``, the next one, whose parameters are in ``weights``."""
-        stage.see(weights)
-        stage.publish(version)
+        stage.begin(version.replaced(self._held.found), forwards)
 
     def _take(self, stage: Stage, minibatch: int, numbers: Sequence[int]) -> orders.Taken:
         """Hand over the gradients of ``minibatch``; keep each under the one of ``numbers`` that is its weight's."""

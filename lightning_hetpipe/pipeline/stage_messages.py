@@ -12,7 +12,7 @@ order of CUDA streams (:class:`~lightning_hetpipe.pipeline.stage_thread.Parcel`)
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -91,6 +91,15 @@ class Version(NamedTuple):
     def is_late(self) -> bool:
         """True if minibatches that use an earlier version may have begun already."""
         return any(reading.version < self.number for reading in self.needed)
+
+    def replaced(self, change: Callable[[Tensor], Any]) -> Version:
+        """The same with what ``change`` gives in the place of each weight, and of each tensor of a move."""
+
+        def moved(move: Move) -> Move:
+            return move._replace(first=change(move.first), second=None if move.second is None else change(move.second))
+
+        moves = [None if move is None else moved(move) for move in self.moves]
+        return self._replace(parameters=[*map(change, self.parameters)], moves=moves)
 
 
 class Forward(NamedTuple):
