@@ -57,6 +57,22 @@ class HostMemory:
         self._free: deque[int] = deque()
         self._lock = threading.RLock()  # garbage may be collected within
 
+    def tell(self, method: str, *arguments: Any) -> None:
+        """Have the host call ``method``, which has no result, behind all operators so far."""
+        with self._lock:
+            self.flush()
+            self._send(orders.Do(method, arguments))
+
+    def begin(self, method: str, *arguments: Any) -> Future[Any]:
+        """Have the host call ``method`` likewise; give the result to come."""
+        with self._lock:
+            self.flush()
+            return self._begin(orders.Do(method, arguments))
+
+    def ask(self, method: str, *arguments: Any) -> Any:
+        """Have the host call ``method`` likewise, and wait for the result; any thread may."""
+        return self._wait(self.begin(method, *arguments))
+
     def new(self) -> Handle:
         """Handle of a tensor that the host is about to have."""
         handle = Handle(self, next(self._numbers))
@@ -70,17 +86,13 @@ class HostMemory:
             NotPlain: for a tensor that cannot be sent.
         """
         handle = self.new()
-        with self._lock:
-            self.flush()
-            self._send(orders.Do("put", [handle.number, value]))
+        self.tell("put", handle.number, value)
         return handle
 
     def block(self, size: int) -> Handle:
         """Have zeroed bytes at the host, which servers on its machine see."""
         handle = self.new()
-        with self._lock:
-            self.flush()
-            self._send(orders.Do("put_block", [handle.number, size]))
+        self.tell("put_block", handle.number, size)
         return handle
 
     def run(
@@ -124,10 +136,7 @@ class HostMemory:
 
     def bring(self, numbers: Sequence[int]) -> Sequence[Tensor]:
         """Copies of tensors that are at the host."""
-        with self._lock:
-            self.flush()
-            result = self._begin(orders.Do("bring", [numbers]))
-        values: Sequence[Tensor] = self._wait(result)
+        values: Sequence[Tensor] = self.ask("bring", numbers)
         return values
 
     def close(self) -> None:

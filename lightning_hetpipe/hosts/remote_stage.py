@@ -105,12 +105,11 @@ class RemoteStage(Stage):
         self._lost: str | None = None
         self._broken: str | None = None  # the class's name of the error with which the host cannot go on
         self._known: list[int] = []
+        self._adding = threading.Lock()
         self._is_set_up = False
         self._is_over = False  # nothing comes any more
-        self._memory = HostMemory(
-            self._send_at_once, self._begin_at_once, self._await, accelerates=bool(self._accelerators)
-        )
-        self.holder = HostHolder(self._memory, self._begin, self._end_silent)
+        self._memory = HostMemory(self._send, self._begin, self._await, accelerates=bool(self._accelerators))
+        self.holder = HostHolder(self._memory, self._end_silent)
         """The host, for the weights that it has."""
         name = f"hetpipe-stage-{arguments['index']}-results"
         self._receiver = threading.Thread(target=self._receive, name=name, daemon=True)
@@ -133,7 +132,7 @@ class RemoteStage(Stage):
 
     def start(self) -> None:
         self._known = self._variants()
-        self._tell(
+        self._memory.tell(
             "set_up",
             orders.SetUp(
                 stage=self.index,
@@ -152,7 +151,7 @@ class RemoteStage(Stage):
 
     def await_host(self) -> None:
         """Wait until the host has done all that it was told so far."""
-        self._ask("bring", ())
+        self._memory.ask("bring", ())
 
     def await_weights(self) -> None:
         """Wait until the host has the weights, if they are to be on an accelerator.
@@ -217,7 +216,7 @@ class RemoteStage(Stage):
         if self._is_set_up:
             self._known = self._variants()
             try:
-                self._tell("take_layers", self._layers_as_data())
+                self._memory.tell("take_layers", self._layers_as_data())
             except NotPlain as reason:
                 raise SettingError(
                     f"the layers of stage {self.index} have changed, and now {reason}; leave stage_hosts out, or change"
@@ -228,7 +227,7 @@ class RemoteStage(Stage):
         take_in_foreach(RemoteTensor)
         if self._accelerators:
             own, *members = self._accelerators
-            self._send_at_once(orders.Do("use_device", [self._host.name, own, members]))
+            self._memory.tell("use_device", self._host.name, own, members)
             self._memory.bring(())  # before any weight leaves this process for a host that has no such device
 
     def _move_out(self) -> None:
@@ -261,7 +260,7 @@ class RemoteStage(Stage):
     def _hold(self, weights: Reading, index: int) -> Handle:
         """Have the host hold the tensor of parameter ``index`` in ``weights``, by the number of what this gives."""
         handle = self._memory.new()
-        self._tell("hold", weights, index, handle.number)
+        self._memory.tell("hold", weights, index, handle.number)
         return handle
 
     # Versions and states.
@@ -271,23 +270,23 @@ class RemoteStage(Stage):
         self.stash.begin(version)
         for runner, buffers in zip(self._runners.values(), version.buffers, strict=True):
             runner.buffers.begin(forwards, buffers)
-        self._tell("begin", version.replaced(self._in_message), forwards)
+        self._memory.tell("begin", version.replaced(self._in_message), forwards)
 
     def publish(self, version: Version) -> None:
         self.stash.publish(version)
         for runner, buffers in zip(self._runners.values(), version.buffers, strict=True):
             runner.buffers.publish(version.number, buffers, ahead=version.is_late)
-        self._tell("publish", version.replaced(self._in_message))
+        self._memory.tell("publish", version.replaced(self._in_message))
 
     def state(self, minibatch: int) -> Sequence[Sequence[Tensor]]:
-        found: Sequence[Sequence[Tensor]] = self._ask("look", minibatch)
+        found: Sequence[Sequence[Tensor]] = self._memory.ask("look", minibatch)
         for runner, left in zip(self._runners.values(), found, strict=True):
             runner.buffers.mirror(minibatch, left)  # so that publishing finds what callbacks have changed
         return found
 
     def take(self, minibatch: int) -> FoundGradients:
         handles = [self._memory.new() for _ in self.stash.parameters]
-        taken: orders.Taken = self._ask("take", minibatch, [handle.number for handle in handles])
+        taken: orders.Taken = self._memory.ask("take", minibatch, [handle.number for handle in handles])
         self.memory.mirror(taken.memory)
         self._busy.show(taken.busy)
         if self.emulation is not None and taken.padded is not None:
@@ -304,18 +303,18 @@ class RemoteStage(Stage):
         return found
 
     def delivered(self, minibatch: int) -> None:
-        self._tell("delivered", minibatch)
+        self._memory.tell("delivered", minibatch)
 
     # Other hosts.
 
     def listen(self, secret: str) -> int:
         """Have the host let in those of other stages that show ``secret``; gives its port."""
-        port: int = self._ask("listen", secret)
+        port: int = self._memory.ask("listen", secret)
         return port
 
     def hand_over(self, *hosts_and_segments: Any) -> list[str | None]:
         """Have the host call ``PeerHosts.connect``; gives for each other host why it cannot be reached, or None."""
-        reasons: list[str | None] = self._ask("hand_over", self.index, *hosts_and_segments)
+        reasons: list[str | None] = self._memory.ask("hand_over", self.index, *hosts_and_segments)
         return reasons
 
     # Messages.
@@ -332,6 +331,7 @@ class RemoteStage(Stage):
         try:
             if isinstance(message, Forward):
                 self._send_variants()
+            self._memory.flush()
             self._send(message)
         except LOST as error:
             if not isinstance(message, Cancel):
@@ -347,17 +347,12 @@ class RemoteStage(Stage):
         """Send graphs that were made since the last ones were sent."""
         if self._variants() == self._known:
             return
-        with self._lock:
+        with self._adding:
             new = new_variants(self.layers, self._known)  # while others are added, which the next forward sends
-            self._tell("add_variants", new)
+            self._memory.tell("add_variants", new)
             self._known = [known + len(each["graphs"]) for known, each in zip(self._known, new, strict=True)]
 
     def _send(self, message: Any) -> None:
-        """Send ``message`` behind the operators that wait."""
-        self._memory.flush()
-        self._send_at_once(message)
-
-    def _send_at_once(self, message: Any) -> None:
         if self._broken is not None:  # the host takes messages, but does nothing any more
             raise self._host_lost()
         try:
@@ -365,26 +360,13 @@ class RemoteStage(Stage):
         except OSError:
             raise self._host_lost() from None
 
-    def _tell(self, method: str, *arguments: Any) -> None:
-        """Have the host call ``method``, which has no result."""
-        self._send(orders.Do(method, arguments))
-
-    def _ask(self, method: str, *arguments: Any) -> Any:
-        """Have the host call ``method``, and wait for the result; any thread may."""
-        return self._await(self._begin(method, *arguments))
-
-    def _begin(self, method: str, *arguments: Any) -> Future[Any]:
-        """Have the host call ``method``; gives the result to come."""
-        self._memory.flush()
-        return self._begin_at_once(orders.Do(method, arguments))
-
-    def _begin_at_once(self, order: orders.Do) -> Future[Any]:
+    def _begin(self, order: orders.Do) -> Future[Any]:
         number, result = next(self._numbers), Future[Any]()
         with self._lock:
             if self._is_over:
                 raise self._host_lost()
             self._results[number] = result
-        self._send_at_once(order._replace(number=number))
+        self._send(order._replace(number=number))
         return result
 
     def _await(self, result: Future[Any]) -> Any:
