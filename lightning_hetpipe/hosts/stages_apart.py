@@ -145,12 +145,11 @@ class StagesApart:
 
     def join(self, engine: Engine) -> None:
         """Have hosts on other machines hand activations and gradients over to each other, where they can."""
-        followers, away = engine.followers, {stage.index: stage for stage in self._stages}
-        stages = {segment.index: stage.index for stage in engine.stages for segment in stage.segments}
+        followers, away = (engine.following, engine.preceding), {stage.index: stage for stage in self._stages}
         listening: dict[int, tuple[str, str]] = {}
         for stage in self._stages:
             after, before = (
-                {segment.index: stages[to] for segment in stage.segments if (to := each[segment.index]) is not None}
+                {segment.index: to.stage for segment in stage.segments if (to := each[segment.index]) is not None}
                 for each in followers
             )
             others = sorted(({*after.values(), *before.values()} & away.keys()) - {stage.index})

@@ -1,7 +1,7 @@
 """Messages between a stage and the rest of its virtual worker: plain data, nothing that is only true of threads.
 
-    to a stage      Forward, Backward, Evaluate, Cancel     in its inbox, first in, first out
-    from a stage    Output, InputGradients, Evaluated       one for each of the first three; Failure where it failed
+    to a stage      Forward, Backward, Cancel     in its inbox, first in, first out
+    from a stage    Output, InputGradients        one for each of the first two; Failure where it failed
     between tasks   Version (begin, publish); buffers and gradients of a minibatch
 
 No message holds a lock, a queue, a thread, a live module or a minibatch; what carries messages between threads adds the
@@ -103,25 +103,27 @@ class Version(NamedTuple):
 
 
 class Forward(NamedTuple):
-    """Run the forward of ``minibatch`` at ``segment``, and keep what its backward needs.
+    """Run the forward of ``minibatch`` at ``segment``, and keep what its backward needs; an evaluation keeps nothing.
 
     Attributes:
-        value: What the segment is given.
-        weights: Those to run on.
+        value: What the segment is given: a :class:`Value`, in an evaluation the nesting itself.
+        weights: Those to run on; an evaluation runs on the live ones.
         autocast: What autocast did where the piece was called.
         call: Number of calls of the piece that come before this one in the minibatch.
         again: Whether the minibatch calls the piece later again.
         last: Whether this is the last forward: the minibatch's backward is the next thing that the stage does.
+        inference: Whether the piece was called in ``torch.inference_mode``.
     """
 
     minibatch: int
     segment: int
-    value: Value
+    value: Any
     weights: Reading
     autocast: Autocast
     call: int = 0
     again: bool = False
     last: bool = False
+    inference: bool = False
 
 
 class Backward(NamedTuple):
@@ -147,39 +149,21 @@ class Backward(NamedTuple):
     apart: bool
 
 
-class Evaluate(NamedTuple):
-    """Run ``segment`` for the batch ``minibatch`` of an evaluation, on the live layers, and keep nothing.
-
-    Attributes:
-        call: Number of calls of the piece that come before this one in the batch.
-        value: What the segment is given, any nesting of tensors.
-        autocast: What autocast did where the piece was called.
-        inference: Whether that was in ``torch.inference_mode``.
-    """
-
-    minibatch: int
-    segment: int
-    call: int
-    value: Any
-    autocast: Autocast
-    inference: bool
-
-
 class Cancel(NamedTuple):
     """Nothing of ``minibatch`` is needed any more. It overtakes what else is in the inbox."""
 
     minibatch: int
 
 
-Message = Forward | Backward | Evaluate | Cancel
+Message = Forward | Backward | Cancel
 
 
 class Output(NamedTuple):
-    """Output of a segment for ``minibatch``."""
+    """Output of a segment for ``minibatch``, as the ``value`` of the :class:`Forward`."""
 
     minibatch: int
     segment: int
-    value: Value
+    value: Any
 
 
 class InputGradients(NamedTuple):
@@ -191,14 +175,6 @@ class InputGradients(NamedTuple):
     sums: Sums
 
 
-class Evaluated(NamedTuple):
-    """Output of a segment for the batch ``minibatch`` of an evaluation."""
-
-    minibatch: int
-    segment: int
-    value: Any
-
-
 class Failure(NamedTuple):
     """Error that a task of ``minibatch`` has raised; ``Discarded`` where it was cancelled."""
 
@@ -206,7 +182,7 @@ class Failure(NamedTuple):
     error: BaseException
 
 
-Result = Output | InputGradients | Evaluated | Failure
+Result = Output | InputGradients | Failure
 
 
 class RemoteFailure(RuntimeError):
@@ -233,14 +209,12 @@ class _EncodedFailure(NamedTuple):
 RECORDS: Sequence[type[Any]] = (
     Forward,
     Backward,
-    Evaluate,
     Cancel,
     Version,
     Move,
     Flags,
     Output,
     InputGradients,
-    Evaluated,
     Value,
     Nth,
     Addends,
