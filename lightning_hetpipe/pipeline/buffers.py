@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.pipeline.graph_layer import GraphLayer, own_path
-from lightning_hetpipe.pipeline.values import all_equal, equal
+from lightning_hetpipe.pipeline.values import unequal
 from lightning_hetpipe.torch_private.tensors import foreach_copy_, version_counter
 
 Place = tuple[nn.Module, str]
@@ -121,19 +121,16 @@ class Buffers:
         if not self._names:
             return False
         pairs = [(now.to(left.device), left) for now, left in zip(live, self._of(minibatch), strict=True)]
-        if all_equal(pairs):
-            return False
-        for index, (name, (now, left)) in enumerate(zip(self._names, pairs, strict=True)):
-            if equal(now, left):
-                continue
+        changed = unequal(pairs)
+        for index in changed:
             if ahead:
                 raise SettingError(
-                    f"{name} was changed outside of forward after minibatch {minibatch} (in a hook, or as a view of a"
-                    " weight), while later minibatches were in flight; set in_flight=1, or change it at the end of an"
-                    " epoch"
+                    f"{self._names[index]} was changed outside of forward after minibatch {minibatch} (in a hook, or as a"
+                    " view of a weight), while later minibatches were in flight; set in_flight=1, or change it at the"
+                    " end of an epoch"
                 )
-            self._of(minibatch)[index] = now.to(left.device, copy=True)
-        return True
+            self._of(minibatch)[index] = pairs[index][0].to(pairs[index][1].device, copy=True)
+        return bool(changed)
 
     def _of(self, minibatch: int) -> list[Tensor]:
         return self._left[minibatch % len(self._left)]
