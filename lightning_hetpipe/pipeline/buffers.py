@@ -125,8 +125,8 @@ class Buffers:
         for index in changed:
             if ahead:
                 raise SettingError(
-                    f"{self._names[index]} was changed outside of forward after minibatch {minibatch} (in a hook, or as a"
-                    " view of a weight), while later minibatches were in flight; set in_flight=1, or change it at the"
+                    f"{self._names[index]} was changed outside of forward after minibatch {minibatch} (in a hook, or as"
+                    " a view of a weight), while later minibatches were in flight; set in_flight=1, or change it at the"
                     " end of an epoch"
                 )
             self._of(minibatch)[index] = pairs[index][0].to(pairs[index][1].device, copy=True)
