@@ -6,7 +6,6 @@ come from the process of Lightning's loop, with which it ends.
 
 from __future__ import annotations
 
-import functools
 import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -14,6 +13,7 @@ from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -43,10 +43,9 @@ SENDING = 5.0
 """Seconds at the end in which answers are still sent."""
 
 
-_PRECISE = ("mkldnn.matmul", "mkldnn.conv", "mkldnn.rnn", "cuda.matmul", "cudnn.conv", "cudnn.rnn")
-"""Operations of libraries that have a precision each."""
-
-_SWITCHES = (
+_ATTRIBUTES = (
+    *(f"{work}.fp32_precision" for work in ("mkldnn.matmul", "mkldnn.conv", "mkldnn.rnn")),
+    *(f"{work}.fp32_precision" for work in ("cuda.matmul", "cudnn.conv", "cudnn.rnn")),
     "cudnn.enabled",
     "cudnn.deterministic",
     "cudnn.benchmark",
@@ -54,15 +53,10 @@ _SWITCHES = (
     "cuda.matmul.allow_bf16_reduced_precision_reduction",
     "cuda.matmul.allow_fp16_accumulation",
 )
-"""Other settings of the libraries for GPUs."""
+"""Settings of the libraries in ``torch.backends``, by their paths there."""
 
 _ATTENTION = ("flash", "mem_efficient", "math", "cudnn")
 """Ways to compute attention."""
-
-
-def _backend(path: str) -> Any:
-    """The part of ``torch.backends`` at ``path``."""
-    return functools.reduce(getattr, path.split("."), torch.backends)
 
 
 def modes() -> list[Any]:
@@ -70,32 +64,29 @@ def modes() -> list[Any]:
     backends: Any = torch.backends
     return [
         _matmul_precision(),
-        [_backend(work).fp32_precision for work in _PRECISE],
         _flushes_denormals(),
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),
         backends.mkldnn.is_available() and backends.mkldnn.enabled,
         [getattr(backends.cuda, f"{way}_sdp_enabled")() for way in _ATTENTION],
-        [_backend(switch) for switch in _SWITCHES],
+        [attrgetter(path)(backends) for path in _ATTRIBUTES],
     ]
 
 
 def set_modes(modes: Sequence[Any]) -> None:
     """Have the settings of the process that :func:`modes` were read in."""
     backends: Any = torch.backends
-    precision, precisions, flushes, deterministic, warn_only, mkldnn, attention, switches = modes
+    precision, flushes, deterministic, warn_only, mkldnn, attention, attributes = modes
     if precision is not None:
         torch.set_float32_matmul_precision(precision)
     torch.set_flush_denormal(flushes)  # of this thread, and those that it starts
     torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
     backends.mkldnn.set_flags(mkldnn)
-    for work, each in zip(_PRECISE, precisions, strict=True):
-        _backend(work).fp32_precision = each
     for way, each in zip(_ATTENTION, attention, strict=True):
         getattr(backends.cuda, f"enable_{way}_sdp")(each)
-    for switch, each in zip(_SWITCHES, switches, strict=True):
-        library, _, name = switch.rpartition(".")
-        setattr(_backend(library), name, each)
+    for path, each in zip(_ATTRIBUTES, attributes, strict=True):
+        library, _, name = path.rpartition(".")
+        setattr(attrgetter(library)(backends), name, each)
 
 
 def _matmul_precision() -> str | None:
