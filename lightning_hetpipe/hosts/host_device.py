@@ -35,7 +35,6 @@ class HostDevice:
     """Device of a host: the CPU until :meth:`use` is called.
 
     Attributes:
-        device: As torch has it.
         members: Devices of the stage's group, the stage's own among them; none where it lies on one device, or a CPU.
         place: For people, with the host's name.
     """

@@ -108,7 +108,6 @@ class HostMemory:
         """Run ``func`` at the host.
 
         Args:
-            func: An operator.
             args, kwargs: Its arguments, with :class:`~lightning_hetpipe.hosts.orders.Held` for what is at the host.
             results: Numbers of the tensors that it makes.
             answers: Places of arguments some of which are not at the host and are changed.
@@ -228,7 +227,6 @@ class HeldTensors:
         """Run operators; gives what is to be answered to the last one, or None.
 
         Args:
-            operators: The operators, in order.
             free: Numbers of tensors that nobody needs any more, after these.
 
         Raises:

@@ -47,15 +47,11 @@ class SetUp(NamedTuple):
     """The stage that the host is to be.
 
     Attributes:
-        stage: Its number.
-        segments: Its segments.
         layers: As data.
         settings: Settings of all stages. ``before_pass`` and ``compile`` are None: they belong to the leader's process.
         planned: Its planned memory; None where there is no limit.
-        visits: How often each minibatch comes to it.
         timeout: Seconds after which a wait in which nothing moves ends.
         pad: Its pad; None where no device is emulated.
-        modes: Settings of torch that belong to a process.
         group: Its group, where several devices divide its layers, as this process has it.
     """
 
@@ -75,7 +71,6 @@ class CallServer(NamedTuple):
     """Call a parameter server.
 
     Attributes:
-        address: The server's.
         method, timeout, header: As of ``Channel.call``; the header as text, which it is.
         body, into: Blocks, for the body of the call and of its answer.
     """
@@ -92,7 +87,6 @@ class ServerAnswered(NamedTuple):
     """Answer to :class:`CallServer`.
 
     Attributes:
-        header: Of the server's answer.
         refused, silent: Why the server has refused the call, or not answered; else None.
     """
 
@@ -180,12 +174,7 @@ class Taken(NamedTuple):
 
 
 class Broken(NamedTuple):
-    """The host cannot go on; its last message.
-
-    Attributes:
-        kind: The class's name of the error.
-        error: Its text.
-    """
+    """The host cannot go on; its last message."""
 
     kind: str
     error: str

@@ -80,7 +80,6 @@ class PeerHosts:
         """Hand what segments of ``stage`` give over to the hosts of those that follow; gives why some cannot be.
 
         Args:
-            stage: The number of this stage.
             hosts: Addresses and secrets of other stages' hosts.
             forwards: For each segment whose outputs are handed over, the place of a host.
             backwards: Likewise of gradients of inputs.

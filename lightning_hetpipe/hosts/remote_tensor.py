@@ -37,7 +37,6 @@ class RemoteTensor(Tensor):
     """A tensor at a host.
 
     Args:
-        handle: Of the value.
         like: A tensor of its sizes, strides and dtype.
     """
 

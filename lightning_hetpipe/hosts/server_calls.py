@@ -86,11 +86,7 @@ class HostHolder:
 
 
 class ServerCalls:
-    """The same at the host.
-
-    Args:
-        security: Certificates and token for servers, as the host itself has them.
-    """
+    """The same at the host."""
 
     def __init__(self, security: Security) -> None:
         self._security = security

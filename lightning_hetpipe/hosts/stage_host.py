@@ -106,7 +106,6 @@ class HostedStage(Stage):
 
     Args:
         forget: Has hosts of other stages forget what they were given of a minibatch, behind all that was done so far.
-        called: Its device, for people.
         arguments: Those of ``Stage``.
     """
 
@@ -132,7 +131,6 @@ class Host:
     """The host at one end of ``wire``.
 
     Args:
-        wire: To the process of Lightning's loop.
         security: Certificates and token for its calls of servers, and for its peers.
         host: Of the address at which peers find it.
     """

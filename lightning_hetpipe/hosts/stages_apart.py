@@ -31,7 +31,6 @@ class StageElsewhere(NamedTuple):
     """Place of a stage on another machine.
 
     Attributes:
-        address: Address of its host.
         node: Name of the machine in the plan.
         accelerators: Number and name, on that machine, of the accelerator that the stage is on, and then of each member
             of its group; empty for a CPU.
@@ -47,7 +46,6 @@ class StagesApart:
 
     Args:
         places: Places of stages on other machines, by their numbers.
-        security: Certificates and token for their hosts.
         emulation: Of the stages, where their devices are not here.
         worker: Number of the virtual worker; None where there is but one.
     """

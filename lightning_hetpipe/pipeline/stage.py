@@ -47,7 +47,6 @@ class Layer:
 
     Attributes:
         name: Its path in the LightningModule, such as "net.3".
-        module: The live module.
         mutates_input: Whether it changes its input in place, as ``ReLU(inplace=True)`` does.
         aliases_input: Whether its output shares memory with its input, as a view does.
         kind: What it is, for people; by default its class.
@@ -85,7 +84,6 @@ class StageSettings:
     """Settings that all stages share.
 
     Attributes:
-        generators: The run's random numbers.
         in_flight: Nm.
         torch_threads: Threads of each torch operation.
         default_dtype: The dtype of the tensors that layers create without naming one; None for the process's.

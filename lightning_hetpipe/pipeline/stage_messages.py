@@ -28,12 +28,7 @@ Sums = Mapping[int, Tensor]
 
 
 class Flags(NamedTuple):
-    """Flags of layers that callbacks may change, version by version.
-
-    Attributes:
-        requires_grad: Of every parameter.
-        training: Of every module.
-    """
+    """Flags of layers that callbacks may change, version by version."""
 
     requires_grad: tuple[bool, ...]
     training: tuple[bool, ...]

@@ -25,7 +25,6 @@ class Parcel(NamedTuple):
     """A message on its way between threads.
 
     Attributes:
-        message: What is to be done.
         event: Behind it in streams stands what the message brings.
         others: Behind these stand the sums that it brings.
     """

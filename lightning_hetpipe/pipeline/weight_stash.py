@@ -85,12 +85,8 @@ class VersionBuffer:
 class VersionedLayers:
     """Layers that are bound to the weights of one version or another.
 
-    Args:
-        layers: All of a stage's.
-
     Attributes:
         parameters: Theirs, a shared one once.
-        bytes: Of each of them.
         buffers: Room for versions.
     """
 

@@ -34,10 +34,8 @@ class RunnerPool(Generic[F]):
     """Runs up to ``in_flight`` batches at once, each in a runner's thread, and sends them through stages.
 
     Args:
-        name: Of its threads.
         pieces: For each piece, in the order of its first call, its name and its layers.
         split_points: The first layer of each stage.
-        settings: What all stages share.
         timeout: Seconds after which a wait in which nothing moves ends with an explanation.
 
     Attributes:
