@@ -282,8 +282,9 @@ class Engine(RunnerPool[Minibatch]):
     def backward(self, minibatch: Minibatch, call: PieceCall, gradients: Gradients) -> None:
         """Sends gradients of a piece's outputs; those of its inputs will be delivered to ``minibatch``."""
         minibatch.calling = call
-        if call.which is self._turn.call:
-            minibatch.loss_ends(call.collected)
+        if minibatch.loss is not None:
+            minibatch.loss.end(call.collected)
+            minibatch.loss = None
         self._backward(minibatch, self._of_piece[call.which.piece][-1], gradients, call.collected)
 
     def lacking(self) -> str:

@@ -30,7 +30,7 @@ from lightning_hetpipe.pipeline.split.member_pool import DeviceGroup, MemberPool
 from lightning_hetpipe.pipeline.split.regions import GivenAs, Region, RegionInput, RegionOutput, TakenAs
 from lightning_hetpipe.pipeline.split.rewriting import split_graph
 from lightning_hetpipe.pipeline.streams import move
-from lightning_hetpipe.pipeline.values import run_backward
+from lightning_hetpipe.pipeline.values import gradients, moved
 from lightning_hetpipe.rules.channel_layouts import ChannelLayout
 from lightning_hetpipe.torch_private.compiler import CompilerError, CompilerLimit, compiled
 from lightning_hetpipe.torch_private.tensors import pytree
@@ -83,9 +83,6 @@ class _RegionRun:
         self._leaves: list[Sequence[Any]] = []
         self._outputs: list[Sequence[Any]] = []
         self._home = call.pool.group.devices[call.pool.group.home]
-        self._wholes: dict[int, Tensor] = {}
-        self._lock = threading.Lock()
-        self._on_host = all(device.type == "cpu" for device in call.pool.group.devices)
 
     def forward(self, wanted: Sequence[bool], flat: Sequence[Any]) -> list[Any]:
         inputs, needs = self._nested(flat), self._nested(wanted)
@@ -102,18 +99,18 @@ class _RegionRun:
         outputs: list[Any] = []
         for number, output in enumerate(self._region.outputs):
             parts = [given[member][number].detach() for member in output.layout.members]
-            outputs += parts if output.given is GivenAs.HELD else [self._together(number, output, parts)]
+            outputs += parts if output.given is GivenAs.HELD else [self._together(output, parts)]
         if not grad:
             self._leaves, self._outputs = [], []
         return outputs
 
     def backward(self, flat: Sequence[Tensor | None]) -> list[Tensor | None]:
-        gradients = iter(flat)
+        came = iter(flat)
         given: list[dict[int, Tensor | None]] = [{} for _ in range(self._region.members)]
         for number, output in enumerate(self._region.outputs):
-            whole = None if output.given is GivenAs.HELD else next(gradients)
+            whole = None if output.given is GivenAs.HELD else next(came)
             for member in output.layout.members:
-                gradient = next(gradients) if output.given is GivenAs.HELD else whole
+                gradient = next(came) if output.given is GivenAs.HELD else whole
                 if gradient is not None and output.given is GivenAs.JOINED:
                     gradient = part(gradient, output.layout, member)
                 given[member][number] = gradient
@@ -147,23 +144,7 @@ class _RegionRun:
                 self._leaf(number, member, inputs[number], needs[number]) for number in self._region.takes[member]
             ]
             outputs = self._graphs[member](*leaves)
-        with torch.no_grad():
-            for number, each in zip(self._region.gives[member], outputs, strict=True):
-                self._put(number, member, each.detach())
         return leaves, outputs
-
-    def _put(self, number: int, member: int, given: Tensor) -> None:
-        """Put what a member gives where it belongs, on the host: members share the time that this takes."""
-        output = self._region.outputs[number]
-        layout = output.layout
-        if output.given is not GivenAs.JOINED or layout.outer != 1 or len(layout.members) == 1 or not self._on_host:
-            return
-        with self._lock:
-            if number not in self._wholes:
-                sizes = list(given.shape)
-                sizes[layout.dim] = layout.units * layout.inner
-                self._wholes[number] = given.new_empty(sizes)
-        part(self._wholes[number], layout, member).copy_(given)
 
     def _leaf(self, number: int, member: int, given: Any, wanted: Any) -> Any:
         each, device = self._region.inputs[number], self._pool.group.devices[member]
@@ -187,36 +168,30 @@ class _RegionRun:
         self, member: int, leaves: Sequence[Any], outputs: Sequence[Any], given: dict[int, Tensor | None]
     ) -> list[Tensor | None]:
         numbered = zip(self._region.gives[member], outputs, strict=True)
-        pairs = [(output, given[number]) for number, output in numbered if output.requires_grad]
-        ends = [(output, move(each, output.device)) for output, each in pairs if each is not None]
-        wanted = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
-        if not ends or not wanted:
-            return [None] * len(leaves)
-        found = iter(run_backward([output for output, _ in ends], [each for _, each in ends], wanted))
-        return [next(found) if isinstance(leaf, Tensor) and leaf.requires_grad else None for leaf in leaves]
+        own = [moved(given[number], output.device) for number, output in numbered]
+        found = iter(gradients(outputs, own, [leaf for leaf in leaves if isinstance(leaf, Tensor)]))
+        return [next(found) if isinstance(leaf, Tensor) else None for leaf in leaves]
 
     # In the thread of the stage.
 
-    def _together(self, number: int, output: RegionOutput, parts: Sequence[Tensor]) -> Tensor:
-        if number in self._wholes:
-            return self._wholes.pop(number)
-        moved = [move(each, self._home) for each in parts]
-        return joined(moved, output.layout) if output.given is GivenAs.JOINED else reduce(operator.add, moved)
+    def _together(self, output: RegionOutput, parts: Sequence[Tensor]) -> Tensor:
+        there = [move(each, self._home) for each in parts]
+        return joined(there, output.layout) if output.given is GivenAs.JOINED else reduce(operator.add, there)
 
     def _gradient(self, each: RegionInput, own: dict[int, Tensor]) -> Tensor | None:
         """The gradient of what members have taken, of theirs."""
         if not own:
             return None
-        moved = {member: move(gradient, self._home) for member, gradient in sorted(own.items())}
+        there = {member: move(gradient, self._home) for member, gradient in sorted(own.items())}
         if each.layout is None:
-            return reduce(operator.add, moved.values())
-        (other, like), counts, dim = next(iter(moved.items())), each.layout.counts, each.layout.dim
+            return reduce(operator.add, there.values())
+        (other, like), counts, dim = next(iter(there.items())), each.layout.counts, each.layout.dim
         for member in each.layout.members:
-            if member not in moved:  # no gradient reaches its part
+            if member not in there:  # no gradient reaches its part
                 sizes = list(like.shape)
                 sizes[dim] = sizes[dim] // counts[other] * counts[member]
-                moved[member] = like.new_zeros(sizes)
-        return joined([moved[member] for member in each.layout.members], each.layout)
+                there[member] = like.new_zeros(sizes)
+        return joined([there[member] for member in each.layout.members], each.layout)
 
     def _write_back(self, inputs: Sequence[Any]) -> None:
         """Have the buffers be what members have left of their parts."""
