@@ -16,8 +16,8 @@ from torch import Tensor
 from lightning_hetpipe.hosts import orders
 from lightning_hetpipe.pipeline.graph_code import operator_name, operator_of
 from lightning_hetpipe.pipeline.streams import move
+from lightning_hetpipe.pipeline.values import nested_tensors
 from lightning_hetpipe.torch_private.graphs import OperatorOverload, schema_of
-from lightning_hetpipe.torch_private.tensors import pytree
 
 CPU = torch.device("cpu")
 
@@ -250,8 +250,8 @@ class HeldTensors:
         if order.results is None:
             return result
         if order.results:
-            known = {id(each) for each in _leaves((args, kwargs))}
-            new = [each for each in _leaves(result) if id(each) not in known]
+            known = {id(each) for each in nested_tensors((args, kwargs))}
+            new = [each for each in nested_tensors(result) if id(each) not in known]
             self._held.update(zip(order.results, new, strict=True))
         if not order.answers:
             return None
@@ -273,10 +273,6 @@ class HeldTensors:
         if isinstance(value, list | tuple):
             return [self.found(each) for each in value]
         return value
-
-
-def _leaves(values: Any) -> list[Tensor]:
-    return [each for each in pytree.tree_leaves(values) if isinstance(each, Tensor)]
 
 
 def _sent(value: Any, sent: Any) -> list[Tensor]:

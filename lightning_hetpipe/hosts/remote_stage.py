@@ -120,13 +120,9 @@ class RemoteStage(Stage):
             self.close()  # nobody else knows of it yet
             raise
         self.stream = self._busy = _RemoteStream()
-
-    @property
-    def place(self) -> str:
-        if not self._accelerators:
-            return super().place
-        number, name = self._accelerators[0]
-        return f"{name}:{number} of {self._host.name}"
+        if self._accelerators:
+            number, name = self._accelerators[0]
+            self.place = f"{name}:{number} of {self._host.name}"
 
     # The stage's life.
 

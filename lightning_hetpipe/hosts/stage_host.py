@@ -109,13 +109,9 @@ class HostedStage(Stage):
         arguments: Those of ``Stage``.
     """
 
-    def __init__(self, forget: Callable[[int], None], called: str, **arguments: Any) -> None:
-        self._have_forgotten, self._called = forget, called
+    def __init__(self, forget: Callable[[int], None], **arguments: Any) -> None:
+        self._have_forgotten = forget
         super().__init__(**arguments)
-
-    @property
-    def place(self) -> str:
-        return self._called
 
     def take_layers(self, layers: Sequence[Layer]) -> None:
         """Have other layers, before the pipeline starts."""
@@ -247,9 +243,8 @@ class Host:
         self._device.seed(setup.settings.generators, setup.stage)
         watchdog = Watchdog(setup.timeout, lambda: True, lambda: f"stage {setup.stage} at its host")
         group = setup.group
-        return HostedStage(
+        stage = HostedStage(
             lambda minibatch: self._answers.put(orders.Forgotten(minibatch)),
-            self._device.place,
             index=setup.stage,
             device=device,
             segments=setup.segments,
@@ -264,6 +259,8 @@ class Host:
             visits=setup.visits,
             group=group and replace(group, devices=self._device.members or [device] * len(group.devices)),
         )
+        stage.place = self._device.place
+        return stage
 
     def _begin(self, stage: HostedStage, version: Version, forwards: int) -> None:
         """Have the pipeline start empty at ``version``."""

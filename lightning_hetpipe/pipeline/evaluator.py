@@ -175,7 +175,7 @@ class ForwardStage(StageThread):
 
     def _lacking(self, message: Message) -> str:
         return (
-            f"stage {self.index} ran out of memory on {self.device} while it evaluated {self._work(message)}; give this"
+            f"stage {self.index} ran out of memory on {self.place} while it evaluated {self._work(message)}; give this"
             " loop smaller batches, or set in_flight lower, or give more devices, or ones with more memory"
         )
 

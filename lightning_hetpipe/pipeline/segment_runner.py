@@ -141,11 +141,10 @@ class SegmentRunner:
                 lambda: [*self._parameters, *(getattr(*place) for place in self._places)],
             )
         self.buffers.after_forward(number, self._places)
-        if not again:
-            return Value.of(result), SavedForBackward(task.weights, inputs, tensors_of(result), kept, kind)
-        repeated = task._replace(value=replace(task.value, tensors=()))
-        changes = [version_counter(tensor) for tensor in inputs]
-        saved = SavedForBackward(task.weights, inputs, [], kept, kind, again=repeated, changes=changes, buffers=buffers)
+        saved = SavedForBackward(task.weights, inputs, [] if again else tensors_of(result), kept, kind, buffers=buffers)
+        if again:
+            saved.again = task._replace(value=replace(task.value, tensors=()))
+            saved.changes = [version_counter(tensor) for tensor in inputs]
         return Value.of(result), saved
 
     def _bind(self, weights: Reading) -> None:

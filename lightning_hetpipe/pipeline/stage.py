@@ -163,11 +163,6 @@ class Stage(StageThread):
             self._members = MemberPool(name, group, settings.torch_threads, streams, self.stream)
         self.copy_layers()
 
-    @property
-    def place(self) -> str:
-        """Its device, for people."""
-        return str(self.device)
-
     def copy_layers(self) -> None:
         """Makes the copies of the live layers, in place of earlier ones; nothing may be in flight."""
         self.stash = self._new_stash(nn.ModuleList([layer.module for layer in self.layers]))

@@ -54,6 +54,8 @@ class StageThread:
         self.index = index
         self.device = device
         self.stream = stream
+        self.place = str(device)
+        """Its device, for people."""
         self._name = name
         self._torch_threads = torch_threads
         self._watchdog = watchdog

@@ -137,9 +137,8 @@ def unequal(pairs: Iterable[tuple[Tensor, Tensor]]) -> list[int]:
             waiting[place] = ((one != other) & ((one == one) | (other == other))).any()
         elif not equal(one, other):
             found.append(place)
-    if waiting:
-        differ = torch.stack([*waiting.values()]).tolist()
-        found += [place for place, differs in zip(waiting, differ, strict=True) if differs]
+    if waiting and (differ := torch.stack([*waiting.values()])).any():
+        found += [place for place, differs in zip(waiting, differ.tolist(), strict=True) if differs]
     return found
 
 
