@@ -150,8 +150,7 @@ class SegmentRunner:
     def _bind(self, weights: Reading) -> None:
         self._stash.bind(weights)
         if self.split is not None:
-            buffer = self._stash.buffer(weights)
-            self.split.weights.use(id(buffer), buffer.fills)
+            self.split.parts = self._stash.buffer(weights).parts
 
     def backward(self, task: Backward, saved: SavedForBackward, sums: Sums) -> tuple[Gradients, list[Tensor | None]]:
         """The backward of what was ``saved``: the gradients of the inputs, and of :attr:`weights`.

@@ -42,7 +42,7 @@ class VersionBuffer:
         frozen: Numbers of the frozen ones.
         flags: What the version says of parameters and modules.
         published: The event behind which the tensors are computed.
-        fills: How often it has been filled.
+        parts: Parts of the weights for the members of a group, as far as these have used them.
     """
 
     def __init__(self) -> None:
@@ -50,11 +50,11 @@ class VersionBuffer:
         self.frozen: frozenset[int] | None = None
         self.flags = Flags((), ())
         self.published: StreamEvent | None = None
-        self.fills = 0
+        self.parts: dict[Any, Tensor] = {}
 
     def fill(self, version: Version, steps: int, frozen: Mapping[int, Tensor]) -> None:
         """Take the live weights, moved on by so many ``steps`` of an optimizer, the ``frozen`` ones, and the flags."""
-        self.fills += 1
+        self.parts = {}
         if any(self.tensors[number] is not tensor for number, tensor in frozen.items()):
             self.tensors = [frozen.get(number, tensor) for number, tensor in enumerate(self.tensors)]
         unmoved: list[tuple[Tensor, Tensor]] = []
@@ -138,6 +138,7 @@ class VersionedLayers:
         """Gives the memory of all buffers back, whoever still holds the layers."""
         for buffer in self.buffers:
             buffer.tensors.clear()
+            buffer.parts.clear()
         self._bound = []
         for parameter in self.parameters:
             parameter.data = parameter.data.new_empty(0)

@@ -10,7 +10,6 @@ backward    each member runs the backward of its graph, at the same time; gradie
 from __future__ import annotations
 
 import operator
-import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -48,13 +47,15 @@ class RegionCall(nn.Module):
     """Calls ``region`` in the threads of ``pool``.
 
     Attributes:
+        opened, parts: As of the segment, for the next call.
         graphs: What members run: their graphs, or what was compiled of these.
     """
 
-    def __init__(self, region: Region, pool: MemberPool, weights: VersionParts) -> None:
+    def __init__(self, region: Region, pool: MemberPool) -> None:
         super().__init__()
-        self.region, self.pool, self.weights = region, pool, weights
+        self.region, self.pool = region, pool
         self.opened: Opened
+        self.parts: dict[Any, Tensor]
         self.graphs: Sequence[Callable[..., Any]] = region.graphs
 
     def forward(self, *inputs: Any) -> tuple[Any, ...]:
@@ -77,8 +78,8 @@ class _RegionRun:
     """One forward of a region, and its backward."""
 
     def __init__(self, call: RegionCall, held: Sequence[int]) -> None:
-        self._region, self._pool, self._weights, self._opened = call.region, call.pool, call.weights, call.opened
-        self._graphs = call.graphs
+        self._region, self._pool, self._opened = call.region, call.pool, call.opened
+        self._parts, self._graphs = call.parts, call.graphs
         self._held = held
         self._leaves: list[Sequence[Any]] = []
         self._outputs: list[Sequence[Any]] = []
@@ -156,13 +157,24 @@ class _RegionRun:
             return given
         with torch.no_grad():
             if each.is_weight and isinstance(given, nn.Parameter):  # a buffer may change without a version
-                taken = self._weights.of(given, each.layout, member, device)
+                taken = self._part_of(given, each.layout, member, device)
             elif each.layout is None or each.taken is TakenAs.HELD:
                 taken = move(given, device)
             else:
                 taken = move(part(given, each.layout, member), device)
                 taken = taken.clone() if each.taken is TakenAs.STATE else taken
         return taken.detach().requires_grad_(bool(wanted))
+
+    def _part_of(self, weight: Tensor, layout: ChannelLayout | None, member: int, device: torch.device) -> Tensor:
+        """The part of ``member`` of a ``weight``, or the whole where there is no layout, made once for each version.
+
+        Where the member is on the weight's device, a part that lies in one piece there is no copy.
+        """
+        key = id(weight), layout, member
+        if key not in self._parts:
+            taken = weight.detach() if layout is None else part(weight.detach(), layout, member)
+            self._parts[key] = move(taken.contiguous(), device)
+        return self._parts[key]
 
     def _member_backward(
         self, member: int, leaves: Sequence[Any], outputs: Sequence[Any], given: dict[int, Tensor | None]
@@ -281,7 +293,7 @@ class SplitSegment:
         options: What ``torch.compile`` is given for their graphs; None where these run as they are.
 
     Attributes:
-        weights: Parts of versions of weights.
+        parts: Parts of the version of the weights that is used next.
         divisible: Numbers of units in which each layer may be divided, by its path; the best one first.
     """
 
@@ -294,7 +306,7 @@ class SplitSegment:
     ) -> None:
         named = f"layers {layers[0].name} to {layers[-1].name}"
         self.compiled = None if options is None else CompiledMembers(named, options)
-        self.weights = VersionParts()
+        self.parts: dict[Any, Tensor] = {}
         self.divisible: dict[str, tuple[int, ...]] = {}
         self._layers, self._modules, self._pool = layers, modules, pool
         self._variants: dict[int, tuple[JoinedGraph, Any, list[RegionCall]]] = {}
@@ -312,7 +324,7 @@ class SplitSegment:
         device = self._pool.group.devices[self._pool.group.home]
         set_here(device)
         for call in calls:
-            call.opened = opened
+            call.opened, call.parts = opened, self.parts
             if self.compiled is not None and autocast is not None:
                 call.graphs = [self.compiled.of(graph, autocast) for graph in call.region.graphs]
         own = [
@@ -328,7 +340,7 @@ class SplitSegment:
             joined = joined_graph(self._layers, number)
             made = split_graph(joined, self._pool.group.counts, len(self._pool.group.devices))
             self.divisible.update(made.layers)
-            calls = {name: RegionCall(region, self._pool, self.weights) for name, region in made.regions.items()}
+            calls = {name: RegionCall(region, self._pool) for name, region in made.regions.items()}
             self._variants[number] = joined, fx.GraphModule(dict(calls), made.graph), [*calls.values()]
         return self._variants[number]
 
@@ -369,42 +381,3 @@ def joined(parts: Sequence[Tensor], layout: ChannelLayout) -> Tensor:
 def _blocks(tensor: Tensor, dim: int, size: int) -> Tensor:
     """``tensor`` with the blocks of dimension ``dim``, each of that ``size``, as a dimension of their own."""
     return tensor.reshape(*tensor.shape[:dim], -1, size, *tensor.shape[dim + 1 :])
-
-
-class VersionParts:
-    """Parts of the weights in each version buffer, made once for each version, where a member first uses it.
-
-    Where a member is on the home device, a part that lies in one piece there is no copy.
-
-    A buffer is known by a key, and what is in it by how often it has been filled.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._kept: dict[Any, tuple[int, dict[Any, Tensor]]] = {}
-        self._now: dict[Any, Tensor] = {}
-
-    def use(self, buffer: Any, fills: int) -> None:
-        """Weights are those in ``buffer`` from now on."""
-        kept = self._kept.get(buffer)
-        if kept is None or kept[0] != fills:
-            kept = self._kept[buffer] = fills, {}
-        self._now = kept[1]
-
-    def clear(self) -> None:
-        """Give the memory back."""
-        self._kept.clear()
-        self._now = {}
-
-    def of(self, weight: Tensor, layout: ChannelLayout | None, member: int, device: torch.device) -> Tensor:
-        """The part of ``member`` of a ``weight``, or the whole where there is no layout, on ``device``."""
-        key = id(weight), layout, member
-        now = self._now
-        with self._lock:
-            found = now.get(key)
-        if found is None:
-            taken = weight.detach() if layout is None else part(weight.detach(), layout, member)
-            found = move(taken.contiguous(), device)
-            with self._lock:
-                now[key] = found
-        return found
