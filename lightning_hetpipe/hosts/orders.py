@@ -176,8 +176,7 @@ class Taken(NamedTuple):
 class Broken(NamedTuple):
     """The host cannot go on; its last message."""
 
-    kind: str
-    error: str
+    error: BaseException
 
 
 RECORDS: Sequence[type[Any]] = [

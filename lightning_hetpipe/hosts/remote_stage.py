@@ -29,9 +29,9 @@ from lightning_hetpipe.hosts.stage_host import modes
 from lightning_hetpipe.hosts.wire import HostConnection
 from lightning_hetpipe.pipeline.graph_code import layers_as_data, new_variants
 from lightning_hetpipe.pipeline.graph_layer import GraphLayer
-from lightning_hetpipe.pipeline.plain_code import NotPlain
+from lightning_hetpipe.pipeline.plain_code import STAYING, NotPlain
 from lightning_hetpipe.pipeline.stage import FoundGradients, Stage
-from lightning_hetpipe.pipeline.stage_messages import STAYING, Cancel, Failure, Forward, Version
+from lightning_hetpipe.pipeline.stage_messages import Cancel, Failure, Forward, Version
 from lightning_hetpipe.pipeline.stage_thread import Parcel
 from lightning_hetpipe.pipeline.streams import Stream
 from lightning_hetpipe.pipeline.weight_stash import VersionBuffer, VersionedLayers
@@ -103,7 +103,7 @@ class RemoteStage(Stage):
         self._asked: dict[tuple[int, str], float] = {}
         self._lock = threading.Lock()
         self._lost: str | None = None
-        self._broken: str | None = None  # the class's name of the error with which the host cannot go on
+        self._broken: BaseException | None = None  # with which the host cannot go on
         self._known: list[int] = []
         self._adding = threading.Lock()
         self._is_set_up = False
@@ -393,7 +393,7 @@ class RemoteStage(Stage):
     def _host_lost(self) -> Exception:
         if self._lost is None:
             self._lost = self._host.told()
-        kind = STAYING.get(self._broken or "")
+        kind = STAYING.get(type(self._broken).__name__)
         who, where = f"the process of stage {self.index}", self._host.name
         if self._host.node:
             where += f" on {self._host.node}"
@@ -414,8 +414,8 @@ class RemoteStage(Stage):
                 self._host.wire.end()
                 break
             if isinstance(message, orders.Broken):
-                kind = "" if message.kind in STAYING else f"{message.kind}: "
-                self._lost, self._broken = f"cannot go on: {kind}{message.error}", message.kind
+                text = "\n".join([str(message.error), *getattr(message.error, "__notes__", ())])
+                self._lost, self._broken = f"cannot go on: {text}", message.error
                 break
             if isinstance(message, orders.Brought):
                 with self._lock:

@@ -178,7 +178,7 @@ class Host:
             except EOFError:
                 raise
             except Exception as error:
-                self._answers.put(orders.Broken(type(error).__name__, _text_of(error)))
+                self._answers.put(orders.Broken(error))
                 # What still comes is taken, so that the other process finds the error and not a broken connection.
                 while not isinstance(error, NotPlain):
                     self._wire.receive()
@@ -317,7 +317,7 @@ class Host:
                 return  # nobody is there any more, which the other thread finds out, too
             except Exception as error:
                 number = getattr(message, "minibatch", None)  # an answer has none
-                broken = orders.Broken(type(error).__name__, _text_of(error))
+                broken = orders.Broken(error)
                 self._wire.send(broken if number is None else Failure(number, error))
 
 
@@ -325,7 +325,3 @@ class Host:
 def _alone(number: int, who: str) -> Iterator[None]:
     """This process computes nothing else."""
     yield
-
-
-def _text_of(error: Exception) -> str:
-    return "\n".join([str(error), *getattr(error, "__notes__", ())])

@@ -5,9 +5,8 @@
     between tasks   Version (begin, publish); buffers and gradients of a minibatch
 
 No message holds a lock, a queue, a thread, a live module or a minibatch; what carries messages between threads adds the
-order of CUDA streams (:class:`~lightning_hetpipe.pipeline.stage_thread.Parcel`), and
-:func:`to_record` makes records of them, which plain data may have in it. Weights and layers are known by number:
-``segment`` is a segment's index, and a weight's number is its place among all parameters of its stage.
+order of CUDA streams (:class:`~lightning_hetpipe.pipeline.stage_thread.Parcel`). Weights and layers are known by
+number: ``segment`` is a segment's index, and a weight's number is its place among all parameters of its stage.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_hetpipe.errors import Discarded, SettingError
 from lightning_hetpipe.pipeline.autocast import Autocast
 from lightning_hetpipe.pipeline.values import Addends, Gradients, Nth, Value
 from lightning_hetpipe.rules.versions import Reading
@@ -180,27 +178,6 @@ class Failure(NamedTuple):
 Result = Output | InputGradients | Failure
 
 
-class RemoteFailure(RuntimeError):
-    """Error that a stage in another process has raised: it travels as its class's name, its text and its notes.
-
-    A ``SettingError`` stays one, as its text is for users, and so does one for want of memory.
-    """
-
-
-STAYING: Mapping[str, type[Exception]] = {
-    SettingError.__name__: SettingError,
-    torch.OutOfMemoryError.__name__: torch.OutOfMemoryError,
-}
-"""Errors that stay what they are, by name."""
-
-
-class _EncodedFailure(NamedTuple):
-    minibatch: int
-    error: str
-    text: str
-    notes: Sequence[str]
-
-
 RECORDS: Sequence[type[Any]] = (
     Forward,
     Backward,
@@ -215,32 +192,6 @@ RECORDS: Sequence[type[Any]] = (
     Addends,
     Autocast,
     Reading,
-    _EncodedFailure,
+    Failure,
 )
 """Classes of messages, and of what is in them."""
-
-
-def to_record(message: Any) -> Any:
-    """``message`` as one of :data:`RECORDS`."""
-    if not isinstance(message, Failure):
-        return message
-    error = message.error
-    return _EncodedFailure(
-        message.minibatch, type(error).__name__, str(error), [*map(str, getattr(error, "__notes__", ()))]
-    )
-
-
-def of_record(record: Any) -> Any:
-    """The message that was made :func:`to_record`."""
-    if not isinstance(record, _EncodedFailure):
-        return record
-    if record.error == Discarded.__name__:
-        return Failure(record.minibatch, Discarded())
-    error: Exception
-    if record.error in STAYING:
-        error = STAYING[record.error](record.text)
-    else:
-        error = RemoteFailure(f"{record.error}: {record.text}")
-    for note in record.notes:
-        error.add_note(note)
-    return Failure(record.minibatch, error)
