@@ -23,7 +23,7 @@ from lightning_hetpipe.pipeline.stage import Layer, StageSettings
 from lightning_hetpipe.pipeline.stage_messages import Forward, Message, Output, Result
 from lightning_hetpipe.pipeline.stage_thread import Parcel, Pass, StageThread
 from lightning_hetpipe.pipeline.streams import StreamEvent, WaitingStream, move
-from lightning_hetpipe.pipeline.user.batch_in_flight import BatchInFlight, running
+from lightning_hetpipe.pipeline.user.batch_in_flight import BatchInFlight
 from lightning_hetpipe.pipeline.user.runner_pool import RunnerPool
 from lightning_hetpipe.pipeline.user.user_section import UserSection
 from lightning_hetpipe.rules.schedule import Segment
@@ -71,12 +71,7 @@ class EvaluationBatch(BatchInFlight):
         return output
 
     def _run_step(self) -> None:
-        with (
-            running(self),
-            torch.inference_mode(self._inference),
-            torch.set_grad_enabled(self._gradients),
-            self._around(),
-        ):
+        with torch.inference_mode(self._inference), torch.set_grad_enabled(self._gradients), self._around():
             self.output = self._run()
 
     def _step_ended(self, failure: BaseException | None) -> None:

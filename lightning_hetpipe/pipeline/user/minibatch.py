@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from lightning_hetpipe.errors import PipelineRefusal
 from lightning_hetpipe.pipeline.autocast import Autocast
 from lightning_hetpipe.pipeline.streams import StreamEvent, move
-from lightning_hetpipe.pipeline.user.batch_in_flight import BatchInFlight, running
+from lightning_hetpipe.pipeline.user.batch_in_flight import BatchInFlight
 from lightning_hetpipe.pipeline.user.parameter_view import ParameterView, UsedParameter
 from lightning_hetpipe.pipeline.user.piece_call import PieceCall, gradients_below
 from lightning_hetpipe.pipeline.user.user_section import UserSection
@@ -95,7 +95,7 @@ class Minibatch(BatchInFlight):
     # The runner's side.
 
     def _run_step(self) -> None:
-        with running(self), self._step.context():
+        with self._step.context():
             with self._view:
                 self.output, total = self._step.run()
             self._check_cancelled()
