@@ -23,6 +23,7 @@ class TakenAs(Enum):
 
     WHOLE = "whole"
     PART = "its part"
+    MASK = "its part of a mask"
     STATE = "its part of a buffer, which is written back"
     HELD = "what it has kept of an earlier region"
     DEVICE = "its device"

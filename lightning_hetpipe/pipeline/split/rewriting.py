@@ -289,7 +289,7 @@ class _Rewriting:
             return self._operand(each, found.operands.get(each), node, body, level)
 
         if node in self._masks:
-            mask = body.taken(self._regions[level].input(RegionInput(node, TakenAs.PART, self._masks[node].layout)))
+            mask = body.taken(self._regions[level].input(RegionInput(node, TakenAs.MASK, self._masks[node].layout)))
             given = operand(_dropped(node))
             mask = body.graph.call_function(torch.ops.aten.type_as.default, (mask, given))  # autocast may have cast it
             body.made[node] = body.graph.call_function(torch.ops.aten.mul.Tensor, (given, mask))
