@@ -146,18 +146,13 @@ class RemoteStage(Stage):
         self._is_set_up = True
 
     def await_host(self) -> None:
-        """Wait until the host has done all that it was told so far."""
-        self._memory.ask("bring", ())
-
-    def await_weights(self) -> None:
-        """Wait until the host has the weights, if they are to be on an accelerator.
+        """Wait until the host has done all that it was told so far.
 
         Raises:
             SettingError: if the host has no such device.
-            torch.OutOfMemoryError: if that has no room for them.
+            torch.OutOfMemoryError: if that has no room for the weights.
         """
-        if self._accelerators:
-            self._memory.bring(())
+        self._memory.bring(())
 
     def close(self) -> None:
         try:

@@ -133,11 +133,10 @@ class StagesApart:
                     f"stage {index} is planned for another machine, and the loss follows it, which stays in this"
                     " process; plan its layers for the node of the last stage"
                 )
-        for stage in self._stages:
-            stage.await_weights()
+        self.await_hosts()
 
     def await_hosts(self) -> None:
-        """Wait until all hosts are ready for the first minibatch, once they were told all that they need for it."""
+        """Wait until all hosts have done what they were told so far."""
         for stage in self._stages:
             stage.await_host()
 

@@ -86,17 +86,14 @@ class Buffers:
 
     def bind(self, minibatch: int, layers: list[Place]) -> None:
         """Lets ``layers`` hold the buffers of ``minibatch``."""
-        if self._names:
-            bind(layers, self._of(minibatch))
+        bind(layers, self._of(minibatch))
 
     def changes(self, minibatch: int) -> list[int]:
         """Count the in-place changes of each buffer of ``minibatch`` so far."""
-        return [version_counter(tensor) for tensor in self._of(minibatch)] if self._names else []
+        return [version_counter(tensor) for tensor in self._of(minibatch)]
 
     def after_forward(self, minibatch: int, layers: list[Place]) -> None:
         """Keeps what a forward of ``minibatch`` left, also where a layer replaced a buffer by a new tensor."""
-        if not self._names:
-            return
         own = self._of(minibatch)
         for index, (module, name) in enumerate(layers):
             left = getattr(module, name)
@@ -105,12 +102,11 @@ class Buffers:
 
     def left(self, minibatch: int) -> Sequence[Tensor]:
         """Buffers as ``minibatch`` left them."""
-        return self._of(minibatch) if self._names else ()
+        return self._of(minibatch)
 
     def mirror(self, minibatch: int, left: Sequence[Tensor]) -> None:
         """Hold what the forward of ``minibatch`` has left elsewhere."""
-        if self._names:
-            self._left[minibatch % len(self._left)] = [*left]
+        self._left[minibatch % len(self._left)] = [*left]
 
     def publish(self, minibatch: int, live: Sequence[Tensor], *, ahead: bool) -> bool:
         """Take over what callbacks did to the ``live`` buffers after ``minibatch``: return whether they did anything.
@@ -118,8 +114,6 @@ class Buffers:
         Raises:
             SettingError: for a change, if later forwards run ``ahead``, which may have started from what was there.
         """
-        if not self._names:
-            return False
         pairs = [(now.to(left.device), left) for now, left in zip(live, self._of(minibatch), strict=True)]
         changed = unequal(pairs)
         for index in changed:

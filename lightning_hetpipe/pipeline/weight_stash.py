@@ -176,10 +176,6 @@ class WeightStash(VersionedLayers):
         self._bound = self.buffers[0].tensors
         self._bound_flags = self.buffers[0].flags
 
-    def begin(self, version: Version) -> list[Tensor]:
-        self._newest.clear()
-        return super().begin(version)
-
     def publish(self, version: Version) -> list[Tensor]:
         """Copy the live weights as ``version``, where they are needed and differ from the version before."""
         needed = set(version.needed)
