@@ -80,7 +80,6 @@ class SegmentRunner:
         numbers = {id(parameter): number for number, parameter in enumerate(stash.parameters)}
         self.weights = [numbers[id(parameter)] for parameter in self._parameters]
         """The numbers of its weights among those of the stage."""
-        self._gradient_bytes: tuple[tuple[bool, ...], int] = ((), 0)
         self._device = device
         self._stash = stash
         self._settings = settings
@@ -100,11 +99,8 @@ class SegmentRunner:
 
     def gradient_bytes(self, weights: Reading) -> int:
         """Bytes of the gradients of its ``weights``, without the frozen ones."""
-        trained = self._stash.buffer(weights).flags.requires_grad
-        if trained != self._gradient_bytes[0]:
-            size = self._stash.bytes
-            self._gradient_bytes = trained, sum(size[number] for number in self.weights if trained[number])
-        return self._gradient_bytes[1]
+        trained, size = self._stash.buffer(weights).flags.requires_grad, self._stash.bytes
+        return sum(size[number] for number in self.weights if trained[number])
 
     def changes_buffers(self) -> bool:
         """Return True if a forward may change buffers."""

@@ -308,7 +308,7 @@ class Stage(StageThread):
         self.stream.join(event, task.value.tensors)
         runner = self._runners[segment]
         kind = runner.kind(task)
-        if (known := runner.counter.known(task.value.tensors)) is not None:
+        if self.memory.limited and (known := runner.counter.known(task.value.tensors)) is not None:
             self._make_room(known.all)
         with self._exclusive(runner.compiles(kind), runner, number), self._computing("forward", number):
             output, saved = runner.forward(task, kind)
@@ -332,7 +332,8 @@ class Stage(StageThread):
         runner, saved = self._runners[segment], self._saved.pop((number, visit))
         if saved.again is not None:
             self.memory.hold(number, visit, saved.kept.all)
-        self._make_room(max(0, runner.gradient_bytes(saved.weights) - saved.kept.all))
+        if self.memory.limited:
+            self._make_room(max(0, runner.gradient_bytes(saved.weights) - saved.kept.all))
         compiles = runner.compiles(saved.kind, backward=True)
         if (found := self._found.get(number)) is None:
             found = self._found[number] = FoundGradients()
