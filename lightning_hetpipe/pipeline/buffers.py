@@ -86,14 +86,17 @@ class Buffers:
 
     def bind(self, minibatch: int, layers: list[Place]) -> None:
         """Lets ``layers`` hold the buffers of ``minibatch``."""
-        bind(layers, self._of(minibatch))
+        if self._names:
+            bind(layers, self._of(minibatch))
 
     def changes(self, minibatch: int) -> list[int]:
         """Count the in-place changes of each buffer of ``minibatch`` so far."""
-        return [version_counter(tensor) for tensor in self._of(minibatch)]
+        return [version_counter(tensor) for tensor in self._of(minibatch)] if self._names else []
 
     def after_forward(self, minibatch: int, layers: list[Place]) -> None:
         """Keeps what a forward of ``minibatch`` left, also where a layer replaced a buffer by a new tensor."""
+        if not self._names:
+            return
         own = self._of(minibatch)
         for index, (module, name) in enumerate(layers):
             left = getattr(module, name)
@@ -114,6 +117,8 @@ class Buffers:
         Raises:
             SettingError: for a change, if later forwards run ``ahead``, which may have started from what was there.
         """
+        if not self._names:
+            return False
         pairs = [(now.to(left.device), left) for now, left in zip(live, self._of(minibatch), strict=True)]
         changed = unequal(pairs)
         for index in changed:
