@@ -1,4 +1,4 @@
-"""The pool of runners: the threads of batches in flight, the lock over user code, and the waits of Lightning's thread.
+"""The pool of runners: the threads of batches in flight, their way through stages, and the waits of Lightning's thread.
 
 Lightning's thread holds the lock over user code except while it waits here.
 """
