@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from itertools import count
 from typing import Any
@@ -16,8 +16,8 @@ from torch import Tensor
 from lightning_hetpipe.hosts import orders
 from lightning_hetpipe.pipeline.graph_code import operator_name, operator_of
 from lightning_hetpipe.pipeline.streams import move
+from lightning_hetpipe.pipeline.values import nested_tensors
 from lightning_hetpipe.torch_private.graphs import OperatorOverload, schema_of
-from lightning_hetpipe.torch_private.tensors import pytree
 
 CPU = torch.device("cpu")
 
@@ -57,6 +57,22 @@ class HostMemory:
         self._free: deque[int] = deque()
         self._lock = threading.RLock()  # garbage may be collected within
 
+    def tell(self, method: str, *arguments: Any) -> None:
+        """Have the host call ``method``, which has no result, behind all operators so far."""
+        with self._lock:
+            self.flush()
+            self._send(orders.Do(method, arguments))
+
+    def begin(self, method: str, *arguments: Any) -> Future[Any]:
+        """Have the host call ``method`` likewise; give the result to come."""
+        with self._lock:
+            self.flush()
+            return self._begin(orders.Do(method, arguments))
+
+    def ask(self, method: str, *arguments: Any) -> Any:
+        """Have the host call ``method`` likewise, and wait for the result; any thread may."""
+        return self._wait(self.begin(method, *arguments))
+
     def new(self) -> Handle:
         """Handle of a tensor that the host is about to have."""
         handle = Handle(self, next(self._numbers))
@@ -70,17 +86,13 @@ class HostMemory:
             NotPlain: for a tensor that cannot be sent.
         """
         handle = self.new()
-        with self._lock:
-            self.flush()
-            self._send(orders.Do("put", [handle.number, value]))
+        self.tell("put", handle.number, value)
         return handle
 
     def block(self, size: int) -> Handle:
         """Have zeroed bytes at the host, which servers on its machine see."""
         handle = self.new()
-        with self._lock:
-            self.flush()
-            self._send(orders.Do("put_block", [handle.number, size]))
+        self.tell("put_block", handle.number, size)
         return handle
 
     def run(
@@ -96,7 +108,6 @@ class HostMemory:
         """Run ``func`` at the host.
 
         Args:
-            func: An operator.
             args, kwargs: Its arguments, with :class:`~lightning_hetpipe.hosts.orders.Held` for what is at the host.
             results: Numbers of the tensors that it makes.
             answers: Places of arguments some of which are not at the host and are changed.
@@ -124,15 +135,12 @@ class HostMemory:
 
     def bring(self, numbers: Sequence[int]) -> Sequence[Tensor]:
         """Copies of tensors that are at the host."""
-        with self._lock:
-            self.flush()
-            result = self._begin(orders.Do("bring", [numbers]))
-        values: Sequence[Tensor] = self._wait(result)
+        values: Sequence[Tensor] = self.ask("bring", numbers)
         return values
 
-    def close(self, useless: Container[int] = ()) -> None:
-        """Bring all that is at the host and still of use, before it ends; but for tensors that are ``useless``."""
-        handles = [each for each in self._handles.values() if each.number not in useless]
+    def close(self) -> None:
+        """Bring all that is at the host and still of use, before it ends."""
+        handles = [*self._handles.values()]
         for handle, value in zip(handles, self.bring([each.number for each in handles]), strict=True):
             handle.value = value
 
@@ -219,7 +227,6 @@ class HeldTensors:
         """Run operators; gives what is to be answered to the last one, or None.
 
         Args:
-            operators: The operators, in order.
             free: Numbers of tensors that nobody needs any more, after these.
 
         Raises:
@@ -235,16 +242,16 @@ class HeldTensors:
 
     def _run(self, order: orders.Run) -> Any:
         func = operator_of(order.operator)
-        args = [self._found(each) for each in order.args]
-        kwargs = {name: self._found(each) for name, each in order.kwargs.items()}
+        args = [self.found(each) for each in order.args]
+        kwargs = {name: self.found(each) for name, each in order.kwargs.items()}
         if "device" in kwargs:
             kwargs["device"] = self.device  # that as which the other process sees this one
         result = func(*args, **kwargs)
         if order.results is None:
             return result
         if order.results:
-            known = {id(each) for each in _leaves((args, kwargs))}
-            new = [each for each in _leaves(result) if id(each) not in known]
+            known = {id(each) for each in nested_tensors((args, kwargs))}
+            new = [each for each in nested_tensors(result) if id(each) not in known]
             self._held.update(zip(order.results, new, strict=True))
         if not order.answers:
             return None
@@ -257,18 +264,15 @@ class HeldTensors:
                 changed += _sent(kwargs.get(name), order.kwargs.get(name))
         return changed
 
-    def _found(self, value: Any) -> Any:
+    def found(self, value: Any) -> Any:
+        """``value``, on the host's device, with the tensors that stand in it by number."""
         if isinstance(value, orders.Held):
             return self._held[value.number]
         if isinstance(value, Tensor):
             return move(value, self.device)
         if isinstance(value, list | tuple):
-            return [self._found(each) for each in value]
+            return [self.found(each) for each in value]
         return value
-
-
-def _leaves(values: Any) -> list[Tensor]:
-    return [each for each in pytree.tree_leaves(values) if isinstance(each, Tensor)]
 
 
 def _sent(value: Any, sent: Any) -> list[Tensor]:

@@ -20,10 +20,8 @@ from lightning_hetpipe.pipeline.memory import PlannedMemory
 from lightning_hetpipe.pipeline.random.generators import RandomGenerators
 from lightning_hetpipe.pipeline.split.member_pool import DeviceGroup
 from lightning_hetpipe.pipeline.stage import StageSettings
-from lightning_hetpipe.pipeline.stage_messages import Flags
 from lightning_hetpipe.rules.channel_layouts import ChannelCounts
 from lightning_hetpipe.rules.schedule import Segment
-from lightning_hetpipe.rules.versions import Reading
 
 
 class Held(NamedTuple):
@@ -49,15 +47,11 @@ class SetUp(NamedTuple):
     """The stage that the host is to be.
 
     Attributes:
-        stage: Its number.
-        segments: Its segments.
         layers: As data.
         settings: Settings of all stages. ``before_pass`` and ``compile`` are None: they belong to the leader's process.
         planned: Its planned memory; None where there is no limit.
-        visits: How often each minibatch comes to it.
         timeout: Seconds after which a wait in which nothing moves ends.
         pad: Its pad; None where no device is emulated.
-        modes: Settings of torch that belong to a process.
         group: Its group, where several devices divide its layers, as this process has it.
     """
 
@@ -73,23 +67,10 @@ class SetUp(NamedTuple):
     group: DeviceGroup | None
 
 
-class PublishedWeights(NamedTuple):
-    """Weights that minibatches use from now on.
-
-    Attributes:
-        held: The number of the buffer with the weights of each reading, and the flags of its version.
-        buffers: Numbers of the tensors of buffers that are new, or have new tensors.
-    """
-
-    held: Sequence[tuple[Reading, int, Flags]]
-    buffers: Mapping[int, Sequence[int]]
-
-
 class CallServer(NamedTuple):
     """Call a parameter server.
 
     Attributes:
-        address: The server's.
         method, timeout, header: As of ``Channel.call``; the header as text, which it is.
         body, into: Blocks, for the body of the call and of its answer.
     """
@@ -106,7 +87,6 @@ class ServerAnswered(NamedTuple):
     """Answer to :class:`CallServer`.
 
     Attributes:
-        header: Of the server's answer.
         refused, silent: Why the server has refused the call, or not answered; else None.
     """
 
@@ -194,15 +174,9 @@ class Taken(NamedTuple):
 
 
 class Broken(NamedTuple):
-    """The host cannot go on; its last message.
+    """The host cannot go on; its last message."""
 
-    Attributes:
-        kind: The class's name of the error.
-        error: Its text.
-    """
-
-    kind: str
-    error: str
+    error: BaseException
 
 
 RECORDS: Sequence[type[Any]] = [

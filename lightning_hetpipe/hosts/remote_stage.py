@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
@@ -22,19 +22,20 @@ from torch import Tensor, nn
 from lightning_hetpipe.emulation import Emulation
 from lightning_hetpipe.errors import PipelineStalled, SettingError, VirtualWorkerLost
 from lightning_hetpipe.hosts import orders
-from lightning_hetpipe.hosts.host_memory import HostMemory
+from lightning_hetpipe.hosts.host_memory import Handle, HostMemory
 from lightning_hetpipe.hosts.remote_tensor import RemoteTensor, come_home, local, move_out, remote
 from lightning_hetpipe.hosts.server_calls import HostHolder
 from lightning_hetpipe.hosts.stage_host import modes
 from lightning_hetpipe.hosts.wire import HostConnection
 from lightning_hetpipe.pipeline.graph_code import layers_as_data, new_variants
 from lightning_hetpipe.pipeline.graph_layer import GraphLayer
-from lightning_hetpipe.pipeline.plain_code import NotPlain
+from lightning_hetpipe.pipeline.plain_code import STAYING, NotPlain
 from lightning_hetpipe.pipeline.stage import FoundGradients, Stage
-from lightning_hetpipe.pipeline.stage_messages import STAYING, Cancel, Failure, Forward, Version
+from lightning_hetpipe.pipeline.stage_messages import Cancel, Failure, Forward, Version
 from lightning_hetpipe.pipeline.stage_thread import Parcel
 from lightning_hetpipe.pipeline.streams import Stream
-from lightning_hetpipe.pipeline.weight_stash import VersionedLayers, WeightStash, copy_of
+from lightning_hetpipe.pipeline.weight_stash import VersionBuffer, VersionedLayers
+from lightning_hetpipe.rules.versions import Reading
 from lightning_hetpipe.torch_private.subclasses import take_in_foreach
 
 
@@ -46,45 +47,26 @@ LOST: tuple[type[Exception], ...] = (HostLost, *STAYING.values())
 """Errors that say that a host cannot go on."""
 
 
-class RemoteStash(WeightStash):
-    """Versions of a stage in the ``memory`` of its host. Further arguments go to ``WeightStash``."""
+class RemoteStash(VersionedLayers):
+    """Versions of a stage's live ``layers``, which its host keeps; ``hold`` has the host hold a tensor of one."""
 
-    def __init__(self, memory: HostMemory, *args: Any) -> None:
-        self.memory = memory
-        self._told: dict[int, list[int]] = {}
-        super().__init__(*args)
+    def __init__(self, layers: nn.ModuleList, hold: Callable[[Reading, int], Handle]) -> None:
+        super().__init__(layers)
+        self._hold = hold
+
+    def publish(self, version: Version) -> list[Tensor]:
+        for reading in version.needed:
+            if reading not in self._held:
+                self._held[reading] = VersionBuffer()
+                self._held[reading].flags = version.flags
+        self._held = {reading: self._held[reading] for reading in version.needed}
+        return []
+
+    def tensor(self, index: int, weights: Reading) -> Tensor:
+        return RemoteTensor(self._hold(weights, index), self.parameters[index])
 
     def let_go(self) -> None:
         """Nothing of it is here."""
-
-    def numbers(self) -> set[int]:
-        """Numbers of the tensors of versions, and of the layers that they are bound to."""
-        every = [*self.parameters, *self._frozen.values()]
-        every += [each for buffer in self.buffers for each in buffer.tensors]
-        return {each.handle.number for each in every if isinstance(each, RemoteTensor)}
-
-    def published(self) -> orders.PublishedWeights:
-        """Message to the host, about what it was not told before."""
-        numbers = {id(buffer): number for number, buffer in enumerate(self.buffers)}
-        new: dict[int, list[int]] = {}
-        for buffer in set(self._held.values()):
-            number = numbers[id(buffer)]
-            tensors = [each.handle.number for each in buffer.tensors if isinstance(each, RemoteTensor)]
-            if tensors != self._told.get(number):
-                new[number] = self._told[number] = tensors
-        held = [(reading, numbers[id(buffer)], buffer.flags) for reading, buffer in self._held.items()]
-        return orders.PublishedWeights(held, new)
-
-    def _copy(self, frozen: Mapping[int, Tensor] | None = None) -> nn.ModuleList:
-        return copy_of(self._live, self._device, frozen, stays=True)
-
-    def _placed(self, tensors: dict[int, Tensor]) -> dict[int, Tensor]:
-        return {number: self._there(tensor) for number, tensor in tensors.items()}
-
-    def _there(self, tensor: Tensor) -> RemoteTensor:
-        if isinstance(tensor, RemoteTensor) and tensor.handle.owner is self.memory:
-            return tensor
-        return remote(local(tensor), self.memory)
 
 
 class _RemoteStream(Stream):
@@ -121,14 +103,13 @@ class RemoteStage(Stage):
         self._asked: dict[tuple[int, str], float] = {}
         self._lock = threading.Lock()
         self._lost: str | None = None
-        self._broken: str | None = None  # the class's name of the error with which the host cannot go on
+        self._broken: BaseException | None = None  # with which the host cannot go on
         self._known: list[int] = []
+        self._adding = threading.Lock()
         self._is_set_up = False
         self._is_over = False  # nothing comes any more
-        self._memory = HostMemory(
-            self._send_at_once, self._begin_at_once, self._await, accelerates=bool(self._accelerators)
-        )
-        self.holder = HostHolder(self._memory, self._begin, self._end_silent)
+        self._memory = HostMemory(self._send, self._begin, self._await, accelerates=bool(self._accelerators))
+        self.holder = HostHolder(self._memory, self._end_silent)
         """The host, for the weights that it has."""
         name = f"hetpipe-stage-{arguments['index']}-results"
         self._receiver = threading.Thread(target=self._receive, name=name, daemon=True)
@@ -139,19 +120,15 @@ class RemoteStage(Stage):
             self.close()  # nobody else knows of it yet
             raise
         self.stream = self._busy = _RemoteStream()
-
-    @property
-    def place(self) -> str:
-        if not self._accelerators:
-            return super().place
-        number, name = self._accelerators[0]
-        return f"{name}:{number} of {self._host.name}"
+        if self._accelerators:
+            number, name = self._accelerators[0]
+            self.place = f"{name}:{number} of {self._host.name}"
 
     # The stage's life.
 
     def start(self) -> None:
         self._known = self._variants()
-        self._tell(
+        self._memory.tell(
             "set_up",
             orders.SetUp(
                 stage=self.index,
@@ -169,18 +146,13 @@ class RemoteStage(Stage):
         self._is_set_up = True
 
     def await_host(self) -> None:
-        """Wait until the host has done all that it was told so far."""
-        self._ask("bring", ())
-
-    def await_weights(self) -> None:
-        """Wait until the host has the weights, if they are to be on an accelerator.
+        """Wait until the host has done all that it was told so far.
 
         Raises:
             SettingError: if the host has no such device.
-            torch.OutOfMemoryError: if that has no room for them.
+            torch.OutOfMemoryError: if that has no room for the weights.
         """
-        if self._accelerators:
-            self._memory.bring(())
+        self._memory.bring(())
 
     def close(self) -> None:
         try:
@@ -235,7 +207,7 @@ class RemoteStage(Stage):
         if self._is_set_up:
             self._known = self._variants()
             try:
-                self._tell("take_layers", self._layers_as_data())
+                self._memory.tell("take_layers", self._layers_as_data())
             except NotPlain as reason:
                 raise SettingError(
                     f"the layers of stage {self.index} have changed, and now {reason}; leave stage_hosts out, or change"
@@ -246,7 +218,7 @@ class RemoteStage(Stage):
         take_in_foreach(RemoteTensor)
         if self._accelerators:
             own, *members = self._accelerators
-            self._send_at_once(orders.Do("use_device", [self._host.name, own, members]))
+            self._memory.tell("use_device", self._host.name, own, members)
             self._memory.bring(())  # before any weight leaves this process for a host that has no such device
 
     def _move_out(self) -> None:
@@ -259,38 +231,53 @@ class RemoteStage(Stage):
 
     def _come_home(self) -> None:
         """Have all values in this process: weights, gradients, the optimizers' states, and what else is of use."""
-        stash = getattr(self, "stash", None)  # none where the stage was not made
-        self._memory.close(stash.numbers() if isinstance(stash, RemoteStash) else ())
+        self._memory.close()
         for tensor in [*self._memory.tensors.values()]:
             if isinstance(tensor, RemoteTensor) and tensor.handle.owner is None and _is_leaf(tensor):
                 come_home(tensor)
 
     def _layers_as_data(self) -> list[Any]:
-        return layers_as_data(self.layers, lambda each: each.handle.name if isinstance(each, RemoteTensor) else each)
+        return layers_as_data(self.layers, self._in_message)
+
+    def _in_message(self, tensor: Tensor) -> Any:
+        """What stands for ``tensor`` in a message: the number of what the host has, else its value."""
+        if isinstance(tensor, RemoteTensor) and tensor.handle.owner is self._memory:
+            return tensor.handle.name
+        return local(tensor).detach()
 
     def _new_stash(self, layers: nn.ModuleList) -> VersionedLayers:
-        return RemoteStash(self._memory, layers, self._settings.version_buffers, self.device)
+        return RemoteStash(layers, self._hold)
+
+    def _hold(self, weights: Reading, index: int) -> Handle:
+        """Have the host hold the tensor of parameter ``index`` in ``weights``, by the number of what this gives."""
+        handle = self._memory.new()
+        self._memory.tell("hold", weights, index, handle.number)
+        return handle
 
     # Versions and states.
 
     def begin(self, version: Version, forwards: int) -> None:
-        super().begin(version, forwards)
-        self._tell("begin", _without_weights(version), forwards, self._published())
+        self.memory.clear()
+        self.stash.begin(version)
+        for runner, buffers in zip(self._runners.values(), version.buffers, strict=True):
+            runner.buffers.begin(forwards, buffers)
+        self._memory.tell("begin", version.replaced(self._in_message), forwards)
 
     def publish(self, version: Version) -> None:
-        super().publish(version)
-        self._tell("publish", _without_weights(version), self._published())
+        self.stash.publish(version)
+        for runner, buffers in zip(self._runners.values(), version.buffers, strict=True):
+            runner.buffers.publish(version.number, buffers, ahead=version.is_late)
+        self._memory.tell("publish", version.replaced(self._in_message))
 
     def state(self, minibatch: int) -> Sequence[Sequence[Tensor]]:
-        found: Sequence[Sequence[Tensor]] = self._ask("look", minibatch)
+        found: Sequence[Sequence[Tensor]] = self._memory.ask("look", minibatch)
         for runner, left in zip(self._runners.values(), found, strict=True):
             runner.buffers.mirror(minibatch, left)  # so that publishing finds what callbacks have changed
         return found
 
     def take(self, minibatch: int) -> FoundGradients:
-        assert isinstance(self.stash, RemoteStash)
         handles = [self._memory.new() for _ in self.stash.parameters]
-        taken: orders.Taken = self._ask("take", minibatch, [handle.number for handle in handles])
+        taken: orders.Taken = self._memory.ask("take", minibatch, [handle.number for handle in handles])
         self.memory.mirror(taken.memory)
         self._busy.show(taken.busy)
         if self.emulation is not None and taken.padded is not None:
@@ -307,22 +294,18 @@ class RemoteStage(Stage):
         return found
 
     def delivered(self, minibatch: int) -> None:
-        self._tell("delivered", minibatch)
-
-    def _published(self) -> orders.PublishedWeights:
-        assert isinstance(self.stash, RemoteStash)
-        return self.stash.published()
+        self._memory.tell("delivered", minibatch)
 
     # Other hosts.
 
     def listen(self, secret: str) -> int:
         """Have the host let in those of other stages that show ``secret``; gives its port."""
-        port: int = self._ask("listen", secret)
+        port: int = self._memory.ask("listen", secret)
         return port
 
     def hand_over(self, *hosts_and_segments: Any) -> list[str | None]:
         """Have the host call ``PeerHosts.connect``; gives for each other host why it cannot be reached, or None."""
-        reasons: list[str | None] = self._ask("hand_over", self.index, *hosts_and_segments)
+        reasons: list[str | None] = self._memory.ask("hand_over", self.index, *hosts_and_segments)
         return reasons
 
     # Messages.
@@ -339,6 +322,7 @@ class RemoteStage(Stage):
         try:
             if isinstance(message, Forward):
                 self._send_variants()
+            self._memory.flush()
             self._send(message)
         except LOST as error:
             if not isinstance(message, Cancel):
@@ -354,17 +338,12 @@ class RemoteStage(Stage):
         """Send graphs that were made since the last ones were sent."""
         if self._variants() == self._known:
             return
-        with self._lock:
+        with self._adding:
             new = new_variants(self.layers, self._known)  # while others are added, which the next forward sends
-            self._tell("add_variants", new)
+            self._memory.tell("add_variants", new)
             self._known = [known + len(each["graphs"]) for known, each in zip(self._known, new, strict=True)]
 
     def _send(self, message: Any) -> None:
-        """Send ``message`` behind the operators that wait."""
-        self._memory.flush()
-        self._send_at_once(message)
-
-    def _send_at_once(self, message: Any) -> None:
         if self._broken is not None:  # the host takes messages, but does nothing any more
             raise self._host_lost()
         try:
@@ -372,26 +351,13 @@ class RemoteStage(Stage):
         except OSError:
             raise self._host_lost() from None
 
-    def _tell(self, method: str, *arguments: Any) -> None:
-        """Have the host call ``method``, which has no result."""
-        self._send(orders.Do(method, arguments))
-
-    def _ask(self, method: str, *arguments: Any) -> Any:
-        """Have the host call ``method``, and wait for the result; any thread may."""
-        return self._await(self._begin(method, *arguments))
-
-    def _begin(self, method: str, *arguments: Any) -> Future[Any]:
-        """Have the host call ``method``; gives the result to come."""
-        self._memory.flush()
-        return self._begin_at_once(orders.Do(method, arguments))
-
-    def _begin_at_once(self, order: orders.Do) -> Future[Any]:
+    def _begin(self, order: orders.Do) -> Future[Any]:
         number, result = next(self._numbers), Future[Any]()
         with self._lock:
             if self._is_over:
                 raise self._host_lost()
             self._results[number] = result
-        self._send_at_once(order._replace(number=number))
+        self._send(order._replace(number=number))
         return result
 
     def _await(self, result: Future[Any]) -> Any:
@@ -422,7 +388,7 @@ class RemoteStage(Stage):
     def _host_lost(self) -> Exception:
         if self._lost is None:
             self._lost = self._host.told()
-        kind = STAYING.get(self._broken or "")
+        kind = STAYING.get(type(self._broken).__name__)
         who, where = f"the process of stage {self.index}", self._host.name
         if self._host.node:
             where += f" on {self._host.node}"
@@ -443,8 +409,8 @@ class RemoteStage(Stage):
                 self._host.wire.end()
                 break
             if isinstance(message, orders.Broken):
-                kind = "" if message.kind in STAYING else f"{message.kind}: "
-                self._lost, self._broken = f"cannot go on: {kind}{message.error}", message.kind
+                text = "\n".join([str(message.error), *getattr(message.error, "__notes__", ())])
+                self._lost, self._broken = f"cannot go on: {text}", message.error
                 break
             if isinstance(message, orders.Brought):
                 with self._lock:
@@ -472,7 +438,3 @@ def _is_leaf(tensor: Tensor) -> bool:
     with suppress(RuntimeError):  # torch does not tell it of a view from no_grad whose base was changed with gradients
         return tensor.is_leaf
     return False
-
-
-def _without_weights(version: Version) -> Version:
-    return version._replace(parameters=(), moves=())

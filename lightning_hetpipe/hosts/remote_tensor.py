@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +29,7 @@ from torch.autograd.graph import increment_version
 
 from lightning_hetpipe.hosts.host_memory import CPU, Handle, HostMemory
 from lightning_hetpipe.pipeline.plain_code import NotPlain
+from lightning_hetpipe.pipeline.values import nested_tensors
 from lightning_hetpipe.torch_private.graphs import OperatorOverload, schema_of
 from lightning_hetpipe.torch_private.subclasses import as_plain, exchange, make_without_memory
 
@@ -37,7 +38,6 @@ class RemoteTensor(Tensor):
     """A tensor at a host.
 
     Args:
-        handle: Of the value.
         like: A tensor of its sizes, strides and dtype.
     """
 
@@ -207,10 +207,7 @@ def _run(func: OperatorOverload, args: Sequence[Any], kwargs: Mapping[str, Any])
         return RemoteTensor(args[0].handle, args[0])
     if func is torch.ops.aten.record_stream.default:
         return None  # it has no memory that might be used anew
-    facts, tensors = _facts(func), list[Tensor]()
-    _collect(args, tensors)
-    if kwargs:
-        _collect(kwargs.values(), tensors)
+    facts, tensors = _facts(func), [*nested_tensors((args, kwargs))]
     owners = {each.handle.owner if isinstance(each, RemoteTensor) else None for each in tensors}
     if facts.on_lists and facts.writes:  # torch counts changes of single tensors only
         increment_version(_written(facts, args, kwargs))
@@ -228,14 +225,6 @@ def _run(func: OperatorOverload, args: Sequence[Any], kwargs: Mapping[str, Any])
     return _remotely(func, facts, owner, args, kwargs)
 
 
-def _collect(values: Iterable[Any], found: list[Tensor]) -> None:
-    for value in values:
-        if isinstance(value, Tensor):
-            found.append(value)
-        elif isinstance(value, list | tuple):
-            _collect(value, found)
-
-
 def _owner(tensor: Tensor) -> HostMemory | None:
     return tensor.handle.owner if isinstance(tensor, RemoteTensor) else None
 
@@ -246,9 +235,7 @@ def _argument(where: tuple[int, str], args: Sequence[Any], kwargs: Mapping[str, 
 
 
 def _written(facts: _Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
-    found: list[Tensor] = []
-    _collect([_argument(each, args, kwargs) for each in facts.writes], found)
-    return found
+    return [*nested_tensors([_argument(each, args, kwargs) for each in facts.writes])]
 
 
 def _most(tensors: Sequence[Tensor], *, prefers_hosts: bool) -> HostMemory | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -40,15 +40,11 @@ class HostHolder:
 
     Args:
         memory: Memory of the host.
-        begin: Makes the host call a method, after all earlier operators, and returns the future result.
         end: Ends the host, which has not answered for the given seconds, and returns the error for it.
     """
 
-    def __init__(
-        self, memory: HostMemory, begin: Callable[..., Future[Any]], end: Callable[[float], Exception]
-    ) -> None:
+    def __init__(self, memory: HostMemory, end: Callable[[float], Exception]) -> None:
         self._memory = memory
-        self._begin = begin
         self._end = end
         self._reached: dict[str, str | None] = {}
 
@@ -77,7 +73,7 @@ class HostHolder:
     def _called(self, order: orders.CallServer) -> bytes:
         longest = order.timeout + GRACE
         try:
-            answer: orders.ServerAnswered = self._begin("call_server", order).result(longest)
+            answer: orders.ServerAnswered = self._memory.begin("call_server", order).result(longest)
         except TimeoutError:
             if order.body is None and order.into is None:
                 raise Unreachable(f"the host that calls {order.address} has not answered for {longest:g} s") from None

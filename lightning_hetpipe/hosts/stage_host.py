@@ -6,7 +6,6 @@ come from the process of Lightning's loop, with which it ends.
 
 from __future__ import annotations
 
-import functools
 import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -14,10 +13,11 @@ from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_hetpipe.emulation import Emulation
 from lightning_hetpipe.hosts import orders
@@ -34,7 +34,6 @@ from lightning_hetpipe.pipeline.stage_messages import Failure, Result, Version
 from lightning_hetpipe.pipeline.stage_thread import Parcel
 from lightning_hetpipe.pipeline.streams import StreamEvent, Streams, move
 from lightning_hetpipe.pipeline.threads import ReadersWriterLock, Watchdog
-from lightning_hetpipe.pipeline.weight_stash import VersionBuffer, VersionedLayers
 from lightning_hetpipe.server.protocol.shard import block_of
 from lightning_hetpipe.server.transport.security import Security
 from lightning_hetpipe.torch_private.subclasses import address_of
@@ -44,10 +43,9 @@ SENDING = 5.0
 """Seconds at the end in which answers are still sent."""
 
 
-_PRECISE = ("mkldnn.matmul", "mkldnn.conv", "mkldnn.rnn", "cuda.matmul", "cudnn.conv", "cudnn.rnn")
-"""Operations of libraries that have a precision each."""
-
-_SWITCHES = (
+_ATTRIBUTES = (
+    *(f"{work}.fp32_precision" for work in ("mkldnn.matmul", "mkldnn.conv", "mkldnn.rnn")),
+    *(f"{work}.fp32_precision" for work in ("cuda.matmul", "cudnn.conv", "cudnn.rnn")),
     "cudnn.enabled",
     "cudnn.deterministic",
     "cudnn.benchmark",
@@ -55,15 +53,10 @@ _SWITCHES = (
     "cuda.matmul.allow_bf16_reduced_precision_reduction",
     "cuda.matmul.allow_fp16_accumulation",
 )
-"""Other settings of the libraries for GPUs."""
+"""Settings of the libraries in ``torch.backends``, by their paths there."""
 
 _ATTENTION = ("flash", "mem_efficient", "math", "cudnn")
 """Ways to compute attention."""
-
-
-def _backend(path: str) -> Any:
-    """The part of ``torch.backends`` at ``path``."""
-    return functools.reduce(getattr, path.split("."), torch.backends)
 
 
 def modes() -> list[Any]:
@@ -71,32 +64,29 @@ def modes() -> list[Any]:
     backends: Any = torch.backends
     return [
         _matmul_precision(),
-        [_backend(work).fp32_precision for work in _PRECISE],
         _flushes_denormals(),
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),
         backends.mkldnn.is_available() and backends.mkldnn.enabled,
         [getattr(backends.cuda, f"{way}_sdp_enabled")() for way in _ATTENTION],
-        [_backend(switch) for switch in _SWITCHES],
+        [attrgetter(path)(backends) for path in _ATTRIBUTES],
     ]
 
 
 def set_modes(modes: Sequence[Any]) -> None:
     """Have the settings of the process that :func:`modes` were read in."""
     backends: Any = torch.backends
-    precision, precisions, flushes, deterministic, warn_only, mkldnn, attention, switches = modes
+    precision, flushes, deterministic, warn_only, mkldnn, attention, attributes = modes
     if precision is not None:
         torch.set_float32_matmul_precision(precision)
     torch.set_flush_denormal(flushes)  # of this thread, and those that it starts
     torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
     backends.mkldnn.set_flags(mkldnn)
-    for work, each in zip(_PRECISE, precisions, strict=True):
-        _backend(work).fp32_precision = each
     for way, each in zip(_ATTENTION, attention, strict=True):
         getattr(backends.cuda, f"enable_{way}_sdp")(each)
-    for switch, each in zip(_SWITCHES, switches, strict=True):
-        library, _, name = switch.rpartition(".")
-        setattr(_backend(library), name, each)
+    for path, each in zip(_ATTRIBUTES, attributes, strict=True):
+        library, _, name = path.rpartition(".")
+        setattr(attrgetter(library)(backends), name, each)
 
 
 def _matmul_precision() -> str | None:
@@ -111,71 +101,22 @@ def _flushes_denormals() -> bool:
     return not torch.tensor([torch.finfo(torch.float32).tiny]).mul(0.5).item()
 
 
-class HostedStash(VersionedLayers):
-    """The versions, for the ``layers`` of the host; ``held`` gives a tensor that the host holds."""
-
-    def __init__(self, layers: nn.ModuleList, held: Callable[[int], Tensor]) -> None:
-        super().__init__(layers)
-        self._held_by_number = held
-        self._numbered: dict[int, VersionBuffer] = {}
-        self._new: list[Tensor] = []
-
-    def take(self, weights: orders.PublishedWeights) -> None:
-        """Have what was published now."""
-        self._new = []
-        for number, tensors in weights.buffers.items():
-            buffer = self._numbered.setdefault(number, VersionBuffer())
-            buffer.tensors = [*map(self._held_by_number, tensors)]
-            self._new += buffer.tensors
-        self.buffers = [*self._numbered.values()]
-        before, self._held = self._held, {}
-        for reading, number, flags in weights.held:
-            if before.get(reading) is not self._numbered[number]:
-                self._numbered[number].fills += 1
-            self._held[reading] = self._numbered[number]
-            if self._numbered[number].flags != flags:
-                self._numbered[number].flags = flags
-
-    def begin(self, version: Version) -> list[Tensor]:
-        for buffer in self.buffers:
-            buffer.fills += 1  # with weights that may have changed under the same number
-        return self.publish(version)
-
-    def publish(self, version: Version) -> list[Tensor]:
-        return self._new
-
-
 class HostedStage(Stage):
     """The stage, at its host.
 
     Args:
-        held: Tensors that the host has.
         forget: Has hosts of other stages forget what they were given of a minibatch, behind all that was done so far.
-        called: Its device, for people.
         arguments: Those of ``Stage``.
     """
 
-    def __init__(self, held: HeldTensors, forget: Callable[[int], None], called: str, **arguments: Any) -> None:
-        self.held, self._have_forgotten = held, forget
-        self._called = called
+    def __init__(self, forget: Callable[[int], None], **arguments: Any) -> None:
+        self._have_forgotten = forget
         super().__init__(**arguments)
-
-    @property
-    def place(self) -> str:
-        return self._called
 
     def take_layers(self, layers: Sequence[Layer]) -> None:
         """Have other layers, before the pipeline starts."""
         self.layers = [*layers]
         self.copy_layers()
-
-    def see(self, weights: orders.PublishedWeights) -> None:
-        """Have what was published now."""
-        assert isinstance(self.stash, HostedStash)
-        self.stash.take(weights)
-
-    def _new_stash(self, layers: nn.ModuleList) -> VersionedLayers:
-        return HostedStash(layers, self.held.get)
 
     def _forget(self, minibatch: int) -> None:
         super()._forget(minibatch)
@@ -186,7 +127,6 @@ class Host:
     """The host at one end of ``wire``.
 
     Args:
-        wire: To the process of Lightning's loop.
         security: Certificates and token for its calls of servers, and for its peers.
         host: Of the address at which peers find it.
     """
@@ -238,7 +178,7 @@ class Host:
             except EOFError:
                 raise
             except Exception as error:
-                self._answers.put(orders.Broken(type(error).__name__, _text_of(error)))
+                self._answers.put(orders.Broken(error))
                 # What still comes is taken, so that the other process finds the error and not a broken connection.
                 while not isinstance(error, NotPlain):
                     self._wire.receive()
@@ -281,10 +221,11 @@ class Host:
         stage = self._stage = self._made(setup)
         self._methods |= {
             "begin": partial(self._begin, stage),
-            "publish": partial(self._publish, stage),
+            "publish": lambda version: stage.publish(version.replaced(self._held.found)),
             "take_layers": lambda layers: stage.take_layers(layers_of_data(layers, self._found, self._device.device)),
             "add_variants": lambda graphs: add_variants(stage.layers, graphs),
             "take": partial(self._take, stage),
+            "hold": lambda reading, index, number: self._held.put(number, stage.stash.tensor(index, reading)),
             "look": lambda minibatch: self._device.state(stage.state(minibatch)),
             "delivered": stage.delivered,
         }
@@ -302,10 +243,8 @@ class Host:
         self._device.seed(setup.settings.generators, setup.stage)
         watchdog = Watchdog(setup.timeout, lambda: True, lambda: f"stage {setup.stage} at its host")
         group = setup.group
-        return HostedStage(
-            self._held,
+        stage = HostedStage(
             lambda minibatch: self._answers.put(orders.Forgotten(minibatch)),
-            self._device.place,
             index=setup.stage,
             device=device,
             segments=setup.segments,
@@ -320,17 +259,13 @@ class Host:
             visits=setup.visits,
             group=group and replace(group, devices=self._device.members or [device] * len(group.devices)),
         )
+        stage.place = self._device.place
+        return stage
 
-    def _begin(self, stage: HostedStage, version: Version, forwards: int, weights: orders.PublishedWeights) -> None:
-        """Have the pipeline start empty at ``version``, whose parameters are in ``weights``."""
+    def _begin(self, stage: HostedStage, version: Version, forwards: int) -> None:
+        """Have the pipeline start empty at ``version``."""
         stage.stream.synchronize()  # what was dropped may still be computed, on the weights that come next
-        stage.see(weights)
-        stage.begin(version, forwards)
-
-    def _publish(self, stage: HostedStage, version: Version, weights: orders.PublishedWeights) -> None:
-        """Take ``version``, the next one, whose parameters are in ``weights``."""
-        stage.see(weights)
-        stage.publish(version)
+        stage.begin(version.replaced(self._held.found), forwards)
 
     def _take(self, stage: Stage, minibatch: int, numbers: Sequence[int]) -> orders.Taken:
         """Hand over the gradients of ``minibatch``; keep each under the one of ``numbers`` that is its weight's."""
@@ -382,7 +317,7 @@ class Host:
                 return  # nobody is there any more, which the other thread finds out, too
             except Exception as error:
                 number = getattr(message, "minibatch", None)  # an answer has none
-                broken = orders.Broken(type(error).__name__, _text_of(error))
+                broken = orders.Broken(error)
                 self._wire.send(broken if number is None else Failure(number, error))
 
 
@@ -390,7 +325,3 @@ class Host:
 def _alone(number: int, who: str) -> Iterator[None]:
     """This process computes nothing else."""
     yield
-
-
-def _text_of(error: Exception) -> str:
-    return "\n".join([str(error), *getattr(error, "__notes__", ())])

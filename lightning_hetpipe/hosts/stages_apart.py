@@ -31,7 +31,6 @@ class StageElsewhere(NamedTuple):
     """Place of a stage on another machine.
 
     Attributes:
-        address: Address of its host.
         node: Name of the machine in the plan.
         accelerators: Number and name, on that machine, of the accelerator that the stage is on, and then of each member
             of its group; empty for a CPU.
@@ -47,7 +46,6 @@ class StagesApart:
 
     Args:
         places: Places of stages on other machines, by their numbers.
-        security: Certificates and token for their hosts.
         emulation: Of the stages, where their devices are not here.
         worker: Number of the virtual worker; None where there is but one.
     """
@@ -135,22 +133,20 @@ class StagesApart:
                     f"stage {index} is planned for another machine, and the loss follows it, which stays in this"
                     " process; plan its layers for the node of the last stage"
                 )
-        for stage in self._stages:
-            stage.await_weights()
+        self.await_hosts()
 
     def await_hosts(self) -> None:
-        """Wait until all hosts are ready for the first minibatch, once they were told all that they need for it."""
+        """Wait until all hosts have done what they were told so far."""
         for stage in self._stages:
             stage.await_host()
 
     def join(self, engine: Engine) -> None:
         """Have hosts on other machines hand activations and gradients over to each other, where they can."""
-        followers, away = engine.followers, {stage.index: stage for stage in self._stages}
-        stages = {segment.index: stage.index for stage in engine.stages for segment in stage.segments}
+        followers, away = (engine.following, engine.preceding), {stage.index: stage for stage in self._stages}
         listening: dict[int, tuple[str, str]] = {}
         for stage in self._stages:
             after, before = (
-                {segment.index: stages[to] for segment in stage.segments if (to := each[segment.index]) is not None}
+                {segment.index: to.stage for segment in stage.segments if (to := each[segment.index]) is not None}
                 for each in followers
             )
             others = sorted(({*after.values(), *before.values()} & away.keys()) - {stage.index})

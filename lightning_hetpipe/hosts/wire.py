@@ -55,7 +55,7 @@ class Wire:
             NotPlain: if it is no message.
             OSError: if the other process has ended.
         """
-        text, tensors = CODE.write(stage_messages.to_record(message))
+        text, tensors = CODE.write(message)
         with self._lock, self._whole():
             small = bytearray(_LENGTH.pack(len(text)) + text)
             for tensor in tensors:
@@ -81,7 +81,7 @@ class Wire:
             raise NotPlain(f"a message of {length} bytes beside its tensors")
         text = bytearray(length)
         self._fill(memoryview(text))
-        return stage_messages.of_record(CODE.read(bytes(text), self._take))
+        return CODE.read(bytes(text), self._take)
 
     def end(self) -> None:
         """End sending. What the other process has sent can still be received."""

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.pipeline.graph_layer import GraphLayer, own_path
-from lightning_hetpipe.pipeline.values import all_equal, equal
+from lightning_hetpipe.pipeline.values import unequal
 from lightning_hetpipe.torch_private.tensors import foreach_copy_, version_counter
 
 Place = tuple[nn.Module, str]
@@ -105,12 +105,11 @@ class Buffers:
 
     def left(self, minibatch: int) -> Sequence[Tensor]:
         """Buffers as ``minibatch`` left them."""
-        return self._of(minibatch) if self._names else ()
+        return self._of(minibatch)
 
     def mirror(self, minibatch: int, left: Sequence[Tensor]) -> None:
         """Hold what the forward of ``minibatch`` has left elsewhere."""
-        if self._names:
-            self._left[minibatch % len(self._left)] = [*left]
+        self._left[minibatch % len(self._left)] = [*left]
 
     def publish(self, minibatch: int, live: Sequence[Tensor], *, ahead: bool) -> bool:
         """Take over what callbacks did to the ``live`` buffers after ``minibatch``: return whether they did anything.
@@ -121,19 +120,16 @@ class Buffers:
         if not self._names:
             return False
         pairs = [(now.to(left.device), left) for now, left in zip(live, self._of(minibatch), strict=True)]
-        if all_equal(pairs):
-            return False
-        for index, (name, (now, left)) in enumerate(zip(self._names, pairs, strict=True)):
-            if equal(now, left):
-                continue
+        changed = unequal(pairs)
+        for index in changed:
             if ahead:
                 raise SettingError(
-                    f"{name} was changed outside of forward after minibatch {minibatch} (in a hook, or as a view of a"
-                    " weight), while later minibatches were in flight; set in_flight=1, or change it at the end of an"
-                    " epoch"
+                    f"{self._names[index]} was changed outside of forward after minibatch {minibatch} (in a hook, or as"
+                    " a view of a weight), while later minibatches were in flight; set in_flight=1, or change it at the"
+                    " end of an epoch"
                 )
-            self._of(minibatch)[index] = now.to(left.device, copy=True)
-        return True
+            self._of(minibatch)[index] = pairs[index][0].to(pairs[index][1].device, copy=True)
+        return bool(changed)
 
     def _of(self, minibatch: int) -> list[Tensor]:
         return self._left[minibatch % len(self._left)]

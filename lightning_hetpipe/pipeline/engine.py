@@ -11,18 +11,17 @@ Lightning's thread drives it and holds the lock over user code except while it w
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
 
-from lightning_hetpipe.errors import Discarded, PipelineRefusal
+from lightning_hetpipe.errors import PipelineRefusal
 from lightning_hetpipe.pipeline.buffers import may_change, places
 from lightning_hetpipe.pipeline.live import NO_MOVES, Live, Moves, compute, computed_names
 from lightning_hetpipe.pipeline.memory import PlannedMemory, less
 from lightning_hetpipe.pipeline.split.member_pool import DeviceGroup
 from lightning_hetpipe.pipeline.stage import Layer, Stage, StageSettings
-from lightning_hetpipe.pipeline.stage_messages import Backward, Cancel, Failure, Forward, InputGradients, Output, Result
+from lightning_hetpipe.pipeline.stage_messages import Backward, Forward, InputGradients
 from lightning_hetpipe.pipeline.stage_thread import Loss, Parcel
 from lightning_hetpipe.pipeline.streams import StreamEvent, Streams
 from lightning_hetpipe.pipeline.user.minibatch import Minibatch, Step, Sum
@@ -31,7 +30,7 @@ from lightning_hetpipe.pipeline.user.piece_call import PieceCall
 from lightning_hetpipe.pipeline.user.runner_pool import RunnerPool
 from lightning_hetpipe.pipeline.values import Gradients, Value
 from lightning_hetpipe.pipeline.weight_stash import VersionedLayers, WeightStash
-from lightning_hetpipe.rules.schedule import Segment, Work, calls, route, segments
+from lightning_hetpipe.rules.schedule import Segment, Work, calls, route
 from lightning_hetpipe.rules.versions import STASH, Reading, Versions
 from lightning_hetpipe.torch_private.subclasses import address_of
 
@@ -42,11 +41,8 @@ class Engine(RunnerPool[Minibatch]):
     """One virtual worker's pipeline.
 
     Args:
-        pieces: For each piece, in the order of ``training_step``, its name and its layers.
-        split_points: The first layer of each stage.
+        pieces, split_points, settings, timeout: As of the base.
         devices: The device of each stage.
-        settings: What all stages share.
-        timeout: Seconds after which a wait in which nothing moves ends with an explanation.
         root: The module of ``training_step``. Its trainable parameters outside the pieces have versions, too.
         changing: The ``id`` of each live buffer that forwards change.
         called: The pieces that ``training_step`` calls, in order; by default each once.
@@ -77,29 +73,19 @@ class Engine(RunnerPool[Minibatch]):
         make_stage: MakeStage = Stage,
         groups: Mapping[int, DeviceGroup] | None = None,
     ) -> None:
-        super().__init__("hetpipe-runner", settings.in_flight, settings.torch_threads, timeout)
+        super().__init__("hetpipe-runner", pieces, split_points, settings, timeout)
         self.streams = streams or Streams()
         self.root_device = devices[-1]
-        self.piece_names = [name for name, _ in pieces]
-        self._layers = layers = [layer for _, own in pieces for layer in own]
-        self._segments = segments([len(own) for _, own in pieces], split_points)
-        _check_shared_buffers([layers[segment.first : segment.last + 1] for segment in self._segments])
+        _check_shared_buffers([self._layers[segment.first : segment.last + 1] for segment in self._segments])
         self.calls = calls(range(len(pieces)) if called is None else called)
         self._route = route(self._segments, self.calls)
-        # Where a minibatch goes on by itself after the forward and the backward of each segment; None: user code does.
-        self._after_forward: list[Segment | None] = [None] * len(self._segments)
-        self._after_backward: list[Segment | None] = [None] * len(self._segments)
-        for step, after in pairwise(self._route):
-            if step.call is after.call:
-                found = self._after_forward if step.work is Work.FORWARD else self._after_backward
-                found[step.segment.index] = after.segment
         self._turn = next(step for step in self._route if step.work is Work.TURN)
         self.stages = [
             (Stage if index == self._turn.segment.stage else make_stage)(
                 index=index,
                 device=device,
                 segments=[segment for segment in self._segments if segment.stage == index],
-                layers=layers,
+                layers=self._layers,
                 settings=settings,
                 watchdog=self.watchdog,
                 compute_lock=self.compute_lock,
@@ -124,15 +110,6 @@ class Engine(RunnerPool[Minibatch]):
         self._find_weights()
 
     # Lightning's thread.
-
-    @property
-    def followers(self) -> tuple[list[int | None], list[int | None]]:
-        """The segment to which a minibatch goes on by itself after the forward, and the backward, of each segment."""
-        forwards, backwards = (
-            [None if each is None else each.index for each in after]
-            for after in (self._after_forward, self._after_backward)
-        )
-        return forwards, backwards
 
     def begin(self, version: int, forwards: int | None = None) -> None:
         """The pipeline starts empty at ``version`` v_e, which the live weights are.
@@ -292,10 +269,9 @@ class Engine(RunnerPool[Minibatch]):
 
     def forward(self, minibatch: Minibatch, call: PieceCall) -> None:
         """Sends a piece's inputs into the pipeline; its outputs will be delivered to ``minibatch``."""
-        first = next(segment for segment in self._segments if segment.piece == call.which.piece)
         minibatch.calling = call
         event = self.streams.user.record(tensor.device for tensor in call.inputs.tensors)
-        self._forward(minibatch, first, call.inputs, event)
+        self._forward(minibatch, self._of_piece[call.which.piece][0], call.inputs, event)
 
     def loss(self, minibatch: Minibatch, call: PieceCall) -> Loss | None:
         """The outputs of a piece are with the user: if that was the last call, the loss begins."""
@@ -305,27 +281,17 @@ class Engine(RunnerPool[Minibatch]):
 
     def backward(self, minibatch: Minibatch, call: PieceCall, gradients: Gradients) -> None:
         """Sends gradients of a piece's outputs; those of its inputs will be delivered to ``minibatch``."""
-        last = [segment for segment in self._segments if segment.piece == call.which.piece][-1]
         minibatch.calling = call
-        if call.which is self._turn.call:
-            minibatch.loss_ends(call.collected)
-        self._backward(minibatch, last, gradients, call.collected)
+        if minibatch.loss is not None:
+            minibatch.loss.end(call.collected)
+            minibatch.loss = None
+        self._backward(minibatch, self._of_piece[call.which.piece][-1], gradients, call.collected)
 
     def lacking(self) -> str:
         """Say what all stages hold, where another thread than theirs runs out of memory, and what helps."""
         held = [f"  stage {stage.index} on {stage.place}: {stage.memory.told()}" for stage in self.stages]
         what = "memory ran out in user code or a step of Lightning's; stages held"
         return "\n".join([what, *held, less(self.in_flight, self._recompute)])
-
-    def abandon(self, minibatch: Minibatch) -> None:
-        """Nobody waits for ``minibatch`` any more: stages forget it."""
-        for stage in self.stages:
-            stage.put(Parcel(Cancel(minibatch.number)))
-
-    def _cancel(self) -> None:
-        super()._cancel()
-        for minibatch in self.minibatches.values():
-            self.abandon(minibatch)
 
     # Messages.
 
@@ -355,30 +321,14 @@ class Engine(RunnerPool[Minibatch]):
         message = Backward(minibatch.number, segment.index, ordinal, gradients, sums=sums, wanted=wanted, apart=apart)
         self.stages[segment.stage].put(Parcel(message, event, events))
 
-    def _done(self, result: Result, event: StreamEvent | None) -> None:
-        """Sends a minibatch on: to its next stage, or at the end of a piece to its runner. Stages' threads call it."""
-        minibatch = self.minibatches.get(result.minibatch)
-        if minibatch is None:  # it has failed, and nobody waits for it
-            return
-        if isinstance(result, Failure):
-            minibatch.deliver(result.error)
-        elif minibatch.cancelled:
-            minibatch.deliver(Discarded())
-        elif isinstance(result, Output):
-            following = self._after_forward[result.segment]
-            if following is None:
-                minibatch.deliver(result.value, event)
-            else:
-                self._forward(minibatch, following, result.value, event)
-        elif isinstance(result, InputGradients):
-            if result.sums:
-                weights = self.live[self._segments[result.segment].stage].parameters
-                minibatch.sums.update((weights[number], Sum(each, event)) for number, each in result.sums.items())
-            following = self._after_backward[result.segment]
-            if following is None:
-                minibatch.deliver(result.gradients, event)
-            else:
-                self._backward(minibatch, following, result.gradients, event)
+    def _backward_done(self, batch: Minibatch, result: InputGradients, event: StreamEvent | None) -> None:
+        if result.sums:
+            weights = self.live[self._segments[result.segment].stage].parameters
+            batch.sums.update((weights[number], Sum(each, event)) for number, each in result.sums.items())
+        if (preceding := self.preceding[result.segment]) is None:
+            batch.deliver(result.gradients, event)
+        else:
+            self._backward(batch, preceding, result.gradients, event)
 
 
 def _check_shared_buffers(parts: Sequence[Sequence[Layer]]) -> None:

@@ -14,21 +14,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_hetpipe.errors import Discarded
 from lightning_hetpipe.pipeline.autocast import Autocast
 from lightning_hetpipe.pipeline.compile.compilation import names_of
 from lightning_hetpipe.pipeline.creation import creating
 from lightning_hetpipe.pipeline.operands import OperandsTogether
 from lightning_hetpipe.pipeline.random.generators import attached
 from lightning_hetpipe.pipeline.stage import Layer, StageSettings
-from lightning_hetpipe.pipeline.stage_messages import Cancel, Evaluate, Evaluated, Failure, Message, Result
+from lightning_hetpipe.pipeline.stage_messages import Forward, Message, Output, Result
 from lightning_hetpipe.pipeline.stage_thread import Parcel, Pass, StageThread
 from lightning_hetpipe.pipeline.streams import StreamEvent, WaitingStream, move
-from lightning_hetpipe.pipeline.user.batch_in_flight import BatchInFlight, running
+from lightning_hetpipe.pipeline.user.batch_in_flight import BatchInFlight
 from lightning_hetpipe.pipeline.user.runner_pool import RunnerPool
 from lightning_hetpipe.pipeline.user.user_section import UserSection
-from lightning_hetpipe.rules.schedule import segments
+from lightning_hetpipe.rules.schedule import Segment
+from lightning_hetpipe.rules.versions import Reading
 from lightning_hetpipe.torch_private.tensors import pytree
+
+LIVE = Reading(0)
+"""Weights of an evaluation."""
 
 
 class EvaluationBatch(BatchInFlight):
@@ -48,7 +51,7 @@ class EvaluationBatch(BatchInFlight):
         self._around = context
         self._inference = torch.is_inference_mode_enabled()  # in Lightning's thread, which submits it
         self._gradients = torch.is_grad_enabled()
-        self.called: Evaluate
+        self.called: Forward
         """The call that is on its way."""
         self.calls = Counter[int]()
         """Number of calls of each piece so far."""
@@ -68,12 +71,7 @@ class EvaluationBatch(BatchInFlight):
         return output
 
     def _run_step(self) -> None:
-        with (
-            running(self),
-            torch.inference_mode(self._inference),
-            torch.set_grad_enabled(self._gradients),
-            self._around(),
-        ):
+        with torch.inference_mode(self._inference), torch.set_grad_enabled(self._gradients), self._around():
             self.output = self._run()
 
     def _step_ended(self, failure: BaseException | None) -> None:
@@ -84,11 +82,8 @@ class Evaluator(RunnerPool[EvaluationBatch]):
     """One virtual worker's evaluation.
 
     Args:
-        pieces: For each piece its name and its live layers.
-        split_points: The first layer of each stage.
+        pieces, split_points, settings, timeout: As of the base; layers are the live ones.
         devices: The device of each stage, on which its layers are.
-        settings: What all stages share.
-        timeout: Seconds after which a wait in which nothing moves ends with an explanation.
         tag: Names this evaluation among those of the run, for its random numbers.
     """
 
@@ -104,15 +99,10 @@ class Evaluator(RunnerPool[EvaluationBatch]):
         timeout: float,
         tag: str,
     ) -> None:
-        super().__init__("hetpipe-evaluation", settings.in_flight, settings.torch_threads, timeout)
-        self._layers = [layer for _, own in pieces for layer in own]
+        super().__init__("hetpipe-evaluation", pieces, split_points, settings, timeout)
         self._attached = ExitStack()
-        segments_of_all = segments([len(own) for _, own in pieces], split_points)
-        self._segments = [[part for part in segments_of_all if part.piece == piece] for piece in range(len(pieces))]
-        pairs = zip(segments_of_all, [*segments_of_all[1:], None], strict=True)
-        self._following = [after if after is not None and after.piece == part.piece else None for part, after in pairs]
         self.stages = [
-            ForwardStage(self, index, devices, settings, [part.layers for part in segments_of_all], tag)
+            ForwardStage(self, index, devices, settings, [part.layers for part in self._segments], tag)
             for index in range(len(devices))
         ]
 
@@ -130,33 +120,19 @@ class Evaluator(RunnerPool[EvaluationBatch]):
 
     def forward(self, batch: EvaluationBatch, piece: int, value: Any) -> None:
         """Sends ``value`` into ``piece``; its outputs will be delivered to ``batch``."""
-        first, inference = self._segments[piece][0], torch.is_inference_mode_enabled()
-        ordinal = batch.calls[piece]
-        batch.called = Evaluate(batch.number, first.index, ordinal, value, Autocast.current(), inference)
-        self.stages[first.stage].put(Parcel(batch.called))
+        first, ordinal, inference = self._of_piece[piece][0], batch.calls[piece], torch.is_inference_mode_enabled()
+        batch.called = Forward(
+            batch.number, first.index, value, LIVE, Autocast.current(), call=ordinal, inference=inference
+        )
+        self._forward(batch, first, value, None)
 
-    def _cancel(self) -> None:
-        super()._cancel()
-        for number in self.minibatches:
-            for stage in self.stages:
-                stage.put(Parcel(Cancel(number)))
+    def _forward(self, batch: EvaluationBatch, segment: Segment, value: Any, event: StreamEvent | None) -> None:
+        self.stages[segment.stage].put(Parcel(batch.called._replace(segment=segment.index, value=value)))
 
     def _done(self, result: Result, event: StreamEvent | None) -> None:
-        batch = self.minibatches.get(result.minibatch)
-        if batch is None:
-            return
-        if isinstance(result, Failure):
-            batch.deliver(result.error)
-            return
-        assert isinstance(result, Evaluated)
-        following = self._following[result.segment]
-        if following is None:
-            batch.deliver(moved(result.value, self.stages[-1].device))
-        elif batch.cancelled:
-            batch.deliver(Discarded())
-        else:
-            message = batch.called._replace(segment=following.index, value=result.value)
-            self.stages[following.stage].put(Parcel(message))
+        if isinstance(result, Output) and self.following[result.segment] is None:
+            result = result._replace(value=moved(result.value, self.stages[-1].device))
+        super()._done(result, event)
 
 
 class ForwardStage(StageThread):
@@ -194,18 +170,18 @@ class ForwardStage(StageThread):
 
     def _lacking(self, message: Message) -> str:
         return (
-            f"stage {self.index} ran out of memory on {self.device} while it evaluated {self._work(message)}; give this"
+            f"stage {self.index} ran out of memory on {self.place} while it evaluated {self._work(message)}; give this"
             " loop smaller batches, or set in_flight lower, or give more devices, or ones with more memory"
         )
 
     def _work(self, message: Message) -> str:
-        assert isinstance(message, Evaluate)
+        assert isinstance(message, Forward)
         numbers = self._layers[message.segment]
         return f"batch {message.minibatch} ({names_of(self.calls[numbers[0]][0], self.calls[numbers[-1]][0])})"
 
     def _compute(self, parcel: Parcel) -> tuple[Result, StreamEvent | None]:
         task = parcel.message
-        assert isinstance(task, Evaluate)
+        assert isinstance(task, Forward)
         with (
             Pass(self, self._compute_lock, self._settings.before_pass, "evaluate", task.minibatch),
             torch.inference_mode(task.inference),
@@ -218,7 +194,7 @@ class ForwardStage(StageThread):
             value = moved(task.value, self.device)
             for number in self._layers[task.segment]:
                 value = self.calls[number][1](value)
-        return Evaluated(task.minibatch, task.segment, value), None
+        return Output(task.minibatch, task.segment, value), None
 
 
 def moved(value: Any, device: torch.device) -> Any:

@@ -103,7 +103,6 @@ def layers_of_data(
     """The layers that :func:`layers_as_data` was given; what they shared they share again.
 
     Args:
-        data: The layers as data.
         found: Gives the tensor for which something else stands in the data.
         device: Where the layers are to be; by default where they were.
 

@@ -96,7 +96,6 @@ class Memory:
     """Bytes that one stage holds; counted by its own thread and Lightning's.
 
     Attributes:
-        planned: The memory of the stage, by its plan; None for no limit.
         limited: Whether activations and waiting gradients have a limit.
         visits: How often each minibatch comes to the stage.
         versions, activations, gradients: Bytes.
@@ -327,12 +326,7 @@ def explain(error: torch.OutOfMemoryError, text: str) -> None:
 
 
 def less(in_flight: int, recompute: bool) -> str:
-    """Say how stages take less memory, as the end of a sentence.
-
-    Args:
-        in_flight: Nm of the run.
-        recompute: Whether forwards are computed again for their backwards already.
-    """
+    """Say how stages take less memory, as the end of a sentence."""
     ways = [f"in_flight below {in_flight}"] if in_flight > 1 else []
     ways += [] if recompute else ["recompute=True"]
     ways.append("smaller batches" if not ways else "or smaller batches")
@@ -348,8 +342,6 @@ def held(
     """Say what each device of ``stages`` holds, a line for each; nothing for a CPU.
 
     Args:
-        module: The whole model.
-        optimizers: With their states.
         stages: The device of each stage.
         planned: What a plan, or the limit of a device, has for it.
     """

@@ -3,9 +3,9 @@
     | JSON | the bytes of each tensor, in order |
 
 JSON has ``None``, ``bool``, ``int`` and ``str`` as they are, and everything else as a list that begins with a tag.
-Records (named tuples and dataclasses) are known by name to who encodes and to who decodes. A tensor keeps its strides,
-by which operators choose how they compute, down to the last bits. It arrives on the host, and tensors that shared
-memory do so no longer.
+Records (named tuples and dataclasses) are known by name to who encodes and to who decodes. An error travels as its
+class's name, its text and its notes. A tensor keeps its strides, by which operators choose how they compute, down to
+the last bits. It arrives on the host, and tensors that shared memory do so no longer.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lightning_hetpipe.errors import Discarded, SettingError
 from lightning_hetpipe.pipeline import values  # noqa: F401  # a structure may have nodes that it registers
 from lightning_hetpipe.torch_private.tensors import pytree
 
@@ -33,6 +34,17 @@ _OF_TORCH = (torch.dtype, torch.layout, torch.memory_format)
 
 class NotPlain(TypeError):
     """A value that has no place in messages or graphs, or bytes that are neither."""
+
+
+class RemoteFailure(RuntimeError):
+    """Error of another process, but for those that :data:`STAYING` has."""
+
+
+STAYING: Mapping[str, type[Exception]] = {
+    SettingError.__name__: SettingError,  # its text is for users
+    torch.OutOfMemoryError.__name__: torch.OutOfMemoryError,
+}
+"""Errors that stay what they are, by name."""
 
 
 class PlainCode:
@@ -79,6 +91,8 @@ class PlainCode:
         if isinstance(value, pytree.TreeSpec):
             return ["spec", _checked(pytree.treespec_dumps(value))]
         name = type(value).__name__
+        if isinstance(value, BaseException):
+            return ["error", name, str(value), *map(str, getattr(value, "__notes__", ()))]
         if self._kinds.get(name) is type(value):
             return ["record", name, *(self._written(field, tensors) for field in _fields(value))]
         if isinstance(value, slice):
@@ -109,6 +123,8 @@ class PlainCode:
             return found
         if tag == "spec":
             return pytree.treespec_loads(_checked(rest[0]))
+        if tag == "error":
+            return _error_of(*rest)
         name = rest.pop(0) if tag == "record" else None
         if tag == "dict":
             return {self._read(key, take): self._read(value, take) for key, value in rest}
@@ -116,6 +132,15 @@ class PlainCode:
         if tag == "record":
             return self._kinds[str(name)](*parts)
         return slice(*parts) if tag == "slice" else _NAMED[tag](parts)
+
+
+def _error_of(name: str, text: str, *notes: str) -> BaseException:
+    if name == Discarded.__name__:
+        return Discarded()
+    error = STAYING[name](text) if name in STAYING else RemoteFailure(f"{name}: {text}")
+    for note in notes:
+        error.add_note(note)
+    return error
 
 
 def _checked(spec: str) -> str:

@@ -80,7 +80,6 @@ class SegmentRunner:
         numbers = {id(parameter): number for number, parameter in enumerate(stash.parameters)}
         self.weights = [numbers[id(parameter)] for parameter in self._parameters]
         """The numbers of its weights among those of the stage."""
-        self._gradient_bytes: tuple[tuple[bool, ...], int] = ((), 0)
         self._device = device
         self._stash = stash
         self._settings = settings
@@ -100,11 +99,8 @@ class SegmentRunner:
 
     def gradient_bytes(self, weights: Reading) -> int:
         """Bytes of the gradients of its ``weights``, without the frozen ones."""
-        trained = self._stash.buffer(weights).flags.requires_grad
-        if trained != self._gradient_bytes[0]:
-            size = self._stash.bytes
-            self._gradient_bytes = trained, sum(size[number] for number in self.weights if trained[number])
-        return self._gradient_bytes[1]
+        trained, size = self._stash.buffer(weights).flags.requires_grad, self._stash.bytes
+        return sum(size[number] for number in self.weights if trained[number])
 
     def changes_buffers(self) -> bool:
         """Return True if a forward may change buffers."""
@@ -141,18 +137,16 @@ class SegmentRunner:
                 lambda: [*self._parameters, *(getattr(*place) for place in self._places)],
             )
         self.buffers.after_forward(number, self._places)
-        if not again:
-            return Value.of(result), SavedForBackward(task.weights, inputs, tensors_of(result), kept, kind)
-        repeated = task._replace(value=replace(task.value, tensors=()))
-        changes = [version_counter(tensor) for tensor in inputs]
-        saved = SavedForBackward(task.weights, inputs, [], kept, kind, again=repeated, changes=changes, buffers=buffers)
+        saved = SavedForBackward(task.weights, inputs, [] if again else tensors_of(result), kept, kind, buffers=buffers)
+        if again:
+            saved.again = task._replace(value=replace(task.value, tensors=()))
+            saved.changes = [version_counter(tensor) for tensor in inputs]
         return Value.of(result), saved
 
     def _bind(self, weights: Reading) -> None:
         self._stash.bind(weights)
         if self.split is not None:
-            buffer = self._stash.buffer(weights)
-            self.split.weights.use(id(buffer), buffer.fills)
+            self.split.parts = self._stash.buffer(weights).parts
 
     def backward(self, task: Backward, saved: SavedForBackward, sums: Sums) -> tuple[Gradients, list[Tensor | None]]:
         """The backward of what was ``saved``: the gradients of the inputs, and of :attr:`weights`.

@@ -6,9 +6,10 @@ All that it gets from the rest of the world, and gives back, are :mod:`~lightnin
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hetpipe.errors import Discarded
-from lightning_hetpipe.pipeline.compile.compilation import Compiling, Exclusively
+from lightning_hetpipe.pipeline.compile.compilation import Exclusively
 from lightning_hetpipe.pipeline.memory import Memory, PlannedMemory, less
 from lightning_hetpipe.pipeline.random.generators import RandomGenerators
 from lightning_hetpipe.pipeline.segment_runner import SavedForBackward, SegmentRunner
@@ -47,7 +48,6 @@ class Layer:
 
     Attributes:
         name: Its path in the LightningModule, such as "net.3".
-        module: The live module.
         mutates_input: Whether it changes its input in place, as ``ReLU(inplace=True)`` does.
         aliases_input: Whether its output shares memory with its input, as a view does.
         kind: What it is, for people; by default its class.
@@ -85,7 +85,6 @@ class StageSettings:
     """Settings that all stages share.
 
     Attributes:
-        generators: The run's random numbers.
         in_flight: Nm.
         torch_threads: Threads of each torch operation.
         default_dtype: The dtype of the tensors that layers create without naming one; None for the process's.
@@ -150,7 +149,8 @@ class Stage(StageThread):
         super().__init__(name, index, device, stream, settings.torch_threads, watchdog=watchdog, done=done)
         self.segments = list(segments)
         self.layers = [layers[number] for segment in segments for number in segment.layers]
-        self.compiling = Compiling(index, exclusively)
+        self.compile_seconds = 0.0
+        self._exclusively, self._compiles = exclusively, False
         self.memory = Memory(planned, visits)
         self._user_stream = streams.user
         self._settings = settings
@@ -164,11 +164,6 @@ class Stage(StageThread):
         if group is not None:
             self._members = MemberPool(name, group, settings.torch_threads, streams, self.stream)
         self.copy_layers()
-
-    @property
-    def place(self) -> str:
-        """Its device, for people."""
-        return str(self.device)
 
     def copy_layers(self) -> None:
         """Makes the copies of the live layers, in place of earlier ones; nothing may be in flight."""
@@ -208,8 +203,6 @@ class Stage(StageThread):
         self.stash.let_go()
         for runner in self._runners.values():
             runner.buffers.let_go()
-            if runner.split is not None:
-                runner.split.weights.clear()
 
     # Versions and states.
 
@@ -315,7 +308,7 @@ class Stage(StageThread):
         self.stream.join(event, task.value.tensors)
         runner = self._runners[segment]
         kind = runner.kind(task)
-        if (known := runner.counter.known(task.value.tensors)) is not None:
+        if self.memory.limited and (known := runner.counter.known(task.value.tensors)) is not None:
             self._make_room(known.all)
         with self._exclusive(runner.compiles(kind), runner, number), self._computing("forward", number):
             output, saved = runner.forward(task, kind)
@@ -339,7 +332,8 @@ class Stage(StageThread):
         runner, saved = self._runners[segment], self._saved.pop((number, visit))
         if saved.again is not None:
             self.memory.hold(number, visit, saved.kept.all)
-        self._make_room(max(0, runner.gradient_bytes(saved.weights) - saved.kept.all))
+        if self.memory.limited:
+            self._make_room(max(0, runner.gradient_bytes(saved.weights) - saved.kept.all))
         compiles = runner.compiles(saved.kind, backward=True)
         if (found := self._found.get(number)) is None:
             found = self._found[number] = FoundGradients()
@@ -417,7 +411,7 @@ class Stage(StageThread):
             self._end_calls(order, minibatch)
 
     def _told(self, message: Message) -> str:
-        return f"has {'compiled' if self.compiling.at_work else 'run'} {self._work(message)}"
+        return f"has {'compiled' if self._compiles else 'run'} {self._work(message)}"
 
     def _lacking(self, message: Message) -> str:
         return (
@@ -435,7 +429,18 @@ class Stage(StageThread):
     def _exclusive(self, compiles: bool, runner: SegmentRunner, minibatch: int) -> AbstractContextManager[None]:
         if self._members is not None:
             self._members.in_turn = compiles
-        return self.compiling.exclusive(runner.describe(), minibatch) if compiles else _NOTHING
+        return self._alone(runner.describe(), minibatch) if compiles else _NOTHING
+
+    @contextmanager
+    def _alone(self, layers: str, minibatch: int) -> Iterator[None]:
+        """Within it torch may compile ``layers``: :mod:`~lightning_hetpipe.pipeline.compile.compilation` says why."""
+        with self._exclusively(minibatch, f"stage {self.index}, which is to compile {layers},"):
+            self._compiles, started = True, time.perf_counter()
+            try:
+                yield
+            finally:
+                self._compiles = False
+                self.compile_seconds += time.perf_counter() - started
 
     def _computing(self, work: str, minibatch: int) -> Pass:
         return Pass(self, self._compute_lock, self._settings.before_pass, work, minibatch)

@@ -1,24 +1,22 @@
 """Messages between a stage and the rest of its virtual worker: plain data, nothing that is only true of threads.
 
-    to a stage      Forward, Backward, Evaluate, Cancel     in its inbox, first in, first out
-    from a stage    Output, InputGradients, Evaluated       one for each of the first three; Failure where it failed
+    to a stage      Forward, Backward, Cancel     in its inbox, first in, first out
+    from a stage    Output, InputGradients        one for each of the first two; Failure where it failed
     between tasks   Version (begin, publish); buffers and gradients of a minibatch
 
 No message holds a lock, a queue, a thread, a live module or a minibatch; what carries messages between threads adds the
-order of CUDA streams (:class:`~lightning_hetpipe.pipeline.stage_thread.Parcel`), and
-:func:`to_record` makes records of them, which plain data may have in it. Weights and layers are known by number:
-``segment`` is a segment's index, and a weight's number is its place among all parameters of its stage.
+order of CUDA streams (:class:`~lightning_hetpipe.pipeline.stage_thread.Parcel`). Weights and layers are known by
+number: ``segment`` is a segment's index, and a weight's number is its place among all parameters of its stage.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from lightning_hetpipe.errors import Discarded, SettingError
 from lightning_hetpipe.pipeline.autocast import Autocast
 from lightning_hetpipe.pipeline.values import Addends, Gradients, Nth, Value
 from lightning_hetpipe.rules.versions import Reading
@@ -28,12 +26,7 @@ Sums = Mapping[int, Tensor]
 
 
 class Flags(NamedTuple):
-    """Flags of layers that callbacks may change, version by version.
-
-    Attributes:
-        requires_grad: Of every parameter.
-        training: Of every module.
-    """
+    """Flags of layers that callbacks may change, version by version."""
 
     requires_grad: tuple[bool, ...]
     training: tuple[bool, ...]
@@ -92,27 +85,38 @@ class Version(NamedTuple):
         """True if minibatches that use an earlier version may have begun already."""
         return any(reading.version < self.number for reading in self.needed)
 
+    def replaced(self, change: Callable[[Tensor], Any]) -> Version:
+        """The same with what ``change`` gives in the place of each weight, and of each tensor of a move."""
+
+        def moved(move: Move) -> Move:
+            return move._replace(first=change(move.first), second=None if move.second is None else change(move.second))
+
+        moves = [None if move is None else moved(move) for move in self.moves]
+        return self._replace(parameters=[*map(change, self.parameters)], moves=moves)
+
 
 class Forward(NamedTuple):
-    """Run the forward of ``minibatch`` at ``segment``, and keep what its backward needs.
+    """Run the forward of ``minibatch`` at ``segment``, and keep what its backward needs; an evaluation keeps nothing.
 
     Attributes:
-        value: What the segment is given.
-        weights: Those to run on.
+        value: What the segment is given: a :class:`Value`, in an evaluation the nesting itself.
+        weights: Those to run on; an evaluation runs on the live ones.
         autocast: What autocast did where the piece was called.
         call: Number of calls of the piece that come before this one in the minibatch.
         again: Whether the minibatch calls the piece later again.
         last: Whether this is the last forward: the minibatch's backward is the next thing that the stage does.
+        inference: Whether the piece was called in ``torch.inference_mode``.
     """
 
     minibatch: int
     segment: int
-    value: Value
+    value: Any
     weights: Reading
     autocast: Autocast
     call: int = 0
     again: bool = False
     last: bool = False
+    inference: bool = False
 
 
 class Backward(NamedTuple):
@@ -138,39 +142,21 @@ class Backward(NamedTuple):
     apart: bool
 
 
-class Evaluate(NamedTuple):
-    """Run ``segment`` for the batch ``minibatch`` of an evaluation, on the live layers, and keep nothing.
-
-    Attributes:
-        call: Number of calls of the piece that come before this one in the batch.
-        value: What the segment is given, any nesting of tensors.
-        autocast: What autocast did where the piece was called.
-        inference: Whether that was in ``torch.inference_mode``.
-    """
-
-    minibatch: int
-    segment: int
-    call: int
-    value: Any
-    autocast: Autocast
-    inference: bool
-
-
 class Cancel(NamedTuple):
     """Nothing of ``minibatch`` is needed any more. It overtakes what else is in the inbox."""
 
     minibatch: int
 
 
-Message = Forward | Backward | Evaluate | Cancel
+Message = Forward | Backward | Cancel
 
 
 class Output(NamedTuple):
-    """Output of a segment for ``minibatch``."""
+    """Output of a segment for ``minibatch``, as the ``value`` of the :class:`Forward`."""
 
     minibatch: int
     segment: int
-    value: Value
+    value: Any
 
 
 class InputGradients(NamedTuple):
@@ -182,14 +168,6 @@ class InputGradients(NamedTuple):
     sums: Sums
 
 
-class Evaluated(NamedTuple):
-    """Output of a segment for the batch ``minibatch`` of an evaluation."""
-
-    minibatch: int
-    segment: int
-    value: Any
-
-
 class Failure(NamedTuple):
     """Error that a task of ``minibatch`` has raised; ``Discarded`` where it was cancelled."""
 
@@ -197,72 +175,23 @@ class Failure(NamedTuple):
     error: BaseException
 
 
-Result = Output | InputGradients | Evaluated | Failure
-
-
-class RemoteFailure(RuntimeError):
-    """Error that a stage in another process has raised: it travels as its class's name, its text and its notes.
-
-    A ``SettingError`` stays one, as its text is for users, and so does one for want of memory.
-    """
-
-
-STAYING: Mapping[str, type[Exception]] = {
-    SettingError.__name__: SettingError,
-    torch.OutOfMemoryError.__name__: torch.OutOfMemoryError,
-}
-"""Errors that stay what they are, by name."""
-
-
-class _EncodedFailure(NamedTuple):
-    minibatch: int
-    error: str
-    text: str
-    notes: Sequence[str]
+Result = Output | InputGradients | Failure
 
 
 RECORDS: Sequence[type[Any]] = (
     Forward,
     Backward,
-    Evaluate,
     Cancel,
     Version,
     Move,
     Flags,
     Output,
     InputGradients,
-    Evaluated,
     Value,
     Nth,
     Addends,
     Autocast,
     Reading,
-    _EncodedFailure,
+    Failure,
 )
 """Classes of messages, and of what is in them."""
-
-
-def to_record(message: Any) -> Any:
-    """``message`` as one of :data:`RECORDS`."""
-    if not isinstance(message, Failure):
-        return message
-    error = message.error
-    return _EncodedFailure(
-        message.minibatch, type(error).__name__, str(error), [*map(str, getattr(error, "__notes__", ()))]
-    )
-
-
-def of_record(record: Any) -> Any:
-    """The message that was made :func:`to_record`."""
-    if not isinstance(record, _EncodedFailure):
-        return record
-    if record.error == Discarded.__name__:
-        return Failure(record.minibatch, Discarded())
-    error: Exception
-    if record.error in STAYING:
-        error = STAYING[record.error](record.text)
-    else:
-        error = RemoteFailure(f"{record.error}: {record.text}")
-    for note in record.notes:
-        error.add_note(note)
-    return Failure(record.minibatch, error)

@@ -25,7 +25,6 @@ class Parcel(NamedTuple):
     """A message on its way between threads.
 
     Attributes:
-        message: What is to be done.
         event: Behind it in streams stands what the message brings.
         others: Behind these stand the sums that it brings.
     """
@@ -55,6 +54,8 @@ class StageThread:
         self.index = index
         self.device = device
         self.stream = stream
+        self.place = str(device)
+        """Its device, for people."""
         self._name = name
         self._torch_threads = torch_threads
         self._watchdog = watchdog

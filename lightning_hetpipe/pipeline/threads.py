@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Generic, Self, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 
@@ -155,15 +155,14 @@ class ReadersWriterLock:
         self._wanted = 0  # threads that wait for the others to pause
         self._writer: int | None = None  # the thread that holds it exclusively
 
-    def shared(self) -> Self:
+    @contextmanager
+    def shared(self) -> Iterator[None]:
         """Hold the lock shared: this thread computes; wait while another one holds it exclusively."""
-        return self
-
-    def __enter__(self) -> None:
         self.begin()
-
-    def __exit__(self, *_: object) -> None:
-        self.end()
+        try:
+            yield
+        finally:
+            self.end()
 
     def begin(self) -> None:
         """Take the lock shared, until :meth:`end`."""

@@ -122,25 +122,24 @@ def equal(a: Tensor, b: Tensor) -> bool:
 
 
 def all_equal(pairs: Iterable[tuple[Tensor, Tensor]]) -> bool:
-    """Return True if both tensors of each pair are :func:`equal`.
+    """Return True if both tensors of each pair are :func:`equal`."""
+    return not unequal(pairs)
+
+
+def unequal(pairs: Iterable[tuple[Tensor, Tensor]]) -> list[int]:
+    """Places of the ``pairs`` whose tensors are not :func:`equal`.
 
     All lie on one device, which is waited for once; of an iterator's pairs one is held at a time.
     """
-    differ = []
-    for one, other in pairs:
-        if one.shape != other.shape or not (_waits(one) or equal(one, other)):
-            return False
-        if _waits(one):
-            differ.append(((one != other) & ((one == one) | (other == other))).any())
-    return not (differ and torch.stack(differ).any())
-
-
-def unequal(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[int]:
-    """Places of the ``pairs`` that are not :func:`equal`, each on one device, which is waited for once if all are."""
-    waiting = [place for place, (one, other) in enumerate(pairs) if one.shape == other.shape and _waits(one)]
-    differ = torch.stack([(pairs[place][0] != pairs[place][1]).any() for place in waiting]).tolist() if waiting else []
-    same = {place for place, differs in zip(waiting, differ, strict=True) if not differs}
-    return [place for place, pair in enumerate(pairs) if place not in same and not equal(*pair)]
+    found, waiting = list[int](), dict[int, Tensor]()
+    for place, (one, other) in enumerate(pairs):
+        if one.shape == other.shape and _waits(one):
+            waiting[place] = ((one != other) & ((one == one) | (other == other))).any()
+        elif not equal(one, other):
+            found.append(place)
+    if waiting and (differ := torch.stack([*waiting.values()])).any():
+        found += [place for place, differs in zip(waiting, differ.tolist(), strict=True) if differs]
+    return found
 
 
 def _waits(tensor: Tensor) -> bool:

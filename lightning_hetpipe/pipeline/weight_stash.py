@@ -42,7 +42,7 @@ class VersionBuffer:
         frozen: Numbers of the frozen ones.
         flags: What the version says of parameters and modules.
         published: The event behind which the tensors are computed.
-        fills: How often it has been filled.
+        parts: Parts of the weights for the members of a group, as far as these have used them.
     """
 
     def __init__(self) -> None:
@@ -50,11 +50,11 @@ class VersionBuffer:
         self.frozen: frozenset[int] | None = None
         self.flags = Flags((), ())
         self.published: StreamEvent | None = None
-        self.fills = 0
+        self.parts: dict[Any, Tensor] = {}
 
     def fill(self, version: Version, steps: int, frozen: Mapping[int, Tensor]) -> None:
         """Take the live weights, moved on by so many ``steps`` of an optimizer, the ``frozen`` ones, and the flags."""
-        self.fills += 1
+        self.parts = {}
         if any(self.tensors[number] is not tensor for number, tensor in frozen.items()):
             self.tensors = [frozen.get(number, tensor) for number, tensor in enumerate(self.tensors)]
         unmoved: list[tuple[Tensor, Tensor]] = []
@@ -85,12 +85,8 @@ class VersionBuffer:
 class VersionedLayers:
     """Layers that are bound to the weights of one version or another.
 
-    Args:
-        layers: All of a stage's.
-
     Attributes:
         parameters: Theirs, a shared one once.
-        bytes: Of each of them.
         buffers: Room for versions.
     """
 
@@ -142,6 +138,7 @@ class VersionedLayers:
         """Gives the memory of all buffers back, whoever still holds the layers."""
         for buffer in self.buffers:
             buffer.tensors.clear()
+            buffer.parts.clear()
         self._bound = []
         for parameter in self.parameters:
             parameter.data = parameter.data.new_empty(0)
@@ -150,10 +147,13 @@ class VersionedLayers:
         """The buffer that holds ``weights``."""
         return self._held[weights]
 
+    def tensor(self, index: int, weights: Reading) -> Tensor:
+        """The tensor of the live parameter number ``index`` in ``weights``."""
+        return self._held[weights].tensors[index]
+
     def parameter(self, index: int, weights: Reading) -> nn.Parameter:
         """A new leaf with ``weights`` of the live parameter number ``index``."""
-        buffer = self._held[weights]
-        return nn.Parameter(buffer.tensors[index].detach(), buffer.flags.requires_grad[index])
+        return nn.Parameter(self.tensor(index, weights).detach(), self._held[weights].flags.requires_grad[index])
 
 
 class WeightStash(VersionedLayers):
@@ -165,9 +165,8 @@ class WeightStash(VersionedLayers):
 
     def __init__(self, live: nn.ModuleList, size: int, device: torch.device) -> None:
         self._live, self._device = live, device
-        super().__init__(self._copy())
-        frozen = {number: each.data for number, each in enumerate(self.parameters) if not each.requires_grad}
-        self._frozen = self._placed(frozen)
+        super().__init__(copy_of(live, device))
+        self._frozen = {number: each.data for number, each in enumerate(self.parameters) if not each.requires_grad}
         """By number, what versions share."""
         self.buffers = [VersionBuffer() for _ in range(size)]
         for buffer in self.buffers:
@@ -176,10 +175,6 @@ class WeightStash(VersionedLayers):
         self._counters: list[int] = []
         self._bound = self.buffers[0].tensors
         self._bound_flags = self.buffers[0].flags
-
-    def begin(self, version: Version) -> list[Tensor]:
-        self._newest.clear()
-        return super().begin(version)
 
     def publish(self, version: Version) -> list[Tensor]:
         """Copy the live weights as ``version``, where they are needed and differ from the version before."""
@@ -215,8 +210,7 @@ class WeightStash(VersionedLayers):
         changed = unequal([(tensor, live[number].to(tensor.device)) for number, tensor in shared.items()])
         for number in [[*shared][place] for place in changed]:
             del shared[number]
-        new = {n: each for n, each in live.items() if n not in shared}
-        copies = self._placed({n: each.detach().to(self._device, copy=True) for n, each in new.items()})
+        copies = {n: each.detach().to(self._device, copy=True) for n, each in live.items() if n not in shared}
         self._frozen = {**shared, **copies}
         return [*copies.values()]
 
@@ -234,20 +228,12 @@ class WeightStash(VersionedLayers):
         buffer.tensors = []  # so that its memory is free before there is more
         if layers is None:
             # Weights of a copy each, as layers may want theirs in one block of memory (CUDA's RNNs).
-            layers = self._copy(self._frozen)
-        own = self._placed({n: each.data for n, each in enumerate(layers.parameters()) if n not in self._frozen})
+            layers = copy_of(self._live, self._device, self._frozen)
+        own = {n: each.data for n, each in enumerate(layers.parameters()) if n not in self._frozen}
         every = {**own, **self._frozen}
         buffer.tensors = [every[number] for number in range(len(self.parameters))]
         buffer.frozen = frozenset(self._frozen)
         return [*own.values()]
-
-    def _copy(self, frozen: Mapping[int, Tensor] | None = None) -> nn.ModuleList:
-        """A copy of the live layers, which shares the ``frozen`` ones, by their numbers."""
-        return copy_of(self._live, self._device, frozen)
-
-    def _placed(self, tensors: dict[int, Tensor]) -> dict[int, Tensor]:
-        """New tensors of versions, by the parameters' numbers, where they are to lie."""
-        return tensors
 
     def let_go(self) -> None:
         super().let_go()
@@ -264,15 +250,12 @@ def _moved(weights: Tensor, move: Move, steps: int, like: Tensor) -> Tensor:
 M = TypeVar("M", bound=nn.Module)
 
 
-def copy_of(
-    live: M, device: torch.device | None, frozen: Mapping[int, Tensor] | None = None, *, stays: bool = False
-) -> M:
+def copy_of(live: M, device: torch.device | None, frozen: Mapping[int, Tensor] | None = None) -> M:
     """A copy of ``live`` on ``device``; with None one of scratch, whose parameters share the live ones' memory, but
     not the hooks that users have put on them.
 
     Args:
         frozen: By its parameters' numbers, tensors that the copy shares.
-        stays: Whether copies of weights at a host are there, too.
 
     Raises:
         SettingError: where a layer holds what cannot be copied.
@@ -284,7 +267,7 @@ def copy_of(
     for parameter in live.parameters():
         if device is None:
             copies[id(parameter)] = nn.Parameter(parameter.detach(), parameter.requires_grad)
-        elif address_of(parameter) is None and not stays:
+        elif address_of(parameter) is None:
             memory = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype)
             copies[id(parameter)] = nn.Parameter(memory.copy_(parameter.detach()), parameter.requires_grad)
     parameters = list(live.parameters()) if frozen else []

@@ -87,7 +87,7 @@ class Layout:
                     host_bytes=memories[index].on_host.most,
                     held=memories[index].minibatches.most,
                     device_bytes=device_bytes(device),
-                    compile_s=engine.stages[index].compiling.seconds,
+                    compile_s=engine.stages[index].compile_seconds,
                 )
                 for index, device in enumerate(self.devices)
             ],

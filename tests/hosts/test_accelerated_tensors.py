@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import operator
-
 import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_hetpipe.hosts import orders
 from lightning_hetpipe.hosts.remote_tensor import RemoteTensor, local, remote
-from lightning_hetpipe.hosts.stage_host import HostedStash
-from lightning_hetpipe.pipeline.stage_messages import Flags, Version
-from lightning_hetpipe.rules.versions import Reading
 from lightning_hetpipe.torch_private.subclasses import exchange
 from tests.hosts.test_remote_tensors import ONES, OPTIMIZERS, TWOS, Table, assert_alike, gradients, net
 from tests.support.accelerator import NAME
@@ -82,17 +76,3 @@ def test_streams_use_nothing_of_them(table: Table) -> None:
     weight.record_stream(torch.Stream(torch.device(NAME, 0)))
     table.memory.flush()
     assert not any(each.method == "bring" for each in table.sent)
-
-
-def test_a_stage_is_told_which_tensors_of_versions_are_new() -> None:
-    """Its stream uses them from then on, and they were made in another one."""
-    held = [torch.zeros(2), torch.zeros(2, 2)]
-    stash, nothing = (
-        HostedStash(nn.ModuleList([nn.Linear(2, 2)]), held.__getitem__),
-        Version(1, (), Flags((), ()), (), ()),
-    )
-    readings = [(Reading(1), 0, Flags((), ()))]
-    stash.take(orders.PublishedWeights(readings, {0: [0, 1]}))
-    assert all(map(operator.is_, stash.begin(nothing), held))
-    stash.take(orders.PublishedWeights(readings, {}))
-    assert stash.publish(nothing) == []

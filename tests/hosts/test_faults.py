@@ -25,7 +25,8 @@ from lightning_hetpipe.hosts import orders
 from lightning_hetpipe.hosts.remote_stage import HostLost, RemoteStage
 from lightning_hetpipe.hosts.stage_host import Host, HostedStage
 from lightning_hetpipe.hosts.wire import HostConnection, Wire
-from lightning_hetpipe.pipeline.stage_messages import InputGradients, RemoteFailure
+from lightning_hetpipe.pipeline.plain_code import RemoteFailure
+from lightning_hetpipe.pipeline.stage_messages import InputGradients
 from lightning_hetpipe.run.extensions.telemetry import Telemetry
 from lightning_hetpipe.server.transport.security import Security
 from tests.hosts.elsewhere import NEAR, Hosts, elsewhere

@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import socket
 from concurrent.futures import Future
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -38,7 +39,7 @@ def test_a_host_that_answers_no_call_is_ended_where_it_could_still_write(
         ended.append(seconds)
         return HostLost("it is lost", "it is lost")
 
-    holder = HostHolder(cast(HostMemory, None), lambda *_: Future(), end)
+    holder = HostHolder(cast(HostMemory, SimpleNamespace(begin=lambda *_: Future())), end)
     with pytest.raises(Unreachable if block is None else HostLost):
         holder._called(orders.CallServer("10.0.0.1:7070", "shard", 0.01, into=block))
     assert ended == ([] if block is None else [0.01])

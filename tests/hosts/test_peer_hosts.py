@@ -34,9 +34,9 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> dict[str, set[type]]:
     original = Engine._done
 
     def done(self: Engine, result: Any, event: Any) -> None:
-        if isinstance(result, Output) and self.followers[0][result.segment] is not None:
+        if isinstance(result, Output) and self.following[result.segment] is not None:
             found["forward"].update(map(type, result.value.tensors))
-        if isinstance(result, InputGradients) and self.followers[1][result.segment] is not None:
+        if isinstance(result, InputGradients) and self.preceding[result.segment] is not None:
             gradients = [each for each in result.gradients if each is not None]
             found["backward"].update(type(part) for each in gradients for part in _parts(each))
         original(self, result, event)

@@ -31,7 +31,7 @@ def grown(*values: float) -> Tensor:
 
 def collect(call: PieceCall, total: Tensor, above: PieceCall | None, keep_graph: bool) -> list[Tensor | None]:
     """Gradients of the call's outputs, where the user's code uses no parameter."""
-    return [*call.collect(total, above, (), nullcontext(), keep_graph)[0]]
+    return [*call.collect(total, above, (), (), nullcontext(), keep_graph)[0]]
 
 
 def lists(gradients: list[Tensor | None]) -> list[list[float] | None]:

@@ -14,16 +14,13 @@ from torch import Tensor, nn
 from lightning_hetpipe.errors import Discarded, SettingError
 from lightning_hetpipe.pipeline.autocast import Autocast
 from lightning_hetpipe.pipeline.graph_code import layers_as_data, layers_of_data
-from lightning_hetpipe.pipeline.plain_code import NotPlain, PlainCode
+from lightning_hetpipe.pipeline.plain_code import NotPlain, PlainCode, RemoteFailure
 from lightning_hetpipe.pipeline.stage import Layer
 from lightning_hetpipe.pipeline.stage_messages import (
     RECORDS,
     Backward,
     Failure,
     Forward,
-    RemoteFailure,
-    of_record,
-    to_record,
 )
 from lightning_hetpipe.pipeline.values import Addends, Value
 from lightning_hetpipe.rules.versions import Reading
@@ -143,13 +140,13 @@ def test_messages() -> None:
 def test_failures() -> None:
     error = ZeroDivisionError("of a layer")
     error.add_note("and a note")
-    found = of_record(again(to_record(Failure(3, error))))
+    found = again(Failure(3, error))
     assert found.minibatch == 3
     assert isinstance(found.error, RemoteFailure)
     assert str(found.error) == "ZeroDivisionError: of a layer"
     assert found.error.__notes__ == ["and a note"]
     for kind in (Discarded, SettingError, torch.OutOfMemoryError):
-        assert isinstance(of_record(again(to_record(Failure(3, kind("it"))))).error, kind)
+        assert isinstance(again(Failure(3, kind("it"))).error, kind)
 
 
 def test_structures_import_nothing() -> None:

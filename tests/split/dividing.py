@@ -37,7 +37,6 @@ class Divided:
         self.module, self.args, self._captured = whole.module, whole.args, whole.captured
         layers = self._captured.layers
         self.segment = SplitSegment(layers, [layer.module for layer in layers], pool)
-        self.segment.weights.use("live", 0)
 
     def whole(self, value: Any) -> Any:
         """As layers compute it one after the other."""

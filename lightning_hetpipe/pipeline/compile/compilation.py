@@ -21,7 +21,6 @@ Where a layer cannot be compiled, it runs as it is, and those before and behind 
 from __future__ import annotations
 
 import functools
-import time
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -236,27 +235,6 @@ _CONTEXT = "Developer debug context:"
 
 Exclusively = Callable[[int, str], AbstractContextManager[None]]
 """Given a minibatch's number and who asks: within it no user code runs, and no other thread computes."""
-
-
-class Compiling:
-    """The compilations of one stage: whether it is ``at_work`` in one, and the ``seconds`` that they have taken."""
-
-    def __init__(self, stage: int, exclusively: Exclusively) -> None:
-        self.at_work = False
-        self.seconds = 0.0
-        self._stage = stage
-        self._exclusively = exclusively
-
-    @contextmanager
-    def exclusive(self, layers: str, minibatch: int) -> Iterator[None]:
-        """Around such a pass of ``layers``: :mod:`~lightning_hetpipe.pipeline.compile.compilation` says why."""
-        with self._exclusively(minibatch, f"stage {self._stage}, which is to compile {layers},"):
-            self.at_work, started = True, time.perf_counter()
-            try:
-                yield
-            finally:
-                self.at_work = False
-                self.seconds += time.perf_counter() - started
 
 
 @contextmanager

@@ -50,8 +50,6 @@ class RandomGenerators:
     """Source of all random generators of one run.
 
     Attributes:
-        run_seed: Seed of the run, any integer.
-        virtual_worker: Index of the virtual worker.
         deterministic: Refuse operations that can draw from a default generator only (CUDA's fused attention and RNN
             with dropout) instead of letting them do so.
     """

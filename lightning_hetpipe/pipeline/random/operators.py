@@ -70,35 +70,26 @@ def _filled(mode: RandomOperators, func: Any, args: Arguments, kwargs: Keywords)
     return func(*args, **kwargs)
 
 
-_OVERLOADS = {"default": "generator", "out": "generator_out", "low": "low_generator", "low_out": "low_generator_out"}
+_OVERLOADS = {
+    "default": "generator",
+    "out": "generator_out",
+    "low": "low_generator",
+    "low_out": "low_generator_out",
+    "low_dtype": "low_generator_dtype",
+    "low_dtype_out": "low_generator_dtype_out",
+    "Tensor": "Tensor_generator",
+    "Tensor_out": "Tensor_generator_out",
+}
 
 
 def _factory(mode: RandomOperators, func: Any, args: Arguments, kwargs: Keywords) -> Any:
     """For operators with a second overload that takes a generator: rand.default has rand.generator."""
     overload = str(func).rpartition(".")[2]
-    if "generator" not in overload:
+    if "generator" not in overload and _device(args, kwargs).type != "meta":
         if overload not in _OVERLOADS:
             raise mode.refuse(func, "leave out the names of its dimensions")
         func = getattr(func.overloadpacket, _OVERLOADS[overload])
     return _filled(mode, func, args, kwargs)
-
-
-def _like(mode: RandomOperators, func: Any, args: Arguments, kwargs: Keywords) -> Any:
-    """For rand_like and its kin, which take a generator in recent versions of torch only."""
-    if _has_generator(args, kwargs):
-        return func(*args, **kwargs)
-    kwargs.pop("generator", None)
-    result = kwargs["out"] if "out" in kwargs else torch.empty_like(args[0], **kwargs)
-    if result.device.type == "meta":
-        return result
-    generator = mode.generator(result.device)
-    name = func.overloadpacket
-    if name is torch.ops.aten.rand_like:
-        return result.uniform_(generator=generator)
-    if name is torch.ops.aten.randn_like:
-        return result.normal_(generator=generator)
-    low, high = (0, args[1]) if len(args) == 2 else args[1:]
-    return result.random_(int(low), int(high), generator=generator)
 
 
 def _native_dropout(mode: RandomOperators, func: Any, args: Arguments, kwargs: Keywords) -> Any:
@@ -163,8 +154,7 @@ _BY_RECIPE: list[tuple[Recipe | None, str]] = [
         " log_normal_ multinomial normal normal_ normal_functional poisson random random_ uniform uniform_"
         " _standard_gamma _sample_dirichlet _fused_dropout",
     ),
-    (_factory, "rand randn randint randperm"),
-    (_like, "rand_like randn_like randint_like"),
+    (_factory, "rand randn randint randperm rand_like randn_like randint_like"),
     (_native_dropout, "native_dropout"),
     (_rrelu, "rrelu_with_noise rrelu_with_noise_ rrelu_with_noise_functional"),
     (

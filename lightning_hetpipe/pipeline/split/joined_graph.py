@@ -38,8 +38,6 @@ class JoinedGraph:
 
     Attributes:
         graph: Takes the ``regions``, the device, the ``own`` tensors and the values from before.
-        device: The node of the device.
-        regions: Of all layers.
         own: For each tensor of the layers' own its node, the number of its layer, and its name there, or itself.
         outputs: How the last layer's outputs are nested; None where the next segment takes them as they are.
     """

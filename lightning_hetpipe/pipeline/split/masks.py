@@ -27,8 +27,6 @@ class Mask:
         arguments: Of the random operation, but for the tensor.
         sizes: Of the mask; a node gives one that may vary, or is a tensor of which the dimension that follows has it.
         order: Of its dimensions in memory, by which numbers are drawn.
-        dtype: As of the tensor.
-        layout: By which it is divided.
     """
 
     arguments: tuple[Any, ...]

@@ -28,7 +28,6 @@ class DeviceGroup:
     """The ``devices`` of a stage, one for each member.
 
     Attributes:
-        counts: What is divided.
         home: The member that holds the unsplit weights; the stage's own thread is its thread.
         names: Of the devices, for people; by default torch's.
     """

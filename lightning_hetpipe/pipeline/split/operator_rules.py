@@ -22,7 +22,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from lightning_hetpipe.pipeline.split import shape_rules
 from lightning_hetpipe.pipeline.split.operator_call import Divided, OperatorCall, Rule, of_first, sizes_of
 from lightning_hetpipe.rules.channel_layouts import ChannelLayout
 
@@ -64,7 +63,7 @@ def _over_last(dims: int) -> Rule:
 
     @of_first
     def rule(call: OperatorCall, layout: ChannelLayout) -> Divided | None:
-        return None if layout.dim >= len(call.sizes()) - dims else shape_rules.as_outputs(call, layout)
+        return None if layout.dim >= len(call.sizes()) - dims else _as_outputs(call, layout)
 
     return rule
 
@@ -250,6 +249,149 @@ def _embedding(call: OperatorCall) -> Divided | None:
     return Divided(found.at(len(sizes_of(call.node)) - 1), {weight: found.at(1)})
 
 
+# What gives dimensions another shape, order or number, and what is done over some of them.
+
+
+def _as_outputs(call: OperatorCall, layout: ChannelLayout) -> Divided:
+    """All outputs, of which there may be several, have ``layout``."""
+    several = call.node.meta.get("several")
+    return Divided((layout,) * several if several else layout, call.layouts)
+
+
+def _over_given(position: int, keyword: str = "dim", default: Any = -1, keep: int | None = None) -> Rule:
+    """Something is done over the dimensions at ``position``, which are not divided; they go, unless the argument at
+    ``keep`` is true or there is none."""
+
+    @of_first
+    def rule(call: OperatorCall, layout: ChannelLayout) -> Divided | None:
+        given = call.kwargs.get(keyword, call.arg(position, default))
+        if given is None or given == [] or len(call.layouts) > 1:
+            return None
+        dims = call.dims(given, len(call.sizes()))
+        if layout.dim in dims:
+            return None
+        kept = keep is None or call.kwargs.get("keepdim", call.arg(keep, False))
+        return _as_outputs(call, layout if kept else layout.at(layout.dim - sum(dim < layout.dim for dim in dims)))
+
+    return rule
+
+
+def _own_sizes(call: OperatorCall, position: int, place: int, layout: ChannelLayout) -> dict[int, Any]:
+    """Arguments of members: the sizes at ``position``, with the size of each one's part of ``layout`` at ``place``."""
+    given, parts = call.args[position], map(layout.size, range(call.members))
+    if given[place] == -1:
+        return {}
+    return {position: [[*given[:place], -1 if size is None else size, *given[place + 1 :]] for size in parts]}
+
+
+@of_first
+def _view(call: OperatorCall, layout: ChannelLayout) -> Divided | None:
+    found, given = layout.reshaped(call.sizes(), sizes_of(call.node)), call.args[1]
+    if found is None or not isinstance(given, list | tuple) or (found.outer is None and -1 in given):
+        return None
+    return Divided(found, call.layouts, _own_sizes(call, 1, found.dim, found), torch.ops.aten.reshape.default)
+
+
+@of_first
+def _flatten(call: OperatorCall, layout: ChannelLayout) -> Divided | None:
+    """Flattening needs no sizes: it is the same for the parts, if that is a view of theirs."""
+    found = layout.reshaped(call.sizes(), sizes_of(call.node))
+    return None if found is None else Divided(found, call.layouts)
+
+
+@of_first
+def _unflatten(call: OperatorCall, layout: ChannelLayout) -> Divided | None:
+    found = layout.reshaped(call.sizes(), sizes_of(call.node))
+    if found is None:
+        return None
+    (first,), given = call.dims(call.args[1], len(call.sizes())), call.args[2]
+    place = found.dim - first
+    if not 0 <= place < len(given):
+        return Divided(found, call.layouts)
+    if -1 in given and given[place] != -1:
+        return None
+    return Divided(found, call.layouts, _own_sizes(call, 2, place, found))
+
+
+@of_first
+def _expand(call: OperatorCall, layout: ChannelLayout) -> Divided | None:
+    given = call.args[1]
+    found = layout.at(layout.dim + len(given) - len(call.sizes()))
+    if layout.outer is None and given[found.dim] != -1:
+        return None
+    return Divided(found, call.layouts, _own_sizes(call, 1, found.dim, found))
+
+
+@of_first
+def _reordered(call: OperatorCall, layout: ChannelLayout) -> Divided | None:
+    """Dimensions get another order, which is tried out with a tensor whose sizes tell them apart."""
+    tried = call.target(torch.empty([*range(len(call.sizes()))], device="meta"), *call.args[1:], **call.kwargs)
+    return Divided(layout.at(list(tried.shape).index(layout.dim)), call.layouts)
+
+
+@of_first
+def _repeat(call: OperatorCall, layout: ChannelLayout) -> Divided | None:
+    """Repeats of other dimensions."""
+    times = call.args[1]
+    found = layout.at(layout.dim + len(times) - len(call.sizes()))
+    return Divided(found, call.layouts) if times[found.dim] == 1 else None
+
+
+@of_first
+def _unsqueeze(call: OperatorCall, layout: ChannelLayout) -> Divided | None:
+    (dim,) = call.dims(call.args[1], len(call.sizes()) + 1)
+    return Divided(layout.at(layout.dim + (dim <= layout.dim)), call.layouts)
+
+
+@of_first
+def _squeeze(call: OperatorCall, layout: ChannelLayout) -> Divided | None:
+    """Only of dimensions that it names, as a part may be of size 1 where the whole is not."""
+    sizes = call.sizes()
+    if len(call.args) < 2:
+        return None
+    gone = [dim for dim in call.dims(call.args[1], len(sizes)) if sizes[dim] == 1]
+    if layout.dim in gone:
+        return None
+    return Divided(layout.at(layout.dim - sum(dim < layout.dim for dim in gone)), call.layouts)
+
+
+@of_first
+def _split(call: OperatorCall, layout: ChannelLayout) -> Divided | None:
+    """Into parts along another dimension; or along the divided one, where each part has as many of its blocks."""
+    parts = call.node.meta.get("several") or 0
+    (dim,) = call.dims(call.kwargs.get("dim", call.arg(2, 0)), len(call.sizes()))
+    if dim != layout.dim:
+        return Divided((layout,) * parts, call.layouts)
+    sizes = {size[dim] for size in call.node.meta.get("all_sizes", ())}
+    if layout.outer is None or len(sizes) != 1 or layout.outer % parts:
+        return None
+    found = replace(layout, outer=layout.outer // parts)
+    each = [[found.size(member) or 0] * parts for member in range(call.members)]
+    return Divided((found,) * parts, call.layouts, {1: each}, torch.ops.aten.split_with_sizes.default)
+
+
+def _cat(call: OperatorCall) -> Divided | None:
+    """Join parts that are divided alike along another dimension."""
+    nodes = [node for node in call.args[0] if isinstance(node, fx.Node)]
+    layouts = {call.layouts.get(node) for node in nodes}
+    layout = layouts.pop()
+    if layouts or layout is None:
+        return None
+    (dim,) = call.dims(call.arg(1, 0), len(sizes_of(call.node)))
+    if "stack" in str(call.target):
+        return Divided(layout.at(layout.dim + (dim <= layout.dim)), call.layouts)
+    return Divided(layout, call.layouts) if dim != layout.dim else None
+
+
+@of_first
+def _repeat_interleave(call: OperatorCall, layout: ChannelLayout) -> Divided | None:
+    dim = call.kwargs.get("dim", call.arg(2))
+    if dim is None or not isinstance(call.args[1], int):
+        return None
+    same = call.dims(dim, len(call.sizes())) == [layout.dim]
+    return Divided(replace(layout, inner=layout.inner * call.args[1]) if same else layout, call.layouts)
+
+
 def _operators(names: str) -> list[Any]:
     """All overloads of ``names``, or the one that is named, but those that write into what they are given."""
     named = [name.partition(".") for name in names.split()]
@@ -277,13 +419,13 @@ _BY_RULE: list[tuple[Rule, str]] = [
     (_over_last(3), "max_pool3d max_pool3d_with_indices avg_pool3d adaptive_avg_pool3d adaptive_max_pool3d"),
     (_over_last(3), "upsample_nearest3d upsample_trilinear3d"),
     (lambda call: _over_last(len(call.args[1]) // 2)(call), "pad constant_pad_nd"),
-    (shape_rules.over_given(1), "softmax _safe_softmax log_softmax cumsum"),
-    (shape_rules.over_given(1, default=None, keep=2), "mean sum amax amin logsumexp"),
-    (shape_rules.over_given(1, default=None, keep=2), "argmax argmin max.dim min.dim any.dim all.dim prod.dim_int"),
-    (shape_rules.over_given(1, default=None, keep=3), "var.dim var.correction std.dim std.correction"),
-    (shape_rules.over_given(2, default=None, keep=3), "linalg_vector_norm"),
-    (shape_rules.over_given(1, default=None), "flip index_select"),
-    (shape_rules.over_given(2, "dims", default=None), "roll"),
+    (_over_given(1), "softmax _safe_softmax log_softmax cumsum"),
+    (_over_given(1, default=None, keep=2), "mean sum amax amin logsumexp"),
+    (_over_given(1, default=None, keep=2), "argmax argmin max.dim min.dim any.dim all.dim prod.dim_int"),
+    (_over_given(1, default=None, keep=3), "var.dim var.correction std.dim std.correction"),
+    (_over_given(2, default=None, keep=3), "linalg_vector_norm"),
+    (_over_given(1, default=None), "flip index_select"),
+    (_over_given(2, "dims", default=None), "roll"),
     (_batch_norm, "batch_norm instance_norm"),
     (_group_norm, "group_norm"),
     (lambda call: _over_last(len(call.args[1]))(call), "layer_norm rms_norm"),
@@ -297,20 +439,20 @@ _BY_RULE: list[tuple[Rule, str]] = [
     (_attention, "scaled_dot_product_attention"),
     (_einsum, "einsum.default"),
     (_embedding, "embedding"),
-    (shape_rules.view, "view reshape _unsafe_view"),
-    (shape_rules.flatten, "flatten"),
-    (shape_rules.unflatten, "unflatten"),
-    (shape_rules.expand, "expand"),
-    (shape_rules.reordered, "permute transpose.int swapaxes swapdims movedim moveaxis mT.default t numpy_T.default"),
-    (shape_rules.unsqueeze, "unsqueeze"),
-    (shape_rules.squeeze, "squeeze"),
-    (shape_rules.over_given(1, keep=99), "select"),
-    (shape_rules.over_given(1, default=0), "slice narrow"),
-    (shape_rules.split, "split chunk unsafe_chunk split_with_sizes"),
-    (shape_rules.over_given(1, default=0, keep=99), "unbind"),
-    (shape_rules.cat, "cat stack"),
-    (shape_rules.repeat, "repeat"),
-    (shape_rules.repeat_interleave, "repeat_interleave"),
+    (_view, "view reshape _unsafe_view"),
+    (_flatten, "flatten"),
+    (_unflatten, "unflatten"),
+    (_expand, "expand"),
+    (_reordered, "permute transpose.int swapaxes swapdims movedim moveaxis mT.default t numpy_T.default"),
+    (_unsqueeze, "unsqueeze"),
+    (_squeeze, "squeeze"),
+    (_over_given(1, keep=99), "select"),
+    (_over_given(1, default=0), "slice narrow"),
+    (_split, "split chunk unsafe_chunk split_with_sizes"),
+    (_over_given(1, default=0, keep=99), "unbind"),
+    (_cat, "cat stack"),
+    (_repeat, "repeat"),
+    (_repeat_interleave, "repeat_interleave"),
 ]
 _RULES: dict[Any, Rule] = {operator: rule for rule, names in _BY_RULE for operator in _operators(names)}
 

@@ -120,7 +120,7 @@ class MemberGraph:
                 self._taken[number] = self.graph.placeholder(f"input_{number}")
         return self._taken[number]
 
-    def close(self, region: Region, member: int) -> None:
+    def close(self, region: Region) -> None:
         outputs = [
             (number, self.made[each.node]) for number, each in enumerate(region.outputs) if each.node in self.made
         ]
@@ -140,7 +140,6 @@ class OuterGraph:
         self._graph = fx.Graph()
         self._new: dict[fx.Node, fx.Node] = {}
         self._held: dict[fx.Node, fx.Node] = {}
-        self._masks: dict[fx.Node, fx.Node] = {}
         for node in joined.graph.find_nodes(op="placeholder"):
             self._new[node] = self._graph.placeholder(node.name)
 
@@ -148,19 +147,15 @@ class OuterGraph:
         self._new[node] = self._graph.node_copy(node, self._new.__getitem__)
 
     def draw(self, node: fx.Node, mask: Mask) -> None:
-        self._masks[node] = mask.drawn_in(self._graph, self._new, self._new[self._joined.device])
+        """Have the ``mask`` stand for ``node`` until the region gives that."""
+        self._new[node] = mask.drawn_in(self._graph, self._new, self._new[self._joined.device])
 
     def call(self, level: int, region: Region) -> None:
-        inputs = [self._given(each) for each in region.inputs]
+        inputs = [(self._held if each.taken is TakenAs.HELD else self._new)[each.node] for each in region.inputs]
         call = self._graph.create_node("call_module", f"region_{level}", tuple(inputs))
         for number, output in enumerate(region.outputs):
             made = self._graph.call_function(operator.getitem, (call, number))
             (self._held if output.given is GivenAs.HELD else self._new)[output.node] = made
-
-    def _given(self, wanted: RegionInput) -> fx.Node:
-        if wanted.taken is TakenAs.MASK:
-            return self._masks[wanted.node]
-        return self._held[wanted.node] if wanted.taken is TakenAs.HELD else self._new[wanted.node]
 
     def closed(self) -> fx.Graph:
         output = self._joined.graph.output_node()

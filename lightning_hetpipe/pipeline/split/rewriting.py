@@ -132,7 +132,7 @@ class _Rewriting:
                 continue
             self._divided[node] = found
             note_layouts(node, found, self._layouts, self._several)
-            sources = self._sources(node, found)
+            sources = self._sources(node)
             self._levels[node] = level = max(self._from(each, found.operands.get(each)) for each in sources)
             worth = [each for each in sources if each in self._worth and self._levels[each] == level]
             if node.target in HEAVY or any(self._passes(each, node) for each in worth):
@@ -204,7 +204,7 @@ class _Rewriting:
             return self._levels[node]
         return self._whole_from(node)
 
-    def _sources(self, node: fx.Node, found: Divided) -> Sequence[fx.Node]:
+    def _sources(self, node: fx.Node) -> Sequence[fx.Node]:
         return [_dropped(node)] if node in self._masks else node.all_input_nodes
 
     def divided_layers(self) -> dict[int, LayerWidths]:
@@ -214,7 +214,7 @@ class _Rewriting:
         for node, found in self._divided.items():
             layer = _layer_of(node)
             run = runs.setdefault(layer, {layer})
-            for each in self._sources(node, found):
+            for each in self._sources(node):
                 if (before := _layer_of(each)) != layer and self._passes(each, node):
                     run |= runs[before]
                     for other in run:
@@ -258,8 +258,8 @@ class _Rewriting:
             for each in node.all_input_nodes:
                 self._leave(each)
         for level in levels:
-            for member, body in enumerate(bodies[level]):
-                body.close(self._regions[level], member)
+            for body in bodies[level]:
+                body.close(self._regions[level])
         last = max([*levels, *(self._levels[node] for node in wholes), 0])
         for level in range(last + 1):
             for node in wholes:
@@ -286,7 +286,7 @@ class _Rewriting:
         level = self._levels[node]
 
         def operand(each: fx.Node) -> fx.Node:
-            return self._operand(each, found.operands.get(each), node, member, body, level)
+            return self._operand(each, found.operands.get(each), node, body, level)
 
         if node in self._masks:
             mask = body.taken(self._regions[level].input(RegionInput(node, TakenAs.MASK, self._masks[node].layout)))
@@ -302,9 +302,9 @@ class _Rewriting:
         body.made[node] = made
 
     def _operand(
-        self, each: fx.Node, wanted: ChannelLayout | None, node: fx.Node, member: int, body: MemberGraph, level: int
+        self, each: fx.Node, wanted: ChannelLayout | None, node: fx.Node, body: MemberGraph, level: int
     ) -> fx.Node:
-        """Node that ``member`` takes for operand ``each`` of ``node``."""
+        """Node that a member takes in its ``body`` for operand ``each`` of ``node``."""
         region = self._regions[level]
         is_kept = each in self._divided and (each in self._several or self._layouts.get(each) == wanted is not None)
         if is_kept and self._levels[each] == level:

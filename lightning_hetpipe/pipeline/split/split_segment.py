@@ -10,7 +10,6 @@ backward    each member runs the backward of its graph, at the same time; gradie
 from __future__ import annotations
 
 import operator
-import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -30,7 +29,7 @@ from lightning_hetpipe.pipeline.split.member_pool import DeviceGroup, MemberPool
 from lightning_hetpipe.pipeline.split.regions import GivenAs, Region, RegionInput, RegionOutput, TakenAs
 from lightning_hetpipe.pipeline.split.rewriting import split_graph
 from lightning_hetpipe.pipeline.streams import move
-from lightning_hetpipe.pipeline.values import run_backward
+from lightning_hetpipe.pipeline.values import gradients, moved
 from lightning_hetpipe.rules.channel_layouts import ChannelLayout
 from lightning_hetpipe.torch_private.compiler import CompilerError, CompilerLimit, compiled
 from lightning_hetpipe.torch_private.tensors import pytree
@@ -48,13 +47,15 @@ class RegionCall(nn.Module):
     """Calls ``region`` in the threads of ``pool``.
 
     Attributes:
+        opened, parts: As of the segment, for the next call.
         graphs: What members run: their graphs, or what was compiled of these.
     """
 
-    def __init__(self, region: Region, pool: MemberPool, weights: VersionParts) -> None:
+    def __init__(self, region: Region, pool: MemberPool) -> None:
         super().__init__()
-        self.region, self.pool, self.weights = region, pool, weights
+        self.region, self.pool = region, pool
         self.opened: Opened
+        self.parts: dict[Any, Tensor]
         self.graphs: Sequence[Callable[..., Any]] = region.graphs
 
     def forward(self, *inputs: Any) -> tuple[Any, ...]:
@@ -77,15 +78,12 @@ class _RegionRun:
     """One forward of a region, and its backward."""
 
     def __init__(self, call: RegionCall, held: Sequence[int]) -> None:
-        self._region, self._pool, self._weights, self._opened = call.region, call.pool, call.weights, call.opened
-        self._graphs = call.graphs
+        self._region, self._pool, self._opened = call.region, call.pool, call.opened
+        self._parts, self._graphs = call.parts, call.graphs
         self._held = held
         self._leaves: list[Sequence[Any]] = []
         self._outputs: list[Sequence[Any]] = []
         self._home = call.pool.group.devices[call.pool.group.home]
-        self._wholes: dict[int, Tensor] = {}
-        self._lock = threading.Lock()
-        self._on_host = all(device.type == "cpu" for device in call.pool.group.devices)
 
     def forward(self, wanted: Sequence[bool], flat: Sequence[Any]) -> list[Any]:
         inputs, needs = self._nested(flat), self._nested(wanted)
@@ -102,18 +100,18 @@ class _RegionRun:
         outputs: list[Any] = []
         for number, output in enumerate(self._region.outputs):
             parts = [given[member][number].detach() for member in output.layout.members]
-            outputs += parts if output.given is GivenAs.HELD else [self._together(number, output, parts)]
+            outputs += parts if output.given is GivenAs.HELD else [self._together(output, parts)]
         if not grad:
             self._leaves, self._outputs = [], []
         return outputs
 
     def backward(self, flat: Sequence[Tensor | None]) -> list[Tensor | None]:
-        gradients = iter(flat)
+        came = iter(flat)
         given: list[dict[int, Tensor | None]] = [{} for _ in range(self._region.members)]
         for number, output in enumerate(self._region.outputs):
-            whole = None if output.given is GivenAs.HELD else next(gradients)
+            whole = None if output.given is GivenAs.HELD else next(came)
             for member in output.layout.members:
-                gradient = next(gradients) if output.given is GivenAs.HELD else whole
+                gradient = next(came) if output.given is GivenAs.HELD else whole
                 if gradient is not None and output.given is GivenAs.JOINED:
                     gradient = part(gradient, output.layout, member)
                 given[member][number] = gradient
@@ -147,23 +145,7 @@ class _RegionRun:
                 self._leaf(number, member, inputs[number], needs[number]) for number in self._region.takes[member]
             ]
             outputs = self._graphs[member](*leaves)
-        with torch.no_grad():
-            for number, each in zip(self._region.gives[member], outputs, strict=True):
-                self._put(number, member, each.detach())
         return leaves, outputs
-
-    def _put(self, number: int, member: int, given: Tensor) -> None:
-        """Put what a member gives where it belongs, on the host: members share the time that this takes."""
-        output = self._region.outputs[number]
-        layout = output.layout
-        if output.given is not GivenAs.JOINED or layout.outer != 1 or len(layout.members) == 1 or not self._on_host:
-            return
-        with self._lock:
-            if number not in self._wholes:
-                sizes = list(given.shape)
-                sizes[layout.dim] = layout.units * layout.inner
-                self._wholes[number] = given.new_empty(sizes)
-        part(self._wholes[number], layout, member).copy_(given)
 
     def _leaf(self, number: int, member: int, given: Any, wanted: Any) -> Any:
         each, device = self._region.inputs[number], self._pool.group.devices[member]
@@ -175,7 +157,7 @@ class _RegionRun:
             return given
         with torch.no_grad():
             if each.is_weight and isinstance(given, nn.Parameter):  # a buffer may change without a version
-                taken = self._weights.of(given, each.layout, member, device)
+                taken = self._part_of(given, each.layout, member, device)
             elif each.layout is None or each.taken is TakenAs.HELD:
                 taken = move(given, device)
             else:
@@ -183,40 +165,45 @@ class _RegionRun:
                 taken = taken.clone() if each.taken is TakenAs.STATE else taken
         return taken.detach().requires_grad_(bool(wanted))
 
+    def _part_of(self, weight: Tensor, layout: ChannelLayout | None, member: int, device: torch.device) -> Tensor:
+        """The part of ``member`` of a ``weight``, or the whole where there is no layout, made once for each version.
+
+        Where the member is on the weight's device, a part that lies in one piece there is no copy.
+        """
+        key = id(weight), layout, member
+        if key not in self._parts:
+            taken = weight.detach() if layout is None else part(weight.detach(), layout, member)
+            self._parts[key] = move(taken.contiguous(), device)
+        return self._parts[key]
+
     def _member_backward(
         self, member: int, leaves: Sequence[Any], outputs: Sequence[Any], given: dict[int, Tensor | None]
     ) -> list[Tensor | None]:
         numbered = zip(self._region.gives[member], outputs, strict=True)
-        pairs = [(output, given[number]) for number, output in numbered if output.requires_grad]
-        ends = [(output, move(each, output.device)) for output, each in pairs if each is not None]
-        wanted = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
-        if not ends or not wanted:
-            return [None] * len(leaves)
-        found = iter(run_backward([output for output, _ in ends], [each for _, each in ends], wanted))
-        return [next(found) if isinstance(leaf, Tensor) and leaf.requires_grad else None for leaf in leaves]
+        own = [moved(given[number], output.device) for number, output in numbered]
+        found = iter(gradients(outputs, own, [leaf for leaf in leaves if isinstance(leaf, Tensor)]))
+        return [next(found) if isinstance(leaf, Tensor) else None for leaf in leaves]
 
     # In the thread of the stage.
 
-    def _together(self, number: int, output: RegionOutput, parts: Sequence[Tensor]) -> Tensor:
-        if number in self._wholes:
-            return self._wholes.pop(number)
-        moved = [move(each, self._home) for each in parts]
-        return joined(moved, output.layout) if output.given is GivenAs.JOINED else reduce(operator.add, moved)
+    def _together(self, output: RegionOutput, parts: Sequence[Tensor]) -> Tensor:
+        there = [move(each, self._home) for each in parts]
+        return joined(there, output.layout) if output.given is GivenAs.JOINED else reduce(operator.add, there)
 
     def _gradient(self, each: RegionInput, own: dict[int, Tensor]) -> Tensor | None:
         """The gradient of what members have taken, of theirs."""
         if not own:
             return None
-        moved = {member: move(gradient, self._home) for member, gradient in sorted(own.items())}
+        there = {member: move(gradient, self._home) for member, gradient in sorted(own.items())}
         if each.layout is None:
-            return reduce(operator.add, moved.values())
-        (other, like), counts, dim = next(iter(moved.items())), each.layout.counts, each.layout.dim
+            return reduce(operator.add, there.values())
+        (other, like), counts, dim = next(iter(there.items())), each.layout.counts, each.layout.dim
         for member in each.layout.members:
-            if member not in moved:  # no gradient reaches its part
+            if member not in there:  # no gradient reaches its part
                 sizes = list(like.shape)
                 sizes[dim] = sizes[dim] // counts[other] * counts[member]
-                moved[member] = like.new_zeros(sizes)
-        return joined([moved[member] for member in each.layout.members], each.layout)
+                there[member] = like.new_zeros(sizes)
+        return joined([there[member] for member in each.layout.members], each.layout)
 
     def _write_back(self, inputs: Sequence[Any]) -> None:
         """Have the buffers be what members have left of their parts."""
@@ -306,7 +293,7 @@ class SplitSegment:
         options: What ``torch.compile`` is given for their graphs; None where these run as they are.
 
     Attributes:
-        weights: Parts of versions of weights.
+        parts: Parts of the version of the weights that is used next.
         divisible: Numbers of units in which each layer may be divided, by its path; the best one first.
     """
 
@@ -319,7 +306,7 @@ class SplitSegment:
     ) -> None:
         named = f"layers {layers[0].name} to {layers[-1].name}"
         self.compiled = None if options is None else CompiledMembers(named, options)
-        self.weights = VersionParts()
+        self.parts: dict[Any, Tensor] = {}
         self.divisible: dict[str, tuple[int, ...]] = {}
         self._layers, self._modules, self._pool = layers, modules, pool
         self._variants: dict[int, tuple[JoinedGraph, Any, list[RegionCall]]] = {}
@@ -337,7 +324,7 @@ class SplitSegment:
         device = self._pool.group.devices[self._pool.group.home]
         set_here(device)
         for call in calls:
-            call.opened = opened
+            call.opened, call.parts = opened, self.parts
             if self.compiled is not None and autocast is not None:
                 call.graphs = [self.compiled.of(graph, autocast) for graph in call.region.graphs]
         own = [
@@ -353,7 +340,7 @@ class SplitSegment:
             joined = joined_graph(self._layers, number)
             made = split_graph(joined, self._pool.group.counts, len(self._pool.group.devices))
             self.divisible.update(made.layers)
-            calls = {name: RegionCall(region, self._pool, self.weights) for name, region in made.regions.items()}
+            calls = {name: RegionCall(region, self._pool) for name, region in made.regions.items()}
             self._variants[number] = joined, fx.GraphModule(dict(calls), made.graph), [*calls.values()]
         return self._variants[number]
 
@@ -394,42 +381,3 @@ def joined(parts: Sequence[Tensor], layout: ChannelLayout) -> Tensor:
 def _blocks(tensor: Tensor, dim: int, size: int) -> Tensor:
     """``tensor`` with the blocks of dimension ``dim``, each of that ``size``, as a dimension of their own."""
     return tensor.reshape(*tensor.shape[:dim], -1, size, *tensor.shape[dim + 1 :])
-
-
-class VersionParts:
-    """Parts of the weights in each version buffer, made once for each version, where a member first uses it.
-
-    Where a member is on the home device, a part that lies in one piece there is no copy.
-
-    A buffer is known by a key, and what is in it by how often it has been filled.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._kept: dict[Any, tuple[int, dict[Any, Tensor]]] = {}
-        self._now: dict[Any, Tensor] = {}
-
-    def use(self, buffer: Any, fills: int) -> None:
-        """Weights are those in ``buffer`` from now on."""
-        kept = self._kept.get(buffer)
-        if kept is None or kept[0] != fills:
-            kept = self._kept[buffer] = fills, {}
-        self._now = kept[1]
-
-    def clear(self) -> None:
-        """Give the memory back."""
-        self._kept.clear()
-        self._now = {}
-
-    def of(self, weight: Tensor, layout: ChannelLayout | None, member: int, device: torch.device) -> Tensor:
-        """The part of ``member`` of a ``weight``, or the whole where there is no layout, on ``device``."""
-        key = id(weight), layout, member
-        now = self._now
-        with self._lock:
-            found = now.get(key)
-        if found is None:
-            taken = weight.detach() if layout is None else part(weight.detach(), layout, member)
-            found = move(taken.contiguous(), device)
-            with self._lock:
-                now[key] = found
-        return found

@@ -16,7 +16,6 @@ import contextvars
 import threading
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from lightning_hetpipe.errors import Discarded
@@ -118,7 +117,8 @@ class BatchInFlight:
         try:
             self._enter()
             self._check_cancelled()
-            self._run_step()
+            with _current.holding(self):
+                self._run_step()
         except BaseException as error:
             failure = error
         try:
@@ -190,8 +190,3 @@ _current: PerThread[BatchInFlight] = PerThread()
 def current() -> BatchInFlight | None:
     """Return the batch whose user code runs in this thread, if any."""
     return _current.get()
-
-
-def running(batch: BatchInFlight) -> AbstractContextManager[None]:
-    """Run the user code of ``batch`` in this thread until the end of the context."""
-    return _current.holding(batch)

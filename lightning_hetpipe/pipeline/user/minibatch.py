@@ -23,9 +23,9 @@ from torch import Tensor, nn
 from lightning_hetpipe.errors import PipelineRefusal
 from lightning_hetpipe.pipeline.autocast import Autocast
 from lightning_hetpipe.pipeline.streams import StreamEvent, move
-from lightning_hetpipe.pipeline.user.batch_in_flight import BatchInFlight, running
+from lightning_hetpipe.pipeline.user.batch_in_flight import BatchInFlight
 from lightning_hetpipe.pipeline.user.parameter_view import ParameterView, UsedParameter
-from lightning_hetpipe.pipeline.user.piece_call import PieceCall, Target, gradients_below
+from lightning_hetpipe.pipeline.user.piece_call import PieceCall, gradients_below
 from lightning_hetpipe.pipeline.user.user_section import UserSection
 from lightning_hetpipe.pipeline.values import Value, tensors_in, tensors_of
 from lightning_hetpipe.rules.versions import Reading
@@ -90,12 +90,12 @@ class Minibatch(BatchInFlight):
         self._view.calls = self
         self._calls: list[PieceCall] = []
         self._in_backward = False
-        self._loss: Loss | None = None
+        self.loss: Loss | None = None
 
     # The runner's side.
 
     def _run_step(self) -> None:
-        with running(self), self._step.context():
+        with self._step.context():
             with self._view:
                 self.output, total = self._step.run()
             self._check_cancelled()
@@ -106,11 +106,6 @@ class Minibatch(BatchInFlight):
             self._step.check(total, {*self._view.ids(), *(id(call.anchor) for call in self._calls)})
             self._in_backward = True
             self._backward(total)
-
-    def loss_ends(self, event: StreamEvent | None) -> None:
-        """Tell the last stage that the gradients of the last piece's outputs are there, behind ``event``."""
-        if self._loss is not None:
-            self._loss.end(event)
 
     def _step_ended(self, failure: BaseException | None) -> None:
         for call in self._calls:
@@ -148,7 +143,7 @@ class Minibatch(BatchInFlight):
         outputs: Value = self._through_pipeline(lambda: self._engine.forward(self, call), f"the output of '{name}'")
         self._engine.streams.user.join(self.arrived_after, outputs.tensors)
         outputs = outputs.on(self._engine.root_device)
-        self._loss = self._engine.loss(self, call)
+        self.loss = self._engine.loss(self, call)
         self._view.region = len(self._calls)
         connected = call.connect(tensors_of(inputs), outputs)
         self._view.stand_in(call.later_inputs)
@@ -172,7 +167,8 @@ class Minibatch(BatchInFlight):
             before = first and not call.needs_input_gradients
             direct = self._view.used(index + 1) + (self._view.used(0) if before else [])
             waits = not first or (not before and bool(self._view.used(0)))
-            gradients, found = call.collect(total, above, self._targets(direct), self._view, keep_graph=waits)
+            leaves, later = [used.copy for used in direct], self._later(direct)
+            gradients, found = call.collect(total, above, leaves, later, self._view, keep_graph=waits)
             self._add(direct, found)
             self.continued = {used.live for region in range(before, index + 1) for used in self._view.used(region)}
             start = partial(self._engine.backward, self, call, [*gradients])
@@ -185,18 +181,17 @@ class Minibatch(BatchInFlight):
             above = call
         if waits:
             direct = self._view.used(0)
-            self._add(direct, gradients_below(total, above, self._targets(direct), self._view, keep_graph=False))
+            leaves, later = [used.copy for used in direct], self._later(direct)
+            self._add(direct, gradients_below(total, above, leaves, later, self._view, keep_graph=False))
             self.end()
 
-    def _targets(self, direct: Sequence[UsedParameter]) -> list[Target]:
-        """The copies that stand for the parameters of ``direct``, with the gradients of later uses."""
+    def _later(self, direct: Sequence[UsedParameter]) -> list[tuple[Tensor, Tensor]]:
+        """What user code was given for each of ``direct`` that has later uses, with the gradient of these."""
         found = []
         for used in direct:
-            later = None
-            if (earlier := self.sums.get(used.live)) is not None:
-                self._engine.streams.user.join(earlier.event, [earlier.gradient])
-                later = move(earlier.gradient, used.seen.device)
-            found.append(Target(used.copy, used.seen, later))
+            if (sum := self.sums.get(used.live)) is not None:
+                self._engine.streams.user.join(sum.event, [sum.gradient])
+                found.append((used.seen, move(sum.gradient, used.seen.device)))
         return found
 
     def _add(self, direct: Sequence[UsedParameter], gradients: Sequence[Tensor | None]) -> None:

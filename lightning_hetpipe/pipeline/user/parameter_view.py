@@ -103,7 +103,7 @@ class VersionedTensors:
         """The tensor of a ``live`` parameter in ``weights``."""
         weight = self.known[id(live)]
         assert isinstance(weight, _Weight)
-        return weight.stash.buffer(weights).tensors[weight.index]
+        return weight.stash.tensor(weight.index, weights)
 
 
 class _StandIn:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -105,55 +105,48 @@ class PieceCall:
         self,
         total: Tensor,
         above: PieceCall | None,
-        targets: Sequence[Target],
+        leaves: Sequence[Tensor],
+        later: Sequence[tuple[Tensor, Tensor]],
         within: AbstractContextManager[Any],
         keep_graph: bool,
     ) -> tuple[Sequence[Tensor | None], Sequence[Tensor | None]]:
-        """Gradients of the loss ``total`` with respect to this call's outputs, and to ``targets``.
+        """Gradients of the loss ``total`` with respect to this call's outputs, and to ``leaves``.
 
         Args:
-            above: The next call, before which user code has used the targets; None for the last one.
+            above: The next call, before which user code has used the leaves; None for the last one.
+            later: As of :func:`gradients_below`.
             within: Opened around the pass, for the user's hooks and recomputed checkpoints.
             keep_graph: The graph is gone through again, further down.
         """
         self.collecting = True
-        _, *found = gradients_below(total, above, [Target(self.anchor), *targets], within, keep_graph, self._node)
+        _, *found = gradients_below(
+            total, above, [self.anchor, *leaves], later, within, keep_graph=keep_graph, call=self._node
+        )
         self.collecting = False
         return self.output_gradients or [None] * self.outputs, found
-
-
-@dataclass(frozen=True, slots=True)
-class Target:
-    """A leaf of the user's graph, of which a gradient is wanted.
-
-    Attributes:
-        tensor: The leaf.
-        seen: The tensor that user code has used: the leaf, or its copy on another device; None for the leaf.
-        later: The gradient of its uses so far, to which those in this graph are added one by one.
-    """
-
-    tensor: Tensor
-    seen: Tensor | None = None
-    later: Tensor | None = None
 
 
 def gradients_below(
     total: Tensor,
     above: PieceCall | None,
-    targets: Sequence[Target],
+    leaves: Sequence[Tensor],
+    later: Sequence[tuple[Tensor, Tensor]],
     within: AbstractContextManager[Any],
+    *,
     keep_graph: bool,
     call: Node | None = None,
 ) -> Sequence[Tensor | None]:
-    """Gradients of ``total`` with respect to ``targets``, which user code has used before the call ``above``, added to
-    those of later uses.
+    """Gradients of ``total`` with respect to ``leaves``, which user code has used before the call ``above``.
+
+    They are added, one by one, to what ``later`` has: a leaf, or its copy on another device, with the gradient of its
+    later uses.
 
     The graph above that call, whose input gradients are there, is gone through again only where ``total`` depends on
-    the targets (or on the node ``call``) also past it; otherwise the user's tensor hooks there run once, as in a plain
+    the leaves (or on the node ``call``) also past it; otherwise the user's tensor hooks there run once, as in a plain
     backward. All is given as edges: with tensors, torch would put the minibatch's view of its parameters aside, which
     hooks and recomputed checkpoints need.
     """
-    edges = [get_gradient_edge(target.tensor) for target in targets]
+    edges = [get_gradient_edge(leaf) for leaf in leaves]
     starts, gradients = [get_gradient_edge(total)], [torch.ones_like(total)]
     if above is not None and above.input_gradients is not None:
         wanted = {call, *(edge.node for edge in edges if edge.node is not None)}
@@ -161,12 +154,11 @@ def gradients_below(
             pairs = zip(above.given, above.input_gradients, strict=True)
             reached = [(edge, gradient) for edge, gradient in pairs if edge is not None and gradient is not None]
             starts, gradients = [edge for edge, _ in reached], [gradient for _, gradient in reached]
-    for target in targets:
-        if target.later is not None:  # autograd adds the gradient of a start before all else
-            starts.append(get_gradient_edge(target.tensor if target.seen is None else target.seen))
-            gradients.append(target.later)
+    for seen, gradient in later:  # autograd adds the gradient of a start before all else
+        starts.append(get_gradient_edge(seen))
+        gradients.append(gradient)
     if not starts:
-        return [None] * len(targets)
+        return [None] * len(leaves)
     with within:
         return run_backward(starts, gradients, edges, keep_graph)
 

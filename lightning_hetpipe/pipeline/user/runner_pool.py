@@ -1,4 +1,4 @@
-"""The pool of runners: the threads of batches in flight, the lock over user code, and the waits of Lightning's thread.
+"""The pool of runners: the threads of batches in flight, their way through stages, and the waits of Lightning's thread.
 
 Lightning's thread holds the lock over user code except while it waits here.
 """
@@ -10,13 +10,19 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from lightning_hetpipe.pipeline.stage_thread import StageThread
-from lightning_hetpipe.pipeline.streams import WaitingStream
+from lightning_hetpipe.errors import Discarded
+from lightning_hetpipe.pipeline.stage_messages import Cancel, Failure, InputGradients, Result
+from lightning_hetpipe.pipeline.stage_thread import Parcel, StageThread
+from lightning_hetpipe.pipeline.streams import StreamEvent, WaitingStream
 from lightning_hetpipe.pipeline.threads import ReadersWriterLock, Watchdog, Worker
 from lightning_hetpipe.pipeline.user.batch_in_flight import BatchInFlight
 from lightning_hetpipe.pipeline.user.lock import Precedence, Ticket, UserLock
+from lightning_hetpipe.rules.schedule import Segment, segments
+
+if TYPE_CHECKING:
+    from lightning_hetpipe.pipeline.stage import Layer, StageSettings
 
 F = TypeVar("F", bound=BatchInFlight)
 
@@ -25,9 +31,15 @@ JOIN_SECONDS = 5.0
 
 
 class RunnerPool(Generic[F]):
-    """Runs up to ``in_flight`` batches at once, each in a runner's thread.
+    """Runs up to ``in_flight`` batches at once, each in a runner's thread, and sends them through stages.
 
-    A wait in which nothing moves ends with an explanation after ``timeout`` seconds.
+    Args:
+        pieces: For each piece, in the order of its first call, its name and its layers.
+        split_points: The first layer of each stage.
+        timeout: Seconds after which a wait in which nothing moves ends with an explanation.
+
+    Attributes:
+        following, preceding: For each segment the one after it, and the one before it, in its piece; else None.
     """
 
     doing = "training_step of minibatch"
@@ -36,14 +48,27 @@ class RunnerPool(Generic[F]):
     stages: Sequence[StageThread] = ()
     """Their threads start and end with the runners; user code computes on the last one's device."""
 
-    def __init__(self, name: str, in_flight: int, torch_threads: int, timeout: float) -> None:
-        self.in_flight = in_flight
+    def __init__(
+        self,
+        name: str,
+        pieces: Sequence[tuple[str, Sequence[Layer]]],
+        split_points: Sequence[int],
+        settings: StageSettings,
+        timeout: float,
+    ) -> None:
+        self.in_flight = settings.in_flight
+        self.piece_names = [name for name, _ in pieces]
+        self._layers = [layer for _, own in pieces for layer in own]
+        self._segments = segments([len(own) for _, own in pieces], split_points)
+        self._of_piece = [[part for part in self._segments if part.piece == piece] for piece in range(len(pieces))]
+        self.following: list[Segment | None] = [part for own in self._of_piece for part in (*own[1:], None)]
+        self.preceding: list[Segment | None] = [part for own in self._of_piece for part in (None, *own[:-1])]
         self.lock = UserLock()
         self.watchdog = Watchdog(timeout, lambda: self.lock.held, self.describe)
         self.compute_lock = ReadersWriterLock(self.watchdog)
         self.minibatches: dict[int, F] = {}
         self._name = name
-        self._torch_threads = torch_threads
+        self._torch_threads = settings.torch_threads
         self._runners: list[Worker[F]] = []
         self._lost_lock = True  # before the start, and where a thread is stuck with the lock over user code
         self._unlocked = False  # Lightning's thread is within `unlocked`
@@ -227,6 +252,38 @@ class RunnerPool(Generic[F]):
     def _cancel(self) -> None:
         for batch in self.minibatches.values():
             batch.cancelled = True
+            self.abandon(batch)
+
+    # Stages.
+
+    def abandon(self, batch: F) -> None:
+        """Nobody waits for ``batch`` any more: stages forget it."""
+        for stage in self.stages:
+            stage.put(Parcel(Cancel(batch.number)))
+
+    def _forward(self, batch: F, segment: Segment, value: Any, event: StreamEvent | None) -> None:
+        """Send ``value`` of ``batch``, which is computed behind ``event``, into ``segment``."""
+        raise NotImplementedError
+
+    def _backward_done(self, batch: F, result: InputGradients, event: StreamEvent | None) -> None:
+        """Send on the gradients that a segment has given."""
+        raise NotImplementedError
+
+    def _done(self, result: Result, event: StreamEvent | None) -> None:
+        """Send a batch on: to its next stage, or at the end of a piece to its runner. Stages' threads call it."""
+        batch = self.minibatches.get(result.minibatch)
+        if batch is None:  # it has failed, and nobody waits for it
+            return
+        if isinstance(result, Failure):
+            batch.deliver(result.error)
+        elif batch.cancelled:
+            batch.deliver(Discarded())
+        elif isinstance(result, InputGradients):
+            self._backward_done(batch, result, event)
+        elif (following := self.following[result.segment]) is None:
+            batch.deliver(result.value, event)
+        else:
+            self._forward(batch, following, result.value, event)
 
 
 def _run(batch: BatchInFlight) -> None:

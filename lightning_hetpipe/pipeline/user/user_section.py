@@ -134,9 +134,7 @@ class ProcessState:
     """Torch's, Python's and numpy's default random state, and torch's default dtype.
 
     Attributes:
-        dtype: Torch's default dtype.
         seed: Makes all random states, if there is no state of ``numpy``.
-        generators, python, numpy: The random states themselves.
     """
 
     dtype: torch.dtype

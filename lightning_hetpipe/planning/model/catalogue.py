@@ -133,13 +133,13 @@ def gpus() -> Mapping[str, Gpu]:
     return {
         row["name"]: Gpu(
             row["name"],
-            row["memory"] << 30,
-            row["fp32"] * 1e12,
-            row["tf32"] and row["tf32"] * 1e12,
-            row["half"] and row["half"] * 1e12,
-            row["bandwidth"] * 1e9,
-            table["sources"][row["source"]],
-            tuple(row["aliases"]),
+            memory=row["memory"] << 30,
+            fp32=row["fp32"] * 1e12,
+            tf32=row["tf32"] and row["tf32"] * 1e12,
+            half=row["half"] and row["half"] * 1e12,
+            bandwidth=row["bandwidth"] * 1e9,
+            source=table["sources"][row["source"]],
+            aliases=tuple(row["aliases"]),
         )
         for row in table["gpus"]
     }

@@ -130,12 +130,12 @@ class _RunBytes:
         sums = [profile.widths[layer].sums for layer in layers]
         return cls(
             inputs,
-            max(0, kept - inputs),
-            own[-1].output,
-            own[-1].output * sums[-1],
-            sum(layer.parameters for layer in own),
-            sum(layer.parameters * each for layer, each in zip(own, sums, strict=True)),
-            max(layer.kept for layer in own),
+            inner=max(0, kept - inputs),
+            output=own[-1].output,
+            added=own[-1].output * sums[-1],
+            weights=sum(layer.parameters for layer in own),
+            rows=sum(layer.parameters * each for layer, each in zip(own, sums, strict=True)),
+            longest=max(layer.kept for layer in own),
         )
 
 

@@ -217,8 +217,16 @@ def stage_memory(
         ((load.waiting * trained, load.held * each + load.whole * once) for load in loads), key=sum
     )
     versions = (in_flight if buffers is None else buffers) * trained + sizes.frozen
-    optimizer = int(state * trained)
-    return StageMemory(sizes.parameters, versions, trained, optimizer, activations, sizes.largest, user, waiting)
+    return StageMemory(
+        sizes.parameters,
+        versions,
+        gradients=trained,
+        optimizer=int(state * trained),
+        activations=activations,
+        workspace=sizes.largest,
+        user=user,
+        waiting=waiting,
+    )
 
 
 @dataclass(frozen=True)
