@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Mapping
 
 from lightning_hetpipe.errors import say
 from lightning_hetpipe.server.protocol.messages import Departed, Lost
@@ -27,6 +27,7 @@ class Departures:
         self.lost: set[int] = set()
         self.has_told = False
         self._early: list[Departed] = []
+        self._newest: dict[int, int] = {}  # the incarnation of each that is there again
         self._clocks: dict[int, int] = {}
 
     def note(self, departed: Departed, of_fit: bool, in_fit: bool, is_told: bool = True) -> str | None:
@@ -63,11 +64,15 @@ class Departures:
         """Those that the fit that runs has lost since last asked, each with its clock then."""
         return {vw: self._clocks.pop(vw) for vw in [*self._clocks]}
 
-    def find(self, vws: Iterable[int]) -> None:
-        """Note that ``vws`` are there again."""
-        back = set(vws)
-        self.lost -= back
+    def find(self, back: Mapping[int, int]) -> None:
+        """Note that those of ``back`` are there again, each with its incarnation."""
+        self._newest.update(back)
+        self.lost -= back.keys()
         self._early = [each for each in self._early if each.vw not in back]
+
+    def is_of_former(self, departed: Departed) -> bool:
+        """Tell whether an earlier process has ended of one that is there again."""
+        return departed.incarnation < self._newest.get(departed.vw, 0)
 
     def tell_of_updates(self, lost: Lost) -> None:
         """Say which updates died with a virtual worker and the servers that had them (law L5)."""

@@ -28,7 +28,7 @@ from lightning_hetpipe.server.process.waits import ServersSilent, ServersUnheard
 from lightning_hetpipe.server.protocol.identifiers import COORDINATOR, FirstLost, PeerFailed
 from lightning_hetpipe.server.protocol.messages import Departed
 from lightning_hetpipe.workers.collectives import gather_in_chunks, gather_values
-from lightning_hetpipe.workers.coming_back import CameTooLate, Returning, SeatMissed, Seats, status_of, too_late
+from lightning_hetpipe.workers.coming_back import CameTooLate, Returning, Seats, status_of, too_late
 from lightning_hetpipe.workers.departures import Departures
 from lightning_hetpipe.workers.join_handshake import JoinHandshake
 from lightning_hetpipe.workers.program_group import FIT, LAUNCH, go_on_from, next_session
@@ -224,15 +224,10 @@ class Group:
         except ServersUnheard:
             raise
         except ServersSilent:
-            raise SeatMissed(self.settings.lease) from None
+            raise returning.missed() from None
         self._fit.longest_wait = self._handshake.longest_wait
         self._fit_ordinal = itertools.count(1)
-        self.seats.taken = returning.seats(self._fit.member.cut)
-        self.seats.agreed = returning.agreed
-        assert self._launch is not None
-        assert self._launch.member.commit_index is not None
-        before = {each.vw: each.incarnation for each in self._launch.member.commit_index.members}
-        self._welcome({**before, **returning.asked})
+        self._agree_on_seats({})
         return weights
 
     def take_part(self) -> None:
@@ -247,28 +242,40 @@ class Group:
         """Give ``vws`` seats, from ``cut`` on. All call it between two epochs; gives those that have taken them.
 
         Args:
-            vws: Those that are ready, each with its incarnation in the session of the launch.
+            vws: Those that are ready, each with its incarnation.
             checkpoint: Place, on virtual worker 0, of what they resume from.
             cut: Number of the cut.
         """
-        asking = self.seats.offer(vws, checkpoint, cut, self.check)
-        found = self.gather([self.index, asking], "the return of virtual workers")
-        seats = sorted({*(index for index, _ in found), *(vw for _, asking in found for vw in asking)})
-        self.seats.deal(seats, cut)
+        self.seats.offer(vws, checkpoint, self.check)
         self.weights.arrive(cut, admit=True)
         self.passed_cut()
-        return self._welcome(vws)
+        return self._agree_on_seats(vws)
 
-    def _welcome(self, vws: Mapping[int, int]) -> list[int]:
-        """Note that those of ``vws`` who have seats are lost no more; gives them."""
-        members = self.weights.member.commit_index
+    def _agree_on_seats(self, ready: Mapping[int, int]) -> list[int]:
+        """Agree with all that have come to the cut on who has a seat; gives those that have taken one.
+
+        Whoever has come to another cut than that of the state that it has loaded has none.
+
+        Raises:
+            SeatMissed: if this is one of these.
+        """
+        returning, members = self.seats.returning, self.weights.member.commit_index
         assert members is not None
-        there = {member.vw for member in members.members}  # a coordinator may have been lost, and who asked it with it
-        back = [vw for vw in vws if vw in self.seats.taken and vw in there]
-        self.seats.settle(back, vws, members)
-        self._departures.find(back)
-        self._handshake.find(back)
-        for vw in back:
+        mine = None if returning is None else self.weights.member.incarnation
+        told = (dict(ready), self.seats.agreed) if self.index == 0 else None
+        found = self._gather_with_all((self.index, mine, told), "the return of virtual workers")
+        ready, agreed = found[0][2] or ({}, {})  # without virtual worker 0, all are about to end
+        back = [vw for vw, incarnation, _ in found if incarnation is not None and incarnation == ready.get(vw)]
+        self.seats.taken = [vw for vw, incarnation, _ in found if incarnation is None or vw in back]
+        self.seats.withdraw()
+        if returning is not None:
+            if self.index not in back:
+                raise returning.missed()
+            self.seats.agreed = agreed
+        there = back if returning is None else self.seats.taken
+        self._departures.find({each.vw: each.incarnation for each in members.members if each.vw in there})
+        self._handshake.find(there)
+        for vw in there:
             self._on_return(vw)
         return back
 
@@ -281,7 +288,7 @@ class Group:
     def _lose(self, departed: Departed, of_fit: bool, is_told: bool = True) -> None:
         """Note a departure, from any thread: the others go on without that one, but not without virtual worker 0."""
         vw, why = departed.vw, departed.why
-        if self.seats.is_of_former(departed, of_fit):
+        if self._departures.is_of_former(departed):
             return
         if self._handshake.returns and vw:  # who of those has come back is known once this one has its seat
             self._heard.append((departed, of_fit))
@@ -345,9 +352,12 @@ class Group:
             return [value]
         if self.seats.returning is not None:
             return self.seats.returning.answer(what)
-        values = gather_values(self._gathered, self.index, value, what, self.settings.shares != "equal")
+        values = self._gather_with_all(value, what)
         self.seats.note_gather(what, values)
         return values
+
+    def _gather_with_all(self, value: Any, what: str) -> list[Any]:
+        return gather_values(self._gathered, self.index, value, what, self.settings.shares != "equal")
 
     def agree(self, value: Any, what: str) -> list[Any]:
         """As :meth:`gather`, once in a fit; a process that comes back later gets what the others have agreed on."""

@@ -32,7 +32,7 @@ from lightning_hetpipe.server.protocol.shard import place
 from lightning_hetpipe.server.transport.grpc_channel import GrpcChannel
 from lightning_hetpipe.server.transport.interface import RELEASE, STATUS, Unreachable
 from lightning_hetpipe.server.transport.security import split
-from lightning_hetpipe.workers.coming_back import await_record, end_former, goes_on, is_taken, status_of
+from lightning_hetpipe.workers.coming_back import end_former, is_taken, status_of
 
 LEASES_TO_END = 2.0
 """Leases after which a killed launch is forgotten, and its servers serve the next one."""
@@ -44,10 +44,6 @@ _AGAIN = 0.5  # seconds between attempts to have a server that another launch ha
 _SOON = 5.0  # seconds in which a server that is there tells its status
 _LAUNCH = "launch"
 _PRESENCE = "launch-1"
-
-
-class SessionRuns(Exception):
-    """The others are in a session without this one."""
 
 
 class _Occupied(Exception):
@@ -87,8 +83,8 @@ class JoinHandshake:
         self._gone: Mapping[int, str] = {}
         self._somebody_is_gone = threading.Event()
         self._joining: Client | None = None
-        self._awaited = ""
-        """Words for what it waits for, if not for others to join."""
+        self._incarnation = 0
+        """Of this process, in the session of the launch and in those of fits."""
         self.returns = False
         """True while this process comes to sessions that the others are in."""
         self.is_new = False
@@ -145,14 +141,16 @@ class JoinHandshake:
         placed = place(parameters, len(self._channels), self.settings.placement, homes)
         # A server that has nothing to keep is not asked for anything: it may be lost.
         used = servers or [server for server, its in enumerate(placed) if its or server == COORDINATOR]
-        if self.found.launch and parameters:
+        if self.found.launch and parameters and not self.returns:  # or the others are present
             for server in used:
                 if server not in self._present:
                     self._present[server] = self.join(_PRESENCE, servers=[server])[0]
         weights = [tensor.detach() for _, tensor in named]
         until = time.monotonic() + LEASES_TO_END * self.settings.lease
         while True:
-            client = self._client(session, parameters, settings, used, [placed[server] for server in used]).__enter__()
+            incarnation = self._incarnation if parameters else self._new_incarnation(session, self._channels[used[0]])
+            client = self._client(session, incarnation, parameters, settings, used, [placed[server] for server in used])
+            client.__enter__()
             try:
                 return client, self._join_with(client, weights)
             except _Occupied:
@@ -163,9 +161,6 @@ class JoinHandshake:
                         f"the server at {which} serves another launch; wait until that has ended, or start servers for"
                         " this one (all processes of a launch have the same MASTER_ADDR and MASTER_PORT)"
                     ) from None
-            except SessionRuns:
-                client.close()
-                raise
             except BaseException:
                 client.__exit__(*sys.exc_info())
                 raise
@@ -189,13 +184,12 @@ class JoinHandshake:
             self._somebody_is_gone.clear()
 
     def come_to(self, session: str) -> Client:
-        """Join a session without weights, once all others do, or as one that comes to it later; raises as :meth:`join`.
+        """Join the session of the launch, once all others do, or as one that comes later; raises as :meth:`join`.
 
         Attribute ``returns`` tells which of these it was. Who comes later waits for the first epoch, before which the
         others would wait for its part of what they gather.
         """
         with self._explaining_waits():
-            known = str(self.index) in status_of(self.coordinator, session, _SOON).get("incarnations", {})
             setting = f"{_LAUNCH}={self.found.launch}"
             # Our launcher knows of its children that they have ended.
             if this_child() is None and is_taken(self.coordinator, session, setting, self.index, self.settings.lease):
@@ -203,17 +197,12 @@ class JoinHandshake:
                     f"virtual worker {self.index} takes part already, in another process that lives; give this one the"
                     " number of another (LOCAL_RANK, NODE_RANK, RANK), or end that one first"
                 )
-            while True:
-                try:
-                    return self.join(session)[0]
-                except SessionRuns:
-                    self.is_new = not known
-                    if not goes_on(self.coordinator, session, self.settings.lease):
-                        self.returns = False
-                        continue
-                    end_former(self.coordinator, self.index, self.settings.lease)
-                    self._awaited = "for the first epoch of the run"
-                    self.returns = await_record(self.coordinator, session, self.settings.lease, self.lost)
+            client, _ = self.join(session)
+            self._incarnation = client.member.incarnation
+            self.returns = client.member.came_late
+            if self.returns:
+                end_former(self.coordinator, self.index, self.settings.lease)
+            return client
 
     @property
     def _is_incomplete(self) -> bool:
@@ -259,7 +248,7 @@ class JoinHandshake:
             joining = self._joining
             missing = joining.waits_for if joining is not None else ""
             enough = f"{self.least} of {self.size}" if 0 < self.least < self.size else f"all {self.size}"
-            what = self._awaited or (f"for {missing}" if missing else f"until {enough} have come")
+            what = f"for {missing}" if missing else f"until {enough} have come"
             say(f"virtual worker {self.index} waits {what} (at the server {self.found.coordinator})")
 
         timer = threading.Timer(NOTICE_AFTER, tell)
@@ -283,6 +272,7 @@ class JoinHandshake:
     def _client(
         self,
         session: str,
+        incarnation: int,
         parameters: tuple[Parameter, ...],
         settings: Sequence[str],
         servers: Sequence[int],
@@ -304,7 +294,7 @@ class JoinHandshake:
             signature,
             placed,
             self.index,
-            self._incarnation(session, self._channels[servers[0]]),
+            incarnation,
             lease=wsp.lease,
             timeout=self.timeout,
             # It asks for a seat when the others have left their state for it: they wait for a lease, and go on.
@@ -314,14 +304,14 @@ class JoinHandshake:
             lost=self.lost,
             heart=SessionChannel(self._hearts[servers[0]], session),
             departed=lambda each: self.departed(each, bool(parameters)),
-            returns=self.returns,
             updates_lost=lambda each: self.updates_lost(each) if parameters else None,
         )
 
-    def _incarnation(self, session: str, channel: GrpcChannel) -> int:
+    def _new_incarnation(self, session: str, channel: GrpcChannel) -> int:
         """A number larger than that of each earlier process, also one of a machine whose clock is ahead."""
         status = status_of(channel, session, _SOON) if self.index else {}
         known: int = status.get("incarnations", {}).get(str(self.index), -1)
+        self.is_new = known < 0
         return max(time.time_ns(), known + 1)
 
     def _join_with(self, client: Client, weights: Sequence[Tensor]) -> list[Tensor]:
@@ -348,8 +338,6 @@ class JoinHandshake:
         except RemoteFault as error:
             if error.refusal is Refusal.SIGNATURE and f"'{_LAUNCH}=" in str(error):
                 raise _Occupied from None
-            if error.refusal is Refusal.RUNS:
-                raise SessionRuns from None
             if error.refusal is Refusal.LEFT_OUT:  # as it was silent for too long meanwhile: it may come once more
                 raise
             way_out = "; give all of them the same model and settings" if error.refusal is Refusal.SIGNATURE else ""

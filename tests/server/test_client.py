@@ -25,8 +25,10 @@ from lightning_hetpipe.server.protocol.messages import (
     Join,
     Leave,
     Lost,
+    NotYet,
     Parameter,
     Read,
+    Recall,
     Request,
     ShardRequest,
     TrainingSignature,
@@ -376,7 +378,7 @@ def test_what_was_left_with_a_coordinator_is_left_again_with_the_next_one(by: st
             client.synchronise([torch.ones_like(weight) for weight in model.parameters()])
         assert client.kept.recall("one") == b"first"
         assert client.kept.recall("two") == b"second"
-        assert client.kept.recall("three", 0.0) is None
+        assert isinstance(client.ask(Recall(0, client.member.incarnation, "three")), NotYet)
 
 
 def test_a_silent_vw_is_left_out_and_the_others_go_on() -> None:

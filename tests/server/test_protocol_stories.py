@@ -681,7 +681,7 @@ def test_the_status_tells_clocks_and_leases() -> None:
         "members": members,
         "settings": [],
         "newcomers": [],
-        "kept": [],
+        "asked": {},
         "incarnations": {"0": 0, "1": 0},
     }  # fmt: skip
 

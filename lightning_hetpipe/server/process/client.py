@@ -57,7 +57,6 @@ class Client:
             longer than the lease; by default the first of ``channels``.
         departed: called once for each other VW that was left out or has left, from any thread.
         updates_lost: likewise, for updates of another VW that nobody holds any more, as it died together with servers.
-        returns: as in ``Join``.
     """
 
     def __init__(
@@ -76,7 +75,6 @@ class Client:
         lost: Callable[[], Exception | None] = lambda: None,
         heart: Channel | None = None,
         departed: Callable[[messages.Departed], None] = lambda each: None,
-        returns: bool = False,
         updates_lost: Callable[[messages.Lost], None] = lambda each: None,
     ) -> None:
         owned: list[tuple[messages.Parameter, ...]] = [
@@ -88,7 +86,7 @@ class Client:
         """Fatal error that is known; waits end with it."""
         self.silence = ""
         """The transport's error of the last request without an answer; it names the server."""
-        self.member = Member(vw, incarnation, signature, owned, returns)
+        self.member = Member(vw, incarnation, signature, owned)
         self.kept = KeptContent(self, incarnation)
         """Content that is left with the coordinator for VWs that come back."""
         self.waits_for = ""

@@ -112,14 +112,12 @@ class Join(FromMember):
     Attributes:
         attempt: grows with every new report.
         contents: of each shard, as ``Holding`` says.
-        returns: the VW knows that the others have been there, and takes a seat of its own in a session without weights.
     """
 
     attempt: int
     signature: TrainingSignature
     report: Report
     contents: tuple[str, ...]
-    returns: bool = False
 
 
 @dataclass(frozen=True)
@@ -172,14 +170,15 @@ class Heartbeat(InGeneration):
 
 @dataclass(frozen=True)
 class KeepBytes(FromMember):
-    """Keep the body under ``name``, for VWs that come back; an empty one ends that."""
+    """Keep the body under ``name``, for the VWs ``readers``, or for all if there are none; an empty body ends that."""
 
     name: str
+    readers: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
 class Recall(FromMember):
-    """Ask for what is kept under ``name``, once something is: the body of the answer."""
+    """Ask for what is kept under ``name`` for this VW, once something is: the body of the answer."""
 
     name: str
 
