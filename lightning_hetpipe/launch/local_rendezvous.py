@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from lightning_hetpipe.errors import SettingError, say
-from lightning_hetpipe.launch.parent_watch import close_in_forks
+from lightning_hetpipe.server.process.signals import close_in_forks
 
 _CREDENTIALS = struct.Struct("3i")  # process, user, group
 _LONGEST = 1 << 16

@@ -19,7 +19,7 @@ import json
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -288,15 +288,15 @@ class Seats:
         members = status.get("members", [])
         return {each["vw"]: each["incarnation"] for each in members if asked.get(str(each["vw"])) == STATE}
 
-    def offer(self, vws: Collection[int], checkpoint: Path, check: Callable[[], None]) -> None:
+    def offer(self, vws: Mapping[int, int], checkpoint: Path, check: Callable[[], None]) -> None:
         """On virtual worker 0: give the state to ``vws``, and wait until all of them ask for seats.
 
-        They are waited for one lease at most. With an empty ``checkpoint``, for which there may be no room, nobody gets
-        anything.
+        Each is given with its incarnation, as a later process of it waits for another cut. They are waited for one
+        lease at most. With an empty ``checkpoint``, for which there may be no room, nobody gets anything.
         """
         if self._launch is None or not checkpoint.stat().st_size:
             return
-        self._launch.kept.leave(STATE, checkpoint, readers=vws)
+        self._launch.kept.leave(STATE, checkpoint, readers=vws.values())
         until, again = time.monotonic() + self._lease, threading.Event()
         while time.monotonic() < until:
             check()

@@ -18,7 +18,7 @@ from importlib import import_module
 from typing import Any, Self, cast
 
 from lightning_hetpipe.errors import SettingError
-from lightning_hetpipe.server.process.signals import ASK, forget
+from lightning_hetpipe.server.process.signals import ASK, close_in_forks, forget
 from lightning_hetpipe.server.transport.security import Security
 
 _START = 120.0  # seconds in which a child must serve: on a busy machine torch alone takes many to import
@@ -26,18 +26,13 @@ _STOP = 10.0  # seconds in which a child must end by itself
 _LOOK = 0.2  # seconds between checks of the child, and whether a start is still wanted
 
 # The search path comes from the parent, as with multiprocessing, so that the child finds what the parent finds.
-# The parent's id comes before anything else: later the parent may have ended, and this be another one's child.
 CHILD = f"""
-import os
-parent = os.getppid()
 {ASK}
-if os.getppid() != parent:
-    sys.exit()
 import json
-told = json.loads(sys.stdin.readline())
+told = json.loads(sys.stdin.readline() or sys.exit())
 sys.path[:] = told.pop("path")
 from lightning_hetpipe.server.process.server_process import child
-child(parent, **told)
+child(**told)
 """
 
 
@@ -113,6 +108,8 @@ class ServerProcess:
             stdout=subprocess.PIPE,
             start_new_session=True,
         )
+        assert self._child.stdin is not None
+        close_in_forks(self._child.stdin)
         try:
             answer = self._ask(self._child, unwanted or threading.Event())
         except BaseException:
@@ -284,13 +281,9 @@ def how(code: int) -> str:
         return f"died by signal {-code}"
 
 
-def child(parent: int, handler: str, arguments: dict[str, Any], address: str, security: dict[str, Any]) -> None:
+def child(handler: str, arguments: dict[str, Any], address: str, security: dict[str, Any]) -> None:
     """Run the child. Its answer is one line of JSON on standard output: the address, or an error."""
-    from lightning_hetpipe.server.process.running import (  # only the process that serves needs gRPC
-        ParentLink,
-        end,
-        serve,
-    )
+    from lightning_hetpipe.server.process.running import end, serve  # only the process that serves needs gRPC
 
     answers = os.dup(1)
     os.dup2(2, 1)  # output goes to the parent's standard error
@@ -305,7 +298,7 @@ def child(parent: int, handler: str, arguments: dict[str, Any], address: str, se
 
     try:
         serving = found(handler)(**arguments)
-        serve(serving, address, Security(**security), ready, ParentLink(parent))
+        serve(serving, address, Security(**security), ready, sys.stdin.fileno())
     except SettingError as error:
         say(refused=str(error))
     end(0)

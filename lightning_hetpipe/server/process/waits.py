@@ -90,7 +90,7 @@ class KeptContent:
         Args:
             name: Its name.
             content: The bytes, or if they are many, a file, which must stay as it is.
-            readers: The VWs that may recall it; all if none are given.
+            readers: Incarnations of the VWs that may recall it; all if none are given.
         """
         message = messages.KeepBytes(*self._me, name, tuple(readers))
         self._left.pop(name, None)

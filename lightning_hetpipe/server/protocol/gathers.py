@@ -106,7 +106,7 @@ class KeptBytes:
                 self._kept[message.name] = message, body
             return messages.Done(), ()
         kept, content = self._kept.get(message.name, (None, b""))
-        if kept is None or (kept.readers and message.vw not in kept.readers):
+        if kept is None or (kept.readers and message.incarnation not in kept.readers):
             self.asked[message.vw] = message.name
             return messages.NotYet(f"'{message.name}', which VW 0 leaves"), ()
         self.asked.pop(message.vw, None)

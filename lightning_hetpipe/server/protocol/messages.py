@@ -170,7 +170,10 @@ class Heartbeat(InGeneration):
 
 @dataclass(frozen=True)
 class KeepBytes(FromMember):
-    """Keep the body under ``name``, for the VWs ``readers``, or for all if there are none; an empty body ends that."""
+    """Keep the body under ``name``; an empty one ends that.
+
+    ``readers``: incarnations of the VWs that may recall it; empty for all.
+    """
 
     name: str
     readers: tuple[int, ...] = ()
