@@ -98,14 +98,14 @@ class FitRecord:
         session: Name of the fit's session.
         settings: Settings that all have agreed on, as "name=value".
         homes: Server of each parameter, for ``placement="local"``; empty where none was chosen.
-        ordinal: Number of the last gather in the session of the launch.
+        gathers_made: Number of the last gather in the session of the launch.
         gathers: For each gather, its call and everyone's values.
     """
 
     session: str = ""
     settings: list[str] = field(default_factory=list)
     homes: list[int] = field(default_factory=list)
-    ordinal: int = 0
+    gathers_made: int = 0
     gathers: list[tuple[str, list[Any]]] = field(default_factory=list)
 
 
@@ -252,11 +252,11 @@ class Seats:
         if self._launch is not None and self._records and not what.startswith(EXCHANGE):
             self._record.gathers.append((what, values))
 
-    def begin_epoch(self, gathers: int) -> None:
-        """Let others come back from now on; ``gathers`` is the number of those in the session of the launch."""
+    def begin_epoch(self) -> None:
+        """Let others come back from now on."""
         if self._launch is not None and self._records:
             self._records, self._is_posted = False, True
-            self._record.ordinal = gathers
+            self._record.gathers_made = self._launch.gathers
             written = io.BytesIO()
             torch.save(vars(self._record), written)
             self._launch.kept.leave(RECORD, written.getvalue())

@@ -8,7 +8,6 @@ is open, gathers go through it, as it knows which virtual worker waits at which 
 from __future__ import annotations
 
 import atexit
-import itertools
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -89,10 +88,8 @@ class Group:
         """Opened around waits for a gather."""
         self._exits = ExitStack()
         self._launch: Client | None = None  # in the session of the launch, while that is open
-        self._gathers = 0  # in that session
         self._fit: Client | None = None  # in the session of a fit, while one runs
         self._fit_settings: Sequence[str] = ()
-        self._fit_ordinal = itertools.count(1)  # of the next gather since the last cut
         self._failed = False
         self._stays = stays
         self._uncaught = Uncaught()
@@ -135,7 +132,7 @@ class Group:
             self.part(why=late.how)
             raise
         if self.seats.returning is not None:
-            self._gathers = self.seats.returning.record.ordinal
+            launch.gathers = self.seats.returning.record.gathers_made
         there = self._meet_servers(self._found)
         if self._handshake.least:
             self.seats.taken = there
@@ -177,7 +174,6 @@ class Group:
         self, named: Sequence[tuple[str, Tensor]], settings: Sequence[str], homes: Sequence[int] = ()
     ) -> tuple[Client, list[Tensor]]:
         session = next_session(FIT)
-        self._fit_ordinal = itertools.count(1)
         self.seats.note_fit(session, settings, homes)
         if self._handshake.least:  # all that train, whom no other takes the place of before the first epoch
             self._handshake.least = len(self.seats.taken)
@@ -205,11 +201,7 @@ class Group:
     def begin_epoch(self) -> None:
         """An epoch begins: others may come back from now on."""
         self._has_taken_part = True
-        self.seats.begin_epoch(self._gathers)
-
-    def passed_cut(self) -> None:
-        """Count gathers from one again, as all have come to a cut."""
-        self._fit_ordinal = itertools.count(1)
+        self.seats.begin_epoch()
 
     # Virtual workers that come back.
 
@@ -228,7 +220,6 @@ class Group:
         except ServersSilent:
             raise returning.missed() from None
         self._fit.longest_wait = self._handshake.longest_wait
-        self._fit_ordinal = itertools.count(1)
         self._agree_on_seats({})
         return weights
 
@@ -248,7 +239,6 @@ class Group:
         """
         self.seats.offer(vws, checkpoint, self.check)
         self.weights.arrive(cut, admit=True)
-        self.passed_cut()
         return self._agree_on_seats(vws)
 
     def _agree_on_seats(self, ready: Mapping[int, int]) -> list[int]:
@@ -397,16 +387,10 @@ class Group:
         return {due: file for due, file in files.items() if file is not None}
 
     def _gathered(self, content: bytes | memoryview, take: Callable[[int, bytes], object]) -> list[int]:
-        assert self._launch is not None
+        client = self._fit or self._launch
+        assert client is not None
         with self.waiting():
-            return gather_in_chunks(content, self._gather_chunk, take)
-
-    def _gather_chunk(self, chunk: bytes) -> dict[int, bytes]:
-        if self._fit is not None:
-            return self._fit.gather(next(self._fit_ordinal), chunk)
-        assert self._launch is not None
-        self._gathers += 1
-        return self._launch.gather(self._gathers, chunk)
+            return gather_in_chunks(content, client.gather, take)
 
     # The end.
 
@@ -420,12 +404,12 @@ class Group:
         fit, self._fit = self._fit, None
         if fit is not None:
             self.seats.end_fit()
-            self._end_fit(fit)
+            self._end_fit(fit, self._launch)
 
-    def _end_fit(self, fit: Client) -> None:
+    def _end_fit(self, fit: Client, launch: Client | None) -> None:
         fit.__exit__(None, None, None)
         self.newly_lost()
-        for each in self._departures.of_ended_fit():
+        for each in [] if launch is None else launch.departures:  # the session of the fit may have said nothing of one
             self._lose(each, of_fit=False)
 
     def close(self, failure: str = "") -> None:
@@ -465,7 +449,7 @@ class Group:
             else:
                 client.fail(failure)
         if fit is not None:
-            self._end_fit(fit)
+            self._end_fit(fit, launch)
         self._exits.close()
 
     def _wait_until_all_have_left(self, session: str) -> None:

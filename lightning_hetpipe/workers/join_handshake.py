@@ -8,12 +8,11 @@ on every server that gets weights: it joins a session there that has the same na
 
 from __future__ import annotations
 
-import json
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -30,9 +29,9 @@ from lightning_hetpipe.server.protocol.identifiers import COORDINATOR, PeerFaile
 from lightning_hetpipe.server.protocol.messages import Departed, Lost, Parameter, TrainingSignature
 from lightning_hetpipe.server.protocol.shard import place
 from lightning_hetpipe.server.transport.grpc_channel import GrpcChannel
-from lightning_hetpipe.server.transport.interface import RELEASE, STATUS, Unreachable
+from lightning_hetpipe.server.transport.interface import RELEASE
 from lightning_hetpipe.server.transport.security import split
-from lightning_hetpipe.workers.coming_back import end_former, is_taken, status_of
+from lightning_hetpipe.workers.coming_back import end_former, is_taken, status_of, statuses_of
 
 LEASES_TO_END = 2.0
 """Leases after which a killed launch is forgotten, and its servers serve the next one."""
@@ -215,10 +214,8 @@ class JoinHandshake:
         Raises:
             SettingError: if the coordinator's lease is another one.
         """
-        if self._servers_lease is None:
-            with suppress(Unreachable):  # for a moment, perhaps; the next call raises it otherwise
-                status = json.loads(self.coordinator.call(STATUS, b"", timeout=self.settings.lease))
-                self._servers_lease = float(status["lease"])
+        if self._servers_lease is None:  # None again where it is unreachable, which the next call raises
+            self._servers_lease = statuses_of(self.coordinator, self.settings.lease).get("lease")
         theirs = self._servers_lease
         if theirs is not None and theirs != self.settings.lease:
             raise SettingError(

@@ -262,7 +262,7 @@ def test_a_gather_gives_everyone_everything() -> None:
     def vw(i: int) -> list[dict[int, bytes]]:
         with cluster.client(i, signature) as client:
             client.join(list(model.parameters()))
-            return [client.gather(0, b"x" * i), client.gather(1, bytes([i]))]
+            return [client.gather(b"x" * i), client.gather(bytes([i]))]
 
     for found in all_at_once([lambda i=i: vw(i) for i in range(3)]):  # type: ignore[misc]
         assert found == [{0: b"", 1: b"x", 2: b"xx"}, {0: b"\0", 1: b"\1", 2: b"\2"}]

@@ -91,6 +91,8 @@ class Client:
         """Content that is left with the coordinator for VWs that come back."""
         self.waits_for = ""
         """Reason for which the call under way waits, in the coordinator's words."""
+        self.gathers = 0
+        """Number of the last gather since the last cut."""
         self.bytes_pushed = 0
         self.bytes_pulled = 0
         self._channels = channels
@@ -133,6 +135,12 @@ class Client:
     def is_idle(self) -> bool:
         """No call is under way, and none has failed."""
         return self.member.state is MemberState.IDLE
+
+    @property
+    def departures(self) -> list[messages.Departed]:
+        """All departures that this VW was told of."""
+        with self._hears:
+            return [each for each in self._told if isinstance(each, messages.Departed)]
 
     # Calls of the VW.
 
@@ -184,13 +192,16 @@ class Client:
         with self._busy:
             if update is not None:
                 self._take(update)
-        return self._do(lambda: self.member.arrive(cut, update=update is not None, admit=admit))
+        weights = self._do(lambda: self.member.arrive(cut, update=update is not None, admit=admit))
+        self.gathers = 0
+        return weights
 
-    def gather(self, ordinal: int, part: bytes) -> dict[int, bytes]:
-        """Return everyone's part, by VW, in the ``ordinal``-th gather since the last cut."""
+    def gather(self, part: bytes) -> dict[int, bytes]:
+        """Return everyone's part, by VW, in the next gather since the last cut."""
 
         def begin() -> None:
-            self.member.gather(ordinal)
+            self.gathers += 1
+            self.member.gather(self.gathers)
             self._part = part
 
         self._do(begin)
