@@ -256,7 +256,7 @@ class Departed:
 
 @dataclass(frozen=True)
 class Done:
-    """``departed``: all members that the coordinator has seen go."""
+    """``departed``: of each VW, the last member that the coordinator has seen go."""
 
     departed: tuple[Departed, ...] = ()
 
