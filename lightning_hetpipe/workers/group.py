@@ -95,7 +95,7 @@ class Group:
         self._uncaught = Uncaught()
         self._on_return = on_return
         self.seats = Seats(index, size)
-        self._heard: list[tuple[Departed, bool]] | None = []  # departures, until it is known who has come back
+        self._knows = False  # who of those that have departed has come back
 
     @property
     def coordinator(self) -> str:
@@ -125,7 +125,7 @@ class Group:
         self._exits.callback(self.seats.close)
         returns, is_new = self._handshake.returns, self._handshake.is_new
         if not returns:
-            self._tell_heard()
+            self._begin_to_know()
         try:
             self.seats.open(launch, session, self._handshake.coordinator, self.settings.lease, returns, is_new)
         except CameTooLate as late:
@@ -227,7 +227,7 @@ class Group:
         """Gather with the others from now on, in a process that has come back."""
         self.seats.take_part()
         self._handshake.returns = False
-        self._tell_heard()
+        self._begin_to_know()
 
     def readmit(self, vws: Mapping[int, int], checkpoint: Path, cut: int) -> list[int]:
         """Give ``vws`` seats, from ``cut`` on. All call it between two epochs; gives those that have taken them.
@@ -280,8 +280,7 @@ class Group:
         vw, why = departed.vw, departed.why
         if self._departures.is_of_former(departed):
             return
-        if self._heard is not None and vw:  # who of those has come back is known once this one has its seat
-            self._heard.append((departed, of_fit))
+        if vw and not self._knows:
             return
         if not why:  # it has ended as it should; where it has left the launch, nobody is to wait for it any more
             if not of_fit:
@@ -295,11 +294,12 @@ class Group:
             if client is not None:
                 client.failure = PeerFailed(f"{what}; only it writes checkpoints, so start again from the last one")
 
-    def _tell_heard(self) -> None:
+    def _begin_to_know(self) -> None:
         """Note the departures of all that were ever lost; news is who takes part, or has until now."""
-        heard, self._heard = self._heard or [], None
-        for departed, of_fit in heard:
-            self._lose(departed, of_fit, is_told=departed.vw in self.seats.taken)
+        self._knows = True
+        for client in (self._fit, self._launch):
+            for each in [] if client is None else client.departures:
+                self._lose(each, client is self._fit, is_told=each.vw in self.seats.taken)
 
     def newly_lost(self) -> dict[int, int]:
         """Virtual workers that the fit that runs has lost since last asked, each with its clock then."""
