@@ -15,24 +15,21 @@ lease at most. At the cut, those that have come agree with all others on who has
 from __future__ import annotations
 
 import io
-import json
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from lightning_hetpipe.errors import SettingError, VirtualWorkerLost, say
 from lightning_hetpipe.server.process.client import Client
-from lightning_hetpipe.server.process.service import COORDINATOR_METHOD
-from lightning_hetpipe.server.process.sessions import SessionChannel
-from lightning_hetpipe.server.protocol.messages import Leave, encode
-from lightning_hetpipe.server.transport.interface import STATUS, CallRefused, Channel, Unreachable
+
+if TYPE_CHECKING:
+    from lightning_hetpipe.workers.join_handshake import JoinHandshake
 
 RECORD, STATE = "record", "state"
 OVER = b"over"
@@ -212,25 +209,16 @@ class Seats:
         self.agreed: dict[str, list[Any]] = {}
         self._launch: Client | None = None  # of virtual worker 0, which receives those that come back
         self._session = ""
-        self._coordinator: Channel
-        self._lease = 0.0
+        self._handshake: JoinHandshake
         self._record = FitRecord()
         self._records, self._is_posted = True, False
 
-    def open(
-        self, launch: Client, session: str, coordinator: Channel, lease: float, returns: bool, is_new: bool = False
-    ) -> None:
-        """Begin with the ``session`` of the launch, whose client is ``launch``.
-
-        Args:
-            coordinator: Channel to the coordinator.
-            lease: Seconds that the others wait for one that comes back.
-            returns: Whether this process comes when the others are there.
-            is_new: Whether it is the first one that has its seat.
-        """
+    def open(self, launch: Client, session: str, handshake: JoinHandshake) -> None:
+        """Begin with the ``session`` of the launch, to which ``handshake`` has led the client ``launch``."""
         if self._index == 0:
-            self._launch, self._session, self._coordinator, self._lease = launch, session, coordinator, lease
-        elif returns:
+            self._launch, self._session, self._handshake = launch, session, handshake
+        elif handshake.returns:
+            lease, is_new = handshake.settings.lease, handshake.is_new
             self.returning = Returning(launch, self._index, self._size, lease, is_new)
 
     def close(self) -> None:
@@ -283,9 +271,8 @@ class Seats:
         """
         if self._launch is None:
             return {}
-        status = status_of(self._coordinator, self._session, self._lease)
-        asked = status.get("asked", {})
-        members = status.get("members", [])
+        status = self._handshake.status_of(self._session)
+        asked, members = status.get("asked", {}), status.get("members", [])
         return {each["vw"]: each["incarnation"] for each in members if asked.get(str(each["vw"])) == STATE}
 
     def offer(self, vws: Mapping[int, int], checkpoint: Path, check: Callable[[], None]) -> None:
@@ -297,10 +284,10 @@ class Seats:
         if self._launch is None or not checkpoint.stat().st_size:
             return
         self._launch.kept.leave(STATE, checkpoint, readers=vws.values())
-        until, again = time.monotonic() + self._lease, threading.Event()
+        until, again = time.monotonic() + self._handshake.settings.lease, threading.Event()
         while time.monotonic() < until:
             check()
-            if {*vws} <= {*status_of(self._coordinator, self._record.session, self._lease).get("newcomers", [])}:
+            if {*vws} <= {*self._handshake.status_of(self._record.session).get("newcomers", [])}:
                 break
             again.wait(_AGAIN)
 
@@ -308,45 +295,3 @@ class Seats:
         """On virtual worker 0: end what :meth:`offer` offers."""
         if self._launch is not None:
             self._launch.kept.leave(STATE, None)
-
-
-def status_of(channel: Channel, session: str, seconds: float) -> dict[str, Any]:
-    """The coordinator's status of ``session``; empty while it does not answer, or knows of none."""
-    found: dict[str, Any] = statuses_of(channel, seconds).get(session, {})
-    return found
-
-
-def statuses_of(channel: Channel, seconds: float) -> dict[str, Any]:
-    """The status of a server with that of each session; empty while it does not answer."""
-    try:
-        found: dict[str, Any] = json.loads(channel.call(STATUS, b"", timeout=seconds))
-    except (Unreachable, CallRefused):
-        return {}
-    return found
-
-
-def is_taken(channel: Channel, session: str, setting: str, vw: int, lease: float) -> bool:
-    """Tell whether another process of virtual worker ``vw`` lives in ``session``, of a launch with ``setting``.
-
-    A process that lives is heard from three times in a lease, and is waited for half a lease.
-    """
-    began, again = time.monotonic(), threading.Event()
-    while time.monotonic() < began + lease / 2:
-        status = status_of(channel, session, lease)
-        member = next((member for member in status.get("members", ()) if member["vw"] == vw), None)
-        if member is None or status["phase"] != "running" or setting not in status["settings"]:
-            return False
-        if member["silent_ms"] < 1000 * (time.monotonic() - began):
-            return True
-        again.wait(_AGAIN)
-    return False
-
-
-def end_former(channel: Channel, vw: int, seconds: float) -> None:
-    """Have the others wait no longer for the lease of an earlier process of virtual worker ``vw``, in any fit."""
-    for name, status in statuses_of(channel, seconds).items():
-        members = status["members"] if name.startswith("fit-") else ()
-        for incarnation in (member["incarnation"] for member in members if member["vw"] == vw):
-            leave = encode(Leave(vw, incarnation, "", "started again"))
-            with suppress(Unreachable, CallRefused):  # then its lease runs out
-                SessionChannel(channel, name).call(COORDINATOR_METHOD, leave, timeout=seconds)

@@ -27,7 +27,7 @@ from lightning_hetpipe.server.process.waits import ServersSilent, ServersUnheard
 from lightning_hetpipe.server.protocol.identifiers import COORDINATOR, FirstLost, PeerFailed
 from lightning_hetpipe.server.protocol.messages import Departed
 from lightning_hetpipe.workers.collectives import gather_in_chunks, gather_values
-from lightning_hetpipe.workers.coming_back import CameTooLate, Returning, Seats, status_of, too_late
+from lightning_hetpipe.workers.coming_back import CameTooLate, Returning, Seats, too_late
 from lightning_hetpipe.workers.departures import Departures
 from lightning_hetpipe.workers.join_handshake import JoinHandshake
 from lightning_hetpipe.workers.program_group import FIT, LAUNCH, go_on_from, next_session
@@ -123,11 +123,10 @@ class Group:
         self._launch = launch
         self._handshake.check_lease()
         self._exits.callback(self.seats.close)
-        returns, is_new = self._handshake.returns, self._handshake.is_new
-        if not returns:
+        if not self._handshake.returns:
             self._begin_to_know()
         try:
-            self.seats.open(launch, session, self._handshake.coordinator, self.settings.lease, returns, is_new)
+            self.seats.open(launch, session, self._handshake)
         except CameTooLate as late:
             self.part(why=late.how)
             raise
@@ -459,7 +458,7 @@ class Group:
         began, told, again = time.monotonic(), False, threading.Event()
         while True:
             # None where the coordinator has ended, which only ends when all have left.
-            members = status_of(self._handshake.coordinator, session, self.settings.lease).get("members", ())
+            members = self._handshake.status_of(session).get("members", ())
             left = [str(member["vw"]) for member in members if member["vw"] != self.index]
             waited = time.monotonic() - began
             bound = self.settings.lease if self._failed else self.settings.end_timeout

@@ -8,12 +8,14 @@ on every server that gets weights: it joins a session there that has the same na
 
 from __future__ import annotations
 
+import json
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,15 +25,15 @@ from lightning_hetpipe.launch.parent_watch import this_child
 from lightning_hetpipe.launch.servers import FoundServers
 from lightning_hetpipe.launch.wsp_settings import WSPSettings
 from lightning_hetpipe.server.process.client import Client, NotJoined
+from lightning_hetpipe.server.process.service import COORDINATOR_METHOD
 from lightning_hetpipe.server.process.sessions import SessionChannel
 from lightning_hetpipe.server.process.waits import LONGEST_WAIT, Cancelled, ServersUnheard
 from lightning_hetpipe.server.protocol.identifiers import COORDINATOR, PeerFailed, Refusal, RemoteFault
-from lightning_hetpipe.server.protocol.messages import Departed, Lost, Parameter, TrainingSignature
+from lightning_hetpipe.server.protocol.messages import Departed, Leave, Lost, Parameter, TrainingSignature, encode
 from lightning_hetpipe.server.protocol.shard import place
 from lightning_hetpipe.server.transport.grpc_channel import GrpcChannel
-from lightning_hetpipe.server.transport.interface import RELEASE
+from lightning_hetpipe.server.transport.interface import RELEASE, STATUS, CallRefused, Unreachable
 from lightning_hetpipe.server.transport.security import split
-from lightning_hetpipe.workers.coming_back import end_former, is_taken, status_of, statuses_of
 
 LEASES_TO_END = 2.0
 """Leases after which a killed launch is forgotten, and its servers serve the next one."""
@@ -40,7 +42,7 @@ LEASES_FOR_A_SEAT = 3.0
 """Leases after which one that comes back gives up to be a member from the next epoch on."""
 
 _AGAIN = 0.5  # seconds between attempts to have a server that another launch has
-_SOON = 5.0  # seconds in which a server that is there tells its status
+_LOOK = 0.1  # seconds between looks at a process that is perhaps alive
 _LAUNCH = "launch"
 _PRESENCE = "launch-1"
 
@@ -92,6 +94,11 @@ class JoinHandshake:
     @property
     def coordinator(self) -> GrpcChannel:
         return self._channels[COORDINATOR]
+
+    @property
+    def _launch_setting(self) -> str:
+        """The setting that tells launches apart."""
+        return f"{_LAUNCH}={self.found.launch}"
 
     @property
     def longest_wait(self) -> float:
@@ -189,9 +196,8 @@ class JoinHandshake:
         others would wait for its part of what they gather.
         """
         with self._explaining_waits():
-            setting = f"{_LAUNCH}={self.found.launch}"
             # Our launcher knows of its children that they have ended.
-            if this_child() is None and is_taken(self.coordinator, session, setting, self.index, self.settings.lease):
+            if this_child() is None and self._is_taken(session):
                 raise SettingError(
                     f"virtual worker {self.index} takes part already, in another process that lives; give this one the"
                     " number of another (LOCAL_RANK, NODE_RANK, RANK), or end that one first"
@@ -200,8 +206,46 @@ class JoinHandshake:
             self._incarnation = client.member.incarnation
             self.returns = client.member.came_late
             if self.returns:
-                end_former(self.coordinator, self.index, self.settings.lease)
+                self._end_former()
             return client
+
+    def status_of(self, session: str) -> dict[str, Any]:
+        """The coordinator's status of ``session``; empty while it does not answer, or knows of none."""
+        found: dict[str, Any] = self._statuses(self.coordinator).get(session, {})
+        return found
+
+    def _statuses(self, channel: GrpcChannel) -> dict[str, Any]:
+        """The status of a server with that of each session; empty while it does not answer."""
+        try:
+            found: dict[str, Any] = json.loads(channel.call(STATUS, b"", timeout=self.settings.lease))
+        except (Unreachable, CallRefused):
+            return {}
+        return found
+
+    def _is_taken(self, session: str) -> bool:
+        """Tell whether another process of this virtual worker lives in ``session``, in the same launch.
+
+        A process that lives is heard from three times in a lease, and is waited for half a lease.
+        """
+        began, again = time.monotonic(), threading.Event()
+        while time.monotonic() < began + self.settings.lease / 2:
+            status = self.status_of(session)
+            member = next((member for member in status.get("members", ()) if member["vw"] == self.index), None)
+            if member is None or status["phase"] != "running" or self._launch_setting not in status["settings"]:
+                return False
+            if member["silent_ms"] < 1000 * (time.monotonic() - began):
+                return True
+            again.wait(_LOOK)
+        return False
+
+    def _end_former(self) -> None:
+        """Have the others wait no longer for the lease of an earlier process of this virtual worker, in any fit."""
+        for name, status in self._statuses(self.coordinator).items():
+            members = status["members"] if name.startswith("fit-") else ()
+            for incarnation in (member["incarnation"] for member in members if member["vw"] == self.index):
+                leave = encode(Leave(self.index, incarnation, "", "started again"))
+                with suppress(Unreachable, CallRefused):  # then its lease runs out
+                    SessionChannel(self.coordinator, name).call(COORDINATOR_METHOD, leave, timeout=self.settings.lease)
 
     @property
     def _is_incomplete(self) -> bool:
@@ -215,7 +259,7 @@ class JoinHandshake:
             SettingError: if the coordinator's lease is another one.
         """
         if self._servers_lease is None:  # None again where it is unreachable, which the next call raises
-            self._servers_lease = statuses_of(self.coordinator, self.settings.lease).get("lease")
+            self._servers_lease = self._statuses(self.coordinator).get("lease")
         theirs = self._servers_lease
         if theirs is not None and theirs != self.settings.lease:
             raise SettingError(
@@ -282,7 +326,7 @@ class JoinHandshake:
             clock_distance=wsp.clock_distance,
             aggregate=wsp.aggregate,
             servers=len(servers),
-            settings=(f"{_LAUNCH}={self.found.launch}", *settings),
+            settings=(self._launch_setting, *settings),
             parameters=parameters,
             least=self.least,
         )
@@ -306,8 +350,8 @@ class JoinHandshake:
 
     def _new_incarnation(self, session: str, channel: GrpcChannel) -> int:
         """A number larger than that of each earlier process, also one of a machine whose clock is ahead."""
-        status = status_of(channel, session, _SOON) if self.index else {}
-        known: int = status.get("incarnations", {}).get(str(self.index), -1)
+        status = self._statuses(channel) if self.index else {}
+        known: int = status.get(session, {}).get("incarnations", {}).get(str(self.index), -1)
         self.is_new = known < 0
         return max(time.time_ns(), known + 1)
 
