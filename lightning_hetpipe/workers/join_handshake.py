@@ -85,7 +85,7 @@ class JoinHandshake:
         self._somebody_is_gone = threading.Event()
         self._joining: Client | None = None
         self._incarnation = 0
-        """Of this process, in the session of the launch and in those of fits."""
+        """Incarnation of this process, in the session of the launch and in those of fits."""
         self.returns = False
         """True while this process comes to sessions that the others are in."""
         self.is_new = False

@@ -108,8 +108,6 @@ class ServerProcess:
             stdout=subprocess.PIPE,
             start_new_session=True,
         )
-        assert self._child.stdin is not None
-        close_in_forks(self._child.stdin)
         try:
             answer = self._ask(self._child, unwanted or threading.Event())
         except BaseException:
@@ -143,6 +141,7 @@ class ServerProcess:
         """Tell the child its settings on standard input, as others can read command lines; return its answer."""
         assert child.stdin is not None
         assert child.stdout is not None
+        close_in_forks(child.stdin)
         told = {**self._told, "address": self.address, "security": asdict(self.security)}
         try:
             child.stdin.write(json.dumps(told).encode() + b"\n")
