@@ -102,9 +102,7 @@ class Roster:
                 if not self.lives(vw) and self.signature is not None:
                     self.incarnation[vw], self._leases.seen[vw] = incarnation, now  # it will join when it can
                 raise RemoteFault(Refusal.GENERATION, f"VW {vw} is not known here, and has to join")
-            if self.lives(vw) and isinstance(
-                message, messages.Leave
-            ):  # of another launch, perhaps, which was never let in
+            if known >= 0 and isinstance(message, messages.Leave):  # of another launch, perhaps, which was never let in
                 raise RemoteFault(Refusal.GENERATION, f"VW {vw} is not known here, and cannot leave")
             self._replaced(vw)
             self.incarnation[vw] = incarnation
