@@ -18,14 +18,11 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from lightning_hetpipe.errors import say
+from lightning_hetpipe.errors import NOTICE_AFTER, say
 from lightning_hetpipe.launch import parent_watch, supervision
 from lightning_hetpipe.launch.ends import ToldToEnd, lost_workers, went_on_without
 from lightning_hetpipe.server.process.server_process import how
 from lightning_hetpipe.server.process.signals import guarded
-
-NOTICE_AFTER = 10.0
-"""Seconds that this process, at its end, waits for children before it says so."""
 
 LONGEST = 30
 """Graces in which a child's interpreter must have been taken down, even if it works all the time."""

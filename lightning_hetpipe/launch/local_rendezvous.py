@@ -20,8 +20,8 @@ import time
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from lightning_hetpipe.errors import SettingError, say
-from lightning_hetpipe.launch.parent_watch import close_in_forks
+from lightning_hetpipe.errors import NOTICE_AFTER, SettingError, say
+from lightning_hetpipe.server.process.signals import close_in_forks
 
 _CREDENTIALS = struct.Struct("3i")  # process, user, group
 _LONGEST = 1 << 16
@@ -116,10 +116,6 @@ def _has_ended(connection: socket.socket) -> bool:
         return True
 
 
-SILENT = 10.0
-"""Seconds of waiting of which nothing is said."""
-
-
 def ask(launch: str, timeout: float) -> FirstProcess:
     """Meet the first process of ``launch`` on this machine.
 
@@ -142,7 +138,7 @@ def ask(launch: str, timeout: float) -> FirstProcess:
                 f"this virtual worker has waited {timeout:g} s for the first one on this machine ({where}) to start a"
                 " server; start it as well, with these in its environment, or set a longer timeout"
             )
-        if not told and time.monotonic() > began + SILENT:
+        if not told and time.monotonic() > began + NOTICE_AFTER:
             told = True
             say(f"this virtual worker waits for the first one on this machine ({where}), for up to {timeout:g} s")
         gone.wait(_AGAIN)

@@ -24,13 +24,12 @@ import socket
 import sys
 import threading
 import traceback
-import weakref
 from collections.abc import Mapping
 from types import TracebackType
 from typing import Any
 
 from lightning_hetpipe.errors import VirtualWorkerLost
-from lightning_hetpipe.server.process.signals import forget
+from lightning_hetpipe.server.process.signals import close_in_forks, forget
 
 VARIABLE = "HETPIPE_VIRTUAL_WORKER"
 """A child's environment variable: 1/2@7 is virtual worker 1 of the node's 2, its end of the pair is descriptor 7."""
@@ -184,15 +183,3 @@ def _uncaught(
         return
     if not child.failed(error, "".join(traceback.format_exception(kind, error, trace))):
         before(kind, error, trace)
-
-
-def close_in_forks(end: socket.socket) -> None:
-    """Close ``end`` in forks, lest a DataLoader worker keeps others from seeing that this process died."""
-    held = weakref.ref(end)
-
-    def close() -> None:
-        if (kept := held()) is not None:
-            kept.close()
-
-    if hasattr(os, "register_at_fork"):
-        os.register_at_fork(after_in_child=close)

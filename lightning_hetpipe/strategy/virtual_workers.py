@@ -33,7 +33,6 @@ from lightning_hetpipe.settings import seconds
 from lightning_hetpipe.strategy import host_setting, relations
 from lightning_hetpipe.strategy.wsp_callback import WSPCallback
 from lightning_hetpipe.workers import collectives, program_group
-from lightning_hetpipe.workers.program_group import sessions_so_far
 from lightning_hetpipe.workers.shared_data import Shares, deal_among, let_be_long
 from lightning_hetpipe.workers.shared_metrics import share
 from lightning_hetpipe.workers.synchroniser import NoSynchroniser, Synchroniser
@@ -137,8 +136,7 @@ class VirtualWorkers:
         wsp, nodes = self.settings(), self._serving_nodes()
         if nodes is not None:
             node_hosts.start(self.rank, self._environment, wsp, nodes)
-        variables = servers.start(self.rank, self._environment, wsp, everywhere=nodes is not None)
-        return {**variables, **sessions_so_far()}
+        return servers.start(self.rank, self._environment, wsp, everywhere=nodes is not None)
 
     def _serving_nodes(self) -> ServingNodes | None:
         return host_setting.serving_nodes(self.plan, self._is_emulated, self.hosts)

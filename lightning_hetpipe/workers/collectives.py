@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import pickle
-import struct
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -139,8 +138,6 @@ def _detached(tensor: Tensor) -> Tensor:
 CHUNK = 16 << 20
 """Bytes of content in a chunk, fewer than servers take."""
 
-_TOTAL = struct.Struct("<Q")
-
 
 def gather_in_chunks(
     content: bytes | memoryview,
@@ -150,47 +147,29 @@ def gather_in_chunks(
 ) -> list[int]:
     """Hand everyone's content to ``take``, in parts; return the virtual workers whose content came whole.
 
-    Servers keep two gathers at a time, and take no large ones. The first chunk begins with the total of bytes. So after
-    the first gather all know how many more follow, and all take part in each of them, also those that have given
-    everything. A virtual worker that is gone before that is left out. Bound: one gather's chunks.
+    Servers keep two gathers at a time, and take no large ones. Each chunk begins with a byte that says whether another
+    one follows. All take part until no further chunk is due, also those that have given everything. A virtual worker
+    that is gone before its last chunk is left out. Bound: one gather's chunks.
 
     Args:
         content: The content of this one.
         gather: One gather: takes a chunk, gives everyone's. Called equally often by all.
         take: Takes a virtual worker and the next part of its content, which is not empty.
-        chunk: Bytes of content in a chunk, the same for all.
-
-    Raises:
-        RuntimeError: if a virtual worker gives other chunks than it has announced.
+        chunk: Bytes of content in a chunk.
     """
-    first = gather(_TOTAL.pack(len(content)) + bytes(content[:chunk]))
-    totals = {vw: _announced(vw, part) for vw, part in first.items()}
-    found = list(first)
-    parts = {vw: part[_TOTAL.size :] for vw, part in first.items()}
-    for start in range(0, max([1, *totals.values()]), chunk):
-        if start:
-            if all(totals[vw] <= start for vw in found):  # who announced the most is gone
-                break
-            parts = gather(bytes(content[start : start + chunk]))
-        for vw in list(found):
-            due = min(chunk, max(0, totals[vw] - start))
-            if vw not in parts and due:
-                found.remove(vw)
-            elif len(parts.get(vw, b"")) != due:
-                raise RuntimeError(
-                    f"virtual worker {vw} gave {len(parts[vw])} bytes to a gather where {due} were due; are all of one"
-                    " release?"
-                )
-            elif due:
-                take(vw, parts[vw])
-    return found
-
-
-def _announced(vw: int, part: bytes) -> int:
-    if len(part) < _TOTAL.size:
-        raise RuntimeError(f"virtual worker {vw} gave {len(part)} bytes to a gather; are all of one release?")
-    total: int = _TOTAL.unpack_from(part)[0]
-    return total
+    whole, due, start = list[int](), set[int](), 0
+    while not start or due:
+        follows = start + chunk < len(content)
+        parts = gather(bytes([follows]) + bytes(content[start : start + chunk]))
+        due = due & parts.keys() if start else {*parts}
+        for vw in sorted(due):
+            if len(parts[vw]) > 1:
+                take(vw, parts[vw][1:])
+            if not parts[vw][0]:
+                whole.append(vw)
+                due.remove(vw)
+        start += chunk
+    return sorted(whole)
 
 
 Exchange = Callable[[bytes | memoryview, Callable[[int, bytes], object]], list[int]]
@@ -215,7 +194,7 @@ def gather_values(exchange: Exchange, index: int, value: Any, what: str, unequal
     torch.save((what, value), buffer)
     found: dict[int, bytearray] = defaultdict(bytearray)
     whole = exchange(buffer.getbuffer(), lambda vw, part: found[vw].extend(part))
-    parts = {vw: _loaded(found[vw], vw) for vw in sorted(whole)}
+    parts = {vw: _loaded(found[vw], vw) for vw in whole}
     if others := [vw for vw, (theirs, _) in parts.items() if theirs != what]:
         raise RuntimeError(
             f"virtual worker {index} called {what}, while virtual worker {others[0]} called"

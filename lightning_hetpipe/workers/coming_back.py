@@ -1,48 +1,42 @@
 """Seats in a run, and coming to one: a process takes a seat when the next epoch begins, one lost or never taken.
 
 The process runs the user's program from its start, and is *returning* until it has a seat in the fit: what it gathers
-is answered from virtual worker 0's record of the same calls, and goes to nobody. Each step uses bytes that one side
-leaves with the coordinator, in the session of the launch (``KeptBytes``):
+is answered from virtual worker 0's record of the same calls, and goes to nobody. Virtual worker 0 leaves two things
+with the coordinator, in the session of the launch (``KeptContent``):
 
-    record      virtual worker 0, when the first epoch of a fit begins: the results of all gathers until then
-    ready-i     virtual worker i, when Lightning loads the checkpoint that it resumes from
-    state       virtual worker 0, when all have ended an epoch and somebody is ready: a checkpoint of Lightning's
-    seats       virtual worker 0, before the cut at which those that are ready become members: who takes part then
+    record      when the first epoch of a fit begins: the results of all gathers until then
+    state       when all have ended an epoch, for those that wait for it: a checkpoint of Lightning's
 
-Between ``state`` and the cut the returning process loads the checkpoint, and asks for its seat in the session of the
-fit. All others wait meanwhile, for one lease at most.
+A returning process is let in to that session once the record is there, and waits for the state when Lightning loads the
+checkpoint that it resumes from. Then it asks for its seat in the session of the fit. All others wait meanwhile, for one
+lease at most. At the cut, those that have come agree with all others on who has a seat.
 """
 
 from __future__ import annotations
 
 import io
-import json
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from lightning_hetpipe.errors import SettingError, VirtualWorkerLost, say
 from lightning_hetpipe.server.process.client import Client
-from lightning_hetpipe.server.process.service import COORDINATOR_METHOD
-from lightning_hetpipe.server.process.sessions import SessionChannel
-from lightning_hetpipe.server.protocol.identifiers import CommitIndex
-from lightning_hetpipe.server.protocol.messages import Departed, Leave, encode
-from lightning_hetpipe.server.transport.interface import STATUS, CallRefused, Channel, Unreachable
 
-RECORD, STATE, SEATS = "record", "state", "seats"
-READY = "ready-"
+if TYPE_CHECKING:
+    from lightning_hetpipe.workers.join_handshake import JoinHandshake
+
+RECORD, STATE = "record", "state"
+OVER = b"over"
+"""Left in the place of both once nobody can come back any more."""
+
 EXCHANGE = "the exchange of"
 """Beginning of the names of gathers in which virtual worker 0 gives tensors to the others."""
-
-_ANNOUNCED = 5.0
-"""Seconds after which one that is ready says so again."""
 
 _AGAIN = 0.1
 """Seconds between looks at the coordinator's status."""
@@ -101,14 +95,14 @@ class FitRecord:
         session: Name of the fit's session.
         settings: Settings that all have agreed on, as "name=value".
         homes: Server of each parameter, for ``placement="local"``; empty where none was chosen.
-        ordinal: Number of the last gather in the session of the launch.
+        gathers_made: Number of the last gather in the session of the launch.
         gathers: For each gather, its call and everyone's values.
     """
 
     session: str = ""
     settings: list[str] = field(default_factory=list)
     homes: list[int] = field(default_factory=list)
-    ordinal: int = 0
+    gathers_made: int = 0
     gathers: list[tuple[str, list[Any]]] = field(default_factory=list)
 
 
@@ -126,12 +120,11 @@ class Returning:
         self._launch, self._index, self._size, self._lease = launch, index, size, lease
         comes = "comes" if is_new else "comes back"
         say(f"virtual worker {index} {comes} to a run that goes on, and takes part from its next epoch on")
-        self.record = FitRecord(**_loaded(launch.kept.recall(RECORD)))
-        if not self.record.session:
-            raise too_late(index)
+        content = self._recalled(RECORD)
+        self.record = FitRecord(**torch.load(io.BytesIO(content), weights_only=True))
         self._next = 0
         self._file: NamelessFile | None = None
-        self._state: dict[str, Any] = {}
+        self._has_state = False
 
     def answer(self, what: str) -> list[Any]:
         """Everyone's values in the next gather of the record whose call is ``what``.
@@ -170,57 +163,29 @@ class Returning:
                 )
 
     @property
-    def _ready(self) -> str:
-        return f"{READY}{self._index}-{self._launch.member.incarnation}"
-
-    @property
     def checkpoint(self) -> Path:
         """The checkpoint to resume from, which is there after :meth:`await_state`."""
         self._file = self._file or NamelessFile()
         return self._file.path
 
-    @property
-    def asked(self) -> dict[int, int]:
-        """The virtual workers that come back at that cut, each with its incarnation in the session of the launch."""
-        return dict(self._state["vws"])
-
-    @property
-    def agreed(self) -> dict[str, list[Any]]:
-        """Values that the others have agreed on since their first epoch began."""
-        return dict(self._state["agreed"])
-
     def await_state(self) -> None:
-        """Wait until the others have ended an epoch, and get the checkpoint."""
-        if self._state:
-            return
-        again = threading.Event()
-        while True:
-            # Again and again, as a coordinator that was started again has forgotten it.
-            self._launch.kept.leave(self._ready, b"1")
-            content = self._launch.kept.recall(STATE, _ANNOUNCED)
-            found = _loaded(content)
-            if found.get("over"):
-                raise too_late(self._index)
-            mine = found.get("vws", {}).get(self._index) == self._launch.member.incarnation
-            # Without it, the others have gone on, and taken away what is left of it.
-            if mine and (state := self._launch.kept.recall(found["checkpoint"], _ANNOUNCED)) is not None:
-                self.checkpoint.write_bytes(state)
-                break
-            again.wait(_AGAIN if found else 0.0)  # that one is for others, or for an earlier process of this one
-        self._state = found
-
-    def seats(self, cut: int) -> list[int]:
-        """The virtual workers that take part from ``cut`` on, at which this one has become a member.
+        """Wait until the others have ended an epoch, and get the checkpoint.
 
         Raises:
-            SeatMissed: if this was another cut than that of the checkpoint.
+            CameTooLate: if training is over.
         """
-        if cut == self._state["cut"]:
-            seats = _loaded(self._launch.kept.recall(SEATS))
-            if seats["cut"] == cut and self._index in seats["vws"]:
-                self._launch.kept.leave(self._ready, None)
-                return list(seats["vws"])
-        raise SeatMissed(self._lease)
+        if not self._has_state:
+            self.checkpoint.write_bytes(self._recalled(STATE))
+            self._has_state = True
+
+    def _recalled(self, name: str) -> bytearray:
+        if (content := self._launch.kept.recall(name)) == OVER:
+            raise too_late(self._index)
+        return content
+
+    def missed(self) -> SeatMissed:
+        """The error of a process that has no seat where it asked for one."""
+        return SeatMissed(self._lease)
 
     def close(self) -> None:
         """Delete the checkpoint."""
@@ -244,27 +209,16 @@ class Seats:
         self.agreed: dict[str, list[Any]] = {}
         self._launch: Client | None = None  # of virtual worker 0, which receives those that come back
         self._session = ""
-        self._coordinator: Channel
-        self._lease = 0.0
+        self._handshake: JoinHandshake
         self._record = FitRecord()
         self._records, self._is_posted = True, False
-        self._handed = ""  # the name of the checkpoint that was left last
-        self._incarnations: dict[tuple[int, bool], int] = {}
 
-    def open(
-        self, launch: Client, session: str, coordinator: Channel, lease: float, returns: bool, is_new: bool = False
-    ) -> None:
-        """Begin with the ``session`` of the launch, whose client is ``launch``.
-
-        Args:
-            coordinator: Channel to the coordinator.
-            lease: Seconds that the others wait for one that comes back.
-            returns: Whether this process comes when the others are there.
-            is_new: Whether it is the first one that has its seat.
-        """
+    def open(self, launch: Client, session: str, handshake: JoinHandshake) -> None:
+        """Begin with the ``session`` of the launch, to which ``handshake`` has led the client ``launch``."""
         if self._index == 0:
-            self._launch, self._session, self._coordinator, self._lease = launch, session, coordinator, lease
-        elif returns:
+            self._launch, self._session, self._handshake = launch, session, handshake
+        elif handshake.returns:
+            lease, is_new = handshake.settings.lease, handshake.is_new
             self.returning = Returning(launch, self._index, self._size, lease, is_new)
 
     def close(self) -> None:
@@ -286,12 +240,14 @@ class Seats:
         if self._launch is not None and self._records and not what.startswith(EXCHANGE):
             self._record.gathers.append((what, values))
 
-    def begin_epoch(self, gathers: int) -> None:
-        """Let others come back from now on; ``gathers`` is the number of those in the session of the launch."""
+    def begin_epoch(self) -> None:
+        """Let others come back from now on."""
         if self._launch is not None and self._records:
             self._records, self._is_posted = False, True
-            self._record.ordinal = gathers
-            self._launch.kept.leave(RECORD, _written(vars(self._record)))
+            self._record.gathers_made = self._launch.gathers
+            written = io.BytesIO()
+            torch.save(vars(self._record), written)
+            self._launch.kept.leave(RECORD, written.getvalue())
 
     def take_part(self) -> None:
         """Have this process, which has come back, gather with the others from now on."""
@@ -303,164 +259,39 @@ class Seats:
         self.agreed = {}
         if self._launch is not None and self._is_posted:
             self._is_posted, self._record = False, FitRecord()
-            self._launch.kept.leave(RECORD, _written(vars(self._record)))
-            self._launch.kept.leave(STATE, _written({"over": True}))
+            for name in (RECORD, STATE):
+                self._launch.kept.leave(name, OVER)
 
     # Those that come back.
 
     def ready(self) -> dict[int, int]:
-        """The virtual workers that are ready to come back, each with its incarnation in the session of the launch.
+        """The virtual workers that are ready to come back, each with its incarnation.
 
         Empty but on virtual worker 0.
         """
         if self._launch is None:
             return {}
-        status = status_of(self._coordinator, self._session, self._lease)
-        kept, members = status.get("kept", []), status.get("members", [])
-        alive = {f"{READY}{each['vw']}-{each['incarnation']}": each for each in members}
-        return {each["vw"]: each["incarnation"] for name, each in alive.items() if name in kept}
+        status = self._handshake.status_of(self._session)
+        asked, members = status.get("asked", {}), status.get("members", [])
+        return {each["vw"]: each["incarnation"] for each in members if asked.get(str(each["vw"])) == STATE}
 
-    def offer(self, vws: Mapping[int, int], checkpoint: Path, cut: int, check: Callable[[], None]) -> list[int]:
-        """On virtual worker 0: give the state to ``vws``, and wait until they ask for seats; gives those that do.
+    def offer(self, vws: Mapping[int, int], checkpoint: Path, check: Callable[[], None]) -> None:
+        """On virtual worker 0: give the state to ``vws``, and wait until all of them ask for seats.
 
-        They are to become members at ``cut``. They are waited for one lease at most. With an empty ``checkpoint``, for
-        which there may be no room, nobody gets anything.
+        Each is given with its incarnation, as a later process of it waits for another cut. They are waited for one
+        lease at most. With an empty ``checkpoint``, for which there may be no room, nobody gets anything.
         """
         if self._launch is None or not checkpoint.stat().st_size:
-            return []
-        self._handed = f"{STATE}-{cut}"  # of its own, as one that is slow may still fetch that of an earlier cut
-        self._launch.kept.leave(self._handed, checkpoint)
-        state = {"vws": dict(vws), "cut": cut, "checkpoint": self._handed, "agreed": self.agreed}
-        self._launch.kept.leave(STATE, _written(state))
-        until, again = time.monotonic() + self._lease, threading.Event()
-        while True:
+            return
+        self._launch.kept.leave(STATE, checkpoint, readers=vws.values())
+        until, again = time.monotonic() + self._handshake.settings.lease, threading.Event()
+        while time.monotonic() < until:
             check()
-            found = status_of(self._coordinator, self._record.session, self._lease).get("newcomers", [])
-            here = [vw for vw in vws if vw in found]
-            if len(here) == len(vws) or time.monotonic() > until:
-                return here
+            if {*vws} <= {*self._handshake.status_of(self._record.session).get("newcomers", [])}:
+                break
             again.wait(_AGAIN)
 
-    def deal(self, taken: Sequence[int], cut: int) -> None:
-        """Have ``taken`` be the seats from ``cut`` on."""
-        self.taken = taken
+    def withdraw(self) -> None:
+        """On virtual worker 0: end what :meth:`offer` offers."""
         if self._launch is not None:
-            self._launch.kept.leave(SEATS, _written({"vws": list(taken), "cut": cut}))
-
-    def settle(self, back: Sequence[int], asked: Mapping[int, int], members: CommitIndex) -> None:
-        """Note that ``back`` have become members.
-
-        Args:
-            back: Those that have.
-            asked: Those that were ready, each with its incarnation in the session of the launch.
-            members: Members of the fit, with their incarnations there.
-        """
-        self._incarnations.update({(each.vw, True): each.incarnation for each in members.members if each.vw in back})
-        self._incarnations.update({(vw, False): asked[vw] for vw in back})
-        if self._launch is not None:
-            ready = [f"{READY}{vw}-{incarnation}" for vw, incarnation in asked.items()]
-            for name in (STATE, self._handed, *ready):
-                self._launch.kept.leave(name, None)
-
-    def is_of_former(self, departed: Departed, of_fit: bool) -> bool:
-        """Tell whether an earlier process has ended of one that has come back."""
-        return departed.incarnation < self._incarnations.get((departed.vw, of_fit), 0)
-
-
-def status_of(channel: Channel, session: str, seconds: float) -> dict[str, Any]:
-    """The coordinator's status of ``session``; empty while it does not answer, or knows of none."""
-    found: dict[str, Any] = statuses_of(channel, seconds).get(session, {})
-    return found
-
-
-def statuses_of(channel: Channel, seconds: float) -> dict[str, Any]:
-    """The status of a server with that of each session; empty while it does not answer."""
-    try:
-        found: dict[str, Any] = json.loads(channel.call(STATUS, b"", timeout=seconds))
-    except (Unreachable, CallRefused):
-        return {}
-    return found
-
-
-def goes_on(channel: Channel, session: str, lease: float) -> bool:
-    """Tell whether virtual worker 0 lives, in a ``session`` that runs without this process.
-
-    What a dead launch has left behind is told from one that runs by waiting to hear from it, for two leases.
-    """
-    incarnations = set[int]()
-
-    def is_same(status: Mapping[str, Any], first: Mapping[str, Any]) -> bool:
-        incarnations.add(first["incarnation"])
-        return len(incarnations) == 1 and 0 not in status["newcomers"]
-
-    return _is_heard(channel, session, 0, lease, 2 * lease, is_same)
-
-
-def is_taken(channel: Channel, session: str, setting: str, vw: int, lease: float) -> bool:
-    """Tell whether another process of virtual worker ``vw`` lives in ``session``, of a launch with ``setting``.
-
-    It is waited for half a lease.
-    """
-    return _is_heard(channel, session, vw, lease, lease / 2, lambda status, _: setting in status["settings"])
-
-
-def _is_heard(
-    channel: Channel,
-    session: str,
-    vw: int,
-    lease: float,
-    seconds: float,
-    fits: Callable[[Mapping[str, Any], Mapping[str, Any]], bool],
-) -> bool:
-    """Tell whether ``vw``, which is heard from three times in a lease, is heard from in a running ``session``.
-
-    Args:
-        seconds: Time to wait for that.
-        fits: Takes a status of the session and of the member in it; False ends the wait.
-    """
-    began, again = time.monotonic(), threading.Event()
-    while time.monotonic() < began + seconds:
-        status = status_of(channel, session, lease)
-        member = next((member for member in status.get("members", ()) if member["vw"] == vw), None)
-        if member is None or status["phase"] != "running" or not fits(status, member):
-            return False
-        if member["silent_ms"] < 1000 * (time.monotonic() - began):
-            return True
-        again.wait(_AGAIN)
-    return False
-
-
-def await_record(channel: Channel, session: str, lease: float, lost: Callable[[], Exception | None]) -> bool:
-    """Wait until virtual worker 0 has left its record of a fit in ``session``; False if it does not live any more.
-
-    ``lost`` gives the error to end on, once there is one.
-    """
-    again = threading.Event()
-    while RECORD not in status_of(channel, session, lease).get("kept", ()):
-        if (failure := lost()) is not None:
-            raise failure
-        if not goes_on(channel, session, lease):
-            return False
-        again.wait(_AGAIN)
-    return True
-
-
-def end_former(channel: Channel, vw: int, seconds: float) -> None:
-    """Have the others wait no longer for the lease of an earlier process of virtual worker ``vw``, in any fit."""
-    for name, status in statuses_of(channel, seconds).items():
-        members = status["members"] if name.startswith("fit-") else ()
-        for incarnation in (member["incarnation"] for member in members if member["vw"] == vw):
-            leave = encode(Leave(vw, incarnation, "", "started again"))
-            with suppress(Unreachable, CallRefused):  # then its lease runs out
-                SessionChannel(channel, name).call(COORDINATOR_METHOD, leave, timeout=seconds)
-
-
-def _written(values: Any) -> bytes:
-    buffer = io.BytesIO()
-    torch.save(values, buffer)
-    return buffer.getvalue()
-
-
-def _loaded(content: bytes | bytearray | None) -> dict[str, Any]:
-    """Values that :func:`_written` has written; none for no content."""
-    return {} if content is None else dict(torch.load(io.BytesIO(content), weights_only=True))
+            self._launch.kept.leave(STATE, None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Mapping
 
 from lightning_hetpipe.errors import say
 from lightning_hetpipe.server.protocol.messages import Departed, Lost
@@ -26,7 +26,7 @@ class Departures:
         self.places = {index: place}
         self.lost: set[int] = set()
         self.has_told = False
-        self._early: list[Departed] = []
+        self._newest: dict[int, int] = {}  # the incarnation of each that is there again
         self._clocks: dict[int, int] = {}
 
     def note(self, departed: Departed, of_fit: bool, in_fit: bool, is_told: bool = True) -> str | None:
@@ -35,14 +35,11 @@ class Departures:
         Args:
             departed: Who has departed, and why.
             of_fit: Whether the session of a fit says so.
-            in_fit: Whether there is a fit, whose session will say it as well, and after how many waves.
+            in_fit: Whether there is a fit, whose session says it as well, and after how many waves.
             is_told: Whether it is news, which is told here.
         """
         vw, why = departed.vw, departed.why
-        if vw in self.lost:
-            return None
-        if not of_fit and in_fit:
-            self._early.append(departed)
+        if vw in self.lost or (in_fit and not of_fit):
             return None
         self.lost.add(vw)
         if of_fit:
@@ -54,20 +51,18 @@ class Departures:
             self._on_loss(vw, who, f"was {why}", what if vw == 0 else f"{what}; the others go on without it")
         return what
 
-    def of_ended_fit(self) -> list[Departed]:
-        """Departures from the launch of which the session of the fit that has ended may have said nothing."""
-        early, self._early = self._early, []
-        return early
-
     def newly(self) -> dict[int, int]:
         """Those that the fit that runs has lost since last asked, each with its clock then."""
         return {vw: self._clocks.pop(vw) for vw in [*self._clocks]}
 
-    def find(self, vws: Iterable[int]) -> None:
-        """Note that ``vws`` are there again."""
-        back = set(vws)
-        self.lost -= back
-        self._early = [each for each in self._early if each.vw not in back]
+    def find(self, back: Mapping[int, int]) -> None:
+        """Note that those of ``back`` are there again, each with its incarnation."""
+        self._newest.update(back)
+        self.lost -= back.keys()
+
+    def is_of_former(self, departed: Departed) -> bool:
+        """Tell whether an earlier process has ended of one that is there again."""
+        return departed.incarnation < self._newest.get(departed.vw, 0)
 
     def tell_of_updates(self, lost: Lost) -> None:
         """Say which updates died with a virtual worker and the servers that had them (law L5)."""

@@ -8,7 +8,6 @@ is open, gathers go through it, as it knows which virtual worker waits at which 
 from __future__ import annotations
 
 import atexit
-import itertools
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -28,7 +27,7 @@ from lightning_hetpipe.server.process.waits import ServersSilent, ServersUnheard
 from lightning_hetpipe.server.protocol.identifiers import COORDINATOR, FirstLost, PeerFailed
 from lightning_hetpipe.server.protocol.messages import Departed
 from lightning_hetpipe.workers.collectives import gather_in_chunks, gather_values
-from lightning_hetpipe.workers.coming_back import CameTooLate, Returning, SeatMissed, Seats, status_of, too_late
+from lightning_hetpipe.workers.coming_back import CameTooLate, Returning, Seats, too_late
 from lightning_hetpipe.workers.departures import Departures
 from lightning_hetpipe.workers.join_handshake import JoinHandshake
 from lightning_hetpipe.workers.program_group import FIT, LAUNCH, go_on_from, next_session
@@ -89,16 +88,14 @@ class Group:
         """Opened around waits for a gather."""
         self._exits = ExitStack()
         self._launch: Client | None = None  # in the session of the launch, while that is open
-        self._gathers = 0  # in that session
         self._fit: Client | None = None  # in the session of a fit, while one runs
         self._fit_settings: Sequence[str] = ()
-        self._fit_ordinal = itertools.count(1)  # of the next gather since the last cut
         self._failed = False
         self._stays = stays
         self._uncaught = Uncaught()
         self._on_return = on_return
         self.seats = Seats(index, size)
-        self._heard: list[tuple[Departed, bool]] = []  # departures, while this process comes back
+        self._knows = False  # who of those that have departed has come back
 
     @property
     def coordinator(self) -> str:
@@ -126,14 +123,15 @@ class Group:
         self._launch = launch
         self._handshake.check_lease()
         self._exits.callback(self.seats.close)
-        returns, is_new = self._handshake.returns, self._handshake.is_new
+        if not self._handshake.returns:
+            self._begin_to_know()
         try:
-            self.seats.open(launch, session, self._handshake.coordinator, self.settings.lease, returns, is_new)
+            self.seats.open(launch, session, self._handshake)
         except CameTooLate as late:
             self.part(why=late.how)
             raise
         if self.seats.returning is not None:
-            self._gathers = self.seats.returning.record.ordinal
+            launch.gathers = self.seats.returning.record.gathers_made
         there = self._meet_servers(self._found)
         if self._handshake.least:
             self.seats.taken = there
@@ -175,7 +173,6 @@ class Group:
         self, named: Sequence[tuple[str, Tensor]], settings: Sequence[str], homes: Sequence[int] = ()
     ) -> tuple[Client, list[Tensor]]:
         session = next_session(FIT)
-        self._fit_ordinal = itertools.count(1)
         self.seats.note_fit(session, settings, homes)
         if self._handshake.least:  # all that train, whom no other takes the place of before the first epoch
             self._handshake.least = len(self.seats.taken)
@@ -203,11 +200,7 @@ class Group:
     def begin_epoch(self) -> None:
         """An epoch begins: others may come back from now on."""
         self._has_taken_part = True
-        self.seats.begin_epoch(self._gathers)
-
-    def passed_cut(self) -> None:
-        """Count gathers from one again, as all have come to a cut."""
-        self._fit_ordinal = itertools.count(1)
+        self.seats.begin_epoch()
 
     # Virtual workers that come back.
 
@@ -224,51 +217,54 @@ class Group:
         except ServersUnheard:
             raise
         except ServersSilent:
-            raise SeatMissed(self.settings.lease) from None
+            raise returning.missed() from None
         self._fit.longest_wait = self._handshake.longest_wait
-        self._fit_ordinal = itertools.count(1)
-        self.seats.taken = returning.seats(self._fit.member.cut)
-        self.seats.agreed = returning.agreed
-        assert self._launch is not None
-        assert self._launch.member.commit_index is not None
-        before = {each.vw: each.incarnation for each in self._launch.member.commit_index.members}
-        self._welcome({**before, **returning.asked})
+        self._agree_on_seats({})
         return weights
 
     def take_part(self) -> None:
         """Gather with the others from now on, in a process that has come back."""
         self.seats.take_part()
         self._handshake.returns = False
-        heard, self._heard = self._heard, []
-        for departed, of_fit in heard:  # of all that were ever lost; news is who takes part, or has until now
-            self._lose(departed, of_fit, is_told=departed.vw in self.seats.taken)
+        self._begin_to_know()
 
     def readmit(self, vws: Mapping[int, int], checkpoint: Path, cut: int) -> list[int]:
         """Give ``vws`` seats, from ``cut`` on. All call it between two epochs; gives those that have taken them.
 
         Args:
-            vws: Those that are ready, each with its incarnation in the session of the launch.
+            vws: Those that are ready, each with its incarnation.
             checkpoint: Place, on virtual worker 0, of what they resume from.
             cut: Number of the cut.
         """
-        asking = self.seats.offer(vws, checkpoint, cut, self.check)
-        found = self.gather([self.index, asking], "the return of virtual workers")
-        seats = sorted({*(index for index, _ in found), *(vw for _, asking in found for vw in asking)})
-        self.seats.deal(seats, cut)
+        self.seats.offer(vws, checkpoint, self.check)
         self.weights.arrive(cut, admit=True)
-        self.passed_cut()
-        return self._welcome(vws)
+        return self._agree_on_seats(vws)
 
-    def _welcome(self, vws: Mapping[int, int]) -> list[int]:
-        """Note that those of ``vws`` who have seats are lost no more; gives them."""
-        members = self.weights.member.commit_index
+    def _agree_on_seats(self, ready: Mapping[int, int]) -> list[int]:
+        """Agree with all that have come to the cut on who has a seat; gives those that have taken one.
+
+        Whoever has come to another cut than that of the state that it has loaded has none.
+
+        Raises:
+            SeatMissed: if this is one of these.
+        """
+        returning, members = self.seats.returning, self.weights.member.commit_index
         assert members is not None
-        there = {member.vw for member in members.members}  # a coordinator may have been lost, and who asked it with it
-        back = [vw for vw in vws if vw in self.seats.taken and vw in there]
-        self.seats.settle(back, vws, members)
-        self._departures.find(back)
-        self._handshake.find(back)
-        for vw in back:
+        mine = None if returning is None else self.weights.member.incarnation
+        told = (dict(ready), self.seats.agreed) if self.index == 0 else None
+        found = self._gather_with_all((self.index, mine, told), "the return of virtual workers")
+        ready, agreed = found[0][2] or ({}, {})  # without virtual worker 0, all are about to end
+        back = [vw for vw, incarnation, _ in found if incarnation is not None and incarnation == ready.get(vw)]
+        self.seats.taken = [vw for vw, incarnation, _ in found if incarnation is None or vw in back]
+        self.seats.withdraw()
+        if returning is not None:
+            if self.index not in back:
+                raise returning.missed()
+            self.seats.agreed = agreed
+        there = back if returning is None else self.seats.taken
+        self._departures.find({each.vw: each.incarnation for each in members.members if each.vw in there})
+        self._handshake.find(there)
+        for vw in there:
             self._on_return(vw)
         return back
 
@@ -281,10 +277,9 @@ class Group:
     def _lose(self, departed: Departed, of_fit: bool, is_told: bool = True) -> None:
         """Note a departure, from any thread: the others go on without that one, but not without virtual worker 0."""
         vw, why = departed.vw, departed.why
-        if self.seats.is_of_former(departed, of_fit):
+        if self._departures.is_of_former(departed):
             return
-        if self._handshake.returns and vw:  # who of those has come back is known once this one has its seat
-            self._heard.append((departed, of_fit))
+        if vw and not self._knows:
             return
         if not why:  # it has ended as it should; where it has left the launch, nobody is to wait for it any more
             if not of_fit:
@@ -297,6 +292,13 @@ class Group:
         for client in (self._fit, self._launch) if vw == 0 else ():
             if client is not None:
                 client.failure = PeerFailed(f"{what}; only it writes checkpoints, so start again from the last one")
+
+    def _begin_to_know(self) -> None:
+        """Note the departures of all that were ever lost; news is who takes part, or has until now."""
+        self._knows = True
+        for client in (self._fit, self._launch):
+            for each in [] if client is None else client.departures:
+                self._lose(each, client is self._fit, is_told=each.vw in self.seats.taken)
 
     def newly_lost(self) -> dict[int, int]:
         """Virtual workers that the fit that runs has lost since last asked, each with its clock then."""
@@ -345,9 +347,12 @@ class Group:
             return [value]
         if self.seats.returning is not None:
             return self.seats.returning.answer(what)
-        values = gather_values(self._gathered, self.index, value, what, self.settings.shares != "equal")
+        values = self._gather_with_all(value, what)
         self.seats.note_gather(what, values)
         return values
+
+    def _gather_with_all(self, value: Any, what: str) -> list[Any]:
+        return gather_values(self._gathered, self.index, value, what, self.settings.shares != "equal")
 
     def agree(self, value: Any, what: str) -> list[Any]:
         """As :meth:`gather`, once in a fit; a process that comes back later gets what the others have agreed on."""
@@ -381,16 +386,10 @@ class Group:
         return {due: file for due, file in files.items() if file is not None}
 
     def _gathered(self, content: bytes | memoryview, take: Callable[[int, bytes], object]) -> list[int]:
-        assert self._launch is not None
+        client = self._fit or self._launch
+        assert client is not None
         with self.waiting():
-            return gather_in_chunks(content, self._gather_chunk, take)
-
-    def _gather_chunk(self, chunk: bytes) -> dict[int, bytes]:
-        if self._fit is not None:
-            return self._fit.gather(next(self._fit_ordinal), chunk)
-        assert self._launch is not None
-        self._gathers += 1
-        return self._launch.gather(self._gathers, chunk)
+            return gather_in_chunks(content, client.gather, take)
 
     # The end.
 
@@ -404,12 +403,12 @@ class Group:
         fit, self._fit = self._fit, None
         if fit is not None:
             self.seats.end_fit()
-            self._end_fit(fit)
+            self._end_fit(fit, self._launch)
 
-    def _end_fit(self, fit: Client) -> None:
+    def _end_fit(self, fit: Client, launch: Client | None) -> None:
         fit.__exit__(None, None, None)
         self.newly_lost()
-        for each in self._departures.of_ended_fit():
+        for each in [] if launch is None else launch.departures:  # the session of the fit may have said nothing of one
             self._lose(each, of_fit=False)
 
     def close(self, failure: str = "") -> None:
@@ -449,7 +448,7 @@ class Group:
             else:
                 client.fail(failure)
         if fit is not None:
-            self._end_fit(fit)
+            self._end_fit(fit, launch)
         self._exits.close()
 
     def _wait_until_all_have_left(self, session: str) -> None:
@@ -459,7 +458,7 @@ class Group:
         began, told, again = time.monotonic(), False, threading.Event()
         while True:
             # None where the coordinator has ended, which only ends when all have left.
-            members = status_of(self._handshake.coordinator, session, self.settings.lease).get("members", ())
+            members = self._handshake.status_of(session).get("members", ())
             left = [str(member["vw"]) for member in members if member["vw"] != self.index]
             waited = time.monotonic() - began
             bound = self.settings.lease if self._failed else self.settings.end_timeout

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,15 +25,15 @@ from lightning_hetpipe.launch.parent_watch import this_child
 from lightning_hetpipe.launch.servers import FoundServers
 from lightning_hetpipe.launch.wsp_settings import WSPSettings
 from lightning_hetpipe.server.process.client import Client, NotJoined
+from lightning_hetpipe.server.process.service import COORDINATOR_METHOD
 from lightning_hetpipe.server.process.sessions import SessionChannel
 from lightning_hetpipe.server.process.waits import LONGEST_WAIT, Cancelled, ServersUnheard
 from lightning_hetpipe.server.protocol.identifiers import COORDINATOR, PeerFailed, Refusal, RemoteFault
-from lightning_hetpipe.server.protocol.messages import Departed, Lost, Parameter, TrainingSignature
+from lightning_hetpipe.server.protocol.messages import Departed, Leave, Lost, Parameter, TrainingSignature, encode
 from lightning_hetpipe.server.protocol.shard import place
 from lightning_hetpipe.server.transport.grpc_channel import GrpcChannel
-from lightning_hetpipe.server.transport.interface import RELEASE, STATUS, Unreachable
+from lightning_hetpipe.server.transport.interface import RELEASE, STATUS, CallRefused, Unreachable
 from lightning_hetpipe.server.transport.security import split
-from lightning_hetpipe.workers.coming_back import await_record, end_former, goes_on, is_taken, status_of
 
 LEASES_TO_END = 2.0
 """Leases after which a killed launch is forgotten, and its servers serve the next one."""
@@ -41,13 +42,9 @@ LEASES_FOR_A_SEAT = 3.0
 """Leases after which one that comes back gives up to be a member from the next epoch on."""
 
 _AGAIN = 0.5  # seconds between attempts to have a server that another launch has
-_SOON = 5.0  # seconds in which a server that is there tells its status
+_LOOK = 0.1  # seconds between looks at a process that is perhaps alive
 _LAUNCH = "launch"
 _PRESENCE = "launch-1"
-
-
-class SessionRuns(Exception):
-    """The others are in a session without this one."""
 
 
 class _Occupied(Exception):
@@ -87,8 +84,8 @@ class JoinHandshake:
         self._gone: Mapping[int, str] = {}
         self._somebody_is_gone = threading.Event()
         self._joining: Client | None = None
-        self._awaited = ""
-        """Words for what it waits for, if not for others to join."""
+        self._incarnation = 0
+        """Incarnation of this process, in the session of the launch and in those of fits."""
         self.returns = False
         """True while this process comes to sessions that the others are in."""
         self.is_new = False
@@ -97,6 +94,11 @@ class JoinHandshake:
     @property
     def coordinator(self) -> GrpcChannel:
         return self._channels[COORDINATOR]
+
+    @property
+    def _launch_setting(self) -> str:
+        """The setting that tells launches apart."""
+        return f"{_LAUNCH}={self.found.launch}"
 
     @property
     def longest_wait(self) -> float:
@@ -145,14 +147,16 @@ class JoinHandshake:
         placed = place(parameters, len(self._channels), self.settings.placement, homes)
         # A server that has nothing to keep is not asked for anything: it may be lost.
         used = servers or [server for server, its in enumerate(placed) if its or server == COORDINATOR]
-        if self.found.launch and parameters:
+        if self.found.launch and parameters and not self.returns:  # or the others are present
             for server in used:
                 if server not in self._present:
                     self._present[server] = self.join(_PRESENCE, servers=[server])[0]
         weights = [tensor.detach() for _, tensor in named]
         until = time.monotonic() + LEASES_TO_END * self.settings.lease
         while True:
-            client = self._client(session, parameters, settings, used, [placed[server] for server in used]).__enter__()
+            incarnation = self._incarnation if parameters else self._new_incarnation(session, self._channels[used[0]])
+            client = self._client(session, incarnation, parameters, settings, used, [placed[server] for server in used])
+            client.__enter__()
             try:
                 return client, self._join_with(client, weights)
             except _Occupied:
@@ -163,9 +167,6 @@ class JoinHandshake:
                         f"the server at {which} serves another launch; wait until that has ended, or start servers for"
                         " this one (all processes of a launch have the same MASTER_ADDR and MASTER_PORT)"
                     ) from None
-            except SessionRuns:
-                client.close()
-                raise
             except BaseException:
                 client.__exit__(*sys.exc_info())
                 raise
@@ -189,31 +190,62 @@ class JoinHandshake:
             self._somebody_is_gone.clear()
 
     def come_to(self, session: str) -> Client:
-        """Join a session without weights, once all others do, or as one that comes to it later; raises as :meth:`join`.
+        """Join the session of the launch, once all others do, or as one that comes later; raises as :meth:`join`.
 
         Attribute ``returns`` tells which of these it was. Who comes later waits for the first epoch, before which the
         others would wait for its part of what they gather.
         """
         with self._explaining_waits():
-            known = str(self.index) in status_of(self.coordinator, session, _SOON).get("incarnations", {})
-            setting = f"{_LAUNCH}={self.found.launch}"
             # Our launcher knows of its children that they have ended.
-            if this_child() is None and is_taken(self.coordinator, session, setting, self.index, self.settings.lease):
+            if this_child() is None and self._is_taken(session):
                 raise SettingError(
                     f"virtual worker {self.index} takes part already, in another process that lives; give this one the"
                     " number of another (LOCAL_RANK, NODE_RANK, RANK), or end that one first"
                 )
-            while True:
-                try:
-                    return self.join(session)[0]
-                except SessionRuns:
-                    self.is_new = not known
-                    if not goes_on(self.coordinator, session, self.settings.lease):
-                        self.returns = False
-                        continue
-                    end_former(self.coordinator, self.index, self.settings.lease)
-                    self._awaited = "for the first epoch of the run"
-                    self.returns = await_record(self.coordinator, session, self.settings.lease, self.lost)
+            client, _ = self.join(session)
+            self._incarnation = client.member.incarnation
+            self.returns = client.member.came_late
+            if self.returns:
+                self._end_former()
+            return client
+
+    def status_of(self, session: str) -> dict[str, Any]:
+        """The coordinator's status of ``session``; empty while it does not answer, or knows of none."""
+        found: dict[str, Any] = self._statuses(self.coordinator).get(session, {})
+        return found
+
+    def _statuses(self, channel: GrpcChannel) -> dict[str, Any]:
+        """The status of a server with that of each session; empty while it does not answer."""
+        try:
+            found: dict[str, Any] = json.loads(channel.call(STATUS, b"", timeout=self.settings.lease))
+        except (Unreachable, CallRefused):
+            return {}
+        return found
+
+    def _is_taken(self, session: str) -> bool:
+        """Tell whether another process of this virtual worker lives in ``session``, in the same launch.
+
+        A process that lives is heard from three times in a lease, and is waited for half a lease.
+        """
+        began, again = time.monotonic(), threading.Event()
+        while time.monotonic() < began + self.settings.lease / 2:
+            status = self.status_of(session)
+            member = next((member for member in status.get("members", ()) if member["vw"] == self.index), None)
+            if member is None or status["phase"] != "running" or self._launch_setting not in status["settings"]:
+                return False
+            if member["silent_ms"] < 1000 * (time.monotonic() - began):
+                return True
+            again.wait(_LOOK)
+        return False
+
+    def _end_former(self) -> None:
+        """Have the others wait no longer for the lease of an earlier process of this virtual worker, in any fit."""
+        for name, status in self._statuses(self.coordinator).items():
+            members = status["members"] if name.startswith("fit-") else ()
+            for incarnation in (member["incarnation"] for member in members if member["vw"] == self.index):
+                leave = encode(Leave(self.index, incarnation, "", "started again"))
+                with suppress(Unreachable, CallRefused):  # then its lease runs out
+                    SessionChannel(self.coordinator, name).call(COORDINATOR_METHOD, leave, timeout=self.settings.lease)
 
     @property
     def _is_incomplete(self) -> bool:
@@ -226,10 +258,8 @@ class JoinHandshake:
         Raises:
             SettingError: if the coordinator's lease is another one.
         """
-        if self._servers_lease is None:
-            with suppress(Unreachable):  # for a moment, perhaps; the next call raises it otherwise
-                status = json.loads(self.coordinator.call(STATUS, b"", timeout=self.settings.lease))
-                self._servers_lease = float(status["lease"])
+        if self._servers_lease is None:  # None again where it is unreachable, which the next call raises
+            self._servers_lease = self._statuses(self.coordinator).get("lease")
         theirs = self._servers_lease
         if theirs is not None and theirs != self.settings.lease:
             raise SettingError(
@@ -259,7 +289,7 @@ class JoinHandshake:
             joining = self._joining
             missing = joining.waits_for if joining is not None else ""
             enough = f"{self.least} of {self.size}" if 0 < self.least < self.size else f"all {self.size}"
-            what = self._awaited or (f"for {missing}" if missing else f"until {enough} have come")
+            what = f"for {missing}" if missing else f"until {enough} have come"
             say(f"virtual worker {self.index} waits {what} (at the server {self.found.coordinator})")
 
         timer = threading.Timer(NOTICE_AFTER, tell)
@@ -283,6 +313,7 @@ class JoinHandshake:
     def _client(
         self,
         session: str,
+        incarnation: int,
         parameters: tuple[Parameter, ...],
         settings: Sequence[str],
         servers: Sequence[int],
@@ -295,7 +326,7 @@ class JoinHandshake:
             clock_distance=wsp.clock_distance,
             aggregate=wsp.aggregate,
             servers=len(servers),
-            settings=(f"{_LAUNCH}={self.found.launch}", *settings),
+            settings=(self._launch_setting, *settings),
             parameters=parameters,
             least=self.least,
         )
@@ -304,7 +335,7 @@ class JoinHandshake:
             signature,
             placed,
             self.index,
-            self._incarnation(session, self._channels[servers[0]]),
+            incarnation,
             lease=wsp.lease,
             timeout=self.timeout,
             # It asks for a seat when the others have left their state for it: they wait for a lease, and go on.
@@ -314,14 +345,14 @@ class JoinHandshake:
             lost=self.lost,
             heart=SessionChannel(self._hearts[servers[0]], session),
             departed=lambda each: self.departed(each, bool(parameters)),
-            returns=self.returns,
             updates_lost=lambda each: self.updates_lost(each) if parameters else None,
         )
 
-    def _incarnation(self, session: str, channel: GrpcChannel) -> int:
+    def _new_incarnation(self, session: str, channel: GrpcChannel) -> int:
         """A number larger than that of each earlier process, also one of a machine whose clock is ahead."""
-        status = status_of(channel, session, _SOON) if self.index else {}
-        known: int = status.get("incarnations", {}).get(str(self.index), -1)
+        status = self._statuses(channel) if self.index else {}
+        known: int = status.get(session, {}).get("incarnations", {}).get(str(self.index), -1)
+        self.is_new = known < 0
         return max(time.time_ns(), known + 1)
 
     def _join_with(self, client: Client, weights: Sequence[Tensor]) -> list[Tensor]:
@@ -348,8 +379,6 @@ class JoinHandshake:
         except RemoteFault as error:
             if error.refusal is Refusal.SIGNATURE and f"'{_LAUNCH}=" in str(error):
                 raise _Occupied from None
-            if error.refusal is Refusal.RUNS:
-                raise SessionRuns from None
             if error.refusal is Refusal.LEFT_OUT:  # as it was silent for too long meanwhile: it may come once more
                 raise
             way_out = "; give all of them the same model and settings" if error.refusal is Refusal.SIGNATURE else ""

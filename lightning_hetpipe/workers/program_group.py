@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import functools
-import json
 import platform
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from lightning.fabric.plugins import ClusterEnvironment
 
-from lightning_hetpipe.launch import node_hosts, parent_watch, servers
+from lightning_hetpipe.launch import node_hosts, servers
 from lightning_hetpipe.launch.ends import lost_workers
 from lightning_hetpipe.launch.ranks import Rank, Role
 from lightning_hetpipe.launch.wsp_settings import WSPSettings
@@ -21,34 +19,24 @@ if TYPE_CHECKING:
     from lightning_hetpipe.workers.group import Group
 
 
-SESSIONS = "HETPIPE_SESSIONS"
-"""A variable for children of our launcher: the number of sessions before they were started."""
-
 LAUNCH, FIT = "talk", "fit"
 """Kinds of sessions: of the launch, in which no weights are shared, and of a fit."""
 
 
-@functools.cache
-def _sessions() -> dict[str, int]:
-    """Sessions so far, by kind. All processes of a launch run the same program, and so count alike."""
-    return {LAUNCH: 0, FIT: 0, **json.loads(parent_watch.launcher_variables().get(SESSIONS, "{}"))}
-
-
-def sessions_so_far() -> dict[str, str]:
-    """Variables for processes that take part from now on."""
-    return {SESSIONS: json.dumps(_sessions())}
+_sessions = {LAUNCH: 0, FIT: 0}
+"""Sessions of the launch so far, by kind. All its processes run the same program, and so count alike."""
 
 
 def next_session(kind: str) -> str:
     """Name of the next session of a kind."""
-    _sessions()[kind] += 1
-    return f"{kind}-{_sessions()[kind]}"
+    _sessions[kind] += 1
+    return f"{kind}-{_sessions[kind]}"
 
 
 def go_on_from(session: str) -> None:
     """Count on from ``session``, in a process that has not seen the earlier ones of its kind."""
     kind, _, number = session.rpartition("-")
-    _sessions()[kind] = int(number)
+    _sessions[kind] = int(number)
 
 
 _group: Group | None = None
@@ -121,5 +109,6 @@ def end() -> None:
     """End the launch."""
     part()
     _ended.clear()
+    _sessions.update(dict.fromkeys(_sessions, 0))
     servers.stop()
     node_hosts.stop()

@@ -329,7 +329,6 @@ class Synchroniser:
         with self._waiting():
             weights = self.group.weights.arrive(number, update)
         self._settle(weights, computing, everything)
-        self.group.passed_cut()
 
     def take_averages(self, averages: list[Tensor]) -> None:
         """At a cut: take virtual worker 0's averages of weights, which callbacks keep."""

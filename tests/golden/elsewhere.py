@@ -159,9 +159,11 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
     "strategy/test_saved_states.py::test_a_state_that_cannot_be_read_is_refused": ("_unpacked",),
     "test_registration.py::test_a_torchvision_of_another_build_is_named": ("report",),
     "workers/test_coming_back.py::test_it_is_answered_from_the_record_until_it_has_a_seat": ("Returning.answer",),
-    "workers/test_coming_back.py::test_nobody_comes_back_to_a_fit_that_is_over": ("Returning.__init__",),
+    "workers/test_coming_back.py::test_nobody_comes_back_to_a_fit_that_is_over": ("Returning._recalled",),
     "workers/test_coming_back.py::test_one_that_asks_for_a_seat_too_late_may_be_started_again": ("Group._enter_again",),
-    "workers/test_coming_back.py::test_one_that_is_ready_when_the_fit_ends_ends_as_well": ("Returning.await_state",),
+    "workers/test_coming_back.py::test_one_that_comes_to_a_later_cut_than_that_of_its_state_has_no_seat": (
+        "Group._agree_on_seats",
+    ),
     "workers/test_coming_back.py::test_settings_other_than_the_others_are_named": (
         "Returning.check#1",
         "Returning.check#2",

@@ -160,7 +160,7 @@ def nothing_to_come_back_to(place: Place) -> None:
 
 
 def without_a_seat(_: Place) -> None:
-    Returning.seats(cast(Any, SimpleNamespace(_state={"cut": 1}, _lease=2.0)), 3)
+    raise Returning.missed(cast(Any, SimpleNamespace(_lease=2.0)))
 
 
 WORKERS = [

@@ -24,8 +24,10 @@ from lightning_hetpipe.server.protocol.messages import (
     Join,
     Leave,
     Lost,
+    NotYet,
     Parameter,
     Read,
+    Recall,
     Request,
     ShardRequest,
     TrainingSignature,
@@ -259,7 +261,7 @@ def test_a_gather_gives_everyone_everything() -> None:
     def vw(i: int) -> list[dict[int, bytes]]:
         with cluster.client(i, signature) as client:
             client.join(list(model.parameters()))
-            return [client.gather(0, b"x" * i), client.gather(1, bytes([i]))]
+            return [client.gather(b"x" * i), client.gather(bytes([i]))]
 
     for found in all_at_once([lambda i=i: vw(i) for i in range(3)]):  # type: ignore[misc]
         assert found == [{0: b"", 1: b"x", 2: b"xx"}, {0: b"\0", 1: b"\1", 2: b"\2"}]
@@ -375,7 +377,7 @@ def test_what_was_left_with_a_coordinator_is_left_again_with_the_next_one(by: st
             client.synchronise([torch.ones_like(weight) for weight in model.parameters()])
         assert client.kept.recall("one") == b"first"
         assert client.kept.recall("two") == b"second"
-        assert client.kept.recall("three", 0.0) is None
+        assert isinstance(client.ask(Recall(0, client.member.incarnation, "three")), NotYet)
 
 
 def test_a_silent_vw_is_left_out_and_the_others_go_on() -> None:

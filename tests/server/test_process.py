@@ -26,12 +26,24 @@ HERE = f"{__name__}:Counter"
 SIZE = 40 << 20
 
 # A parent that only starts the child and waits. Its own standard input, which somebody else holds open too, is the
-# child's: as where the parent had forked a DataLoader's workers before it was killed.
+# child's.
 PARENT = """
 import subprocess, sys, time
 child = subprocess.Popen([sys.executable, "-c", sys.argv[1]], start_new_session=True)
 print(child.pid, flush=True)
 child.wait()
+"""
+
+# A parent that forks after it has started the server.
+FORKING = """
+import os, signal, sys
+from lightning_hetpipe.server.process.server_process import ServerProcess
+server = ServerProcess(sys.argv[1], {"first": 0})
+server.start()
+fork = os.fork()
+if fork:
+    print(server.pid, fork, flush=True)
+signal.pause()
 """
 
 
@@ -145,26 +157,15 @@ def test_a_server_that_still_starts_ends_when_its_parent_is_killed() -> None:
 
 
 def test_a_server_ends_when_its_parent_is_killed() -> None:
-    told = {
-        "path": sys.path,
-        "handler": HERE,
-        "arguments": {"first": 0},
-        "address": "127.0.0.1:0",
-        "security": {},
-    }
-    with subprocess.Popen(
-        [sys.executable, "-c", PARENT, CHILD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as parent:
-        assert parent.stdin is not None
+    """Also where the parent had forked a DataLoader's workers, which live on for a while."""
+    with subprocess.Popen([sys.executable, "-c", FORKING, HERE], stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
-        pid = int(parent.stdout.readline())
+        pid, fork = map(int, parent.stdout.readline().split())
         try:
-            parent.stdin.write(json.dumps(told) + "\n")
-            parent.stdin.flush()
-            assert "address" in json.loads(parent.stdout.readline())
             parent.kill()
             parent.wait(PATIENCE)
             eventually(lambda: not exists(pid), "the server has outlived its parent")
+            assert exists(fork)
         finally:
-            if exists(pid):
-                os.kill(pid, signal.SIGKILL)
+            for each in filter(exists, (pid, fork)):
+                os.kill(each, signal.SIGKILL)

@@ -681,7 +681,7 @@ def test_the_status_tells_clocks_and_leases() -> None:
         "members": members,
         "settings": [],
         "newcomers": [],
-        "kept": [],
+        "asked": {},
         "incarnations": {"0": 0, "1": 0},
     }  # fmt: skip
 
@@ -798,3 +798,18 @@ def test_content_is_refused_before_memory_is_taken_for_it_unless_a_member_leaves
         coordinator.check(content, 1 << 40, 0.0)
     coordinator.handle(Join(0, 1, 1, FIRST, NOTHING, ("", "")), 0.0)
     coordinator.check(content, 1 << 40, 0.0)
+
+
+def test_whoever_leaves_in_the_name_of_one_that_was_left_out_fences_none_of_its_processes() -> None:
+    """One that had been stopped was told that it was the older one, and failed; it may come back."""
+    coordinator = Coordinator("e", LEASE)
+    for vw in range(2):
+        coordinator.handle(Join(vw, 1, 1, FIRST, NOTHING, ("", "")), 0.0)
+    for quarter in range(1, 6):  # VW 1 is silent
+        later = quarter * LEASE / 4
+        coordinator.handle(Join(0, 1, 1, FIRST, NOTHING, ("", "")), later)
+    assert [each["vw"] for each in coordinator.status(later)["members"]] == [0]
+    with pytest.raises(RemoteFault) as caught:
+        coordinator.handle(Leave(1, 1 << 62, "ValueError: of another launch"), later)
+    assert caught.value.refusal is Refusal.GENERATION
+    assert isinstance(coordinator.handle(Join(1, 2, 1, FIRST, NOTHING, ("", "")), later)[0], Answer)

@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from lightning_hetpipe.server.process.running import PARENT_GONE, ParentLink, serve
+from lightning_hetpipe.server.process.running import PARENT_GONE, serve
 from lightning_hetpipe.server.transport.security import Security
 from tests.server.transports import Desk
 
@@ -30,23 +30,11 @@ def test_a_signal_ends_it_and_closes_the_handler(number: signal.Signals) -> None
     assert signal.getsignal(number) is before
 
 
-def test_a_parent_that_died_before_the_first_look_is_missed() -> None:
-    """The number of the parent was taken after the address was announced, when it could be dead already."""
-    read, write = os.pipe()  # which somebody still holds open
-    try:
-        gone = ParentLink(parent=os.getppid() + 1, descriptor=read)
-        assert serve(Desk(), "127.0.0.1:0", Security(), lambda address: None, gone) == PARENT_GONE
-    finally:
-        os.close(read)
-        os.close(write)
-
-
 def test_a_parent_that_lets_go_ends_it() -> None:
     read, write = os.pipe()
     closing = threading.Thread(target=os.close, args=(write,))
     try:
-        ours = ParentLink(os.getppid(), read)
-        assert serve(Desk(), "127.0.0.1:0", Security(), lambda address: closing.start(), ours) == PARENT_GONE
+        assert serve(Desk(), "127.0.0.1:0", Security(), lambda address: closing.start(), read) == PARENT_GONE
     finally:
         closing.join()
         os.close(read)

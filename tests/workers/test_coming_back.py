@@ -15,7 +15,8 @@ from lightning_hetpipe import WSPCallback
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.server.process.client import Client
 from lightning_hetpipe.server.protocol.identifiers import Refusal, RemoteFault
-from lightning_hetpipe.workers.coming_back import CameTooLate, SeatMissed
+from lightning_hetpipe.server.protocol.messages import Recall
+from lightning_hetpipe.workers.coming_back import STATE, CameTooLate, SeatMissed
 from lightning_hetpipe.workers.group import Group
 from tests.workers.test_group import LEASE, SECONDS, Pair
 from tests.wsp.faults import until
@@ -98,12 +99,33 @@ def test_one_that_asks_for_a_seat_too_late_may_be_started_again(
     until(lambda: bool(first.seats.ready()), "it does not come")
     saved = tmp_path / "state.ckpt"
     saved.write_bytes(b"state")
-    first.seats.offer(first.seats.ready(), saved, CUT, first.check)  # and no cut
+    first.seats.offer(first.seats.ready(), saved, first.check)  # and no cut
     with pytest.raises(SeatMissed, match="it had no seat when they went on") as missed:
         entered.result(SECONDS)
     assert missed.value.may_return
     first.check()
     again.part(why=missed.value.how)
+    first.close()
+
+
+def test_one_that_comes_to_a_later_cut_than_that_of_its_state_has_no_seat(
+    exits: ExitStack, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    lost = Lost(exits, monkeypatch)
+    first, again = lost.groups[0], lost.again
+    again.open()
+    entered = lost.threads.submit(again.enter_fit, NAMED, ())
+    until(lambda: bool(first.seats.ready()), "it does not come")
+    saved = tmp_path / "state.ckpt"
+    saved.write_bytes(b"state")
+    first.seats.offer(first.seats.ready(), saved, first.check)  # and no cut
+    saved.write_bytes(b"")
+    assert first.readmit({}, saved, CUT) == []
+    assert list(first.seats.taken) == [0]
+    with pytest.raises(SeatMissed, match="it had no seat when they went on") as missed:
+        entered.result(SECONDS)
+    again.part(why=missed.value.how)
+    assert first.gather("alone", "a test") == ["alone"]
     first.close()
 
 
@@ -124,7 +146,7 @@ def test_one_that_is_left_out_while_it_comes_back_may_come_once_more(
     saved.write_bytes(b"state")
     with monkeypatch.context() as patched:
         patched.setattr(Client, "join", silent)
-        first.seats.offer(first.seats.ready(), saved, CUT, first.check)
+        first.seats.offer(first.seats.ready(), saved, first.check)
         with pytest.raises(RemoteFault, match="was silent for longer") as caught:
             entered.result(SECONDS)
     assert caught.value.refusal is Refusal.LEFT_OUT
@@ -165,7 +187,7 @@ def test_others_do_not_wait_for_one_that_does_not_ask(
     assert again.seats.returning is not None
     launch = again._launch
     assert launch is not None
-    launch.kept.leave(f"ready-1-{launch.member.incarnation}", b"1")
+    launch.ask(Recall(1, launch.member.incarnation, STATE))
     saved = tmp_path / "state.ckpt"
     saved.write_bytes(b"state")
     assert first.readmit(first.seats.ready(), saved, CUT) == []

@@ -67,8 +67,6 @@ class OnlyOne:
     def newly_lost(self) -> dict[int, int]:
         return {}
 
-    def passed_cut(self) -> None: ...
-
     def update_buffers(self) -> list[Tensor]:
         """Called while the update is computed."""
         self._meet("update")

@@ -57,7 +57,6 @@ class Client:
             longer than the lease; by default the first of ``channels``.
         departed: called once for each other VW that was left out or has left, from any thread.
         updates_lost: likewise, for updates of another VW that nobody holds any more, as it died together with servers.
-        returns: as in ``Join``.
     """
 
     def __init__(
@@ -76,7 +75,6 @@ class Client:
         lost: Callable[[], Exception | None] = lambda: None,
         heart: Channel | None = None,
         departed: Callable[[messages.Departed], None] = lambda each: None,
-        returns: bool = False,
         updates_lost: Callable[[messages.Lost], None] = lambda each: None,
     ) -> None:
         owned: list[tuple[messages.Parameter, ...]] = [
@@ -88,11 +86,13 @@ class Client:
         """Fatal error that is known; waits end with it."""
         self.silence = ""
         """The transport's error of the last request without an answer; it names the server."""
-        self.member = Member(vw, incarnation, signature, owned, returns)
+        self.member = Member(vw, incarnation, signature, owned)
         self.kept = KeptContent(self, incarnation)
         """Content that is left with the coordinator for VWs that come back."""
         self.waits_for = ""
         """Reason for which the call under way waits, in the coordinator's words."""
+        self.gathers = 0
+        """Number of the last gather since the last cut."""
         self.bytes_pushed = 0
         self.bytes_pulled = 0
         self._channels = channels
@@ -135,6 +135,12 @@ class Client:
     def is_idle(self) -> bool:
         """No call is under way, and none has failed."""
         return self.member.state is MemberState.IDLE
+
+    @property
+    def departures(self) -> list[messages.Departed]:
+        """All departures that this VW was told of."""
+        with self._hears:
+            return [each for each in self._told if isinstance(each, messages.Departed)]
 
     # Calls of the VW.
 
@@ -186,13 +192,16 @@ class Client:
         with self._busy:
             if update is not None:
                 self._take(update)
-        return self._do(lambda: self.member.arrive(cut, update=update is not None, admit=admit))
+        weights = self._do(lambda: self.member.arrive(cut, update=update is not None, admit=admit))
+        self.gathers = 0
+        return weights
 
-    def gather(self, ordinal: int, part: bytes) -> dict[int, bytes]:
-        """Return everyone's part, by VW, in the ``ordinal``-th gather since the last cut."""
+    def gather(self, part: bytes) -> dict[int, bytes]:
+        """Return everyone's part, by VW, in the next gather since the last cut."""
 
         def begin() -> None:
-            self.member.gather(ordinal)
+            self.gathers += 1
+            self.member.gather(self.gathers)
             self._part = part
 
         self._do(begin)

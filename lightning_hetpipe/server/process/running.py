@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import logging
-import os
 import select
 import threading
 import time
 from collections.abc import Callable
-from typing import NamedTuple, NoReturn
+from typing import NoReturn
 
 from lightning_hetpipe.server.process.signals import Signals, exit_now
 from lightning_hetpipe.server.transport.grpc_server import GrpcServer
@@ -18,30 +17,13 @@ from lightning_hetpipe.server.transport.security import Security
 PARENT_GONE = 0
 """Returned by `serve` instead of a signal's number."""
 
-_LOOK = 1.0  # seconds between checks of the parent
 _HELD = 5.0  # seconds that calls may take to leave the handler once it is closed
 
 _LOG = logging.getLogger(__name__)
 
 
-class ParentLink(NamedTuple):
-    """Detector of the parent's end: the end of a file that it holds open, or another parent process.
-
-    Both are needed: a fork of the parent holds the file open too, and a parent in another pid namespace has no number.
-    """
-
-    parent: int
-    """``os.getppid()`` as it was when this process began."""
-    descriptor: int = 0
-
-    def broken(self, readable: list[int]) -> bool:
-        """Check whether the parent is gone; ``readable`` are the descriptors that can be read."""
-        at_end = self.descriptor in readable and not os.read(self.descriptor, 4096)
-        return at_end or os.getppid() != self.parent
-
-
 def serve(
-    handler: Handler, address: str, security: Security, ready: Callable[[str], None], parent: ParentLink | None = None
+    handler: Handler, address: str, security: Security, ready: Callable[[str], None], parent: int | None = None
 ) -> int:
     """Serve until a signal or the parent's end; must be called in the main thread.
 
@@ -50,7 +32,7 @@ def serve(
         address: where to listen.
         security: certificates and token.
         ready: called with the address, which has the port that the server got, once it serves.
-        parent: ends the server when the parent has ended; None: nothing does.
+        parent: descriptor of a file that the parent holds open, at whose end the server ends; None: nothing does.
 
     Returns:
         The signal that ended it, or `PARENT_GONE`.
@@ -68,15 +50,11 @@ def serve(
             getattr(handler, "close", lambda: None)()
 
 
-def _wait(signals: Signals, parent: ParentLink | None) -> int:
+def _wait(signals: Signals, parent: int | None) -> int:
     """Return the first signal's number, or `PARENT_GONE`."""
-    watched = [signals.fileno()] if parent is None else [signals.fileno(), parent.descriptor]
-    while True:
-        readable, _, _ = select.select(watched, [], [], None if parent is None else _LOOK)
-        if signals.fileno() in readable:
-            return signals.read()
-        if parent is not None and parent.broken(readable):
-            return PARENT_GONE
+    watched = [signals.fileno()] if parent is None else [signals.fileno(), parent]
+    readable, _, _ = select.select(watched, [], [])  # the parent writes nothing more
+    return signals.read() if signals.fileno() in readable else PARENT_GONE
 
 
 def end(code: int) -> NoReturn:

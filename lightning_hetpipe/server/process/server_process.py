@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import secrets
-import select
 import signal
 import subprocess
 import sys
@@ -18,26 +17,21 @@ from importlib import import_module
 from typing import Any, Self, cast
 
 from lightning_hetpipe.errors import SettingError
-from lightning_hetpipe.server.process.signals import ASK, forget
+from lightning_hetpipe.server.process.signals import ASK, close_in_forks, forget
 from lightning_hetpipe.server.transport.security import Security
 
 _START = 120.0  # seconds in which a child must serve: on a busy machine torch alone takes many to import
 _STOP = 10.0  # seconds in which a child must end by itself
-_LOOK = 0.2  # seconds between checks of the child, and whether a start is still wanted
+_LOOK = 0.2  # seconds between checks of the child
 
 # The search path comes from the parent, as with multiprocessing, so that the child finds what the parent finds.
-# The parent's id comes before anything else: later the parent may have ended, and this be another one's child.
 CHILD = f"""
-import os
-parent = os.getppid()
 {ASK}
-if os.getppid() != parent:
-    sys.exit()
 import json
-told = json.loads(sys.stdin.readline())
+told = json.loads(sys.stdin.readline() or sys.exit())
 sys.path[:] = told.pop("path")
 from lightning_hetpipe.server.process.server_process import child
-child(parent, **told)
+child(**told)
 """
 
 
@@ -94,27 +88,24 @@ class ServerProcess:
     def __exit__(self, *_: object) -> None:
         self.stop()
 
-    def start(self, unwanted: threading.Event | None = None) -> None:
+    def start(self) -> None:
         """Start the child and return when it serves; do nothing if it runs.
-
-        Args:
-            unwanted: cancels the start once it is set.
 
         Raises:
             SettingError: if the address or the certificates cannot be used.
-            RuntimeError: if the child ends, does not serve within two minutes, or is not wanted any more.
+            RuntimeError: if the child ends, as another thread has stopped it, or does not serve within two minutes.
         """
         if self.pid is not None:
             return
         self.stop()  # remains of one that died
-        self._child = subprocess.Popen(
+        child = self._child = subprocess.Popen(
             [sys.executable, "-c", CHILD, "hetpipe-server"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             start_new_session=True,
         )
         try:
-            answer = self._ask(self._child, unwanted or threading.Event())
+            answer = self._ask(child)
         except BaseException:
             self.stop()
             raise
@@ -124,7 +115,7 @@ class ServerProcess:
         self.address = answer["address"]
 
     def stop(self) -> None:
-        """End the child, by force if it does not end by itself. May be called again."""
+        """End the child, by force if it does not end by itself. May be called again, and by any thread."""
         child, self._child = self._child, None
         if child is None:
             return
@@ -142,34 +133,32 @@ class ServerProcess:
             if child.stdout is not None:
                 child.stdout.close()
 
-    def _ask(self, child: subprocess.Popen[bytes], unwanted: threading.Event) -> dict[str, str]:
+    def _ask(self, child: subprocess.Popen[bytes]) -> dict[str, str]:
         """Tell the child its settings on standard input, as others can read command lines; return its answer."""
         assert child.stdin is not None
         assert child.stdout is not None
+        close_in_forks(child.stdin)
         told = {**self._told, "address": self.address, "security": asdict(self.security)}
         try:
             child.stdin.write(json.dumps(told).encode() + b"\n")
             child.stdin.flush()
         except BrokenPipeError:
             raise RuntimeError(f"the server's process ended at its start, with status {child.wait(_STOP)}") from None
-        said = b""
-        deadline = time.monotonic() + _START
-        while not said.endswith(b"\n"):
-            ready, _, _ = select.select([child.stdout], [], [], _LOOK)
-            if unwanted.is_set():
-                raise RuntimeError("the server is not wanted any more")
-            if not ready:
-                if time.monotonic() > deadline:
-                    raise RuntimeError(f"the server's process does not serve {self.address} within {_START:g} s")
-                continue
-            part = os.read(child.stdout.fileno(), 4096)
-            if not part:
-                raise RuntimeError(
-                    f"the server's process ended before it served {self.address}, with status {child.wait(_STOP)};"
-                    " its output above says why"
-                )
-            said += part
-        child.stdout.close()
+        deadline, late = time.monotonic() + _START, threading.Timer(_START, child.kill)
+        late.daemon = True
+        late.start()
+        try:
+            with child.stdout:
+                said = child.stdout.readline()
+        finally:
+            late.cancel()
+        if not said:
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"the server's process does not serve {self.address} within {_START:g} s")
+            raise RuntimeError(
+                f"the server's process ended before it served {self.address}, with status {child.wait(_STOP)}; its"
+                " output above says why"
+            )
         return cast(dict[str, str], json.loads(said))
 
 
@@ -238,6 +227,7 @@ class Supervisor:
     def stop(self) -> None:
         """End the server, also during a restart. May be called again."""
         self._ending.set()
+        self.server.stop()  # and with it a start that is under way
         if self._thread is not None:
             self._thread.join()
         self.server.stop()
@@ -261,7 +251,7 @@ class Supervisor:
             if self._ending.wait(rest):
                 return False
             try:
-                self.server.start(self._ending)
+                self.server.start()
             except Exception as error:
                 if self._ending.is_set():
                     return False
@@ -284,13 +274,9 @@ def how(code: int) -> str:
         return f"died by signal {-code}"
 
 
-def child(parent: int, handler: str, arguments: dict[str, Any], address: str, security: dict[str, Any]) -> None:
+def child(handler: str, arguments: dict[str, Any], address: str, security: dict[str, Any]) -> None:
     """Run the child. Its answer is one line of JSON on standard output: the address, or an error."""
-    from lightning_hetpipe.server.process.running import (  # only the process that serves needs gRPC
-        ParentLink,
-        end,
-        serve,
-    )
+    from lightning_hetpipe.server.process.running import end, serve  # only the process that serves needs gRPC
 
     answers = os.dup(1)
     os.dup2(2, 1)  # output goes to the parent's standard error
@@ -305,7 +291,7 @@ def child(parent: int, handler: str, arguments: dict[str, Any], address: str, se
 
     try:
         serving = found(handler)(**arguments)
-        serve(serving, address, Security(**security), ready, ParentLink(parent))
+        serve(serving, address, Security(**security), ready, sys.stdin.fileno())
     except SettingError as error:
         say(refused=str(error))
     end(0)

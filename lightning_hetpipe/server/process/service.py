@@ -104,7 +104,7 @@ class Service:
             return self._run_coordinator(message, body)
         except RemoteFault as fault:
             # A VW that its own launch has ended meanwhile, as by Ctrl-C, is no stranger at the door.
-            silent = (Refusal.STALE, Refusal.FAILED, Refusal.LEFT_OUT, Refusal.RUNS)
+            silent = (Refusal.STALE, Refusal.FAILED, Refusal.LEFT_OUT)
             cannot_join = isinstance(message, messages.Join) and fault.refusal not in silent
             raise CallRefused(fault.text, turned_away=str(fault) if cannot_join else "") from fault
 

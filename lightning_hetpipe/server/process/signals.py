@@ -14,9 +14,10 @@ import logging
 import os
 import signal
 import sys
+import weakref
 from collections.abc import Sequence
 from types import FrameType
-from typing import NoReturn
+from typing import NoReturn, Protocol
 
 _SET = 1  # PR_SET_PDEATHSIG of <linux/prctl.h>
 
@@ -46,6 +47,24 @@ def forget() -> None:
     if sys.platform == "linux":
         with contextlib.suppress(OSError, AttributeError):
             ctypes.CDLL(None).prctl(_SET, 0, 0, 0, 0)
+
+
+class Closable(Protocol):
+    """A socket, or a file."""
+
+    def close(self) -> None: ...
+
+
+def close_in_forks(end: Closable) -> None:
+    """Close ``end`` in forks, lest a DataLoader worker keeps others from seeing that this process died."""
+    held = weakref.ref(end)
+
+    def close() -> None:
+        if (kept := held()) is not None:
+            kept.close()
+
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=close)
 
 
 def exit_now(code: int) -> NoReturn:

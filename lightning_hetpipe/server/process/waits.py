@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mmap
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -80,9 +80,9 @@ class KeptContent:
     def __init__(self, client: Client, incarnation: int) -> None:
         self._client = client
         self._me = client.vw, incarnation
-        self._left: dict[str, Content] = {}
+        self._left: dict[str, tuple[messages.KeepBytes, Content]] = {}
 
-    def leave(self, name: str, content: Content | None) -> None:
+    def leave(self, name: str, content: Content | None, readers: Iterable[int] = ()) -> None:
         """Leave ``content`` with the coordinator under ``name``; None takes it away.
 
         It is left again with a coordinator that was started again. Raises as :meth:`recall` does.
@@ -90,57 +90,51 @@ class KeptContent:
         Args:
             name: Its name.
             content: The bytes, or if they are many, a file, which must stay as it is.
+            readers: Incarnations of the VWs that may recall it; all if none are given.
         """
-        if content is None:
-            self._left.pop(name, None)
-        else:
-            self._left[name] = content
-        self._until_answered(messages.KeepBytes(*self._me, name), _bytes_of(content))
+        message = messages.KeepBytes(*self._me, name, tuple(readers))
+        self._left.pop(name, None)
+        if content is not None:
+            self._left[name] = message, content
+        self._until_answered(message, _bytes_of(content))
 
     def leave_again(self) -> None:
         """Leave all again; another thread may leave other content, or take it away, meanwhile."""
         for name in list(self._left):
-            sent: Content | None = None
-            while (content := self._left.get(name)) is not sent:
-                self._client.ask(messages.KeepBytes(*self._me, name), _bytes_of(content))
-                sent = content
+            sent = None
+            while (left := self._left.get(name)) is not sent:
+                message, content = left or (messages.KeepBytes(*self._me, name), None)
+                self._client.ask(message, _bytes_of(content))
+                sent = left
 
-    def recall(self, name: str, seconds: float | None = None) -> bytes | bytearray | None:
-        """Return what is kept under ``name``; waits until something is, for so many ``seconds``: then None.
+    def recall(self, name: str) -> bytearray:
+        """Return what is kept for this VW under ``name``; waits until something is, for as long as servers answer.
 
         Raises:
-            ServersSilent: after ``timeout`` or ``longest_wait``.
+            ServersUnheard: after ``timeout``.
             PeerFailed: another VW has failed.
             RemoteFault: this VW was left out.
             Cancelled: after ``cancel``.
         """
         received = Received()
-        answer = self._until_answered(messages.Recall(*self._me, name), into=received, seconds=seconds)
-        return None if answer is None else received.content
+        self._until_answered(messages.Recall(*self._me, name), into=received)
+        return received.content
 
-    def _until_answered(
-        self,
-        message: messages.AboutKept,
-        body: Sequence[memoryview] = (),
-        into: Room = (),
-        seconds: float | None = None,
-    ) -> messages.Answer | None:
-        """The coordinator's answer to ``message``, asked again until it has one; None after so many ``seconds``."""
+    def _until_answered(self, message: messages.AboutKept, body: Sequence[memoryview] = (), into: Room = ()) -> None:
+        """Send ``message`` until the coordinator has served it."""
         wait, timeout = Wait(self._client), self._client.timeout + sum(map(len, body)) / SLOWEST
         while True:
             self._client.check_goes_on()
             answer = self._client.ask(message, body, into, timeout)
-            if answer is not None:
-                wait.hear()
             if isinstance(answer, RemoteFault):
                 if answer.refusal is Refusal.FAILED:
                     raise PeerFailed(str(answer))
                 if answer.refusal not in (Refusal.GENERATION, Refusal.BUSY):  # the heartbeat joins again
                     raise answer
             elif answer is not None and not isinstance(answer, messages.NotYet):
-                return answer
-            if seconds is not None and wait.seconds > seconds:
-                return None
+                return
+            if answer is not None:
+                wait = Wait(self._client)
             wait.check(f"VW {self._client.vw} has waited", f"'{message.name}'")
             if not isinstance(answer, messages.NotYet):
                 self._client.pause()

@@ -67,6 +67,8 @@ class Coordinator:
         """Reports for the next generation."""
         self._newcomers: dict[int, messages.Join] = {}
         """VWs that wait for a cut to join at."""
+        self._came: dict[int, float] = {}
+        """Times at which VWs have first asked to join a session without weights that runs."""
         self._attempts: dict[int, int] = {}
         """The reports with which the members became members."""
         self._reports: dict[int, int] = {}
@@ -191,7 +193,7 @@ class Coordinator:
             "members": members,
             "settings": [] if signature is None else list(signature.settings),
             "newcomers": sorted(self._newcomers),
-            "kept": self._kept.names,
+            "asked": {str(vw): name for vw, name in sorted(self._kept.asked.items())},
             "incarnations": {str(vw): incarnation for vw, incarnation in sorted(self._roster.incarnation.items())},
         }
 
@@ -207,7 +209,8 @@ class Coordinator:
         del self._leases.seen[vw]
         self._deadlocks.forget(vw)
         self._joins.pop(vw, None)
-        self._newcomers.pop(vw, None)
+        for each in (self._newcomers, self._came, self._kept.asked):
+            each.pop(vw, None)
         member = self._attempts.pop(vw, None) is not None
         if not member:
             return
@@ -266,12 +269,12 @@ class Coordinator:
         if self.phase is not Phase.JOINING:
             if message.report.commit_index is not None:
                 raise RemoteFault(Refusal.LEFT_OUT, f"the others have gone on without VW {vw}")
-            weightless = not message.signature.parameters and self.phase is Phase.RUNNING
-            if weightless and vw and not message.returns:
-                raise RemoteFault(Refusal.RUNS, f"the others are there without VW {vw}")
+            log = None if message.signature.parameters else self._running
+            if log is not None and vw and not self._is_open_to(vw, log, now):
+                return messages.NotYet("the first epoch of the run")
             self._newcomers[vw] = message
-            if weightless and message.returns and self.log is not None:
-                self._take_in(self.log)  # at once, as there are no weights that it would have to take
+            if log is not None and vw:
+                self._take_in(log)  # without a cut, as there are no weights that it would have to take
                 return self._joined(vw)
             return messages.NotYet("a cut at which VWs may join")
         if message.report.gathered is not None:
@@ -285,6 +288,15 @@ class Coordinator:
         if vw not in self._attempts:
             return self._join(message, body, now)
         return self._joined(vw)
+
+    def _is_open_to(self, vw: int, log: CommitLog, now: float) -> bool:
+        """Tell whether ``vw`` may come to a session without weights that runs.
+
+        VW 0 lets others come by leaving bytes for them. A session that a dead launch has left behind is told by the
+        silence of its VW 0.
+        """
+        came = self._came.setdefault(vw, now)
+        return not self._kept.is_empty and 0 in log.clock and self._leases.seen.get(0, came) > came
 
     def _recover(self, now: float) -> list[int]:
         """Begin the next generation; or return the VWs whose reports are still needed."""

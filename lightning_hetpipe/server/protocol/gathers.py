@@ -87,23 +87,27 @@ class Gathers:
 
 
 class KeptBytes:
-    """Bytes by name, of any size."""
+    """Bytes by name, of any size, which VW 0 leaves for VWs that come later."""
 
     def __init__(self) -> None:
-        self._kept: dict[str, Bytes] = {}
+        self._kept: dict[str, tuple[messages.KeepBytes, Bytes]] = {}
+        self.asked: dict[int, str] = {}
+        """By VW, the name of the bytes for which it waits."""
 
     @property
-    def names(self) -> list[str]:
-        return sorted(self._kept)
+    def is_empty(self) -> bool:
+        return not self._kept
 
     def serve(self, message: messages.AboutKept, body: Bytes) -> tuple[messages.Answer, Sequence[Bytes]]:
         """Return the answer and its body."""
         if isinstance(message, messages.KeepBytes):
             self._kept.pop(message.name, None)
             if len(body):
-                self._kept[message.name] = body
+                self._kept[message.name] = message, body
             return messages.Done(), ()
-        content = self._kept.get(message.name)
-        if content is None:
+        kept, content = self._kept.get(message.name, (None, b""))
+        if kept is None or (kept.readers and message.incarnation not in kept.readers):
+            self.asked[message.vw] = message.name
             return messages.NotYet(f"'{message.name}', which VW 0 leaves"), ()
+        self.asked.pop(message.vw, None)
         return messages.Done(), [content]

@@ -59,8 +59,6 @@ class Refusal(Enum):
     """A newer incarnation of this VW has joined. The older one must end."""
     LEFT_OUT = "left_out"
     """The VW's lease ran out, and the others went on without it. It must join again, as a new incarnation."""
-    RUNS = "runs"
-    """The session runs without this VW. It may join again as one that returns, if it knows that the others live."""
     GENERATION = "generation"
     """The server does not hold that generation: a server was lost. The VW must join again with what it holds."""
     STALE = "stale"

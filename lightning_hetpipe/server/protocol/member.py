@@ -113,7 +113,6 @@ class Member:
         incarnation: larger than that of any earlier process of this VW.
         signature: what must be the same on all VWs.
         placement: the parameters on each server.
-        returns: as in ``Join``.
     """
 
     def __init__(
@@ -122,7 +121,6 @@ class Member:
         incarnation: int,
         signature: messages.TrainingSignature,
         placement: Sequence[tuple[messages.Parameter, ...]],
-        returns: bool = False,
     ) -> None:
         self.vw = vw
         self.incarnation = incarnation
@@ -133,6 +131,8 @@ class Member:
         """c_local."""
         self.slowest = 0
         """c_global, at the last pull."""
+        self.came_late = False
+        """It has become a member after the others had begun."""
         self.cut = 0
         """The last one that it has passed."""
         self.cut_at = -1
@@ -144,7 +144,6 @@ class Member:
         """Updates that were lost with servers."""
         self._signature = signature
         self._placement = placement
-        self._returns = returns
         self._pending: int | None = None
         self._wants_cut = False
         self._cut_clock = 0
@@ -370,7 +369,7 @@ class Member:
         )
         contents = tuple(self._holdings[server].content for server in range(len(self._placement)))
         me = (self.vw, self.incarnation, self._attempt)
-        self._joining = messages.Join(*me, self._signature, report, contents, self._returns)
+        self._joining = messages.Join(*me, self._signature, report, contents)
         self.state = MemberState.JOIN
 
     def _joined(self, answer: messages.Joined) -> None:
@@ -380,6 +379,7 @@ class Member:
         self.lost += answer.lost
         if self.goal is Goal.START:
             self.cut, self._cut_clock = answer.cut, answer.clock
+            self.came_late = UpdateId(self.vw, self.incarnation, -1) not in answer.base.members
         self._base = answer.base
         self.state = MemberState.CONFIRM
 

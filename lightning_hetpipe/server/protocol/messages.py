@@ -112,14 +112,12 @@ class Join(FromMember):
     Attributes:
         attempt: grows with every new report.
         contents: of each shard, as ``Holding`` says.
-        returns: the VW knows that the others have been there, and takes a seat of its own in a session without weights.
     """
 
     attempt: int
     signature: TrainingSignature
     report: Report
     contents: tuple[str, ...]
-    returns: bool = False
 
 
 @dataclass(frozen=True)
@@ -172,14 +170,18 @@ class Heartbeat(InGeneration):
 
 @dataclass(frozen=True)
 class KeepBytes(FromMember):
-    """Keep the body under ``name``, for VWs that come back; an empty one ends that."""
+    """Keep the body under ``name``; an empty one ends that.
+
+    ``readers``: incarnations of the VWs that may recall it; empty for all.
+    """
 
     name: str
+    readers: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
 class Recall(FromMember):
-    """Ask for what is kept under ``name``, once something is: the body of the answer."""
+    """Ask for what is kept under ``name`` for this VW, once something is: the body of the answer."""
 
     name: str
 
@@ -254,7 +256,7 @@ class Departed:
 
 @dataclass(frozen=True)
 class Done:
-    """``departed``: all members that the coordinator has seen go."""
+    """``departed``: of each VW, the last member that the coordinator has seen go."""
 
     departed: tuple[Departed, ...] = ()
 

@@ -64,8 +64,8 @@ class Roster:
         """Newest incarnation of each VW that has been heard of."""
         self.gone: dict[int, int] = dict(gone)
         """Last incarnation of each VW that has left or was left out."""
-        self._departed: dict[tuple[int, int], messages.Departed] = {}
-        """Departures of those among them that were members, by VW and incarnation."""
+        self._departed: dict[int, messages.Departed] = {}
+        """By VW, the last departure of a process of it that was a member."""
         self._replaced = replaced
 
     @property
@@ -102,9 +102,7 @@ class Roster:
                 if not self.lives(vw) and self.signature is not None:
                     self.incarnation[vw], self._leases.seen[vw] = incarnation, now  # it will join when it can
                 raise RemoteFault(Refusal.GENERATION, f"VW {vw} is not known here, and has to join")
-            if self.lives(vw) and isinstance(
-                message, messages.Leave
-            ):  # of another launch, perhaps, which was never let in
+            if known >= 0 and isinstance(message, messages.Leave):  # of another launch, perhaps, which was never let in
                 raise RemoteFault(Refusal.GENERATION, f"VW {vw} is not known here, and cannot leave")
             self._replaced(vw)
             self.incarnation[vw] = incarnation
@@ -118,7 +116,8 @@ class Roster:
     def depart(self, vw: int, incarnation: int, clock: int, why: str) -> None:
         """Note that a process of a VW, which was a member, has left, or was left out for the reason ``why``."""
         self.gone[vw] = incarnation
-        self._departed.setdefault((vw, incarnation), messages.Departed(vw, incarnation, clock, why))
+        if vw not in self._departed or self._departed[vw].incarnation < incarnation:
+            self._departed[vw] = messages.Departed(vw, incarnation, clock, why)
 
     def done(self) -> messages.Done:
         """Answer that tells of departed members."""

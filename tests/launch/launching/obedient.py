@@ -163,7 +163,7 @@ class Obedient:
         self.reply(did="sleep")
 
     def speak_soon(self) -> None:
-        children.NOTICE_AFTER = GRACE
+        vars(children)["NOTICE_AFTER"] = GRACE
         self.reply(did="speak_soon")
 
     def be_started_elsewhere(self) -> None:
