@@ -36,7 +36,7 @@ class Driver(Generic[F]):
         self.extensions = Extensions()
         self.restarts = False
         self.copies_batches = False
-        self.pool: RunnerPool[F] = RunnerPool("hetpipe", 1, 1, 0.0)
+        self.pool: RunnerPool[F] = RunnerPool("hetpipe")
         self._over = -1  # the last step of which `stepped` was told
 
     # What each loop knows.

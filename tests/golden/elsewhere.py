@@ -139,9 +139,7 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
         "Attributes._end_copies#1",
     ),
     "run/test_refusals.py::test_a_gradient_through_a_piece": ("_PieceBoundary.backward",),
-    "run/test_replay.py::test_a_value_read_ahead_is_refused_if_a_callback_then_changes_the_metric": (
-        "Replay._make",
-    ),
+    "run/test_replay.py::test_a_value_read_ahead_is_refused_if_a_callback_then_changes_the_metric": ("Replay._make",),
     "run/test_shared_values.py::test_a_step_that_changes_what_lies_deep_is_refused": (
         "Attributes._end_copies#2",
         "SharedValues.leave",

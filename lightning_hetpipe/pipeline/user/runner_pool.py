@@ -33,6 +33,8 @@ JOIN_SECONDS = 5.0
 class RunnerPool(Generic[F]):
     """Runs up to ``in_flight`` batches at once, each in a runner's thread, and sends them through stages.
 
+    Without ``settings`` it is idle: it has no stages, and is never started.
+
     Args:
         pieces: For each piece, in the order of its first call, its name and its layers.
         split_points: The first layer of each stage.
@@ -51,15 +53,15 @@ class RunnerPool(Generic[F]):
     def __init__(
         self,
         name: str,
-        pieces: Sequence[tuple[str, Sequence[Layer]]],
-        split_points: Sequence[int],
-        settings: StageSettings,
-        timeout: float,
+        pieces: Sequence[tuple[str, Sequence[Layer]]] = (),
+        split_points: Sequence[int] = (),
+        settings: StageSettings | None = None,
+        timeout: float = 0.0,
     ) -> None:
-        self.in_flight = settings.in_flight
+        self.in_flight = 1 if settings is None else settings.in_flight
         self.piece_names = [name for name, _ in pieces]
         self._layers = [layer for _, own in pieces for layer in own]
-        self._segments = segments([len(own) for _, own in pieces], split_points)
+        self._segments = segments([len(own) for _, own in pieces], split_points) if pieces else ()
         self._of_piece = [[part for part in self._segments if part.piece == piece] for piece in range(len(pieces))]
         self.following: list[Segment | None] = [part for own in self._of_piece for part in (*own[1:], None)]
         self.preceding: list[Segment | None] = [part for own in self._of_piece for part in (None, *own[:-1])]
@@ -68,7 +70,7 @@ class RunnerPool(Generic[F]):
         self.compute_lock = ReadersWriterLock(self.watchdog)
         self.minibatches: dict[int, F] = {}
         self._name = name
-        self._torch_threads = settings.torch_threads
+        self._torch_threads = 1 if settings is None else settings.torch_threads
         self._runners: list[Worker[F]] = []
         self._lost_lock = True  # before the start, and where a thread is stuck with the lock over user code
         self._unlocked = False  # Lightning's thread is within `unlocked`
