@@ -240,7 +240,7 @@ class RemoteStage(Stage):
         return layers_as_data(self.layers, self._in_message)
 
     def _in_message(self, tensor: Tensor) -> Any:
-        """What stands for ``tensor`` in a message: the number of what the host has, else its value."""
+        """Give what stands for ``tensor`` in a message: the number of what the host has, else its value."""
         if isinstance(tensor, RemoteTensor) and tensor.handle.owner is self._memory:
             return tensor.handle.name
         return local(tensor).detach()

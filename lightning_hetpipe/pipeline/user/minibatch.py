@@ -186,7 +186,7 @@ class Minibatch(BatchInFlight):
             self.end()
 
     def _later(self, direct: Sequence[UsedParameter]) -> list[tuple[Tensor, Tensor]]:
-        """What user code was given for each of ``direct`` that has later uses, with the gradient of these."""
+        """Give what user code has used for each of ``direct``, with the gradient of later uses, if there are any."""
         found = []
         for used in direct:
             if (sum := self.sums.get(used.live)) is not None:
