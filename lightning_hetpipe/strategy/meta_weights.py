@@ -51,6 +51,8 @@ def fill(module: nn.Module, seed: int) -> None:
     if any(map(is_recorded, on_meta)):  # but tensors made of them later, outside the recording, are refused
         _refuse(module, lambda tensor: tensor.is_meta and not (is_recorded(tensor) or is_lazy(tensor)))
         replay([tensor for tensor in on_meta if not is_lazy(tensor)], seed)
+        for tensor in filter(is_lazy, on_meta):
+            give_memory(tensor)
     else:
         _reset(module, seed)
     module.to("cpu")  # for the ``device`` attributes of the LightningModule and of metrics

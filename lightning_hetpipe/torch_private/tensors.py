@@ -104,7 +104,10 @@ def give_memory(tensor: Tensor, device: str = "cpu", memory: Tensor | None = Non
     else:
         made = torch.empty_like(tensor, device=device, requires_grad=False) if memory is None else memory.detach()
         made = nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
+    hooks = tensor._backward_hooks, getattr(tensor, "_post_accumulate_grad_hooks", None)
     torch._C._swap_tensor_impl(tensor, made)
+    kept: Any = tensor  # torch has no types here
+    kept._backward_hooks, kept._post_accumulate_grad_hooks = hooks
     return made  # type: ignore[no-any-return]
 
 

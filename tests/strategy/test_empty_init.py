@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import warnings
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +18,7 @@ import torchmetrics
 from torch import Tensor, nn
 
 from lightning_hetpipe import HetPipeStrategy
+from lightning_hetpipe.strategy import recorded_init
 from lightning_hetpipe.strategy.meta_weights import fill, load
 from tests.strategy.test_checkpoint_files import MARGIN, WEIGHTS, Large, linux
 from tests.strategy.test_meta_weights import Learns, made, seeded
@@ -236,6 +239,108 @@ class Various(Learns):
         self.register_buffer("kept", torch.empty(2).fill_(3.0), persistent=False)
         self.attribute = torch.empty(2).fill_(4.0)
         self.held = [torch.empty(2).normal_()]
+
+
+def inits(net: Any) -> None:
+    """Torch's functions of which some do nothing on meta, in torch 2.13."""
+    square, table = net[0].weight, nn.Parameter(torch.empty(4, 5))
+    nn.init.orthogonal_(square)
+    nn.init.trunc_normal_(table, std=0.02)
+    net.table, net.other, net.cube = table, nn.Parameter(torch.empty(4, 5)), nn.Parameter(torch.empty(3, 3, 3))
+    nn.init.sparse_(net.other, 0.5)
+    nn.init.dirac_(net.cube)
+    own = torch.Generator().manual_seed(1)
+    net.drawn = nn.ParameterList([torch.empty(3, 3), torch.empty(2), torch.empty(2)])
+    nn.init.trunc_normal_(net.drawn[0], generator=own)
+    net.drawn[1].data.normal_(generator=own).add_(torch.rand(2, generator=own))
+    own.manual_seed(1)
+    net.drawn[2].data.normal_(generator=own)
+
+
+def through_a_kept_view(net: Any) -> None:
+    data = net[0].weight.data
+    data.copy_(torch.ones_like(data, device="cpu"))
+    data.mul_(0.5)
+
+
+@pytest.mark.parametrize("write", [inits, through_a_kept_view])
+def test_inits_are_those_of_a_constructor(write: Any) -> None:
+    def make() -> Any:
+        net = nn.Sequential(nn.Linear(3, 3))
+        write(net)
+        return net
+
+    with quiet_trainer(pipeline(2)).init_module(empty_init=True):
+        module = make()
+    fill(module, 5)
+    assert_same(dict(seeded(make, 5).state_dict()), dict(module.state_dict()))
+
+
+def test_numbers_of_tensors_with_memory_are_not_drawn_again() -> None:
+    torch.manual_seed(5)
+    with quiet_trainer(pipeline(2)).init_module(empty_init=True):
+        module = nn.ParameterList([torch.randn(8), torch.empty(8).normal_()])
+    fill(module, 5)
+    assert not torch.equal(module[0], module[1])
+
+
+def test_modules_of_two_contexts() -> None:
+    trainer = quiet_trainer(pipeline(2))
+    with trainer.init_module(empty_init=True):
+        first = nn.Linear(3, 3)
+    with trainer.init_module(empty_init=True):
+        second = nn.ModuleList([nn.Linear(3, 3), first, copy.deepcopy(first)])
+        nn.init.zeros_(first.bias)
+        with trainer.init_module(empty_init=True):
+            second.append(nn.Linear(3, 3))
+            nn.init.ones_(first.weight)
+    fill(second, 5)
+    torch.manual_seed(5)
+    expected = nn.ModuleList([(one := nn.Linear(3, 3)), nn.Linear(3, 3), copy.deepcopy(one), nn.Linear(3, 3)])
+    assert_same(expected[1].state_dict(), second[0].state_dict())
+    assert_same(expected[2].state_dict(), second[2].state_dict())
+    assert_same(expected[3].state_dict(), second[3].state_dict())
+    assert bool((first.weight == 1).all() and (first.bias == 0).all())
+
+
+@pytest.mark.parametrize("copied", [False, True])
+def test_what_nothing_writes_is_refused(copied: bool) -> None:
+    with quiet_trainer(pipeline(2)).init_module(empty_init=True):
+        module = nn.ParameterDict({"a": torch.empty(3).normal_(), "b": torch.empty(3)})
+        if copied:
+            module = module.half()
+    with refused("nothing gives values to b;"):
+        fill(module, 5)
+
+
+def test_writes_of_no_values_to_tensors_with_memory_are_refused() -> None:
+    with refused("aten::add_", "make the module without empty_init=True"):  # noqa: SIM117
+        with quiet_trainer(pipeline(2)).init_module(empty_init=True):
+            total = torch.zeros(3)
+            total += nn.Linear(3, 3).bias.data
+
+
+def test_hooks_of_parameters_stay() -> None:
+    with quiet_trainer(pipeline(2)).init_module(empty_init=True):
+        module: Any = nn.Linear(2, 2)
+        module.weight.register_hook(lambda gradient: gradient * 2)
+        module.bias.register_post_accumulate_grad_hook(lambda bias: setattr(bias, "grad", bias.grad * 3))
+    fill(module, 5)
+    module(torch.ones(1, 2)).sum().backward()
+    assert module.weight.grad.tolist() == [[2.0, 2.0], [2.0, 2.0]]
+    assert module.bias.grad.tolist() == [3.0, 3.0]
+
+
+def test_a_record_goes_with_its_module() -> None:
+    with quiet_trainer(pipeline(2)).init_module(empty_init=True):
+        module: Any = nn.Linear(2, 2)
+    (record,) = {weakref.ref(each) for each, _ in recorded_init._memories.values()}
+    gc.disable()
+    try:
+        del module
+        assert record() is None
+    finally:
+        gc.enable()
 
 
 def test_values_are_those_of_a_constructor() -> None:
