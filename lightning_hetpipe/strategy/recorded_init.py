@@ -277,14 +277,18 @@ def _noted(value: Any) -> Any:
         return None if value is torch.default_generator else value.clone_state()
     if isinstance(value, Tensor):
         return _View.of(value) if value.is_meta else value.detach().clone()
-    return torch.device("cpu") if value == torch.device("meta") else value
+    return _on_host(value)
 
 
 def _scratch(value: Any) -> Any:
     """Return memory of its own on the host for an argument on meta."""
     if isinstance(value, Tensor):
         return torch.empty_like(value, device="cpu") if value.is_meta else value
-    return torch.device("cpu") if value == torch.device("meta") else value
+    return _on_host(value)
+
+
+def _on_host(value: Any) -> Any:
+    return torch.device("cpu") if isinstance(value, torch.device) and value.type == "meta" else value
 
 
 class _EmptyOnMeta(TorchFunctionMode):

@@ -334,7 +334,7 @@ def test_hooks_of_parameters_stay() -> None:
 def test_a_record_goes_with_its_module() -> None:
     with quiet_trainer(pipeline(2)).init_module(empty_init=True):
         module: Any = nn.Linear(2, 2)
-    (record,) = {weakref.ref(each) for each, _ in recorded_init._memories.values()}
+    record = weakref.ref(recorded_init._origin(module.weight)[0])
     gc.disable()
     try:
         del module
