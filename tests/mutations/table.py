@@ -737,9 +737,9 @@ MUTATIONS = (
     Mutation(
         "L1",
         "an order overtakes the operators that wait",
-        "hosts/remote_stage.py",
-        "            self._memory.flush()\n            self._send(message)",
-        "            self._send(message)",
+        "hosts/host_memory.py",
+        "            self.flush()\n            self._send(orders.Do(method, arguments))",
+        "            self._send(orders.Do(method, arguments))",
         ("tests/hosts/test_exact_hosts.py", "-k", "test_models and views-3-3"),
     ),
     Mutation(
