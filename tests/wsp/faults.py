@@ -39,6 +39,7 @@ from lightning_hetpipe.server.transport.security import Security
 from lightning_hetpipe.server.transport.shared_memory import Place
 from lightning_hetpipe.workers import join_handshake
 from tests.server.strangers import annoy
+from tests.support import forks
 from tests.support.forks import command_of
 from tests.wsp.launch import MARK
 
@@ -74,7 +75,8 @@ def tell_all() -> None:
     """Sends SIGTERM to every process of the launch, as SLURM does: virtual workers, servers, and this one last."""
     here = {pid for pid, _ in processes(os.getpid())}
     for pid in [*here, *(grandchild for child in here for grandchild, _ in processes(child)), os.getpid()]:
-        os.kill(pid, signal.SIGTERM)
+        if not forks.is_server(pid):  # which is no part of the launch
+            os.kill(pid, signal.SIGTERM)
 
 
 def kill_server() -> None:
