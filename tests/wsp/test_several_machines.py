@@ -87,6 +87,9 @@ def test_an_exception_on_one_ends_all(machines: list[Machine], tmp_path: Path) -
     assert [machine.programs() for machine in machines] == [[], []]
 
 
+UNTRAINED = "hetpipe: virtual worker {} was lost after 0 waves of epoch 0: {} of its {} samples of that epoch were not trained on."
+
+
 def test_torchrun_ends_in_one_and_each_machine_says_once_who_was_lost(machines: list[Machine], tmp_path: Path) -> None:
     """The others' code after training is left its time: torchrun ends all of a machine when one ends with 1."""
     wsp = {**TRUSTED, "placement": "local", "lease": 4}
@@ -98,6 +101,7 @@ def test_torchrun_ends_in_one_and_each_machine_says_once_who_was_lost(machines: 
     why = "silent for longer than its lease of 4 s (raise WSPCallback(lease=...) if it may be)"
     assert [line for line in stated(first[2].splitlines()) if "virtual worker 2" in line] == [
         f"hetpipe: {lost} is lost after 0 waves: it was {why}; the others go on without it.",
+        UNTRAINED.format(2, 11, 11),
         f"hetpipe: this run went on without {lost}, which was {why}.",
     ]
     assert sorted(path.name for path in tmp_path.glob("*.pt")) == ["0.pt", "1.pt"]
@@ -130,6 +134,7 @@ def test_a_cable_is_pulled_out_in_mid_training(placement: str, machines: list[Ma
         why = "silent for longer than its lease of 5 s (raise WSPCallback(lease=...) if it may be)"
         assert stated(said.splitlines()) == [
             f"hetpipe: {lost} is lost after 0 waves: it was {why}; the others go on without it.",
+            UNTRAINED.format(1, 19, 19),
             f"hetpipe: this run went on without {lost}, which was {why}.",
         ]
         members = [row["hetpipe/members"] for row in torch.load(tmp_path / "0.pt", weights_only=False)["logged"]]
