@@ -87,7 +87,10 @@ def test_an_exception_on_one_ends_all(machines: list[Machine], tmp_path: Path) -
     assert [machine.programs() for machine in machines] == [[], []]
 
 
-UNTRAINED = "hetpipe: virtual worker {} was lost after 0 waves of epoch 0: {} of its {} samples of that epoch were not trained on."
+UNTRAINED = (
+    "hetpipe: virtual worker {} was lost after 0 waves of epoch 0: {} of its {} samples of that epoch were not"
+    " trained on."
+)
 
 
 def test_torchrun_ends_in_one_and_each_machine_says_once_who_was_lost(machines: list[Machine], tmp_path: Path) -> None:
