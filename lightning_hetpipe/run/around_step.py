@@ -1,6 +1,6 @@
-"""Contexts around an optimizer's step: around all of it, and around what it computes once its closure is done.
+"""Contexts around an optimizer's step: around the whole step, and around its computation after the closure returned.
 
-One of them corrects learning rates while training begins, when stale gradients do most harm (PipeMare, 2021: T1).
+One of them corrects learning rates at the start of training, when stale gradients do most harm (PipeMare, 2021: T1).
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from lightning_hetpipe.run.lifecycle import opened
 
 
 class AroundStep:
-    """Something that is opened around steps."""
+    """Contexts around optimizer steps."""
 
     @property
     def is_secret(self) -> bool:
-        """True if user code is not to see what the next step computes with, and waits until it is over."""
+        """True if user code must not see the values with which the next step computes: it waits meanwhile."""
         return False
 
     def asked(self) -> AbstractContextManager[None]:
-        """Open around a step that is asked for, and may be skipped."""
+        """Open a context around a requested step, which may be skipped."""
         return nullcontext()
 
     def stepping(self) -> AbstractContextManager[None]:
-        """Open around what a step computes."""
+        """Open a context around the computation of a step."""
         return nullcontext()
 
 
 @contextmanager
 def around_step(optimizer: torch.optim.Optimizer, those: Sequence[AroundStep]) -> Iterator[None]:
-    """Have ``those`` open around the step of ``optimizer`` within it, the first outermost."""
+    """Context manager in which the contexts ``those`` are open around the optimizer's step, the first outermost."""
     with (
         opened(each.asked() for each in those),
         after_closure(optimizer, lambda: opened(each.stepping() for each in those)),
@@ -45,11 +45,7 @@ def around_step(optimizer: torch.optim.Optimizer, those: Sequence[AroundStep]) -
 
 
 def check_hooks(optimizer: torch.optim.Optimizer, setting: str) -> None:
-    """Refuses an optimizer of which nobody can tell when its closure has returned.
-
-    Raises:
-        SettingError: which names ``setting``.
-    """
+    """Raise SettingError, naming ``setting``, if ``optimizer`` has no hooks, which show when its closure has ended."""
     if not has_step_hooks(optimizer):
         raise SettingError(
             f"{setting} looks at what an optimizer's step computes, and {type(optimizer).__name__} takes no hooks, as"
@@ -61,11 +57,9 @@ def check_hooks(optimizer: torch.optim.Optimizer, setting: str) -> None:
 def after_closure(
     optimizer: torch.optim.Optimizer, stepping: Callable[[], AbstractContextManager[None]]
 ) -> Iterator[None]:
-    """Have ``optimizer.step``, within it, open ``stepping`` once its closure has returned, for what it computes.
-
-    Until then hooks and gradient clipping run, as Lightning calls them inside of the closure. Where a subclass calls
-    ``super().step``, torch runs hooks for both, and what the subclass computes is part of the step.
-    """
+    """Context manager in which ``optimizer.step`` opens ``stepping`` after its closure, around its computation. Before
+    that, within the closure, Lightning calls hooks and clips gradients. If a subclass calls ``super().step``, torch
+    runs hooks for both steps, and the computation of the subclass is part of the step."""
     if not has_step_hooks(optimizer):  # nobody says when its closure has returned
         yield
         return
@@ -106,12 +100,7 @@ def after_closure(
 
 
 class Correction(NamedTuple):
-    """Setting of a correction.
-
-    Attributes:
-        updates: K, after how many updates the rates are the user's own.
-        least: Least tau.
-    """
+    """Setting of a correction: K = ``updates`` until rates are the user's own, and ``least``, the smallest tau."""
 
     updates: int
     least: int = 1
@@ -119,16 +108,13 @@ class Correction(NamedTuple):
 
 @dataclass(eq=False)
 class RateCorrection(AroundStep):
-    """Multiplies the learning rates of ``optimizer`` by tau^(min(t / K, 1) - 1), within its steps only.
+    """A correction that multiplies learning rates by tau^(min(t / K, 1) - 1), during steps of ``optimizer`` only.
 
-    Schedulers, loggers and checkpoints see the rates that the user has set.
-
-    Attributes:
-        steps: Gives the largest number of optimizer steps that minibatches miss; tau is one more.
-        update: Gives t, the number of updates so far.
+    Schedulers, loggers and checkpoints see the rates that the user has set. ``steps`` returns the largest number of
+    optimizer steps that minibatches miss: tau is one more. ``update`` returns t, the number of updates so far.
 
     Raises:
-        SettingError: for an optimizer that takes no hooks.
+        SettingError: if the optimizer takes no hooks.
     """
 
     optimizer: torch.optim.Optimizer
@@ -141,7 +127,7 @@ class RateCorrection(AroundStep):
 
     @property
     def factor(self) -> float:
-        """Factor of the next update's rates."""
+        """Factor of the rates in the next update."""
         left, steps = 1 - min(self.update() / self.setting.updates, 1.0), self.steps()
         return float(max(1 + steps, self.setting.least) ** -left) if steps else 1.0
 
@@ -151,7 +137,7 @@ class RateCorrection(AroundStep):
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
-        """Open around what a step computes, or what depends on the next one's rate."""
+        """Open a context around code that depends on the rates of the next step: its computation or a prediction."""
         factor, groups = self.factor, self.optimizer.param_groups
         before = [group["lr"] for group in groups]
         if factor != 1.0:

@@ -1,10 +1,9 @@
 """Evaluation in a pipeline: validate, test and predict keep all stages busy, in order and without gradients.
 
-As in training, the user's step runs ahead of Lightning's loop, in a thread for each batch in flight; what it logs,
-counts and sets is there at its own step. Stages run the live layers: evaluation reads the live weights, which do not
-change meanwhile, and leaves no trace in training. The first batch of every evaluation runs in Lightning's own thread,
-and shows which of the modules that the step calls a pipeline can run, to the very same values. Any other call, such as
-one with gradients, is left to the module itself.
+As in training, the user's step runs ahead of Lightning's loop, in a thread for each batch in flight. Its logs, counters
+and attributes appear at the batch's own step. Stages run the live layers, because weights do not change meanwhile. The
+first batch of every evaluation runs in Lightning's own thread. It shows which modules a pipeline can run to the very
+same values. Any other call, such as a call with gradients, is left to the module itself.
 """
 
 from __future__ import annotations
@@ -76,10 +75,9 @@ class Evaluation(TrainerRun):
     """The runs of one of Lightning's evaluating loops, ``loop``.
 
     Attributes:
-        pieces: What a pipeline may run, once it is known.
-        layout: The stages that they lie on.
-        parts: Modules around these pieces that were taken apart, and run as user code.
-        shared: What batches change that the next ones may read, so that one runs after the other; None for nothing.
+        pieces: Modules that a pipeline may run.
+        parts: Modules around the pieces that were taken apart and run as user code.
+        shared: State that a batch changes and the next one may read, or None. With such state, batches run one by one.
     """
 
     def __init__(
@@ -110,7 +108,7 @@ class Evaluation(TrainerRun):
         return "this was an evaluation; take smaller batches in it, or give more devices, or ones with more memory"
 
     def open(self) -> None:
-        """Take over every run of the loop from now on; for one outside of training."""
+        """Take over every run of the loop from now on. Called for an evaluation outside of training."""
         self._undo.enter_context(self.operands)
         self._undo.callback(Redirect(self.loop, "run", lambda redirect: self.run(redirect.original)).remove)
         self._undo.callback(Redirect(self.module, BEFORE_TRANSFER, before_transfer).remove)
@@ -119,18 +117,18 @@ class Evaluation(TrainerRun):
         self._undo.close()
 
     def take_over(self, pieces: Sequence[Piece], layout: Layout, in_flight: int) -> None:
-        """Training has found these pieces, and lies on these stages."""
+        """Take over the pieces and stages that training has found."""
         self.pieces, self.layout, self.in_flight = pieces, layout, in_flight
 
     def is_worth_it(self) -> bool:
-        """Tell whether several batches could be in flight over several stages."""
+        """Return True if several batches could be in flight over several stages."""
         if self.layout is not None:
             return len(self.layout.devices) > 1 and self.in_flight > 1
         stages = len(self.settings.devices) if self.settings.stages == "auto" else self.settings.stages
         return stages > 1 and self.settings.in_flight != 1
 
     def run(self, original: Callable[[], Any]) -> Any:
-        """One evaluation: ``original`` is Lightning's own loop."""
+        """Run one evaluation: ``original`` is Lightning's own loop."""
         if not self.is_worth_it():
             return original()
         threads, around = torch.get_num_threads(), self._run
@@ -158,7 +156,7 @@ class Evaluation(TrainerRun):
     # What a run asks.
 
     def plan(self, pieces: Sequence[Piece], default_dtype: torch.dtype | None) -> None:
-        """Cuts the layers of ``pieces`` into stages, and moves them to their devices."""
+        """Split the layers of ``pieces`` into stages, and move them to their devices."""
         devices, wanted = self.settings.devices, self.settings.stages
         stages = min(len(devices) if wanted == "auto" else wanted, sum(len(piece.layers) for piece in pieces))
         times = ProfilingInput(pieces, self.generators, default_dtype).seconds(backward=False)
@@ -174,7 +172,7 @@ class Evaluation(TrainerRun):
     def _within_memory(
         self, first: tuple[int, ...], pieces: Sequence[Piece], devices: Sequence[torch.device], times: Sequence[float]
     ) -> tuple[int, ...]:
-        """Split points ``first``, or others where their stages' weights would fill ``devices``."""
+        """Return split points ``first``, or other ones if the weights of their stages would fill ``devices``."""
         limits = self.settings.memory
         room = [FULL * limits.get(device, math.inf) / devices.count(device) for device in devices]
         sizes = [_bytes(layer.module) for piece in pieces for layer in piece.layers]
@@ -184,7 +182,7 @@ class Evaluation(TrainerRun):
         return first if is_within else partition_within(times, sizes, room)
 
     def context(self, hook: str) -> AbstractContextManager[Any]:
-        """Around the user's step ``hook``, what the precision plugin wants."""
+        """Open the precision plugin's context around the user's step ``hook``."""
         contexts = {
             "validation_step": self.precision.val_step_context,
             "test_step": self.precision.test_step_context,
@@ -193,7 +191,7 @@ class Evaluation(TrainerRun):
         return contexts[hook]()
 
     def warn(self, reasons: Mapping[str, str]) -> None:
-        """Says once of each piece why it is not pipelined."""
+        """Warn once for each piece why it is not pipelined."""
         for name, reason in reasons.items():
             if name not in self._warned:
                 self._warned.add(name)
@@ -201,7 +199,7 @@ class Evaluation(TrainerRun):
 
 
 class EvaluationRun(Driver[EvaluationBatch]):
-    """One run of the loop of ``evaluation``, from the first batch, which shows what there is."""
+    """One run of the loop of ``evaluation``."""
 
     def __init__(self, evaluation: Evaluation) -> None:
         super().__init__()
@@ -223,11 +221,10 @@ class EvaluationRun(Driver[EvaluationBatch]):
             super().close()
 
     def suspended(self) -> AbstractContextManager[None]:
-        """Suspend this run, for another run of the loop within it."""
+        """Suspend this run for another run of the loop within it."""
         return self._reset.suspended()
 
     def step(self, hook: str, native: Callable[..., Any], *args: Any) -> Any:
-        """The loop's next step."""
         if self._ahead is None:  # the user's step fetches batches itself
             return native(*args)
         self._steps += 1
@@ -236,7 +233,7 @@ class EvaluationRun(Driver[EvaluationBatch]):
         return self._first(hook, native, *args) if self._steps == 1 else native(*args)
 
     def _first(self, hook: str, native: Callable[..., Any], *args: Any) -> Any:
-        """The first step, in Lightning's own thread; then the pipeline takes over, if there is something for it."""
+        """Run the first step in Lightning's own thread, and then start the pipeline if it has pieces to run."""
         evaluation, settings, pieces = self._evaluation, self._evaluation.settings, self._evaluation.pieces
         self._hook = hook
         if seeds_of_torch() != self._seeds:
@@ -315,20 +312,20 @@ class EvaluationRun(Driver[EvaluationBatch]):
     # Random numbers.
 
     def _tag(self, number: int | None = None) -> str:
-        """Names this evaluation, or its batch ``number``, for random numbers."""
+        """Name this evaluation, or its batch ``number``, for random numbers."""
         trainer = self._evaluation.trainer
         name = f"{trainer.state.stage} {trainer.global_step}"
         return name if number is None else f"{name} {number}"
 
     def _state(self, number: int) -> ProcessState:
-        """The process-wide state that batch ``number`` begins with."""
+        """Return the process-wide state with which batch ``number`` begins."""
         settings = self._evaluation.settings
         return ProcessState.seeded(self._evaluation.run_seed, settings.virtual_worker, self._tag(number))
 
     # The pipeline.
 
     def _begin(self, pieces: Sequence[Piece]) -> None:
-        """The first batch is through: make the pipeline, through which calls of ``pieces`` go."""
+        """Make the pipeline for ``pieces`` after the first batch."""
         evaluation, settings, module = self._evaluation, self._evaluation.settings, self._evaluation.module
         context = partial(evaluation.context, self._hook)
         default_dtype = default_dtype_in(context)
@@ -359,7 +356,7 @@ class EvaluationRun(Driver[EvaluationBatch]):
 
 
 class UnchangedWeights(Extension):
-    """Refuses changes of weights and buffers of ``pieces`` while batches are in flight, as stages run the live ones."""
+    """A guard that refuses changes of weights and buffers of ``pieces`` while batches are in flight."""
 
     def __init__(self, pieces: Sequence[Piece]) -> None:
         own = ((p.name, each) for p in pieces for each in (*p.module.named_parameters(), *p.module.named_buffers()))
@@ -375,10 +372,7 @@ class UnchangedWeights(Extension):
 
 
 class EvaluatedPieces(PieceForwards):
-    """Stands in for the ``forward`` of pieces of ``evaluation``, of which ``evaluator`` runs those ``pipelined``.
-
-    ``tag`` names a batch, for random numbers.
-    """
+    """Replacement of the ``forward`` of the pieces of ``evaluation``. ``evaluator`` runs the ``pipelined`` ones."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""The first minibatch of a fit: watched for pieces and their layers, which are then laid out as stages."""
+"""The first minibatch of a fit: it is watched for pieces and their layers, which are then laid out as stages."""
 
 from __future__ import annotations
 
@@ -47,15 +47,11 @@ LACKING = (
     f"this was the first minibatch of a fit; {SPREAD}; take smaller batches, or give more devices, or ones with more"
     " memory"
 )
-"""Note on a first minibatch that runs out of memory."""
+"""Note in the error of a first minibatch that runs out of memory."""
 
 
 def check_memory(module: nn.Module, optimizer: torch.optim.Optimizer, limits: Mapping[torch.device, int]) -> None:
-    """Refuses what does not fit into the bytes of a device before any activation is there.
-
-    Raises:
-        SettingError: with what is there, and what is lacking.
-    """
+    """Raise SettingError if weights, gradients and optimizer state alone exceed the limit of a device in bytes."""
     for device, limit in limits.items():
         held = [parameter for parameter in module.parameters() if parameter.device == device]
         weights = sum(parameter.nbytes for parameter in held)
@@ -72,19 +68,14 @@ def check_memory(module: nn.Module, optimizer: torch.optim.Optimizer, limits: Ma
 
 
 Begin = Callable[[TrainingWatch, Decision, int, States], None]
-"""Begins the pipeline that was decided on.
-
-Called with what the watched step has shown, the decision on stages, Nm, and the module's tensors before that step.
-"""
+"""Begins the pipeline from the watched step, the stages, Nm, and the module's tensors before that step."""
 
 
 @dataclass(eq=False)
 class FirstMinibatch:
-    """Watches the first minibatch of a fit in Lightning's own thread, and decides once its gradients are there.
-
-    Then it calls ``begin`` for a pipeline; or ``stay``, which has something else take its place, where hand-overs would
-    eat the gain of one. ``state`` gives a minibatch what its user code has of the process, if it has its own.
-    """
+    """A watch over the first minibatch of a fit in Lightning's own thread. It decides once the gradients are there.
+    Then it calls ``begin`` for a pipeline, or ``stay`` if hand-overs would eat the gain of a pipeline. ``state`` opens
+    the process-wide state of a minibatch, if minibatches have their own."""
 
     trainer: L.Trainer
     precision: Precision
@@ -107,7 +98,6 @@ class FirstMinibatch:
         self._samples = 1
 
     def step(self, minibatch: int, native: Callable[..., Any], args: Sequence[Any]) -> Any:
-        """Run ``native``, Lightning's own step, and watch it."""
         settings = self.settings
         self._watch = watch = TrainingWatch(
             self._module,
@@ -141,7 +131,7 @@ class FirstMinibatch:
         return output
 
     def backward(self, minibatch: int, native: Callable[[], None]) -> None:
-        """Run ``native``, Lightning's own backward, and begin what trains from the next minibatch on."""
+        """Run Lightning's own backward ``native``, and begin the run of the next minibatches."""
         watch, before = self._watch, self._before
         del self._watch, self._before
         native()
@@ -154,26 +144,18 @@ class FirstMinibatch:
             self.begin(watch, decision, in_flight, before)
 
     def _collect_garbage(self) -> None:
-        """Frees devices of what an earlier fit, or the capture, has left in cycles of references.
-
-        Graphs and their layers refer to one another, and Python collects these when it has made many objects, which
-        says nothing of the bytes on a device.
-        """
+        """Free device memory that an earlier fit, or the capture, left in reference cycles of graphs and layers. Python
+        alone would collect them by the number of objects, whatever bytes they hold on a device."""
         if self.settings.memory:
             gc.collect()
 
     def _changed_later(self, layer: nn.Module) -> str | None:
-        """Tell what a callback will do to ``layer`` that no graph follows."""
+        """Describe what a callback will do to ``layer`` that no graph follows, or return None."""
         if self._averaged and has_batch_norm(layer):
             return "has a BatchNorm, whose momentum StochasticWeightAveraging sets to None in the last epoch"
         return None
 
     def _decide(self, watch: TrainingWatch) -> Decision:
-        """Decide on stages and Nm.
-
-        Raises:
-            SettingError: where what was asked for cannot be done with these layers.
-        """
         return self.settings.decide(
             ProfilingInput(
                 watch.pieces,
@@ -190,10 +172,8 @@ class FirstMinibatch:
         )
 
     def _is_without_gain(self, watch: TrainingWatch, decision: Decision) -> bool:
-        """Say where a pipeline is not worth it; tell whether one stage is to be run instead.
-
-        Not so where stages or Nm, on which results depend, were asked for, or devices that are not here.
-        """
+        """Log why a pipeline is not worth it, if so. Return True if one stage is to run instead. Return False if the
+        user asked for stages or Nm, on which results depend, or for devices that are not here."""
         settings = self.settings
         if (why := without_gain(watch.apart, watch.pieces, decision)) is None:
             return False
@@ -205,7 +185,7 @@ class FirstMinibatch:
         return True
 
     def _agreed(self, watch: TrainingWatch, decision: Decision) -> tuple[Decision, int]:
-        """Take the weight policy and Nm on which all virtual workers agree, and say what there is to say of them."""
+        """Take the weight policy and Nm on which all virtual workers agree, and log what follows from them."""
         settings, layers = self.settings, [layer for piece in watch.pieces for layer in piece.layers]
         every = self.trainer.accumulate_grad_batches
         in_flight, weights = self.synchroniser.agree(decision.in_flight, decision.weights, every)

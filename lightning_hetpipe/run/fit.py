@@ -1,10 +1,9 @@
 """One ``fit``: a run of Lightning's training loop.
 
-Its first minibatch runs as in any other strategy, on the live weights, in Lightning's own thread. It shows which
-modules are pieces and what goes through their layers. When its gradients are there, and before the optimizer steps, the
-layers are measured and divided into stages, and the version that it used is stashed. From the next minibatch on,
-``training_step`` runs in the pipeline's runners. With one minibatch in flight there is no pipeline, and all minibatches
-run as the first one.
+Its first minibatch runs on the live weights in Lightning's own thread, as in any other strategy. It shows which modules
+are pieces and what goes through their layers. After its gradients are there, and before the optimizer steps, the layers
+are measured and divided into stages, and the version that it used is stashed. From the next minibatch on,
+``training_step`` runs in the pipeline's runners. With one minibatch in flight, all minibatches run as the first one.
 """
 
 from __future__ import annotations
@@ -81,7 +80,7 @@ from lightning_hetpipe.workers.synchroniser import NoSynchroniser, Synchroniser
 
 
 class Fit(Driver[Minibatch], TrainerRun):
-    """One ``fit``, with its validation. At the end of training it gives its report to ``reported``."""
+    """One ``fit`` with its validation. At the end of training it passes its report to ``reported``."""
 
     def __init__(
         self,
@@ -128,7 +127,7 @@ class Fit(Driver[Minibatch], TrainerRun):
         self._undo = ExitStack()
 
     def open(self) -> None:
-        """Puts the run between Lightning's loops and the module, until :meth:`close`."""
+        """Put the run between Lightning's loops and the module, until :meth:`close`."""
         self._undo.callback(torch.set_num_threads, self._plain_threads)
         self._undo.enter_context(self._operands)
         epoch_loop = self._trainer.fit_loop.epoch_loop
@@ -204,7 +203,7 @@ class Fit(Driver[Minibatch], TrainerRun):
         return output.detach() if isinstance(output, Tensor) else {**output, "loss": output["loss"].detach()}
 
     def _backward(self, redirect: Redirect, *args: Any, **kwargs: Any) -> None:
-        """Hand the minibatch's gradients, which are there, to Lightning."""
+        """Hand the minibatch's gradients, which are there already, to Lightning."""
         number, engine = self.begun(), self.pipeline
         if engine is None:
             self._inline.backward(number, partial(redirect.original, *args, **kwargs))
@@ -236,7 +235,7 @@ class Fit(Driver[Minibatch], TrainerRun):
             raise
 
     def _validate(self, redirect: Redirect) -> Any:
-        """Run Lightning's validation loop while what is in flight waits."""
+        """Run Lightning's validation loop while minibatches in flight wait."""
         number, engine = self.begun(), self.pipeline
         if engine is not None:
             with self.doing("drain", number):
@@ -279,7 +278,7 @@ class Fit(Driver[Minibatch], TrainerRun):
         self._launch(self.pipeline, number, step_arguments(self._trainer, batch, in_epoch + number - begun - 1))
 
     def _launch(self, engine: Engine, number: int, args: tuple[Any, ...]) -> None:
-        """Put minibatch ``number`` in flight, which ``training_step`` gets with ``args``."""
+        """Put minibatch ``number`` in flight. ``training_step`` gets ``args``."""
         if self._moved:
             args = move_data_to_device(args, engine.root_device)
         context, section = self.around_user(number)
@@ -304,7 +303,7 @@ class Fit(Driver[Minibatch], TrainerRun):
     # The pipeline.
 
     def _first_minibatch(self) -> FirstMinibatch:
-        """Prepare for a pipeline, and make what runs the minibatch before it."""
+        """Prepare for a pipeline, and make the watch over the minibatch before it."""
         settings, optimizer = self._settings, self._trainer.optimizers[0]
         steps = partial(getattr, self._trainer, "global_step")
         self._undo.enter_context(compiled_calls_apart())
@@ -330,7 +329,6 @@ class Fit(Driver[Minibatch], TrainerRun):
         )
 
     def _run_compiled(self) -> None:
-        """Let modules that the user has compiled run compiled again."""
         for redirect in self._compiled:
             redirect.remove()
 
@@ -343,10 +341,8 @@ class Fit(Driver[Minibatch], TrainerRun):
         self._lacking = lambda: spread_run.LACKING
 
     def _stay(self) -> None:
-        """The first minibatch has shown that a pipeline is not worth it: the devices that have run it train on.
-
-        From the next minibatch on, the run is a plain one, random numbers included.
-        """
+        """Train on with the devices that ran the first minibatch, because a pipeline is not worth it. From the next
+        minibatch on, the run is a plain one, random numbers included."""
         root: torch.device = self._trainer.strategy.root_device
         self._evaluation.take_over([], Layout([], Decision((0,), [root], 1, [0.0])), 1)
         self._around.clear()
@@ -355,7 +351,7 @@ class Fit(Driver[Minibatch], TrainerRun):
         self._stay_inline(replace(self._settings, stages=1))
 
     def _begin(self, watch: TrainingWatch, decision: Decision, in_flight: int, before: States) -> None:
-        """The first minibatch has shown what there is: a pipeline takes over, whose first version is the live one."""
+        """Start the pipeline after the first minibatch. Its first version is the live weights."""
         settings, number, trainer = self._settings, self.begun(), self._trainer
         pieces, apart = watch.pieces, watch.apart
         add, context = self.extensions.add, self._precision.train_step_context
@@ -457,13 +453,13 @@ class Fit(Driver[Minibatch], TrainerRun):
         return 0 if self.pipeline is None else self.pipeline.versions.most_steps
 
     def _moves(self) -> Moves:
-        """Expected changes of parameters by the next step, with its own rate."""
+        """Return the expected changes of parameters by the next step, computed with that step's own rate."""
         assert self._prediction is not None
         with self._correction.stepping():
             return self._prediction.moves()
 
     def _versions(self, policy: WeightPolicy, in_flight: int, version: int) -> Versions:
-        """The versions from ``version`` on, at which the pipeline starts empty."""
+        """Return the versions from ``version`` on, at which the pipeline starts empty."""
         begun, in_epoch = begun_minibatches(self._trainer)
         every = self._trainer.accumulate_grad_batches
         versions = Versions(policy, in_flight, every, version, begun - in_epoch)
@@ -473,7 +469,7 @@ class Fit(Driver[Minibatch], TrainerRun):
 
 @dataclass(eq=False)
 class _Unlocked(AroundStep):
-    """Lets other user code run while the optimizer computes, unless something ``around`` that is secret."""
+    """A release of other user code while the optimizer computes, unless a context in ``around`` is secret."""
 
     engine: Engine
     around: Sequence[AroundStep]

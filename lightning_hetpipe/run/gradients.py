@@ -13,7 +13,7 @@ from lightning_hetpipe.torch_private.tensors import foreach_norm, has_gradient_h
 
 
 def deliver(gradients: Mapping[nn.Parameter, Tensor], factor: float = 1.0) -> None:
-    """Adds ``gradients``, times ``factor``, to ``.grad``, and runs hooks that were put on the parameters."""
+    """Add ``gradients``, times ``factor``, to ``.grad``, and run hooks of the parameters."""
     taken: set[int] = set()
     for parameter, gradient in gradients.items():
         if not parameter.requires_grad:  # a callback froze it meanwhile
@@ -31,7 +31,7 @@ def deliver(gradients: Mapping[nn.Parameter, Tensor], factor: float = 1.0) -> No
 
 
 def _own(gradient: Tensor, parameter: nn.Parameter, taken: set[int]) -> Tensor:
-    """``gradient`` with memory of its own, laid out as the parameter: autograd may give one tensor to several."""
+    """Return ``gradient`` in its own memory, in the parameter's layout: autograd may use one tensor for several."""
     if gradient.layout is not torch.strided:
         return gradient
     memory = address_of(gradient)
@@ -44,7 +44,7 @@ def _own(gradient: Tensor, parameter: nn.Parameter, taken: set[int]) -> Tensor:
 
 
 def clip_by_norm(redirect: Redirect, optimizer: torch.optim.Optimizer, most: float | int) -> None:
-    """Clips the gradients of ``optimizer``'s parameters, in place of a precision plugin's ``clip_grad_by_norm``."""
+    """Clip the gradients of ``optimizer``'s parameters, in place of a precision plugin's ``clip_grad_by_norm``."""
     parameters = list(redirect.owner.main_params(optimizer))
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     if len({gradient.device for gradient in gradients}) < 2:
@@ -54,10 +54,8 @@ def clip_by_norm(redirect: Redirect, optimizer: torch.optim.Optimizer, most: flo
 
 
 def total_norm(gradients: Sequence[Tensor]) -> Tensor:
-    """The 2-norm of all ``gradients``, on the first one's device, by their own norms in order, computed where they lie.
-
-    ``torch.nn.utils.get_total_norm`` puts the norms of one device after those of another, and so rounds otherwise.
-    """
+    """Return the 2-norm of all ``gradients`` on the first one's device, from their own norms in order.
+    ``torch.nn.utils.get_total_norm`` orders the norms by device, and so rounds differently."""
     norms: dict[int, Tensor] = {}
     for device in dict.fromkeys(gradient.device for gradient in gradients):
         places = [place for place, gradient in enumerate(gradients) if gradient.device == device]

@@ -1,11 +1,10 @@
 """The life of a minibatch: the events of a run, of which every feature is an extension.
 
-One :class:`~lightning_hetpipe.run.driver.Driver` raises the events. Minibatch p, of which the weights after Lightning's
-step p are version p, lives through them in the order of :class:`Extension`. ``rules/versions.py`` says which version p
-uses. Gradients reach Lightning in ``Fit._backward``. ``extensions/waves_and_cuts.py`` pushes waves at ``stepped``.
+One :class:`~lightning_hetpipe.run.driver.Driver` raises the events, for minibatch p in the order of :class:`Extension`.
+The weights after Lightning's step p are version p. ``rules/versions.py`` defines which version p uses.
 
-Where the user's step runs in Lightning's own thread (the first minibatch of a fit or of an evaluation, and all of a
-spread run), there are ``epoch_begins``, ``doing``, ``evaluating``, ``epoch_ends``, ``discarded`` and ``closed``.
+The user's step runs in Lightning's own thread in a first minibatch of a fit or evaluation and in a spread run. Then the
+only events are ``epoch_begins``, ``doing``, ``evaluating``, ``epoch_ends``, ``discarded`` and ``closed``.
 """
 
 from __future__ import annotations
@@ -24,13 +23,11 @@ NOTHING: Around = nullcontext()
 
 
 class Extension:
-    """A feature of a run: implements the events that concern it.
+    """A feature of a run: its methods answer the events that concern it.
 
-    Events are raised in Lightning's thread, but for ``user_step`` and ``section``, which are raised in the runner's. An
-    event that gives something lasts as long as that is open.
-
-    Attributes:
-        after: Extensions that have to hear of events earlier. What they open is inside of what this one opens.
+    Events are raised in Lightning's thread, except for ``user_step`` and ``section``, which are raised in the runner's.
+    An event that returns a context lasts as long as the context is open. ``after`` lists extensions that must answer
+    events before this one. Contexts that they open are inside this one's contexts.
     """
 
     after: tuple[type[Extension], ...] = ()
@@ -43,28 +40,28 @@ class Extension:
         """Lightning's loop begins an epoch, whose first minibatch is ``first``."""
 
     def transferring(self, minibatch: int) -> Around:
-        """The hooks of that batch's transfer run, ahead of Lightning's loop."""
+        """The hooks of the batch's transfer run, ahead of Lightning's loop."""
         return NOTHING
 
     def user_step(self, minibatch: int) -> Around:
-        """All of the user's step runs."""
+        """The whole user's step runs."""
         return NOTHING
 
     def section(self, minibatch: int) -> UserSection:
-        """Sections of the user's step run, between two calls of pipelined modules."""
+        """A section of the user's step runs, between two calls of pipelined modules."""
         return NO_SECTION
 
     def arrived(self, minibatch: int) -> None:
         """Lightning's loop is at the step of ``minibatch``, whose gradients are there, or which has failed."""
 
     def finished(self, minibatch: BatchInFlight, args: Sequence[Any]) -> None:
-        """The gradients are there, and Lightning's buffers are those that its forward has left."""
+        """The gradients are there, and Lightning's buffers have the values that the minibatch's forward left."""
 
     def stepped(self, version: int) -> None:
         """Step ``version`` is over, with all its callbacks, and Lightning asks for the next batch."""
 
     def settled(self, version: int) -> None:
-        """The live weights and layers are those of ``version``, which is published next."""
+        """The live weights and layers are ``version``, which is published next."""
 
     def continues(self, version: int) -> None:
         """Minibatches are in flight while ``version`` is published, and stay so."""
@@ -76,11 +73,11 @@ class Extension:
         """``version`` is on all stages, and the pipeline starts empty at it."""
 
     def evaluating(self, minibatch: int) -> Around:
-        """An evaluation runs after step ``minibatch``; nothing in flight moves."""
+        """An evaluation runs after step ``minibatch``. Nothing in flight moves."""
         return NOTHING
 
     def epoch_ends(self) -> None:
-        """Lightning's loop is through with the epoch; what is in flight is discarded next."""
+        """Lightning's loop has finished the epoch. Minibatches in flight are discarded next."""
 
     def discarded(self) -> None:
         """Nothing is in flight any more."""
@@ -90,17 +87,15 @@ class Extension:
 
 
 class Extensions:
-    """The extensions of one run, which hear of each event in their order.
-
-    An event is named by the method of :class:`Extension` that answers it: ``tell(Extension.published, version)``.
-    """
+    """The extensions of one run, to which each event is raised in their order. An event is named by the method of
+    :class:`Extension` that answers it: ``tell(Extension.published, version)``."""
 
     def __init__(self) -> None:
         self._all: list[Extension] = []
         self._listening: dict[str, list[Callable[..., Any]]] = {}
 
     def add(self, *extensions: Extension) -> None:
-        """Adds ``extensions``, for all events from now on, behind those that are there."""
+        """Add ``extensions`` behind the present ones, for all events from now on."""
         for each in extensions:
             late = [type(one).__name__ for one in self._all if isinstance(each, one.after)]
             assert not late, f"{type(each).__name__} comes before {late}"
@@ -108,29 +103,29 @@ class Extensions:
         self._listening.clear()
 
     def tell(self, event: Callable[Concatenate[Extension, P], None], *args: P.args, **kwargs: P.kwargs) -> None:
-        """Raises ``event``."""
+        """Raise ``event``."""
         for hear in self._who_hear(event):
             hear(*args, **kwargs)
 
     def around(self, event: Callable[Concatenate[Extension, P], Around], *args: P.args, **kwargs: P.kwargs) -> Around:
-        """Raises ``event``, which lasts as long as what is returned is open; the first extension has the innermost."""
+        """Raise ``event`` for as long as the returned context is open. The first extension's context is innermost."""
         found = [hear(*args, **kwargs) for hear in reversed(self._who_hear(event))]
         if len(found) < 2:
             return found[0] if found else NOTHING
         return opened(found)
 
     def section(self, minibatch: int) -> UserSections:
-        """The sections of all extensions as one."""
+        """Return the sections of all extensions as one."""
         return UserSections([hear(minibatch) for hear in self._who_hear(Extension.section)])
 
     def close(self) -> None:
-        """Tells all that the run is over, the last one first, and each of them, whatever others raise."""
+        """Raise ``closed`` in reverse order, to every extension even if one fails."""
         with ExitStack() as stack:
             for hear in self._who_hear(Extension.closed):
                 stack.callback(hear)
 
     def _who_hear(self, event: Callable[..., Any]) -> list[Callable[..., Any]]:
-        """The methods of those extensions that implement ``event``."""
+        """Return the methods of the extensions that implement ``event``."""
         name = event.__name__
         if name not in self._listening:
             listening = [each for each in self._all if getattr(type(each), name) is not event]
@@ -140,7 +135,7 @@ class Extensions:
 
 @contextmanager
 def opened(those: Iterable[Around]) -> Iterator[None]:
-    """Open several, the first one outermost."""
+    """Context manager in which ``those`` are open, the first one outermost."""
     with ExitStack() as stack:
         for around in those:
             stack.enter_context(around)

@@ -1,9 +1,8 @@
-"""Fetches batches ahead of Lightning's loop, so that up to Nm minibatches are in flight.
+"""The look-ahead: it fetches batches ahead of Lightning's loop, so that up to Nm minibatches are in flight.
 
-Lightning asks for one batch at a time. When it asks for batch p, batches up to p + Nm - 1 are fetched, moved to the
-device and submitted. What the loop and its callbacks see of the fetcher, and of a resumable DataLoader, is the state at
-batch p (law L9). It never looks past the end of an epoch (law L6). While nothing runs ahead of the loop, the loop gets
-each batch as its own fetcher gives it. A batch in flight lies in memory of its own, whatever the loader does with its.
+When Lightning asks for batch p, batches up to p + Nm - 1 are fetched, moved to the device and submitted. The loop and
+its callbacks see the fetcher, and a resumable DataLoader, in the state at batch p (law L9). The look-ahead never passes
+the end of an epoch (law L6). A batch in flight lies in memory of its own, whatever the loader does with its memory.
 """
 
 from __future__ import annotations
@@ -42,24 +41,21 @@ if TYPE_CHECKING:
 
 
 class ReadyBatch:
-    """A batch that has gone through all transfer hooks already; Lightning's own transfer lets it pass.
-
-    Not a dataclass: Lightning would look into it.
-    """
+    """A batch after all transfer hooks. Lightning's own transfer skips it. As a dataclass it would be searched."""
 
     def __init__(self, batch: Any) -> None:
         self.batch = batch
 
 
 def prepared(batch: Any, dataloader_idx: int, trainer: L.Trainer, precision: Precision) -> Any:
-    """``batch`` on the devices, with all hooks, as Lightning would do it."""
+    """Move ``batch`` to the devices with all hooks, as Lightning would do it."""
     batch = precision.convert_input(batch)
     batch = move_before_transfer(trainer.lightning_module, batch, dataloader_idx)
     return trainer.strategy.batch_to_device(batch, dataloader_idx=dataloader_idx)
 
 
 def before_transfer(redirect: Redirect, batch: Any, *args: Any, **kwargs: Any) -> Any:
-    """The redirected hook before a transfer, which a batch that was transferred ahead has had."""
+    """Replace the hook before a transfer: skip it for a batch that was transferred ahead."""
     return batch if isinstance(batch, ReadyBatch) else redirect.original(batch, *args, **kwargs)
 
 
@@ -75,7 +71,7 @@ class _Fetched:
 
 
 class LookAhead(DataFetcher):
-    """Stands before Lightning's fetcher ``inner`` for one epoch."""
+    """A fetcher before Lightning's fetcher ``inner`` for one epoch."""
 
     def __init__(self, inner: DataFetcher, driver: Driver[Any]) -> None:
         super().__init__()
@@ -93,7 +89,7 @@ class LookAhead(DataFetcher):
         self._redirects = [self._states_of]
         self._first = True
         self._first_batch: tuple[Any, dict[int, tuple[Tensor, int]]] | None = None
-        """The epoch's first batch, kept while later batches are compared with the addresses of its tensors."""
+        """The epoch's first batch. Later batches are compared with the addresses of its tensors."""
         self._failure: Exception | None = None
 
     def __iter__(self) -> LookAhead:
@@ -141,7 +137,7 @@ class LookAhead(DataFetcher):
         return current.ready, current.batch_idx, current.dataloader_idx
 
     def _next_of_loop(self) -> tuple[Any, int, int]:
-        """Get the next batch as Lightning's own fetcher gives it: hooks and transfer follow in Lightning's order."""
+        """Return the next batch as from Lightning's own fetcher. Hooks and transfer follow in Lightning's order."""
         try:
             fetched = self._fetch_of_inner()
             self._look_for_reuse(fetched[0])
@@ -150,7 +146,7 @@ class LookAhead(DataFetcher):
             self.fetched, self.done = self._inner.fetched, self._inner.done
 
     def close(self) -> None:
-        """Gives up what was fetched ahead. Whoever saves a checkpoint afterwards finds the state at the last batch."""
+        """Discard batches that were fetched ahead. A checkpoint saved afterwards has the state at the last batch."""
         for redirect in self._redirects:
             redirect.remove()
         ahead = bool(self._waiting) or self._failure is not None
@@ -160,7 +156,6 @@ class LookAhead(DataFetcher):
             Redirect(self.combined_loader, LOADER_STATES, partial(_left, weakref.ref(iterator), self._states))
 
     def _next_number(self) -> int:
-        """The minibatch of the batch that is fetched next."""
         return self._driver.begun() + 1 + len(self._waiting)
 
     def _fetch_of_inner(self) -> tuple[Any, int, int]:
@@ -188,14 +183,14 @@ class LookAhead(DataFetcher):
         )
 
     def _look_for_reuse(self, batch: Any) -> None:
-        """Notice a ``batch`` in the memory of the epoch's first one, which no later batch is overwritten by."""
+        """Notice a ``batch`` in the memory of the epoch's first batch: the loader reuses memory."""
         if self._first_batch is None:
             self._first_batch = (batch, _places(batch))
         elif (first := self._first_batch[1]) and not self._driver.copies_batches:
             self._driver.copies_batches = not first.keys().isdisjoint(_places(batch))
 
     def _refuse_changed_memory(self, batch: Any) -> None:
-        """Refuse ``batch`` if it shares memory with a tensor of the epoch's first batch that was changed."""
+        """Refuse ``batch`` if it shares memory with a changed tensor of the epoch's first batch."""
         first = {} if self._first_batch is None else self._first_batch[1]
         changed = [each for each, counter in first.values() if version_counter(each) != counter]
         found = [each for place, (each, _) in _places(batch).items() if place not in first] if changed else []
@@ -210,21 +205,21 @@ class LookAhead(DataFetcher):
 
 
 def _places(batch: Any) -> dict[int, tuple[Tensor, int]]:
-    """The addresses at which the tensors of ``batch`` begin, with how often each tensor was changed in place."""
+    """Map the address of each tensor of ``batch`` to the tensor and the number of its in-place changes."""
     tensors = (each for leaf in pytree.tree_leaves(batch) for each in _tensors_of_leaf(leaf))
     own = (each for each in tensors if address_of(each) is not None and each.numel())
     return {each.data_ptr(): (each, version_counter(each)) for each in own}
 
 
 def _attributes_of_leaf(leaf: Any) -> dict[str, Any]:
-    """Return the attributes of an object of a user's class; none for functions, modules and built-in values."""
+    """Return the attributes of an object of a user's class. Functions, modules and built-in values have none."""
     if callable(leaf) or type(leaf).__module__ in ("builtins", "numpy"):
         return {}
     return attributes_of(leaf)
 
 
 def _tensors_of_leaf(leaf: Any) -> Sequence[Tensor]:
-    """Return a tensor itself, and the tensors among the attributes of another leaf, into which no tree looks."""
+    """Return a tensor itself, or the tensors among the attributes of another leaf, which pytree does not see."""
     if isinstance(leaf, Tensor):
         return (leaf,)
     return tensors_of(attributes) if (attributes := _attributes_of_leaf(leaf)) else ()
@@ -243,7 +238,7 @@ def _copied(leaf: Any) -> Any:
 
 
 def _left(iterator: weakref.ref[Any], states: list[dict[str, Any]], redirect: Redirect) -> Any:
-    """``states``, in which an epoch that was cut short has left the loader, until somebody iterates over it again."""
+    """Return ``states``, in which an epoch cut short left the loader, until code iterates over it again."""
     if loader_iterator(redirect.owner) in (None, iterator()):
         return states
     redirect.remove()

@@ -1,4 +1,4 @@
-"""Missed data: what no virtual worker trains on, as the one whose share it was is lost in the middle of an epoch."""
+"""Missed data: the data on which nobody trains, because its virtual worker was lost in the middle of an epoch."""
 
 from __future__ import annotations
 
@@ -13,13 +13,8 @@ from lightning_hetpipe.lightning_private import train_loaders
 
 
 class EpochShare(NamedTuple):
-    """Share of virtual worker ``vw`` of an epoch.
-
-    Attributes:
-        batches: Minibatches; None where nobody knows.
-        batch_size: Samples of each but the last one; None where nobody knows, as with a batch sampler of one's own.
-        samples: All samples of the loader.
-    """
+    """Share of virtual worker ``vw`` of an epoch. None is unknown, as with a user's batch sampler. ``batches`` are
+    minibatches of ``batch_size`` samples each but the last one, ``samples`` all samples of the loader."""
 
     vw: int
     batches: int | None = None
@@ -28,7 +23,7 @@ class EpochShare(NamedTuple):
 
     @classmethod
     def of(cls, trainer: L.Trainer) -> EpochShare:
-        """The share of the epoch that begins, or goes on, of the virtual worker of ``trainer``."""
+        """Return the share of the virtual worker of ``trainer`` in the epoch that begins or continues."""
         vw, most, loaders = trainer.global_rank, trainer.num_training_batches, train_loaders(trainer)
         batches = None if most == math.inf else int(most)
         if batches is None or len(loaders) != 1 or not isinstance(loaders[0], DataLoader):
@@ -40,43 +35,33 @@ class EpochShare(NamedTuple):
             return cls(vw, batches)
 
     def samples_of(self, minibatches: int) -> int | None:
-        """Samples of the first ``minibatches``; None where nobody knows."""
+        """Return the samples of the first ``minibatches``, or None if unknown."""
         if self.batch_size is None or self.samples is None:
             return None
         return min(minibatches * self.batch_size, self.samples)
 
 
 class MissedData:
-    """Counts what lost virtual workers have not trained on.
-
-    A virtual worker has as many minibatches behind it as its waves hold since the last cut at which all came to the
-    same minibatch, or since the epoch's beginning.
-    """
+    """A count of the data on which lost virtual workers have not trained. A lost virtual worker has trained on its
+    waves since the epoch's last cut at which all came to one minibatch, or since the epoch's beginning."""
 
     def __init__(self) -> None:
         self._shares: dict[int, EpochShare] = {}
         self._marks: list[tuple[int, int]] = []
 
     def begin(self, shares: Sequence[Sequence[Any]]) -> None:
-        """An epoch begins, or goes on, with the ``shares`` of those that are there.
-
-        Whoever has had data dealt, and is gone by now, leaves as much as it had in the epoch before.
-        """
+        """Begin or continue an epoch with the ``shares`` of the virtual workers that are there. A virtual worker that
+        was dealt data and is gone by now keeps its share of the epoch before."""
         self._shares |= {share[0]: EpochShare(*share) for share in shares}
         self._marks = []
 
     def mark(self, clock: int, minibatch: int) -> None:
-        """All that are there are at ``clock``, after ``minibatch`` of the epoch on virtual worker 0."""
+        """Record that all present virtual workers are at ``clock``, after ``minibatch`` on virtual worker 0."""
         self._marks.append((clock, minibatch))
 
     def report(self, vw: int, clock: int, lengths: Sequence[int], epoch: int) -> tuple[str, int]:
-        """Sentence on what of ``epoch`` is missed of ``vw``, which was lost at ``clock``, and its samples, if known.
-
-        The sentence is empty where nothing is missed.
-
-        Args:
-            lengths: W_v of each virtual worker.
-        """
+        """Return a sentence on the data that ``vw``, lost at ``clock``, missed in ``epoch``, and its samples, or 0.
+        ``lengths`` are W_v of each virtual worker. The sentence is empty if nothing is missed."""
         share, first = self._shares.get(vw, EpochShare(vw)), self._marks[0][0]
         since, minibatch = next((mark for mark in reversed(self._marks) if mark[0] <= clock), self._marks[0])
         done = (minibatch * lengths[vw]) // lengths[0] + max(0, clock - since) * lengths[vw]

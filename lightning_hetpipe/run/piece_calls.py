@@ -1,6 +1,6 @@
-"""Calls of the pipelined modules: through a pipeline where one takes them, and on the live layers anywhere else.
+"""Calls of the pipelined modules: in a pipeline if it takes them, otherwise on the live layers.
 
-Stages follow changes of the live layers, other than of weights and buffers, where their pipeline is empty.
+Stages follow changes of the live layers, other than of weights and buffers, when their pipeline is empty.
 """
 
 from __future__ import annotations
@@ -31,15 +31,13 @@ from lightning_hetpipe.run.lifecycle import NOTHING, Around, Extension
 
 
 def draws(piece: Piece) -> bool:
-    """Tell whether a layer of ``piece`` draws random numbers now."""
+    """Return True if a layer of ``piece`` draws random numbers now."""
     return any(draws_now(layer.module) for layer in piece.layers)
 
 
 class PieceForwards(Extension):
-    """Stands in for the ``forward`` of each of ``pieces``, which are in the order of the user's step.
-
-    What ``pool`` computes pauses while a piece is captured anew.
-    """
+    """Replacement of the ``forward`` of each of ``pieces``, which are in the order of the user's step. Computations of
+    ``pool`` pause while a piece is captured anew."""
 
     def __init__(self, pieces: Sequence[Piece], layout: Layout, pool: RunnerPool[Any]) -> None:
         self._layout = layout
@@ -55,7 +53,7 @@ class PieceForwards(Extension):
         self._undo.close()
 
     def through_pipeline(self, index: int, piece: Piece, call: ModuleCall) -> Any:
-        """Runs piece number ``index`` in the pipeline; ``NOT_TAKEN`` where that does not take the call."""
+        """Run piece number ``index`` in the pipeline, or return ``NOT_TAKEN`` if it does not take the call."""
         raise NotImplementedError
 
     def _answer(self, call: ModuleCall) -> Any:
@@ -68,13 +66,9 @@ class PieceForwards(Extension):
 
 
 class PieceCalls(PieceForwards):
-    """Stands in for the ``forward`` of each of ``pieces`` in a fit, and has the stages of ``engine`` follow the pieces.
-
-    Args:
-        driver: The fit.
-        context: Opened while layers are captured anew.
-        evaluates: Tells whether an evaluation runs in a pipeline of its own, through the modules' own ``forward``.
-    """
+    """Replacement of the ``forward`` of ``pieces`` in a fit. The stages of ``engine`` follow changes of the pieces.
+    ``context`` is opened while layers are captured anew. ``evaluates`` returns whether an evaluation runs in its own
+    pipeline, through the modules' own ``forward``."""
 
     def __init__(
         self,
@@ -98,7 +92,7 @@ class PieceCalls(PieceForwards):
         self._first = first
 
     def section(self, minibatch: int) -> UserSection:
-        """Note modes at the beginning of each section of ``training_step``, which must not change them."""
+        """Record modes at the beginning of each section of ``training_step``, which must not change them."""
 
         def take_modes() -> None:
             self._modes = self._fingerprint.modes()
@@ -145,11 +139,11 @@ class PieceCalls(PieceForwards):
             return minibatch.call(index, piece.name, (call.args, call.kwargs), prepare)
 
     def _is_due(self, minibatch: int) -> bool:
-        """Tell whether graphs are compared though no change is known: ever more rarely, and in each epoch's first."""
+        """Return True if graphs are compared without a known change: ever more rarely, and in each epoch's first."""
         return minibatch == self._first or minibatch & (minibatch - 1) == 0
 
     def _check(self, index: int, name: str) -> None:
-        """Refuses what ``training_step`` has done before it calls the piece ``name``, and copies would not follow."""
+        """Refuse changes by ``training_step`` before its call of ``name`` that copies of layers would not follow."""
         if has_own_seed() and draws(self._fingerprint.pieces[index]):
             refuse_seeded(name)
         changed = self._fingerprint.changed()

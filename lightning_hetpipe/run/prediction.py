@@ -1,8 +1,8 @@
 """Prediction of weights: how the next optimizer step is expected to change each parameter.
 
-A minibatch whose weights miss s optimizer steps then computes on these weights moved on by s such steps. SpecTrain
-(2018) takes SGD's momentum buffer for it, XPipe (2019) Adam's moments, PipeOptim (2023) what the last step has done;
-for SGD with momentum at a constant rate the first and the last are the same, weight decay included, but for rounding.
+A minibatch whose weights miss s optimizer steps computes on these weights moved on by s predicted steps. SpecTrain
+(2018) predicts by SGD's momentum buffer, XPipe (2019) by Adam's moments, PipeOptim (2023) by the change of the last
+step. For SGD with momentum at a constant rate, SpecTrain and PipeOptim agree but for rounding, weight decay included.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from lightning_hetpipe.run.around_step import AroundStep, check_hooks
 from lightning_hetpipe.torch_private.tensors import foreach_copy_
 
 Rule = Callable[[dict[str, Any], dict[str, Any]], Move | None]
-"""Gives the expected change of a parameter, by its group and its state; None for no change."""
+"""Returns the expected change of a parameter from its group and its state, or None for no change."""
 
 
 class Prediction(AroundStep):
-    """Prediction by the state of ``optimizer``, as the ``rule`` of ``policy`` reads it."""
+    """Prediction from the state of ``optimizer``, read by the ``rule`` of ``policy``."""
 
     def __init__(self, optimizer: Optimizer, policy: str, rule: Rule) -> None:
         self._optimizer = optimizer
@@ -35,10 +35,10 @@ class Prediction(AroundStep):
         self._rule = rule
 
     def moves(self) -> Moves:
-        """Expected change of each parameter by the next step; of none before the first one, and of no frozen one.
+        """Return the expected change of each parameter by the next step. Frozen and never updated parameters have none.
 
         Raises:
-            SettingError: for an optimizer whose own step keeps another state than torch's.
+            SettingError: if the optimizer's own step keeps another state than torch's.
         """
         try:
             return self._expected()
@@ -57,19 +57,17 @@ class Prediction(AroundStep):
         return found
 
     def saved(self) -> Sequence[Tensor | None]:
-        """Tensors that a checkpoint has to hold beside the optimizer's state, for each of its parameters."""
+        """Return the tensors, for each parameter, that a checkpoint must hold beside the optimizer's state."""
         return ()
 
     def restore(self, saved: Sequence[Tensor | None]) -> None:
-        """Take what was ``saved``, as the optimizer's state is restored; nothing of another policy's run."""
+        """Restore ``saved`` together with the optimizer's state. It is empty if another policy saved it."""
 
 
 class LastStep(Prediction):
-    """Prediction by what the last step of ``optimizer`` has changed; a step that was skipped has changed nothing.
-
-    So has a step of which the user's ``optimizer_step`` has only called the closure: it is among the ``steps`` that
-    Lightning has counted, and was not asked of the optimizer.
-    """
+    """Prediction by the change of the last step of ``optimizer``. A skipped step changed nothing. A step also counts as
+    skipped if the user's ``optimizer_step`` only called the closure. Lightning counts it among its ``steps``, but the
+    optimizer was not asked for it."""
 
     def __init__(self, optimizer: Optimizer, steps: Callable[[], int] = lambda: 0) -> None:
         super().__init__(optimizer, "pipeoptim", lambda group, state: None)
@@ -115,7 +113,7 @@ class LastStep(Prediction):
         self._changes = room
 
     def _room_for(self, parameter: nn.Parameter) -> Tensor:
-        """Memory for the change of ``parameter``, which is kept, as new memory takes longer than what is done in it."""
+        """Return kept memory for the change of ``parameter``: new memory costs more than the computation in it."""
         room = self._room.get(parameter)
         if room is None or (room.shape, room.dtype, room.device) != (
             parameter.shape,
@@ -130,10 +128,10 @@ class LastStep(Prediction):
 
 
 def prediction_of(policy: str, optimizer: Optimizer, steps: Callable[[], int] = lambda: 0) -> Prediction:
-    """The prediction of the weight policy of that name; ``steps`` gives Lightning's count of optimizer steps.
+    """Return the prediction of a weight policy. ``steps`` returns Lightning's count of optimizer steps.
 
     Raises:
-        SettingError: for an optimizer, or a setting of it, that the policy has no rule for.
+        SettingError: if the policy has no rule for the optimizer or its settings.
     """
     check_hooks(optimizer, f"weights='{policy}'")
     if (by := lacks(policy, optimizer)) is not None:
@@ -142,7 +140,7 @@ def prediction_of(policy: str, optimizer: Optimizer, steps: Callable[[], int] = 
 
 
 def lacks(policy: str, optimizer: Optimizer) -> str | None:
-    """Say by what ``policy`` predicts and ``optimizer`` does not have; None if the policy has a rule for it."""
+    """Describe what ``policy`` predicts by and ``optimizer`` lacks, or return None if the policy has a rule for it."""
     if policy not in _RULES:
         return None
     kinds, _, groups = _RULES[policy]
@@ -162,8 +160,7 @@ def _no_rule(policy: str, by: str) -> SettingError:
 
 
 PREFERRED = ("spectrain", "xpipe", "pipeoptim")
-"""Predicting policies, in the order in which one is looked for that has a rule for an optimizer: the last one suits
-any, and keeps one copy of the weights more."""
+"""Predicting policies, in the order of preference. The last suits any optimizer, but copies weights once more."""
 
 
 def _by_momentum(group: Mapping[str, Any], state: Mapping[str, Any]) -> Move | None:
@@ -172,7 +169,7 @@ def _by_momentum(group: Mapping[str, Any], state: Mapping[str, Any]) -> Move | N
 
 
 def _by_moments(group: Mapping[str, Any], state: Mapping[str, Any]) -> Move | None:
-    """Adam's step, its bias corrections in the other order (Kingma and Ba, section 2)."""
+    """Return Adam's step, with its bias corrections in the other order (Kingma and Ba, section 2)."""
     if not (steps := float(state["step"])):  # a fused step that a loss scaler has skipped has made a state
         return None
     beta, gamma = group["betas"]

@@ -1,8 +1,9 @@
-"""Preemption: a run that is told to end is saved where all virtual workers hold the same weights, and ends (law L6).
+"""Preemption: a run that is told to end saves where all virtual workers hold the same weights, and ends (law L6).
 
-Virtual worker 0 decides, whoever else got the signal: it asks for a cut with the wave that runs, and all cut at most
-D + 1 waves later (`extensions/waves_and_cuts.py`). A single virtual worker saves after the step that runs. An epoch or
-a validation that ends first is such a place, too. One of several that alone is told to end leaves after its wave.
+Virtual worker 0 decides, whichever virtual worker got the signal. It asks for a cut with the wave that runs, and all
+cut at most D + 1 waves later (`extensions/waves_and_cuts.py`). The end of an epoch or of a validation serves as a cut
+if it comes first. A single virtual worker saves after its step. If only one of several is told to end, it leaves after
+a wave.
 """
 
 from __future__ import annotations
@@ -23,23 +24,22 @@ from lightning_hetpipe.redirect import Redirect
 from lightning_hetpipe.workers.synchroniser import NoSynchroniser, Synchroniser
 
 TOGETHER = 2.0
-"""Seconds in which SIGTERM reaches all processes of a run that is to end: from a scheduler, and once more from whoever
-has started them. A second one that comes later ends a process at once; one that got it alone leaves only then."""
+"""Seconds in which SIGTERM reaches all processes of a run, from the scheduler and again from their launcher. A second
+SIGTERM that comes later ends a process at once. A process that got SIGTERM alone leaves only after this time."""
 
 LEAVES, NOTHING, END, REQUEUE = range(-1, 3)
-"""Wishes of a virtual worker, the strongest last: to leave the others; and those of virtual worker 0, that all end, and
-that SLURM requeues the job, too."""
+"""Wishes, the strongest last: to leave alone, none, and from virtual worker 0: all end, SLURM requeues the job."""
 
 
 class Preemption:
-    """Saves and ends a fit that is told to end.
+    """Handler that saves and ends a fit that is told to end.
 
     Args:
-        trainer: Lightning's, whose signal handlers are not set yet.
+        trainer: Trainer whose signal handlers are not set yet.
         grace: Seconds from SIGTERM to SIGKILL.
 
     Attributes:
-        agreed: What all do at the next step or the next epoch, which begins with weights that all hold.
+        agreed: What all do at the next step or epoch that begins with weights that all hold.
     """
 
     def __init__(self, trainer: L.Trainer, synchroniser: Synchroniser | NoSynchroniser, grace: float) -> None:
@@ -72,7 +72,7 @@ class Preemption:
     # Signals, whose handlers run in Lightning's thread at any moment, also in a wait.
 
     def _on_sigterm(self, redirect: Redirect, *args: Any) -> None:
-        """Note SIGTERM. Before the training there is nothing to save, and without a launcher nobody to save with."""
+        """Note SIGTERM. Before training there is nothing to save, and without a launcher nobody to save with."""
         if os.getpid() != self._pid:  # a DataLoader worker, which ends with this process
             return
         child, now = this_child(), time.monotonic()
@@ -92,28 +92,23 @@ class Preemption:
 
     @property
     def wish(self) -> int:
-        """Wish of this virtual worker; only virtual worker 0 has one for all."""
+        """Wish of this virtual worker. Only virtual worker 0 has a wish for all."""
         if self._trainer.is_global_zero:
             return self._wish
         return LEAVES if self._told is not None and time.monotonic() - self._told >= TOGETHER else NOTHING
 
     def agree(self, wishes: Sequence[int]) -> None:
-        """Take the ``wishes`` of all virtual workers that are at a cut; called on all of them."""
+        """Take the ``wishes`` of all virtual workers at a cut. Called on all of them."""
         self.agreed = max(self.agreed, *wishes)
 
     def leave_unless_all_end(self) -> None:
-        """Leave the others, after a wave or an epoch, if virtual worker 0 was not told to end as well.
-
-        Raises:
-            ToldToEnd: if so.
-        """
+        """Raise ToldToEnd after a wave or an epoch, unless virtual worker 0 was told to end as well."""
         if not self.agreed:
             self._end_now(alone=True)
 
     # Lightning's loops.
 
     def wave_ends(self) -> None:
-        """Measure a wave, which has just ended."""
         now = time.monotonic()
         if self._wave_ended is not None:
             self._wave_seconds = now - self._wave_ended
@@ -130,7 +125,7 @@ class Preemption:
             self.end()
 
     def _on_epoch(self, redirect: Redirect, *args: Any) -> None:
-        """Save between two epochs, once the callbacks have had their say."""
+        """Save between two epochs, after the callbacks."""
         redirect.original(*args)
         if self.agreed or (self._single and self._told is not None):
             self.end()
@@ -143,7 +138,7 @@ class Preemption:
         self._save_seconds = time.monotonic() - started
 
     def _warn_if_late(self) -> None:
-        """Say, once, that more time is needed than there is, as far as that was measured in this fit."""
+        """Warn once if saving needs more time than is left, as far as this fit has measured it."""
         if self._has_warned or self._told is None or not self._trainer.is_global_zero:
             return
         self._has_warned = True
@@ -160,11 +155,7 @@ class Preemption:
     # The end.
 
     def end(self) -> NoReturn:
-        """Save the run, and end it; called on all, at a cut or between two epochs.
-
-        Raises:
-            ToldToEnd: always.
-        """
+        """Save the run and raise ToldToEnd. Called on all virtual workers, at a cut or between two epochs."""
         trainer, first = self._trainer, self._trainer.is_global_zero
         requeues = (self._wish if self._single else self.agreed) == REQUEUE
         where, how = self._place(requeues)
@@ -185,10 +176,8 @@ class Preemption:
         raise ToldToEnd(alone)
 
     def _place(self, requeues: bool) -> tuple[str | None, str]:
-        """The file to save in, or None, and what to do to go on from there.
-
-        SLURM's signal is an order to save. SIGTERM is none to a Trainer that is to write no checkpoints.
-        """
+        """Return the file to save in, or None, and how to resume. SLURM's signal is an order to save. SIGTERM is no
+        such order to a Trainer that writes no checkpoints."""
         trainer = self._trainer
         saver: Any = trainer.checkpoint_callback
         if saver is None and not requeues:
@@ -200,11 +189,11 @@ class Preemption:
 
 
 def unplanned_path(trainer: L.Trainer, why: str) -> str:
-    """The file, named after the reason ``why``, to save in what no callback has planned: beside a ModelCheckpoint's."""
+    """Return the file of a save that no callback planned for reason ``why``: beside a ModelCheckpoint's files."""
     folder = getattr(trainer.checkpoint_callback, "dirpath", None) or trainer.default_root_dir
     return os.path.join(folder, f"{why}-epoch={trainer.current_epoch}-step={trainer.global_step}.ckpt")
 
 
 def how_to_resume(path: str) -> str:
-    """Say how a run goes on from ``path``, as the end of a sentence."""
+    """Describe how to resume from ``path``, as the end of a sentence."""
     return f"to resume, start it again with trainer.fit(..., ckpt_path={path!r}), hetpipe-train with ckpt_path"

@@ -1,4 +1,4 @@
-"""Settings of a run, and refusals of what a pipeline cannot train: each is one sentence."""
+"""Settings of a run, and one-sentence refusals of what a pipeline cannot train."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ from lightning_hetpipe.server.transport.security import Security
 
 @dataclass(frozen=True)
 class RunSettings:
-    """Settings of one run, as the strategy was asked for them."""
+    """Settings of one run, as given to the strategy."""
 
     stages: int | Literal["auto"]
     in_flight: int | Literal["auto"]
     module: Sequence[str] | None
     timeout: float
     capture_timeout: float
-    """Seconds after which nothing more is taken apart."""
+    """Seconds after which no more modules are taken apart."""
     devices: Sequence[torch.device]
     torch_threads: int
     choose_split_points: Callable[[Sequence[float], int], tuple[int, ...]]
@@ -51,46 +51,43 @@ class RunSettings:
     compile: Mapping[str, Any] | None = None
     timeline: Window | None = None
     planned: bool = False
-    """True if stages are those of a plan of a pipeline, or emulated."""
+    """True if a pipeline plan or emulation gives the stages."""
     chosen: bool = False
-    """True if stages and Nm are to be chosen among devices that differ."""
+    """True if stages and Nm are to be chosen among unequal devices."""
     spread: Sequence[torch.device] = ()
-    """Devices of the provisional stages, in order, that the model is spread over before stages are decided."""
+    """Devices, in order, of the provisional stages over which the model is spread before stages are decided."""
     memory: Mapping[torch.device, int] = field(default_factory=dict)
-    """Bytes of those of the devices that have a limit."""
+    """Memory limits of devices, in bytes. Devices without a limit are left out."""
     resumed: int | None = None
-    """Nm of the checkpoint that is resumed, where none was asked for."""
+    """Nm of the resumed checkpoint, if the user gave no Nm."""
     lr_correction: Correction | None = None
-    """Lower learning rates at the beginning; None for none."""
     weights: Sequence[WeightPolicy] = (STASH,)
-    """Weight policies, of which the first is taken that devices have room for."""
+    """Weight policies in order of preference. The run takes the first one for which devices have room."""
     automatic: Automatic | None = None
-    """Choice of the policy and the correction of rates, unless the user has made it."""
+    """Choice of the policy and the correction of rates, unless the user chose them."""
     elsewhere: Mapping[int, StageElsewhere] = field(default_factory=dict)
-    """Stages on other machines, by number."""
     security: Security = field(default_factory=Security)
-    """Certificates and token for their hosts."""
     grace: float = 30.0
-    """Seconds that the run has to end in, once it is told to."""
+    """Seconds in which the run has to end after it is told to."""
     has_groups: bool = False
     """True if a stage lies on several devices."""
     waited_in: Callable[[], str | None] = lambda: None
-    """Gives a call in which virtual workers have waited for each other since it last did."""
+    """Returns a call, since the last query, in which virtual workers have waited for each other."""
 
     @property
     def wants_graphs(self) -> bool:
-        """True if all layers are to be captured as graphs, where that is possible."""
+        """True if layers are to be captured as graphs wherever possible."""
         return bool(self.elsewhere) or self.has_groups
 
     @property
     def is_spread(self) -> bool:
-        """True if one minibatch is in flight, and nothing is asked for that is a stage's work: then there is no
-        pipeline, and Lightning's own steps run on the devices that the model is spread over."""
+        """True if one minibatch is in flight and no setting asks for the work of a stage. Then there is no pipeline:
+        Lightning's own steps run on the devices over which the model is spread."""
         return not self._asks_for_pipeline and self._of_stages is None
 
     @property
     def _of_stages(self) -> str | None:
-        """A setting that is a stage's work: to compile, to compute forwards again, to emulate, to synchronise."""
+        """A setting that needs stages: to compile, to compute forwards again, to emulate, split or synchronise."""
         if self.virtual_workers > 1:
             return "virtual_workers"
         if self.compile is not None:
@@ -103,13 +100,12 @@ class RunSettings:
 
     @property
     def way_out(self) -> str:
-        """Say how to train what no pipeline can train, as the end of a sentence."""
+        """Way to train what no pipeline can train, as the end of a sentence."""
         ways = ["set in_flight=1"] if self._asks_for_pipeline else []
         return " and ".join([*ways, *([] if self._of_stages is None else [f"leave {self._of_stages} out"])])
 
     @property
     def _asks_for_pipeline(self) -> bool:
-        """True unless one minibatch is to be in flight."""
         return self.may_run_ahead or self.chosen
 
     @property
@@ -124,7 +120,7 @@ class RunSettings:
 
 
 def check_trained(module: L.LightningModule, precision: Precision, way_out: str) -> None:
-    """Refuses what cannot be trained in a pipeline; ``way_out`` is how to train it without one."""
+    """Refuse a module that cannot be trained in a pipeline. ``way_out`` is how to train it without one."""
     name = type(module).__name__
     if not module.automatic_optimization:
         raise SettingError(
@@ -154,7 +150,7 @@ def check_trained(module: L.LightningModule, precision: Precision, way_out: str)
 
 
 def check_batchnorm(sync_batchnorm: bool) -> None:
-    """Refuses a setting of the Trainer that this strategy cannot honour."""
+    """Refuse ``sync_batchnorm``, which this strategy cannot honour."""
     if sync_batchnorm:
         raise SettingError(
             "sync_batchnorm=True joins statistics of concurrent workers in every step, which a pipeline does not run in"
@@ -163,12 +159,10 @@ def check_batchnorm(sync_batchnorm: bool) -> None:
 
 
 def loss_of(output: Any, trainer: L.Trainer) -> Tensor:
-    """Return the loss in the ``output`` of ``training_step``, if a backward pass can start from it.
-
-    Autograd's own errors would not say whose loss it is.
+    """Return the loss in the ``output`` of ``training_step``, from which a backward pass starts.
 
     Raises:
-        SettingError: for no loss, several numbers, or a loss that depends on no parameter.
+        SettingError: if there is no loss, several numbers, or a loss without parameters. Autograd would not name it.
     """
     loss = closure_loss(output, trainer.accumulate_grad_batches)
     if loss is None:
@@ -190,7 +184,7 @@ def loss_of(output: Any, trainer: L.Trainer) -> Tensor:
 
 
 def nothing_to_recompute() -> None:
-    """Warns of a setting without effect."""
+    """Warn that ``recompute`` has no effect."""
     warnings.warn(
         "recompute=True changes nothing where one stage holds the whole model: each backward follows its forward at"
         " once; set stages to more, or leave it out",
@@ -199,7 +193,7 @@ def nothing_to_recompute() -> None:
 
 
 def check_resumed(before: int | None, in_flight: int) -> None:
-    """Warns where a checkpoint is resumed with another Nm than ``before``, which nobody has asked for."""
+    """Warn if a checkpoint is resumed with another Nm than ``before``, although the user gave none."""
     if before not in (None, in_flight):
         rank_zero_warn(
             f"the checkpoint was trained with {before} in flight and is resumed with {in_flight}, on which results"
@@ -208,7 +202,7 @@ def check_resumed(before: int | None, in_flight: int) -> None:
 
 
 def several_optimizers(way_out: str) -> SettingError:
-    """Lightning itself refuses them, and advises manual optimization, for which ``way_out`` is needed, too."""
+    """Return the refusal of several optimizers. Lightning's own advises manual optimization, without ``way_out``."""
     return SettingError(
         "configure_optimizers returned several optimizers, and a pipeline steps one; use one optimizer with several"
         f" parameter groups, or manual optimization (automatic_optimization=False) and {way_out}"
@@ -216,7 +210,7 @@ def several_optimizers(way_out: str) -> SettingError:
 
 
 def saving_ahead() -> SettingError:
-    """``training_step`` runs ahead of Lightning's loop, where no step is over."""
+    """Return the refusal of a save in ``training_step``, which runs ahead of Lightning's loop."""
     return SettingError(
         "training_step saves a checkpoint while other minibatches are in flight, where the weights and the counters are"
         " of no one step; save it in on_train_batch_end, or set in_flight=1"
@@ -224,7 +218,7 @@ def saving_ahead() -> SettingError:
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer, way_out: str) -> None:
-    """Refuses one that evaluates a step more than once."""
+    """Refuse an optimizer that evaluates a step more than once."""
     if isinstance(optimizer, torch.optim.LBFGS):
         raise SettingError(
             "LBFGS evaluates the loss several times in one step, and a pipeline runs each minibatch once; use another"
@@ -233,5 +227,5 @@ def check_optimizer(optimizer: torch.optim.Optimizer, way_out: str) -> None:
 
 
 def trains_frozen_later(trainer: L.Trainer) -> bool:
-    """Return True if a callback of Lightning's may unfreeze weights; which ones and when, only the callback knows."""
+    """Return True if a callback of Lightning may unfreeze weights. Only the callback knows which and when."""
     return bool(callbacks_of(trainer, BaseFinetuning))

@@ -1,9 +1,8 @@
-"""Steps with one minibatch in flight: Lightning's own, in its own thread, on layers that lie on the stages' devices.
+"""Spread runs: with one minibatch in flight, Lightning's own steps run on layers that lie on the stages' devices.
 
-There is nothing to pipeline. Nothing is captured, copied or versioned, no thread is started, and ``training_step`` is
-not restricted. Modules run as they are, and torch's default generators draw (law L7). On one device this is a plain
-run. On several devices, the operands of each operation are brought together
-(:mod:`lightning_hetpipe.pipeline.operands`).
+Nothing is captured, copied or versioned, no thread is started, and ``training_step`` is not restricted. Modules run as
+they are, and torch's default generators draw (law L7). On one device this is a plain run. On several devices, the
+operands of each operation are brought together (:mod:`lightning_hetpipe.pipeline.operands`).
 """
 
 from __future__ import annotations
@@ -37,12 +36,12 @@ LACKING = (
     "with one minibatch in flight a model is spread over its devices by the bytes of its weights; take smaller batches,"
     " or give more devices, or ones with more memory"
 )
-"""Note on a spread run that runs out of memory."""
+"""Note in the error of a spread run that runs out of memory."""
 
 
 @dataclass(eq=False)
 class SpreadRun(Metered):
-    """Steps of a fit without a pipeline, of which it keeps the numbers."""
+    """Steps of a fit without a pipeline, and their figures."""
 
     module: L.LightningModule
     settings: RunSettings
@@ -61,7 +60,6 @@ class SpreadRun(Metered):
         self._is_busy = False
 
     def step(self, minibatch: int, native: Callable[..., Any], args: Sequence[Any]) -> Any:
-        """Run ``native``, Lightning's own step."""
         with (
             self._noting_calls() if self._last is None else NOTHING,
             self.operands.told(self._overflow),
@@ -76,7 +74,6 @@ class SpreadRun(Metered):
         return output
 
     def backward(self, minibatch: int, native: Callable[[], None]) -> None:
-        """Run ``native``, Lightning's own backward."""
         with self._busily(BACKWARD, minibatch):
             native()
 
@@ -107,7 +104,7 @@ class SpreadRun(Metered):
         )
 
     def _begin(self) -> None:
-        """The first step is over, which has shown what there is."""
+        """Check the settings against the first step, which is over, and start the meter."""
         if missing := [name for name in self._names or () if name not in self._called]:
             raise never_called(self._names or (), missing[0])
         stage_count(self.settings.stages, len(self.settings.devices), max(1, len(_parts(self._pieces()))))
@@ -117,7 +114,7 @@ class SpreadRun(Metered):
         self.meter.start()
 
     def _stages(self) -> list[tuple[torch.device, dict[str, nn.Module]]]:
-        """The layers as far as these can be seen without a graph, by their devices; on one device, by their sizes."""
+        """Return the layers visible without a graph, by their devices, or by their sizes on one device."""
         devices = list(dict.fromkeys(self.settings.spread))
         stages = 1 if self.settings.stages == "auto" else self.settings.stages
         if len(devices) == stages == 1:
@@ -138,7 +135,7 @@ class SpreadRun(Metered):
 
     @contextmanager
     def _busily(self, work: str, minibatch: int) -> Iterator[None]:
-        """The loss is counted with the forward, as nothing parts them here, and so is a backward within the step."""
+        """Context manager that adds to the busy time. A loss and a backward within the step count with the forward."""
         if self._is_busy:
             yield
             return
@@ -153,7 +150,7 @@ class SpreadRun(Metered):
 
     @contextmanager
     def _noting_calls(self) -> Iterator[None]:
-        """Within it, the first step, note which modules are called of those that the setting ``module`` names."""
+        """Context manager in which calls of modules that the setting ``module`` names are recorded."""
         compiled = {part for each in self.module.modules() if is_compiled(each) for part in each.modules()}
         named = {name: self.module.get_submodule(name) for name in self._names or ()}
         # Code that is compiled has no hook: it would be compiled again without it.
@@ -170,7 +167,7 @@ class SpreadRun(Metered):
         self._called.add(name)
 
     def _pieces(self) -> dict[str, nn.Module]:
-        """The modules that a pipeline would hold, by their paths: as far as one can say that has not seen calls."""
+        """Return the modules, by path, that a pipeline would probably hold. Without calls this is a guess."""
         if self._names is not None:
             return {name: self.module.get_submodule(name) for name in self._names}
         found: dict[str, nn.Module] = {}
@@ -183,14 +180,14 @@ class SpreadRun(Metered):
 
 
 def _is_callable(module: nn.Module) -> bool:
-    """Tell whether ``module`` computes something itself, which a container does not."""
+    """Return True if ``module`` computes something itself, unlike a container."""
     if is_compiled(module):
         return False
     return is_scripted(module) or "forward" in vars(module) or type(module).forward is not nn.Module.forward
 
 
 def _parts(modules: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
-    """The smallest modules that a device can hold, of ``modules`` by their paths."""
+    """Return the smallest parts of ``modules`` that a device can hold, by path."""
     return {
         name: part
         for path, module in modules.items()

@@ -1,12 +1,10 @@
-"""Stale gradients that an optimizer bears: the choice that suits it, and a warning at the start of a fit.
+"""Stale gradients: ``weights="auto"`` chooses weight policy and rate correction, and a fit begins with a warning.
 
-``weights="auto"`` chooses the weight policy, and the correction of learning rates.
-
-Predicted weights bear larger learning rates than stashed ones where the optimizer averages gradients over many steps,
-and smaller ones where it does not: on a quadratic of curvature h, with gradients one step stale, up to lr / (1 -
-momentum) * h = 2.7 instead of 1 at momentum 0.9, equal limits at 0.5, and 0.62 instead of 1 without momentum
-(*computed*). A prediction by the last step can fail without the correction, and was not seen to fail with it; it is
-chosen for optimizers with which both were measured: ``docs/staleness.md`` has the figures.
+If the optimizer averages gradients over many steps, predicted weights bear larger learning rates than stashed ones,
+otherwise smaller rates. The limits of lr / (1 - momentum) * h were *computed* on a quadratic of curvature h, with
+gradients one step stale. At momentum 0.9 they are 2.7 for predicted and 1 for stashed weights, at 0.5 equal, and
+without momentum 0.62 and 1. Prediction by the last step can fail without the correction, and was not seen to fail with
+it. It is chosen for optimizers with which both were measured (figures in ``docs/staleness.md``).
 """
 
 from __future__ import annotations
@@ -29,20 +27,19 @@ from lightning_hetpipe.run.around_step import Correction
 from lightning_hetpipe.run.prediction import PREFERRED, lacks
 
 CORRECTED = Correction(updates=100, least=8)
-"""Lower learning rates at the beginning, an eighth or less at first. The CNN of ``docs/staleness.md`` with SGD 0.05,
-momentum 0.9 and Nm = 4 then gets 98.3 to 99.7% of its test images right after 8 epochs; with a quarter at first (tau),
-94 to 98%, for whatever number of updates (*measured*). Adam and AdamW need none: at usual rates they learn more slowly
-with lower ones at first."""
+"""Lower learning rates at the beginning, an eighth or less at first. Adam and AdamW learn more slowly by them. The CNN
+of ``docs/staleness.md`` with SGD 0.05, momentum 0.9 and Nm = 4 then classifies 98.3 to 99.7% of its test images
+correctly after 8 epochs. With a quarter at first (tau) it reaches 94 to 98%, for any number of updates (*measured*)."""
 
 AVERAGED = 0.5
 """Momentum, or first beta, above which prediction bears larger learning rates."""
 
 MEASURED = (SGD, RMSprop, Adam, Adamax, NAdam, RAdam, Muon, Rprop)
-"""Optimizers that were seen to learn no worse from predicted weights; Rprop learns nothing from stashed ones."""
+"""Optimizers that were seen to learn no worse from predicted weights. Rprop learns nothing from stashed ones."""
 
 
 DOWN = Context(prec=1, rounding=ROUND_DOWN)
-"""Rounding by which a user who does as the warning says has done enough."""
+"""Rounding of the rate in the warning: a user who sets that rate gets no further warning."""
 
 HEAVY_BALL = (SGD, ASGD)
 
@@ -54,24 +51,18 @@ BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 @dataclass(frozen=True)
 class Automatic:
-    """A choice for an optimizer.
-
-    Attributes:
-        policy: The weight policy.
-        why: The reason for it, for people.
-        lr_correction: Lower learning rates at the beginning; None for none.
-    """
+    """A choice for an optimizer. ``why`` gives messages the reason for the policy."""
 
     policy: WeightPolicy
     why: str
     lr_correction: Correction | None = None
 
     def planned(self, policy: WeightPolicy, why: str) -> Automatic:
-        """Take the ``policy`` of a plan, and ``why``, where another one was chosen."""
+        """Return the choice of a plan's ``policy`` for reason ``why``, or ``self`` if the policy is equal."""
         return self if policy is self.policy else Automatic(policy, why)
 
     def told(self, taken: WeightPolicy) -> str:
-        """Say what was chosen, why, and how to choose otherwise; ``taken`` is another where there was no room."""
+        """Describe the choice, its reason, and how to choose otherwise. ``taken`` differs if devices had no room."""
         why = self.why if taken is self.policy else f"devices have no room for what '{self.policy.name}' predicts"
         line = f"weights='auto' is '{taken.name}', as {why}"
         ways = [] if taken is STASH else ["weights='stash' to predict no weights"]
@@ -82,7 +73,7 @@ class Automatic:
 
 
 def automatic_policy(optimizer: Optimizer, *, clipped: bool) -> Automatic:
-    """Choose for ``optimizer``; ``clipped`` says whether gradients are clipped."""
+    """Choose for ``optimizer``, given whether gradients are ``clipped``."""
     name, most = type(optimizer).__name__, max(map(_averaged, optimizer.param_groups), default=0.0)
     if not has_step_hooks(optimizer):
         return Automatic(STASH, f"{name} takes no hooks, by which its steps could be predicted")
@@ -97,12 +88,12 @@ def automatic_policy(optimizer: Optimizer, *, clipped: bool) -> Automatic:
 
 
 def _steps_as_torch(optimizer: Optimizer) -> bool:
-    """Return True if the step of ``optimizer`` is torch's own, within the hooks that torch has put around it."""
+    """Return True if the step of ``optimizer`` is torch's own, within the hooks that torch puts around it."""
     return str(unwrap(type(optimizer).step).__module__).startswith("torch.optim.")
 
 
 def _averaged(group: dict[str, object]) -> float:
-    """The momentum, or first beta, of a parameter group; 0 where there is none."""
+    """Return the momentum, or first beta, of a parameter group, or 0."""
     betas = group.get("betas")
     first = betas[0] if isinstance(betas, Sequence) and betas else group.get("momentum")
     return float(first) if isinstance(first, int | float | Tensor) else 0.0
@@ -118,11 +109,9 @@ def check_staleness(
     corrected: bool = False,
     automatic: bool = False,
 ) -> None:
-    """Warn if the learning rate is larger than gradients so stale were seen to bear.
-
-    Gradients may be ``minibatches`` behind, and the updates of ``workers`` are added. Weights are ``predicted``, rates
-    ``corrected`` at the beginning, and the weight policy was chosen by the optimizer (``automatic``).
-    """
+    """Warn if the learning rate is larger than gradients this stale were seen to bear. Gradients may be ``minibatches``
+    behind, and the updates of ``workers`` are added. Weights are ``predicted``, rates ``corrected`` at the beginning,
+    and the weight policy was chosen by the optimizer (``automatic``)."""
     optimizer, steps = trainer.optimizers[0], steps_behind(minibatches, trainer.accumulate_grad_batches)
     clipped, batch_norm = is_clipped(trainer), has_batch_norm(trainer.lightning_module)
     for group in stepped(optimizer):
@@ -157,17 +146,16 @@ def check_staleness(
 
 
 def is_clipped(trainer: L.Trainer) -> bool:
-    """Return True if gradients are clipped, by the Trainer or by a hook."""
+    """Return True if the Trainer or a hook clips gradients."""
     return bool(trainer.gradient_clip_val) or is_overridden("configure_gradient_clipping", trainer.lightning_module)
 
 
 def has_batch_norm(module: nn.Module) -> bool:
-    """Return True if any part of ``module`` is a BatchNorm."""
     return any(isinstance(part, BATCH_NORMS) for part in module.modules())
 
 
 def stepped(optimizer: Optimizer) -> list[Stepped]:
-    """Parameter groups of ``optimizer``; none of an optimizer whose steps are of another kind."""
+    """Return the parameter groups of ``optimizer``, or none for an optimizer whose steps are of another kind."""
     normalised = isinstance(optimizer, NORMALISED)
     if not normalised and not isinstance(optimizer, HEAVY_BALL):
         return []

@@ -1,4 +1,4 @@
-"""Refusals of what virtual workers cannot do together, as it comes at another minibatch for each of them."""
+"""Refusals of what virtual workers cannot do together, because it comes at another minibatch for each of them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def check_together(trainer: L.Trainer) -> None:
-    """Refuse validations that come after some time."""
+    """Refuse validations at intervals of time."""
     if (seconds := seconds_between_validations(trainer)) is not None:
         raise SettingError(
             f"val_check_interval is a time, {seconds:g} s, after which each virtual worker would be at another"
@@ -32,7 +32,7 @@ def check_together(trainer: L.Trainer) -> None:
 
 
 def check_returning(trainer: L.Trainer | None, index: int) -> None:
-    """Refuse what the others have done before their first epoch, and virtual worker ``index`` would do without them."""
+    """Refuse what the others did together before their first epoch, and ``index`` would repeat alone."""
     if callbacks_of(trainer, LearningRateFinder):
         raise SettingError(
             f"virtual worker {index} cannot come back to a fit with a LearningRateFinder, whose search all make"
@@ -41,7 +41,7 @@ def check_returning(trainer: L.Trainer | None, index: int) -> None:
 
 
 def minibatches_per_step(trainer: L.Trainer, epoch: int) -> int:
-    """Minibatches of an optimizer step in ``epoch``, of which a GradientAccumulationScheduler knows future ones."""
+    """Return the minibatches of an optimizer step in ``epoch``, which a GradientAccumulationScheduler may change."""
     scheduler = _scheduler(trainer)
     return trainer.accumulate_grad_batches if scheduler is None else scheduler.get_accumulate_grad_batches(epoch)
 
@@ -51,7 +51,7 @@ def _scheduler(trainer: L.Trainer) -> GradientAccumulationScheduler | None:
 
 
 def check_shares(trainer: L.Trainer, shares: Shares) -> None:
-    """Refuse what waits at every step, or counts over epochs, where virtual workers have unequal ``shares``."""
+    """Refuse waits at every step and counts over epochs if virtual workers have unequal ``shares``."""
     if not shares.adapts:
         first, last = trainer.current_epoch, trainer.max_epochs
         end = math.inf if last is None or last < 0 else last
@@ -84,10 +84,8 @@ def check_shares(trainer: L.Trainer, shares: Shares) -> None:
 
 
 def check_steps(shares: Shares | None, every: int) -> None:
-    """Refuse waves that may hold no optimizer step of ``every`` minibatches, where others hold one.
-
-    ModelCheckpoint saves nothing where no step was made since it last did, and all save together.
-    """
+    """Refuse waves that may hold no whole optimizer step of ``every`` minibatches while another wave holds one.
+    ModelCheckpoint saves nothing if no step was made since its last save, and all virtual workers save together."""
     if shares is None or not shares.decided:
         return
     if any(length % every for length in shares.lengths):
@@ -101,7 +99,7 @@ def check_steps(shares: Shares | None, every: int) -> None:
 
 
 def check_batches(trainer: L.Trainer, group: Group) -> None:
-    """Refuse what counts batches where virtual workers have different numbers of them. Called on all."""
+    """Refuse settings that count batches if virtual workers have different numbers of batches. Called on all."""
     if trainer.is_global_zero and any(map(asks_at_every_step, callbacks_of(trainer, L.Callback))):
         rank_zero_warn(
             "max_time, Timer and ModelCheckpoint(train_time_interval=...) ask virtual worker 0 after every step, so"

@@ -1,4 +1,4 @@
-"""Interface between the strategy and the run of the Trainer that it is in."""
+"""Interface between the strategy and the Trainer's current run."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from lightning_hetpipe.pipeline.engine import Engine
 
 
 class TrainerRun:
-    """One run of the Trainer: a fit or an evaluation. This class itself stands in between runs: all is Lightning's own.
+    """One run of the Trainer: a fit or an evaluation. An instance of this class itself stands for no run.
 
     Attributes:
-        pipeline: What computes minibatches in flight, once there are stages.
+        pipeline: Runs minibatches in flight, once there are stages.
         devices: The stages' devices, once there are stages.
     """
 
@@ -31,44 +31,44 @@ class TrainerRun:
         """End the run, and leave no thread and no change in the module behind."""
 
     def finish_report(self) -> None:
-        """Report the numbers so far; training is over, and loggers are open."""
+        """Report the numbers so far. Training is over, and loggers are open."""
 
     def lacking(self) -> str:
-        """Say what the devices were needed for, where one has run out of memory, and what helps."""
+        """Describe what devices needed memory for when one ran out of it, and what helps."""
         return (
             "the model was on its way to its devices, which share it by the bytes of its weights; give more devices, or"
             " ones with more memory"
         )
 
     def trained_in_flight(self, before: int) -> int:
-        """Nm that the weights of now are trained with; ``before``, that of the last fit, outside of a fit."""
+        """Return the Nm with which the weights are trained now, or ``before``, the last fit's Nm, outside of a fit."""
         return before
 
     def last_changes(self) -> Sequence[Tensor | None]:
-        """Changes by the last step, of each parameter of the optimizer, where weights are predicted by it."""
+        """Return each parameter's change by the optimizer's last step, if weights are predicted by it."""
         return ()
 
     def restore_changes(self, changes: Sequence[Tensor | None]) -> None:
-        """Take the ``changes`` of a checkpoint, as :meth:`last_changes` gave them: optimizer states were restored."""
+        """Restore the ``changes`` of a checkpoint, from :meth:`last_changes`, after optimizer states were restored."""
 
     def training_step(self, native: Callable[..., Any], *args: Any) -> Any:
-        """Run ``native``, Lightning's step, or wait for its minibatch if there is a pipeline."""
+        """Run Lightning's step ``native``, or wait for its minibatch if there is a pipeline."""
         return native(*args)
 
     def optimizer_step(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[None]:
-        """Open around ``optimizer``'s step."""
+        """Open a context around ``optimizer``'s step."""
         return nullcontext()
 
     def offer(self) -> None:
-        """Let user code that stages wait for go first, between Lightning's hooks."""
+        """Run user code for which stages wait, between Lightning's hooks."""
 
     def evaluation_step(self, hook: str, native: Callable[..., Any], *args: Any) -> Any:
-        """Run ``native``, the strategy's own step ``hook``, or take its output from the pipeline."""
+        """Run the strategy's own step ``hook``, ``native``, or take its output from the pipeline."""
         return native(*args)
 
 
 def default_dtype_in(context: Callable[[], AbstractContextManager[Any]]) -> torch.dtype | None:
-    """The default dtype within ``context``, which a precision plugin gives; None where that is the process's."""
+    """Return the default dtype within a precision plugin's ``context``, or None if it is the process's default."""
     with context():
         inside = torch.get_default_dtype()
     return None if inside is torch.get_default_dtype() else inside

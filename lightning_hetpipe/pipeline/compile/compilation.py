@@ -1,21 +1,17 @@
 """A segment's layers, compiled by ``torch.compile``: one graph for all versions of its weights.
 
-The layers of a segment run one after the other, so they are compiled as one function, of their weights, their buffers
-and their input. A version is another set of weights, which the same code takes: nothing is compiled twice for having
-Nm versions. What makes other code is another *kind* of call: other sizes, frozen weights, another state of
-autocast. Torch decides; after the first other size it makes code for any size.
+The layers of a segment are compiled as one function of their weights, buffers and input. All Nm versions of weights use
+the same code. Other code is compiled for another *kind* of call: other sizes, frozen weights, another state of
+autocast. Torch decides: after the first other size it compiles for any size.
 
-While torch's compiler works it changes state of the whole process, and restores what it found: random state, the
-default dtype. And in all threads ``torch.compiler.is_compiling()`` is true, by which torch's optimizers decide how they
+While torch's compiler works it changes state of the whole process, such as random state and the default dtype, and
+restores it. In all threads ``torch.compiler.is_compiling()`` is true, by which torch's optimizers decide how they
 compute (*measured*: weights after an AdamW step that overlapped differed by 1e-7). So the first forward and the first
-backward of each kind run alone: no stage computes, and no user code runs. See
-:mod:`~lightning_hetpipe.pipeline.threads`.
+backward of each kind run alone: no stage computes, and no user code runs (:mod:`~lightning_hetpipe.pipeline.threads`).
 
-Guards look at the process's default dtype, and would compile anew whenever user code changes it in another thread. They
-are left out for that; what they would see besides is the same for every call of a stage, but for autocast, and each
-state of that has code of its own.
-
-Where a layer cannot be compiled, it runs as it is, and those before and behind it are compiled by themselves.
+Guards look at the process's default dtype, and would compile anew whenever user code changes it in another thread. So
+guards are left out. All else that they check is the same for every call of a stage except autocast, and each state of
+autocast has its own code. A layer that cannot be compiled runs as it is, and its neighbours are compiled separately.
 """
 
 from __future__ import annotations
@@ -52,7 +48,7 @@ Run = Callable[[Sequence[nn.Module], Any], Any]
 
 @dataclass(frozen=True)
 class CompiledGroup:
-    """Neighbouring layers, from ``first`` up to ``last``, which is left out: compiled together, or run as they are."""
+    """Neighbouring layers, from ``first`` up to but without ``last``, either compiled together or run as they are."""
 
     first: int
     last: int
@@ -67,21 +63,21 @@ class KindsOfCalls:
         self._backwards: dict[Kind, None] = {}
 
     def kind(self, value: Value, flags: Flags, autocast: Autocast) -> Kind:
-        """Key of a call: calls with equal keys run the same compiled code."""
+        """Return the key of a call. Calls with equal keys run the same compiled code."""
         tensors = tuple([(t.shape, t.stride(), t.dtype) for t in value.tensors])
         others = tuple([other if isinstance(other, int | float | str) else type(other) for other in value.others])
         return tensors, value.requires_grad, others, flags, autocast
 
     def is_new(self, kind: Kind) -> bool:
-        """Return True if no forward of that kind has been computed."""
+        """Return True if no forward of this kind has been computed."""
         return kind not in self._forwards
 
     def computed(self, kind: Kind, *, compiled: bool = True) -> None:
-        """Note that a forward of that kind was computed, by compiled code or as it is."""
+        """Record that a forward of this kind was computed, by ``compiled`` code or not."""
         _remember(self._forwards, kind, compiled)
 
     def begins_backward(self, kind: Kind) -> bool:
-        """Return True for the first backward of that kind."""
+        """Return True for the first backward of this kind."""
         if kind in self._backwards:
             return False
         _remember(self._backwards, kind, None)
@@ -92,9 +88,9 @@ class Compiled(KindsOfCalls):
     """The layers of one segment, on ``device``.
 
     Args:
-        calls: What to call for each layer that runs as it is.
-        options: What ``torch.compile`` is given.
-        fused: Whether attention may hold a dropout of its own, where a device has no other that is fast.
+        calls: Callable for each layer that runs as it is.
+        options: Options of ``torch.compile``.
+        fused: Whether attention may contain a dropout, because the device has no other fast attention.
     """
 
     def __init__(
@@ -123,7 +119,7 @@ class Compiled(KindsOfCalls):
         self._regroup(self._cannot)
 
     def __call__(self, kind: Kind, value: Any, autocast: Autocast) -> Any:
-        """Run the layers on ``value``. Where the kind is new, nothing else may compute."""
+        """Run the layers on ``value``. If the kind is new, nothing else may compute."""
         set_here(self._device)
         compiled = self._forwards.get(kind)
         if compiled is None:
@@ -155,7 +151,7 @@ class Compiled(KindsOfCalls):
         return value
 
     def _single(self, layer: CompiledGroup, value: Any, autocast: Autocast, reasons: dict[int, str]) -> Any:
-        """Run one layer on ``value``, out of a group that could not be compiled as a whole."""
+        """Run one layer of a group that could not be compiled as a whole."""
         try:
             return self._run(layer, value, autocast)
         except (CompilerError, CompilerLimit, NoDropout) as error:
@@ -165,7 +161,7 @@ class Compiled(KindsOfCalls):
             return value
 
     def _regroup(self, cannot: Iterable[int]) -> None:
-        """From now on these layers run as they are, too; the next forward, of whatever kind, compiles the others."""
+        """Run the layers ``cannot`` uncompiled from now on. The next forward, of whatever kind, compiles the others."""
         self._cannot |= {*cannot}
         found = [list(of) for _, of in groupby(range(len(self._names)), key=lambda index: index in self._cannot)]
         self._groups = [CompiledGroup(of[0], of[-1] + 1, of[0] not in self._cannot) for of in found]
@@ -197,16 +193,12 @@ class Compiled(KindsOfCalls):
 
 
 def names_of(first: str, last: str) -> str:
-    """The layers from ``first`` to ``last``, for messages."""
     return f"layer {first}" if first == last else f"layers {first} to {last}"
 
 
 def under_own_code(function: Callable[..., Any], name: str) -> FunctionType:
-    """Copy of ``function`` with a code object of its own, which has that ``name``.
-
-    Torch keeps what it compiles with the code object of the function, and at most eight of each: stages and groups must
-    not share one.
-    """
+    """Copy ``function`` with a code object of its own, called ``name``. Torch keeps compiled code with the function's
+    code object, at most eight for each: stages and groups must not share one."""
     assert isinstance(function, FunctionType)
     return FunctionType(function.__code__.replace(co_name=name), function.__globals__)
 
@@ -224,7 +216,7 @@ def _remember(known: dict[Kind, Any], kind: Kind, what: Any) -> None:
 
 
 def compiler_reason(error: BaseException) -> str:
-    """In one line what was wrong, of a compiler's error, which may hold another and goes on for pages."""
+    """Summarise a compiler's error, which may hold another error and have pages, in one line."""
     lines = [line.strip() for line in str(getattr(error, "inner_exception", error)).splitlines() if line.strip()]
     context = [line.partition(_CONTEXT)[2].strip() for line in lines if line.startswith(_CONTEXT)]
     return ": ".join([*lines[:1], *context[:1]]) or type(error).__name__
@@ -234,17 +226,14 @@ _CONTEXT = "Developer debug context:"
 
 
 Exclusively = Callable[[int, str], AbstractContextManager[None]]
-"""Given a minibatch's number and who asks: within it no user code runs, and no other thread computes."""
+"""Given a minibatch's number and who asks, opens a context without user code or computations in other threads."""
 
 
 @contextmanager
 def compiled_calls_apart() -> Iterator[None]:
-    """Within it, models may call functions of torch that compile what they are given in each call, in any thread.
-
-    Such are ``torch.cond`` and ``flex_attention``. Dynamo cannot trace modes of ours, and what it makes of an attempt
-    stays in the process. So ``torch.cond`` runs the branch that it stands for, and what else torch compiles within a
-    call runs without our modes.
-    """
+    """Context manager in which functions of torch may compile their arguments in each call, in any thread. Examples are
+    ``torch.cond`` and ``flex_attention``. Dynamo cannot trace our modes, and leaves traces of the attempt. So
+    ``torch.cond`` runs the chosen branch, and other code that torch compiles within a call runs without our modes."""
     with ExitStack() as stack:
         stack.callback(Redirect(torch, "cond", _decided).remove)
         stack.callback(Redirect(torch, "compile", _apart).remove)
@@ -252,14 +241,14 @@ def compiled_calls_apart() -> Iterator[None]:
 
 
 def _decided(redirect: Redirect, pred: Any, true_fn: Any, false_fn: Any, operands: Any = ()) -> Any:
-    """Run one branch, as ``torch.cond`` is documented to; a graph of the module around it decides by its data."""
+    """Run one branch, as ``torch.cond`` is documented to do. A graph around it then depends on its data."""
     if torch.compiler.is_dynamo_compiling():
         return redirect.original(pred, true_fn, false_fn, operands)
     return (true_fn if pred else false_fn)(*operands)
 
 
 def _apart(redirect: Redirect, model: Any = None, **options: Any) -> Any:
-    """Compile ``model``; what is compiled within a mode of ours runs without the mode."""
+    """Compile ``model`` so that compilation within one of our modes runs without the mode."""
     if model is None:
         return functools.partial(_apart, redirect, **options)
     made: Callable[..., Any] = redirect.original(model, **options)

@@ -1,29 +1,27 @@
 """Random generators of each minibatch (law L7): a layer's random operations draw from generators of their own.
 
-Every random operation of minibatch p inside a pipelined layer draws from a fresh ``torch.Generator``, seeded by (run
-seed, virtual worker, p, the ordinal of the pipelined module's call in p, the path of the innermost module that runs it,
-its ordinal among that module's random operations in the call). What it draws depends on nothing else: not on threads,
-timing, or the number and borders of stages. The default generators are neither read nor changed.
+Every random operation of minibatch p inside a pipelined layer draws from a fresh ``torch.Generator``. Its seed comes
+from the run seed, the virtual worker, p, and the ordinal of the pipelined module's call in p. It also comes from the
+path of the innermost module that runs the operation, and the operation's ordinal in that module and call. So draws do
+not depend on threads, timing, or the number and borders of stages. The default generators are neither read nor changed.
 
-How: ``attach`` replaces the ``forward`` of those submodules that may draw, once. Inside ``RandomGenerators.minibatch``
-such a forward runs under a dispatch mode (which is the thread's own, and below autograd: a backward pass finds the
-masks that its forward saved), and the mode hands each random operation its generator. Who may draw is decided by type,
-not by what one minibatch showed, so that a draw that depends on the data is not missed: torch.nn's dropouts, RReLU,
+``attach`` replaces the ``forward`` of submodules that may draw, once. Inside ``RandomGenerators.minibatch`` the new
+forward runs under a dispatch mode, which hands each random operation its generator. The mode belongs to the thread and
+is below autograd: a backward pass finds the masks that its forward saved. The type of a module decides whether it may
+draw, not one minibatch, so that draws that depend on data are not missed. These are torch.nn's dropouts, RReLU,
 MultiheadAttention, multi-layer RNNs and FractionalMaxPool while they are active, and every class that is not torch.nn's
-own. All other modules of torch.nn draw nothing, and run without the mode.
+own.
 
 Costs, measured on one core: 2 us for each minibatch and stage, 40 us for a Dropout (0.8 ms at 128 x 1024), 5 to 10 us
-for each operator that a user's class runs itself; nothing for torch.nn's other layers.
+for each operator that a user's class runs itself, and nothing for torch.nn's other layers.
 
-Not covered: Python's and numpy's random numbers; what a custom ``autograd.Function`` draws in *backward*; forward hooks
-of modules that are not inside a wrapped one. An operation that is given a generator by the user keeps it. A random
-operation under ``torch.utils.checkpoint`` is refused: the checkpoint sets back default generators only. Spread runs
-have none of this: torch's default generators draw there.
-CUDA's fused attention and RNN take no generator: they keep their dropout on the device's default one, unless
-``deterministic``. What is compiled by torch.compile runs uncompiled inside a user's class; flex_attention, which
-insists, cannot run there.
-
-torch's CPU generator uses 32 bits of a seed, CUDA's all: two draws of one run may coincide, as in any hash.
+Not covered: Python's and numpy's random numbers, draws of a custom ``autograd.Function`` in *backward*, and forward
+hooks of modules outside a wrapped module. An operation keeps a generator that the user gives it. A random operation
+under ``torch.utils.checkpoint`` is refused: the checkpoint sets back default generators only. In spread runs torch's
+default generators draw. CUDA's fused attention and RNN take no generator: they keep their dropout on the device's
+default one, unless ``deterministic``. Code compiled by torch.compile runs uncompiled inside a user's class.
+flex_attention insists on compilation, and cannot run there. torch's CPU generator uses 32 bits of a seed, CUDA's all:
+two draws of one run may coincide, as in any hash.
 """
 
 from __future__ import annotations
@@ -47,12 +45,8 @@ from lightning_hetpipe.pipeline.user.user_section import has_own_seed
 
 @dataclass(frozen=True)
 class RandomGenerators:
-    """Source of all random generators of one run.
-
-    Attributes:
-        deterministic: Refuse operations that can draw from a default generator only (CUDA's fused attention and RNN
-            with dropout) instead of letting them do so.
-    """
+    """Source of all random generators of one run. With ``deterministic``, it refuses operations that can draw from a
+    default generator only (CUDA's fused attention and RNN with dropout)."""
 
     run_seed: int
     virtual_worker: int = 0
@@ -61,10 +55,8 @@ class RandomGenerators:
     def generator(
         self, minibatch: int | str, path: str, ordinal: int, device: torch.device, call: int = 0
     ) -> torch.Generator:
-        """A fresh generator on ``device`` for random operation ``ordinal`` (0, 1, ...) of module ``path``.
-
-        ``call`` is the number of calls of the pipelined module that come before it in the minibatch.
-        """
+        """Return a fresh generator on ``device`` for random operation ``ordinal`` (0, 1, ...) of module ``path``.
+        ``call`` is the number of earlier calls of the pipelined module in the minibatch."""
         if call:
             minibatch = f"{minibatch}.{call}"
         name = f"{self.run_seed}|{self.virtual_worker}|{minibatch}|{ordinal}|{path}"
@@ -75,11 +67,11 @@ class RandomGenerators:
     def minibatch(
         self, minibatch: int | str, call: int = 0, *, in_user_code: bool = False
     ) -> AbstractContextManager[None]:
-        """Within it, what this thread runs of attached layers is part of ``minibatch`` (a number, or a name), and there
-        of a pipelined module's call number ``call``.
+        """Context manager in which this thread's runs of attached layers belong to ``minibatch``, a number or a name.
 
-        A stage enters it for each forward. Ordinals start at 0. Outside of it attached modules run as if they were not
-        attached. Once user code has set a seed, what runs ``in_user_code`` draws as that says.
+        They are call number ``call`` of a pipelined module. A stage enters the context for each forward, and ordinals
+        start at 0. Outside, attached modules run as if unattached. A seed that user code sets governs draws
+        ``in_user_code``.
         """
         return _Within(_Draws(self, minibatch, call, in_user_code))
 
@@ -87,10 +79,8 @@ class RandomGenerators:
     def watch(
         self, layers: Mapping[str, nn.Module], minibatch: int | str, call: int = 0
     ) -> Iterator[dict[str, Callable[..., Any]]]:
-        """:meth:`minibatch` on ``layers`` that are :func:`attached` within it, in user code.
-
-        (To call the layer itself does the same, unless a module is shared between layers.)
-        """
+        """Open :meth:`minibatch` with ``layers`` :func:`attached`, in user code. Yield what to call for each layer. A
+        call of the layer itself draws alike, unless layers share a module."""
         with attached(layers) as run, self.minibatch(minibatch, call, in_user_code=True):
             yield run
 
@@ -99,10 +89,8 @@ class RandomGenerators:
 def attached(
     layers: Mapping[str, nn.Module], without: Collection[nn.Module] = ()
 ) -> Iterator[dict[str, Callable[..., Any]]]:
-    """Context manager: attach ``layers``, each by its path, and leave no trace in them afterwards.
-
-    Modules ``without`` are left as they are. Yield what to call instead of each layer, by its path.
-    """
+    """Context manager in which ``layers`` are attached by path, without later traces. Yield what to call for each
+    layer. Modules in ``without`` are left as they are."""
     installed: list[_Forward] = []
     try:
         yield {path: attach(layer, path, installed, without) for path, layer in layers.items()}
@@ -114,18 +102,19 @@ def attached(
 def attach(
     layer: nn.Module, path: str, installed: list[_Forward] | None = None, without: Collection[nn.Module] = ()
 ) -> Callable[..., Any]:
-    """Makes the random operations of ``layer`` take their generators from the minibatch that runs. Once per replica.
+    """Make the random operations of ``layer`` draw from the running minibatch's generators. Called once per replica.
+
+    The ``forward`` of its submodules is replaced. ``state_dict``, ``deepcopy`` and hooks stay as before.
 
     Args:
-        layer: A layer of a replica of the model. Its submodules' ``forward`` is replaced; ``state_dict``, ``deepcopy``
-            and hooks are as before.
         path: The layer's name in the whole model, such as "net.3".
-        installed: Gets what has replaced a ``forward``.
-        without: Modules in it that are left as they are.
+        installed: Collects the replacements.
+        without: Modules that are left as they are.
 
     Returns:
-        What to call instead of ``layer``: it names this position, so that one module that stands in several layers is
-        named alike whether or not a split point separates them. It is ``layer`` itself where nothing may draw.
+        Callable to use instead of ``layer``, which names this position. So a module in several layers has the same
+            names
+        whether or not a split point separates the layers. It is ``layer`` itself if nothing may draw.
     """
     installed = [] if installed is None else installed
     modules = {name: module for name, module in layer.named_modules() if module not in without}
@@ -143,12 +132,12 @@ def attach(
 
 
 def may_draw(layer: nn.Module) -> bool:
-    """Tell whether ``layer`` or anything in it may draw random numbers."""
+    """Return True if ``layer`` or a module in it may draw random numbers."""
     return any(map(_may_draw_itself, layer.modules()))
 
 
 def draws_now(layer: nn.Module) -> bool:
-    """Tell whether ``layer``, of a pipeline, draws random numbers in its present mode, as far as that can be known."""
+    """Return True if ``layer``, of a pipeline, draws in its present mode, as far as that can be known."""
     if isinstance(layer, GraphLayer):
         graphs = [part.graph for graph in layer.code.graphs for part in (graph.module, *graph.regions)]
         return any(node.target is drawn for graph in graphs for node in graph.nodes)
@@ -157,7 +146,7 @@ def draws_now(layer: nn.Module) -> bool:
 
 
 def counters(layer: nn.Module) -> list[_Drawing]:
-    """Counters of the random operations in a graph of ``layer``, which is attached: to be set to 0 before it runs."""
+    """Return the counters of random operations in a graph of the attached ``layer``. Set them to 0 before it runs."""
     forwards = [vars(module).get("forward") for module in layer.modules()]
     return [forward for forward in forwards if isinstance(forward, _Drawing)]
 
@@ -167,7 +156,7 @@ def _may_draw_itself(module: nn.Module) -> bool:
 
 
 def generator_of(path: str, ordinal: int, device: torch.device) -> torch.Generator:
-    """The generator of random operation ``ordinal`` of module ``path``, for the minibatch that this thread runs."""
+    """Return the generator of random operation ``ordinal`` of module ``path``, for this thread's minibatch."""
     draws = _thread.draws
     if draws is None:
         raise RandomnessError(f"Module '{path}' draws random numbers outside of a minibatch.")
@@ -175,7 +164,7 @@ def generator_of(path: str, ordinal: int, device: torch.device) -> torch.Generat
 
 
 def drawn(path: str, ordinal: int, operator: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Runs ``operator``, random operation ``ordinal`` of module ``path``, which stands in a captured graph."""
+    """Run ``operator`` of a captured graph as random operation ``ordinal`` of module ``path``."""
     if torch.compiler.is_dynamo_compiling():
         return draw_in_graph(path, ordinal, operator, *args, **kwargs)
     if getattr(operator, "overloadpacket", None) is torch.ops.aten.randint_like:
@@ -205,7 +194,7 @@ _ACTIVE: dict[type[nn.Module], Callable[[Any], bool]] = {
     ),
     **dict.fromkeys((nn.FractionalMaxPool2d, nn.FractionalMaxPool3d), lambda module: True),
 }
-"""The classes of torch.nn whose own forward may draw, and when it does."""
+"""Classes of torch.nn whose own forward may draw, and the condition under which it does."""
 
 
 def _is_torchs_own(module: nn.Module) -> bool:
@@ -227,7 +216,7 @@ _thread = _Thread()
 
 
 class _Within:
-    """Lets the draws of this thread be ``draws``."""
+    """Context manager that sets the draws of this thread to ``draws``."""
 
     def __init__(self, draws: _Draws) -> None:
         self._draws = draws
@@ -240,7 +229,7 @@ class _Within:
 
 
 class _Forward:
-    """Stands in for the ``forward`` of one module."""
+    """Replacement of the ``forward`` of one module."""
 
     # An object and not a closure: deepcopy copies what an object refers to, so that a copied module runs itself.
 
@@ -259,7 +248,7 @@ class _Forward:
 
 
 class _Drawing(_Forward):
-    """``forward`` of a module that may draw: names the random operations that run directly in it."""
+    """``forward`` of a module that may draw. It names the random operations that run directly in the module."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module)
@@ -289,7 +278,6 @@ class _Drawing(_Forward):
             return self.forward(*args, **kwargs)
 
     def _draw_in_graph(self) -> tuple[str, int]:
-        """The name of the next random operation of a graph."""
         if len(self.names) != 1:
             raise NoDropout("a module that draws random numbers stands in several layers")
         ordinal = self.in_graph
@@ -308,7 +296,7 @@ class _Drawing(_Forward):
 
 
 class _Still(_Forward):
-    """``forward`` of a module that draws nothing, inside one that may: spares its operators the mode."""
+    """``forward`` of a module that draws nothing inside a module that may. It spares its operators the mode."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():
@@ -319,7 +307,7 @@ class _Still(_Forward):
 
 @contextmanager
 def drawing_nothing() -> Iterator[None]:
-    """Within it, this thread runs nothing that draws in its minibatch, and operators are spared the mode."""
+    """Context manager in which this thread runs nothing that draws, and operators are spared the mode."""
     draws = _thread.draws
     if draws is None or not draws.path or not draws.suspend():
         yield
@@ -333,7 +321,7 @@ def drawing_nothing() -> Iterator[None]:
 
 
 class _Positioned:
-    """Runs a layer as the one at ``path``."""
+    """A layer that runs at position ``path``."""
 
     def __init__(self, layer: nn.Module, path: str) -> None:
         self.layer = layer

@@ -1,12 +1,10 @@
 """Random operations in compiled code (law L7): the graph asks for its masks, and stays one graph.
 
-What ``torch.compile`` makes of a layer runs no Python, so that no dispatch mode can hand a random operator its
-generator. So while a layer is compiled, dropout is replaced by an operator of ours, which makes the mask alone, and
-arithmetic that the compiler sees. The operator is told the name of the draw; it takes the generator from the minibatch
-that runs, as the eager operator would, and draws the same mask: dropout is bit for bit what it is without compilation.
-Attention with dropout is written out as torch computes it on a CPU.
-
-A graph with any other random operation is refused, and its layers run as they are.
+Code from ``torch.compile`` runs no Python, so no dispatch mode can hand a random operator its generator. So while a
+layer is compiled, dropout is replaced by our own operator, which makes only the mask, and arithmetic that the compiler
+sees. The operator knows the name of the draw, and takes the generator from the running minibatch, as the eager operator
+would. So dropout has the same bits as without compilation. Attention with dropout is written out as torch computes it
+on a CPU. A graph with any other random operation is refused, and its layers run uncompiled.
 """
 
 from __future__ import annotations
@@ -26,17 +24,17 @@ from lightning_hetpipe.torch_private.compiler import run_without_data
 _NAME = "lightning_hetpipe"
 
 GeneratorOf = Callable[[str, int, torch.device], torch.Generator]
-"""The generator of a module's path and the ordinal of its draw, for the minibatch that runs in this thread."""
+"""Returns the generator for a module's path and the ordinal of its draw, in the minibatch that runs in this thread."""
 
 _registered: list[torch.library.Library] = []
 
 
 class NoDropout(RandomnessError):
-    """A random operation that is not to be compiled."""
+    """Error for a random operation that cannot be compiled."""
 
 
 def register(generator_of: GeneratorOf) -> None:
-    """Makes the operator known to torch; once, before anything is compiled."""
+    """Register the operator with torch, once, before anything is compiled."""
     if _registered:
         return
     new: Any = torch.library.Library  # torch has no types here
@@ -57,7 +55,7 @@ def register(generator_of: GeneratorOf) -> None:
 
 
 class GraphDraws(TorchFunctionMode):
-    """While it is on, dropouts of compiled code draw by our operator: ``draw`` gives path and ordinal of a draw."""
+    """A mode in which dropouts of compiled code draw by our operator. ``draw`` returns path and ordinal of a draw."""
 
     def __init__(self, draw: Callable[[], tuple[str, int]]) -> None:
         super().__init__()
@@ -99,7 +97,7 @@ class GraphDraws(TorchFunctionMode):
 
 
 def draw_in_graph(path: str, ordinal: int, operator: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run ``operator``, random operation ``ordinal`` of module ``path``, in a graph that is compiled."""
+    """Run ``operator``, random operation ``ordinal`` of module ``path``, in a graph that is being compiled."""
     aten = torch.ops.aten
     if operator is aten.dropout.default:
         return args[0] * _noise(args[0], args[1], path, ordinal)
@@ -111,11 +109,7 @@ def draw_in_graph(path: str, ordinal: int, operator: Any, *args: Any, **kwargs: 
 
 
 def refuse_other_draws(graph: fx.GraphModule, *, fused: bool = True) -> None:
-    """Refuse a ``graph`` that draws from a default generator; ``fused`` is as of :class:`RandomOperators`.
-
-    Raises:
-        NoDropout: names what draws.
-    """
+    """Raise NoDropout for a ``graph`` that draws from a default generator (``fused``: :class:`RandomOperators`)."""
     with _Refusing(fused=fused):
         run_without_data(graph)
 
@@ -135,7 +129,7 @@ class _Refusing(RandomOperators):
 
 
 def _noise(value: Tensor, p: float, path: str, ordinal: int, *, features: bool = False) -> Tensor:
-    """Factors by which dropout multiplies ``value``."""
+    """Return the factors by which dropout multiplies ``value``."""
     keep = 1.0 - p
     if keep == 0.0:  # nothing is drawn, as in torch's
         return torch.zeros((), dtype=value.dtype, device=value.device)
@@ -158,7 +152,7 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """torch's ``_scaled_dot_product_attention_math``, operator by operator."""
+    """Compute torch's ``_scaled_dot_product_attention_math``, operator by operator."""
     root = math.sqrt(query.size(-1) ** -0.5 if scale is None else scale)
     if enable_gqa:
         key = key.repeat_interleave(query.size(-3) // key.size(-3), -3)

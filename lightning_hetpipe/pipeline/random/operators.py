@@ -1,7 +1,7 @@
 """Recipes that make each random operator of torch draw from a given generator, below autograd.
 
-Most take a generator; ``rand`` and its kin have an overload that does; the others are made of operators that do. CUDA's
-fused attention and RNN have none: they hold a dropout, and read a default generator.
+Most operators take a generator. ``rand`` and similar ones have an overload that does. Others are composed of operators
+that do. CUDA's fused attention and RNN contain a dropout and read a default generator.
 """
 
 from __future__ import annotations
@@ -24,26 +24,23 @@ class RandomnessError(RuntimeError):
 
 
 class RandomOperators(ThreadDispatchMode):
-    """While it is on, in the thread where it is on, every random operator draws from what ``generator`` returns for it.
-
-    Args:
-        fused: Let operators that hold a dropout but take no generator run as they are; otherwise refuse them.
-    """
+    """A mode in which every random operator of this thread draws from the generator that ``generator`` returns. Without
+    ``fused``, it refuses operators that contain a dropout but take no generator. With it they run as they are."""
 
     supports_higher_order_operators = True
     path = ""
-    """Path of the module that runs now, for messages."""
+    """Path of the running module, for messages."""
 
     def __init__(self, *, fused: bool = True) -> None:
         super().__init__()
         self.fused = fused
 
     def generator(self, device: torch.device) -> torch.Generator:
-        """The generator on ``device`` for the random operator that runs now."""
+        """Return the generator on ``device`` for the random operator that runs now."""
         raise NotImplementedError
 
     def is_plain(self) -> bool:
-        """Return True if the random operator that runs now is to draw from a default generator, as without the mode."""
+        """Return True if the running random operator must draw from a default generator, as without the mode."""
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Arguments = (), kwargs: Keywords | None = None) -> Any:
@@ -63,7 +60,7 @@ Recipe = Callable[[RandomOperators, Any, Arguments, Keywords], Any]
 
 
 def _filled(mode: RandomOperators, func: Any, args: Arguments, kwargs: Keywords) -> Any:
-    """For operators that have an argument ``generator``."""
+    """Run an operator that has an argument ``generator``."""
     device = _device(args, kwargs)
     if not _has_generator(args, kwargs) and device.type != "meta":
         kwargs["generator"] = mode.generator(device)
@@ -83,7 +80,7 @@ _OVERLOADS = {
 
 
 def _factory(mode: RandomOperators, func: Any, args: Arguments, kwargs: Keywords) -> Any:
-    """For operators with a second overload that takes a generator: rand.default has rand.generator."""
+    """Run an operator with a second overload that takes a generator: rand.default has rand.generator."""
     overload = str(func).rpartition(".")[2]
     if "generator" not in overload and _device(args, kwargs).type != "meta":
         if overload not in _OVERLOADS:
@@ -93,7 +90,7 @@ def _factory(mode: RandomOperators, func: Any, args: Arguments, kwargs: Keywords
 
 
 def _native_dropout(mode: RandomOperators, func: Any, args: Arguments, kwargs: Keywords) -> Any:
-    """For F.dropout on CUDA. Autograd multiplies the gradient by the mask that is returned, and by 1 / (1 - p)."""
+    """Run F.dropout on CUDA. Autograd multiplies the gradient by the returned mask and by 1 / (1 - p)."""
     value, p, train = args
     if train is False or value.device.type == "meta":
         return func(*args, **kwargs)
@@ -108,13 +105,13 @@ def _rrelu(mode: RandomOperators, func: Any, args: Arguments, kwargs: Keywords) 
 
 
 def _composite(mode: RandomOperators, func: Any, args: Arguments, kwargs: Keywords) -> Any:
-    """For operators that are made of others: in inference mode they arrive here whole."""
+    """Run an operator composed of others, which inference mode does not decompose."""
     with mode:
         return func.decompose(*args, **kwargs)
 
 
 def _fused(dropout: int, train: int | None = None) -> Recipe:
-    """For operators whose ``args[dropout]`` is the probability of a dropout that they hold, if ``args[train]``."""
+    """Make the recipe of operators with a dropout of probability ``args[dropout]``, if ``args[train]``."""
 
     def recipe(mode: RandomOperators, func: Any, args: Arguments, kwargs: Keywords) -> Any:
         p = kwargs.get("dropout_p", args[dropout] if len(args) > dropout else 0.0)
@@ -186,7 +183,7 @@ _RECIPES = {name: recipe for recipe, names in _BY_RECIPE for name in names.split
 
 @functools.cache
 def _recipe(func: Any) -> Recipe | None:
-    """Recipe for ``func``; None if it runs as it is (as do higher-order operators, which have no tags)."""
+    """Return the recipe for ``func``, or None if it runs unchanged. Higher-order operators have no tags."""
     if torch.Tag.nondeterministic_seeded not in getattr(func, "tags", ()):
         return None
     namespace, _, rest = str(func).partition(".")

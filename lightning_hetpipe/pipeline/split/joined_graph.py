@@ -1,7 +1,7 @@
-"""Graph of a whole segment: those of its layers, one after the other, with operators that change nothing in place.
+"""Graph of a whole segment: the graphs of its layers in sequence, with operators that change nothing in place.
 
-What writes into a fresh value that nobody else looks at is made an operator that gives a new one: a group's members
-hold parts of it. Buffers, inputs and values with views are still written in place.
+An operator that writes into a fresh value without other readers is replaced by an operator that returns a new value: a
+group's members hold parts of it. Buffers, inputs and values with views are still written in place.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from lightning_hetpipe.pipeline.stage import Layer
 
 PATHS = "paths"
-"""Key in the ``meta`` of layers' own tensors, and of what is made of them alone: their paths in the LightningModule."""
+"""Key in ``meta`` for the paths in the LightningModule of layers' own tensors and of values made only of them."""
 
 
 @dataclass
@@ -38,8 +38,8 @@ class JoinedGraph:
 
     Attributes:
         graph: Takes the ``regions``, the device, the ``own`` tensors and the values from before.
-        own: For each tensor of the layers' own its node, the number of its layer, and its name there, or itself.
-        outputs: How the last layer's outputs are nested; None where the next segment takes them as they are.
+        own: For each tensor of the layers its node, the number of its layer, and its name there or the tensor itself.
+        outputs: Nesting of the last layer's outputs, or None if the next segment takes them flat.
     """
 
     graph: fx.Graph
@@ -50,7 +50,7 @@ class JoinedGraph:
 
 
 def joined_graph(layers: Sequence[Layer], variant: int) -> JoinedGraph:
-    """Join the graphs of ``layers``, which follow one another and are parts of one captured module."""
+    """Join the graphs of ``layers``, which follow one another in one captured module."""
     codes = [layer.module.code for layer in layers if isinstance(layer.module, GraphLayer)]
     graphs = [code.graphs[variant] for code in codes]
     inputs = [each.module.graph.find_nodes(op="placeholder") for each in graphs]
@@ -91,7 +91,7 @@ def joined_graph(layers: Sequence[Layer], variant: int) -> JoinedGraph:
 
 
 def _note_paths(graph: fx.Graph, own: set[fx.Node]) -> None:
-    """Note for what is made of layers' ``own`` tensors alone, such as a normed weight, the paths of these."""
+    """Record the paths of layers' ``own`` tensors on values made only of them, such as a normed weight."""
     for node in graph.nodes:
         given = node.all_input_nodes
         is_made = node.op == "call_function" and given and node.target is not drawn
@@ -102,7 +102,7 @@ def _note_paths(graph: fx.Graph, own: set[fx.Node]) -> None:
 
 
 def layer_path(weight: fx.Node) -> str | None:
-    """Path of the layer whose ``weight`` it is; None where it is made of other than the layer's own tensors."""
+    """Return the path of the layer that has ``weight``, or None if the weight is made of other tensors as well."""
     paths: set[str] = weight.meta.get(PATHS, set())
     if len(paths) < 2:
         return next((each.removesuffix(".weight") for each in paths), None)
@@ -118,14 +118,14 @@ def _placeholder(graph: fx.Graph, name: str, like: fx.Node) -> fx.Node:
 
 
 def operator_of_node(node: fx.Node) -> tuple[Any, tuple[Any, ...]]:
-    """Operator that ``node`` runs, and what it is given: a random operation is wrapped in another call."""
+    """Return the operator of ``node`` and its arguments. A random operation is unwrapped."""
     if node.target is drawn:
         return node.args[2], node.args[3:]
     return node.target, node.args
 
 
 def writes_and_views(node: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
-    """The values that ``node`` changes in place, and those whose memory its output may share."""
+    """Return the values that ``node`` changes in place, and the values whose memory its output may share."""
     target, args = operator_of_node(node)
     if isinstance(target, HigherOrderOperator):
         given = list(node.all_input_nodes)
@@ -136,22 +136,20 @@ def writes_and_views(node: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
 
 
 def note_views(node: fx.Node, viewed: Sequence[fx.Node], shares: dict[fx.Node, set[fx.Node]]) -> None:
-    """Note in ``shares``, for each value, all that share its memory: the output of ``node`` and what it has ``viewed``
-    do."""
+    """Record in ``shares`` that the output of ``node`` shares memory with the values in ``viewed``."""
     together = {node}.union(*(shares.get(each, {each}) for each in viewed))
     shares.update(dict.fromkeys(together, together))
 
 
 def _is_written_in_regions(given: Sequence[fx.Node]) -> bool:
-    """Tell whether a region among what an operator is ``given`` may change something in place; True where there is no
-    region to look at."""
+    """Return True if a region among ``given`` may change a value in place, or if there is no region."""
     regions: list[fx.GraphModule] = [each.meta["region"] for each in given if "region" in each.meta]
     inner = [node for region in regions for node in region.graph.nodes if node.op == "call_function"]
     return not regions or any(writes_and_views(node)[0] for node in inner)
 
 
 def _without_writes(graph: fx.Graph) -> None:
-    """Replaces what writes into a value that nobody sees afterwards, also by a view, by what gives a new one."""
+    """Replace writes into values that nobody sees afterwards, not even by a view, by new values."""
     shares: dict[fx.Node, set[fx.Node]] = {}
     for node in list(graph.nodes):
         if node.op != "call_function":
@@ -178,8 +176,7 @@ def _without_writes(graph: fx.Graph) -> None:
 
 
 def _is_seen(value: fx.Node, node: fx.Node, shares: Mapping[fx.Node, set[fx.Node]]) -> bool:
-    """Tell whether what ``node`` writes into ``value`` shows elsewhere: in an input of the graph, or in another view
-    that is used later."""
+    """Return True if the write of ``node`` into ``value`` shows in an input, or in another view used later."""
     family = shares.get(value, {value})
     return any(each.op != "call_function" for each in family) or any(
         any(_after(node, list(each.users))) for each in family - {value}
@@ -191,7 +188,7 @@ def _after(node: fx.Node, users: Sequence[fx.Node]) -> Iterator[fx.Node]:
 
 
 def _without_write(target: Any) -> Any:
-    """The operator that gives a new value, for one such as ``add_``; None if there is none."""
+    """Return the out-of-place variant of an operator such as ``add_``, or None."""
     name, _, overload = str(target).removeprefix("aten.").partition(".")
     if not isinstance(target, OperatorOverload) or target.namespace != "aten" or not name.endswith("_"):
         return None

@@ -24,9 +24,10 @@ class Mask:
     """Factor by which a random operation would multiply the whole tensor.
 
     Attributes:
-        arguments: Of the random operation, but for the tensor.
-        sizes: Of the mask; a node gives one that may vary, or is a tensor of which the dimension that follows has it.
-        order: Of its dimensions in memory, by which numbers are drawn.
+        arguments: Arguments of the random operation without the tensor.
+        sizes: Sizes of the mask. A node stands for a size that may vary, or is a tensor with it in the dimension that
+            follows.
+        order: Order of its dimensions in memory, in which numbers are drawn.
     """
 
     arguments: tuple[Any, ...]
@@ -36,7 +37,7 @@ class Mask:
     layout: ChannelLayout
 
     def drawn_in(self, graph: fx.Graph, new: Mapping[fx.Node, fx.Node], device: fx.Node) -> fx.Node:
-        """Add what draws it to ``graph``, which has ``new`` nodes for those of the sizes."""
+        """Add operators that draw the mask to ``graph``. ``new`` maps nodes of the sizes to nodes of ``graph``."""
         sizes = [size_in(graph, each if isinstance(each, int) else (new[each[0]], each[1])) for each in self.sizes]
         ones = graph.call_function(ones_in_order, (sizes, tuple(self.order), self.dtype, device))
         path, ordinal, target, *rest = self.arguments
@@ -44,8 +45,8 @@ class Mask:
 
 
 def mask_of(node: fx.Node, layout: ChannelLayout, whole: Iterable[fx.Node]) -> Mask | None:
-    """Mask of ``node``, a random operation on a tensor of ``layout``; None where it is no product with one, or its
-    sizes cannot be told from the ``whole`` values."""
+    """Return the mask of random operation ``node`` on a tensor of ``layout``. Return None if the operation is no
+    product with a mask, or the ``whole`` values do not determine the mask's sizes."""
     path, ordinal, target, given, *rest = node.args
     sizes, rank = sizes_of(node), len(sizes_of(node))
     if target is _CHANNELS and layout.dim == 1:
@@ -64,7 +65,7 @@ def mask_of(node: fx.Node, layout: ChannelLayout, whole: Iterable[fx.Node]) -> M
 
 
 def source_of(size: Size, whole: Iterable[fx.Node]) -> int | tuple[fx.Node, int | None] | None:
-    """Source of a ``size``: itself, or one of the ``whole`` values, with the dimension of a tensor."""
+    """Return the source of a ``size``: itself, or one of the ``whole`` values and the dimension of a tensor."""
     if isinstance(size, int):
         return size
     for node in whole:
@@ -76,7 +77,7 @@ def source_of(size: Size, whole: Iterable[fx.Node]) -> int | tuple[fx.Node, int 
 
 
 def size_in(graph: fx.Graph, source: int | tuple[fx.Node, int | None] | None) -> Any:
-    """Argument that stands, in a call in ``graph``, for a size of that ``source``."""
+    """Return the argument, in a call in ``graph``, for a size from ``source``."""
     assert source is not None
     if isinstance(source, int) or source[1] is None:
         return source if isinstance(source, int) else source[0]
@@ -84,7 +85,7 @@ def size_in(graph: fx.Graph, source: int | tuple[fx.Node, int | None] | None) ->
 
 
 def ones_in_order(sizes: Sequence[int], order: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Ones, in memory in that ``order`` of dimensions."""
+    """Return ones, in memory in ``order`` of dimensions."""
     return torch.empty_permuted(list(sizes), tuple(order), dtype=dtype, device=device).fill_(1)
 
 
@@ -93,10 +94,8 @@ _ARGUMENTS = ("attn_mask", "dropout_p", "is_causal")
 
 
 def unfuse_dropouts(graph: fx.Graph, device: fx.Node) -> None:
-    """Replace attention with dropout by products, softmax, and a dropout that draws as the attention did.
-
-    It is left alone where several heads of queries share one of keys.
-    """
+    """Replace attention with dropout by products, softmax, and a dropout that draws as the attention did. If several
+    heads of queries share a head of keys, leave the attention alone."""
     for node in list(graph.nodes):
         if node.target is drawn and node.args[2] is _aten.scaled_dot_product_attention.default:
             path, ordinal, _, *given = node.args
@@ -145,5 +144,5 @@ def _written_out(graph: fx.Graph, device: fx.Node, name: Any, operands: Any, nam
 
 
 def causal_mask(rows: int, columns: int, device: torch.device) -> Tensor:
-    """True where a query may look."""
+    """Return a mask that is True at the keys a query may see."""
     return torch.ones(rows, columns, dtype=torch.bool, device=device).tril()

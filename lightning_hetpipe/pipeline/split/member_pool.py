@@ -1,6 +1,6 @@
-"""Threads of a group: each member's part of a region runs in a thread of its own, and on its own device and stream.
+"""Threads of a group: each member's part of a region runs in its own thread, on its own device and stream.
 
-The thread that asks runs the part of the member that it is itself. It waits for all of the others, whatever fails.
+The calling thread runs the home member's part. It waits for all other members, whatever fails.
 """
 
 from __future__ import annotations
@@ -25,12 +25,8 @@ Job = Callable[[], Any]
 
 @dataclass(frozen=True)
 class DeviceGroup:
-    """The ``devices`` of a stage, one for each member.
-
-    Attributes:
-        home: The member that holds the unsplit weights; the stage's own thread is its thread.
-        names: Of the devices, for people; by default torch's.
-    """
+    """The ``devices`` of a stage, one for each member. ``home`` is the member that holds the unsplit weights. The
+    stage's own thread is its thread. ``names`` are the devices' names for messages, by default torch's."""
 
     devices: Sequence[torch.device]
     counts: ChannelCounts
@@ -47,17 +43,12 @@ _ORDINALS = {0: "first", 1: "second", 2: "third"}
 
 
 _Posted = tuple[Job, StreamEvent | None, Sequence[Tensor]]
-"""A job on its way to a member, the event behind which stands what it is given, and its tensors of other streams."""
+"""A job for a member, the event behind which its arguments are computed, and their tensors of other streams."""
 
 
 class MemberPool:
-    """The members of ``group``; open as a context manager.
-
-    Each member but the home, which has the stage's stream, gets one of ``streams``.
-
-    Attributes:
-        in_turn: Whether members run one after the other, as they do where they may compile.
-    """
+    """The members of ``group``, a context manager. Each member has one of ``streams``, but the home has the stage's.
+    With ``in_turn``, members run one after the other, because they may compile."""
 
     def __init__(
         self,
@@ -75,7 +66,6 @@ class MemberPool:
         self._workers: list[Worker[_Posted] | None] = []
 
     def start(self) -> None:
-        """Start the threads."""
         for member, device in enumerate(self.group.devices):
             self._results.append(queue.SimpleQueue())
             self._workers.append(None)
@@ -85,13 +75,8 @@ class MemberPool:
                 self._workers[member] = Worker(name, self._handler(member, stream), self._torch_threads, entering)
 
     def run(self, jobs: Sequence[Job | None], uses: Iterable[Tensor] = ()) -> list[Any]:
-        """Run the job of each member, or none, at once, and return what each has given.
-
-        Jobs use the tensors ``uses`` of this thread's stream.
-
-        Raises:
-            BaseException: the first member's that has failed, once all are through.
-        """
+        """Run the job of each member, or none, concurrently, and return their results. Jobs use the tensors ``uses`` of
+        this thread's stream. If members fail, the first one's error is raised after all ended."""
         uses, home = [*uses], self.group.home
         event = self._home_stream.record() if uses else None
         found: list[Any] = [None] * len(jobs)
@@ -115,13 +100,12 @@ class MemberPool:
         return found
 
     def close(self) -> None:
-        """Let the threads end."""
         for worker in self._workers:
             if worker is not None:
                 worker.close()
 
     def join(self, seconds: float) -> bool:
-        """Wait for the end of the threads; return False if one has not ended within ``seconds``."""
+        """Wait for the end of the threads. Return False if a thread has not ended within ``seconds``."""
         return all(worker.join(seconds) for worker in self._workers if worker is not None)
 
     def __enter__(self) -> Self:

@@ -11,7 +11,7 @@ from torch import fx
 from lightning_hetpipe.rules.channel_layouts import ChannelLayout, Sizes
 
 Layouts = ChannelLayout | tuple[ChannelLayout | None, ...]
-"""Layout of an operator's output, or of each of several."""
+"""Layout of an operator's output, or of each of several outputs."""
 
 
 @dataclass(frozen=True)
@@ -19,11 +19,11 @@ class Divided:
     """Way in which members compute an operator.
 
     Attributes:
-        layout: Of what they give; of their addends the layout of the operand that is divided.
-        operands: The layouts in which members hold its operands, by node; others are whole.
-        arguments: By position, what stands there for each member in place of what the operator is given.
+        layout: Layout of their results. If the results are added, layout of the divided operand.
+        operands: Layouts in which members hold operands, by node. Other operands are whole.
+        arguments: Replacement of the argument at a position, for each member.
         target: The operator, if it is another one.
-        adds: Whether what members give is to be added.
+        adds: Whether members' results are added.
     """
 
     layout: Layouts
@@ -35,12 +35,8 @@ class Divided:
 
 @dataclass(frozen=True)
 class OperatorCall:
-    """Call of an operator, ``target``, in a graph.
-
-    Attributes:
-        layouts: Of those of its operands that are divided.
-        columns: Gives, for a weight, the layout (``dim`` 0) of output channels to begin with; None to leave it whole.
-    """
+    """Call of an operator, ``target``, in a graph. ``layouts`` are those of divided operands. ``columns`` returns, for
+    a weight, the layout (``dim`` 0) of output channels to begin with, or None to leave it whole."""
 
     node: fx.Node
     target: Any
@@ -53,7 +49,7 @@ class OperatorCall:
         return self.args[position] if position < len(self.args) else default
 
     def layout(self, position: int) -> ChannelLayout | None:
-        """Layout of the operand at ``position``; None if it is whole."""
+        """Return the layout of the operand at ``position``, or None if it is whole."""
         given = self.arg(position)
         return self.layouts.get(given) if isinstance(given, fx.Node) else None
 
@@ -62,11 +58,10 @@ class OperatorCall:
 
     @property
     def members(self) -> int:
-        """Number of members of the group."""
         return len(next(iter(self.layouts.values())).counts)
 
     def dims(self, given: Any, rank: int) -> list[int]:
-        """Dimensions that an operator is given, of a tensor of ``rank`` dimensions, each from 0."""
+        """Return the dimensions ``given`` to an operator on a tensor of ``rank`` dimensions, each counted from 0."""
         every = given if isinstance(given, list | tuple) else [given]
         return [int(dim) % max(rank, 1) for dim in every]
 
@@ -75,7 +70,7 @@ Rule = Callable[[OperatorCall], Divided | None]
 
 
 def of_first(rule: Callable[[OperatorCall, ChannelLayout], Divided | None]) -> Rule:
-    """Rule of operators that members divide only if the first operand is divided: ``rule`` is given its layout."""
+    """Make the rule of operators that are divided only if the first operand is. ``rule`` gets that operand's layout."""
 
     def found(call: OperatorCall) -> Divided | None:
         layout = call.layout(0)
@@ -85,6 +80,6 @@ def of_first(rule: Callable[[OperatorCall, ChannelLayout], Divided | None]) -> R
 
 
 def sizes_of(node: Any) -> Sizes:
-    """Sizes of the tensor that ``node`` gives; none for what is no tensor."""
+    """Return the sizes of the tensor from ``node``, or none if it is no tensor."""
     found: Any = node.meta.get("sizes", ()) if isinstance(node, fx.Node) else ()
     return tuple(found)

@@ -1,17 +1,17 @@
-"""Rules table: what each operator does to the layouts of what it is given.
+"""Table of rules: the effect of each operator on the layouts of its operands.
 
-    stays divided       elementwise operators; pooling, padding and resizing of other dimensions; batch and instance
-                        norm; group norm, and convolutions in groups, by whole groups; layer norm, softmax and sums over
-                        other dimensions; views that keep units whole; attention by heads; products of matrices over
-                        dimensions that are divided alike
-    begins to be        convolutions, linear layers, products with weights, embeddings: by output channels, where
-                        whoever asks gives counts for their weight (columns)
-    becomes a sum       linear layers and products with weights whose input channels are divided (rows)
-    is made whole       everything else: layer norm or softmax over channels, local response norm, pixel shuffle,
-                        operands that are divided in unlike ways, what is in no table
+- Some operators stay divided: elementwise operators, batch and instance norm. So do pooling, padding and resizing of
+  other dimensions, layer norm, softmax and sums over other dimensions, and views that keep units whole. Group norm and
+  convolutions in groups are divided by whole groups, attention by heads, and products of matrices over dimensions that
+  are divided alike.
+- Convolutions, linear layers, products with weights and embeddings begin to be divided by output channels, if the
+  caller gives counts for their weight (columns).
+- Linear layers and products with weights become a sum if their input channels are divided (rows).
+- All else is made whole: layer norm or softmax over channels, local response norm, pixel shuffle, operands that are
+  divided in unlike ways, and operators in no table.
 
-A rule is given a :class:`OperatorCall`, and gives what each member is to compute, or None where members cannot compute
-a part each. Operands that it does not name are whole on each member.
+A rule takes an :class:`OperatorCall`, and returns the computation of each member, or None if members cannot compute
+parts. Operands that it does not name are whole on each member.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from lightning_hetpipe.rules.channel_layouts import ChannelLayout
 
 
 def _elementwise(call: OperatorCall) -> Divided | None:
-    """The operands' dimensions are aligned at the last ones; those that are divided are so alike."""
+    """Align the operands' dimensions at the last ones, and keep a division that all divided operands share."""
     out = sizes_of(call.node)
     found = {replace(layout, dim=layout.dim + len(out) - len(sizes_of(node))) for node, layout in call.layouts.items()}
     if len(found) != 1:
@@ -49,17 +49,17 @@ def _elementwise(call: OperatorCall) -> Divided | None:
 
 @of_first
 def _unary(call: OperatorCall, layout: ChannelLayout) -> Divided | None:
-    """The first operand's layout, whatever else it is given."""
+    """Keep the first operand's layout, whatever the other arguments."""
     return None if len(call.layouts) > 1 else Divided(layout, call.layouts)
 
 
 def _type_as(call: OperatorCall) -> Divided | None:
-    """The second operand is, of the same sizes, what the first one was written into."""
+    """Follow ``type_as``. If the second operand has the first one's sizes, the first was written into it."""
     return (_elementwise if call.sizes(0) == call.sizes(1) else _unary)(call)
 
 
 def _over_last(dims: int) -> Rule:
-    """Something is done to the last ``dims`` dimensions, which are not divided."""
+    """Make the rule of an operation on the last ``dims`` dimensions, which must not be divided."""
 
     @of_first
     def rule(call: OperatorCall, layout: ChannelLayout) -> Divided | None:
@@ -116,7 +116,7 @@ def _convolution(dims: int) -> Rule:
 
 
 def _grouped(call: OperatorCall, groups: int, layout: ChannelLayout | None, channel: int) -> Divided | None:
-    """By whole groups: as its input is divided, where that has whole groups on each member, else as is asked for."""
+    """Divide by whole groups: as the input, if each member has whole groups of it, otherwise by the asked counts."""
     image, weight, bias = (call.arg(n) for n in range(3))
     came, channels = sizes_of(image)[channel], sizes_of(weight)[0]
     if not isinstance(came, int) or not isinstance(channels, int):
@@ -151,7 +151,7 @@ def _transposed_convolution(dims: int) -> Rule:
 
 
 def _product(given: int, weight: int, bias: int | None, *, out_first: bool) -> Rule:
-    """Product of what stands at ``given`` with a weight: by columns where counts are given, else by rows."""
+    """Make the rule of a product of argument ``given`` with a weight: by columns if there are counts, else by rows."""
 
     def rule(call: OperatorCall) -> Divided | None:
         matrix, layout = call.arg(weight), call.layout(given)
@@ -180,7 +180,7 @@ def _product(given: int, weight: int, bias: int | None, *, out_first: bool) -> R
 
 
 def _matmul(call: OperatorCall) -> Divided | None:
-    """Multiply activations: over dimensions before the last two, divided alike; or rows of the first matrix."""
+    """Multiply activations over equally divided dimensions before the last two, or over rows of the first."""
     if (found := _product(0, 1, None, out_first=False)(call)) is not None:
         return found
     rank = len(sizes_of(call.node))
@@ -198,7 +198,7 @@ def _matmul(call: OperatorCall) -> Divided | None:
 
 
 def _attention(call: OperatorCall) -> Divided | None:
-    """By heads, which is the dimension before the last two; of keys and values there may be fewer."""
+    """Divide by heads, the dimension before the last two. Keys and values may have fewer heads."""
     heads = [call.layout(n) for n in range(3)]
     found = next((each for each in heads if each is not None), None)
     mask, dim = call.kwargs.get("attn_mask", call.arg(3)), len(call.sizes()) - 3
@@ -222,7 +222,7 @@ def _attention(call: OperatorCall) -> Divided | None:
 
 
 def _einsum(call: OperatorCall) -> Divided | None:
-    """By one index: it stays divided where the result has it, and members' results are added where it has not."""
+    """Divide by one index. If the result has the index, it stays divided, otherwise members' results are added."""
     equation, operands = str(call.args[0]).replace(" ", ""), call.args[1]
     terms, arrow, result = equation.partition("->")
     indices = dict(zip(operands, terms.split(","), strict=True))
@@ -253,14 +253,14 @@ def _embedding(call: OperatorCall) -> Divided | None:
 
 
 def _as_outputs(call: OperatorCall, layout: ChannelLayout) -> Divided:
-    """All outputs, of which there may be several, have ``layout``."""
+    """Give ``layout`` to all outputs, of which there may be several."""
     several = call.node.meta.get("several")
     return Divided((layout,) * several if several else layout, call.layouts)
 
 
 def _over_given(position: int, keyword: str = "dim", default: Any = -1, keep: int | None = None) -> Rule:
-    """Something is done over the dimensions at ``position``, which are not divided; they go, unless the argument at
-    ``keep`` is true or there is none."""
+    """Make the rule of an operation over the dimensions at ``position``, which must not be divided. The dimensions
+    vanish, unless the argument at ``keep`` is true or ``keep`` is None."""
 
     @of_first
     def rule(call: OperatorCall, layout: ChannelLayout) -> Divided | None:
@@ -277,7 +277,7 @@ def _over_given(position: int, keyword: str = "dim", default: Any = -1, keep: in
 
 
 def _own_sizes(call: OperatorCall, position: int, place: int, layout: ChannelLayout) -> dict[int, Any]:
-    """Arguments of members: the sizes at ``position``, with the size of each one's part of ``layout`` at ``place``."""
+    """Return members' arguments at ``position``: the sizes, with the size of their part of ``layout`` at ``place``."""
     given, parts = call.args[position], map(layout.size, range(call.members))
     if given[place] == -1:
         return {}
@@ -294,7 +294,7 @@ def _view(call: OperatorCall, layout: ChannelLayout) -> Divided | None:
 
 @of_first
 def _flatten(call: OperatorCall, layout: ChannelLayout) -> Divided | None:
-    """Flattening needs no sizes: it is the same for the parts, if that is a view of theirs."""
+    """Flatten without sizes: each part is flattened alike, if that is a view of the part."""
     found = layout.reshaped(call.sizes(), sizes_of(call.node))
     return None if found is None else Divided(found, call.layouts)
 
@@ -324,14 +324,14 @@ def _expand(call: OperatorCall, layout: ChannelLayout) -> Divided | None:
 
 @of_first
 def _reordered(call: OperatorCall, layout: ChannelLayout) -> Divided | None:
-    """Dimensions get another order, which is tried out with a tensor whose sizes tell them apart."""
+    """Reorder dimensions, in an order found by a trial with a tensor of distinct sizes."""
     tried = call.target(torch.empty([*range(len(call.sizes()))], device="meta"), *call.args[1:], **call.kwargs)
     return Divided(layout.at(list(tried.shape).index(layout.dim)), call.layouts)
 
 
 @of_first
 def _repeat(call: OperatorCall, layout: ChannelLayout) -> Divided | None:
-    """Repeats of other dimensions."""
+    """Repeat only other dimensions than the divided one."""
     times = call.args[1]
     found = layout.at(layout.dim + len(times) - len(call.sizes()))
     return Divided(found, call.layouts) if times[found.dim] == 1 else None
@@ -345,7 +345,7 @@ def _unsqueeze(call: OperatorCall, layout: ChannelLayout) -> Divided | None:
 
 @of_first
 def _squeeze(call: OperatorCall, layout: ChannelLayout) -> Divided | None:
-    """Only of dimensions that it names, as a part may be of size 1 where the whole is not."""
+    """Remove only named dimensions, because a part may be of size 1 where the whole is not."""
     sizes = call.sizes()
     if len(call.args) < 2:
         return None
@@ -357,7 +357,7 @@ def _squeeze(call: OperatorCall, layout: ChannelLayout) -> Divided | None:
 
 @of_first
 def _split(call: OperatorCall, layout: ChannelLayout) -> Divided | None:
-    """Into parts along another dimension; or along the divided one, where each part has as many of its blocks."""
+    """Split along another dimension, or along the divided one if each part has equally many of its blocks."""
     parts = call.node.meta.get("several") or 0
     (dim,) = call.dims(call.kwargs.get("dim", call.arg(2, 0)), len(call.sizes()))
     if dim != layout.dim:
@@ -393,7 +393,7 @@ def _repeat_interleave(call: OperatorCall, layout: ChannelLayout) -> Divided | N
 
 
 def _operators(names: str) -> list[Any]:
-    """All overloads of ``names``, or the one that is named, but those that write into what they are given."""
+    """Return all overloads of ``names``, or the named one, without overloads that write into their arguments."""
     named = [name.partition(".") for name in names.split()]
     packets = [(getattr(torch.ops.aten, name, None), only) for name, _, only in named]
     return [
@@ -458,7 +458,7 @@ _RULES: dict[Any, Rule] = {operator: rule for rule, names in _BY_RULE for operat
 
 
 def rule_of(target: Any) -> Rule | None:
-    """The rule of an operator; None for one whose operands are to be whole."""
+    """Return the rule of an operator, or None if its operands must be whole."""
     if (found := _RULES.get(target)) is not None:
         return found
     return _elementwise if torch.Tag.pointwise in getattr(target, "tags", ()) else None

@@ -1,7 +1,7 @@
-"""Plan of a segment that a group computes: what runs whole, and regions in which each member computes its parts.
+"""Plan of a segment that a group computes: whole operators, and regions in which each member computes its parts.
 
-A *region* is a stretch in which members need nothing of each other. What comes to it from outside is whole on each
-member, or a part on each; what leaves it is put together of parts, added up, or remains where it is for a later region.
+A *region* is a run of operators in which members need nothing of each other. An input of a region is whole on each
+member, or divided. An output is put together of parts, added up, or kept by members for a later region.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from lightning_hetpipe.rules.channel_layouts import ChannelLayout
 
 
 class TakenAs(Enum):
-    """Ways in which a member takes what a region is given."""
+    """Ways in which a member takes an input of a region."""
 
     WHOLE = "whole"
     PART = "its part"
@@ -30,7 +30,7 @@ class TakenAs(Enum):
 
 
 class GivenAs(Enum):
-    """Ways in which what members give leaves a region."""
+    """Ways in which members' outputs leave a region."""
 
     JOINED = "put together"
     ADDED = "added up"
@@ -39,12 +39,8 @@ class GivenAs(Enum):
 
 @dataclass(frozen=True)
 class RegionInput:
-    """One input of a region: a ``node`` in the graph of the segment.
-
-    Attributes:
-        layout: Of what each member takes; None for what is whole.
-        is_weight: Whether it is a tensor of a layer: of parameters, parts are kept for each version.
-    """
+    """One input of a region: a ``node`` in the graph of the segment. ``layout`` is of the members' parts, or None if
+    each takes the whole. Members keep parts of parameters (``is_weight``: a tensor of a layer) for each version."""
 
     node: fx.Node
     taken: TakenAs
@@ -54,7 +50,7 @@ class RegionInput:
 
 @dataclass(frozen=True)
 class RegionOutput:
-    """One output of a region: a ``node`` in the graph of the segment, of which the ``layout`` says who has a part."""
+    """One output of a region: a ``node`` in the graph of the segment, with the ``layout`` of members' parts."""
 
     node: fx.Node
     given: GivenAs
@@ -63,13 +59,8 @@ class RegionOutput:
 
 @dataclass
 class Region:
-    """A region of so many ``members``.
-
-    Attributes:
-        inputs, outputs: What comes to it, and what leaves it.
-        graphs: What each member computes: it takes its part of the inputs of the numbers in ``takes``, and gives its
-            part of the outputs of the numbers in ``gives``.
-    """
+    """A region of ``members`` members. Each of the ``graphs`` is a member's. It takes the inputs numbered in ``takes``,
+    and returns the outputs numbered in ``gives``."""
 
     members: int
     inputs: list[RegionInput] = field(default_factory=list)
@@ -79,25 +70,24 @@ class Region:
     gives: list[list[int]] = field(default_factory=list)
 
     def input(self, wanted: RegionInput) -> int:
-        """Number of the ``wanted`` input, which is one from now on."""
+        """Return the number of the ``wanted`` input, which is added if missing."""
         if wanted not in self.inputs:
             self.inputs.append(wanted)
         return self.inputs.index(wanted)
 
     def output(self, wanted: RegionOutput) -> None:
-        """From now on ``wanted`` is an output."""
+        """Add ``wanted`` to the outputs if missing."""
         if wanted not in self.outputs:
             self.outputs.append(wanted)
 
 
 @dataclass(frozen=True)
 class SplitGraph:
-    """Graph that a group computes in place of a segment's.
+    """Graph that a group computes in place of a segment's graph.
 
     Attributes:
-        graph: The segment's graph, with calls of modules "region_0" and so on in place of what members compute.
-        regions: These, by their names.
-        layers: Numbers of units in which each layer may begin to be divided, by its path; the best one first.
+        graph: The segment's graph, with calls of modules "region_0" and so on for members' computations.
+        layers: Numbers of units in which each layer may begin to be divided, by its path, the best one first.
     """
 
     graph: fx.Graph
@@ -106,7 +96,7 @@ class SplitGraph:
 
 
 class MemberGraph:
-    """The graph of one member in a region, which grows."""
+    """The growing graph of one member in a region."""
 
     def __init__(self) -> None:
         self.graph = fx.Graph()
@@ -114,7 +104,7 @@ class MemberGraph:
         self._taken: dict[int, fx.Node] = {}
 
     def taken(self, number: int) -> fx.Node:
-        """Node of the region's input ``number``."""
+        """Return the node of the region's input ``number``."""
         if number not in self._taken:
             with self.graph.inserting_before():
                 self._taken[number] = self.graph.placeholder(f"input_{number}")
@@ -133,7 +123,7 @@ class MemberGraph:
 
 
 class OuterGraph:
-    """The graph of the segment, with regions in place of what members compute."""
+    """The graph of the segment, with regions in place of members' computations."""
 
     def __init__(self, joined: JoinedGraph) -> None:
         self._joined = joined
@@ -147,7 +137,7 @@ class OuterGraph:
         self._new[node] = self._graph.node_copy(node, self._new.__getitem__)
 
     def draw(self, node: fx.Node, mask: Mask) -> None:
-        """Have the ``mask`` stand for ``node`` until the region gives that."""
+        """Draw the ``mask`` of ``node``, which stands for ``node`` until the region returns it."""
         self._new[node] = mask.drawn_in(self._graph, self._new, self._new[self._joined.device])
 
     def call(self, level: int, region: Region) -> None:

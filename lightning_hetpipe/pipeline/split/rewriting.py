@@ -1,10 +1,9 @@
-"""Rewriting of a segment's graph into what each member of a group computes.
+"""Rewriting of a segment's graph into the graphs of a group's members.
 
-First each operator, in order, is found to be whole or divided (:mod:`.operator_rules`), and given a *level*: a region
-has one, and what needs the whole of a region's value is a level above it. Then the operators of each level are copied
-into its region, once for each member, and regions and what is whole are called level by level.
-
-Values that something writes in place stay whole, and what touches them stays in order.
+In order, each operator is found to be whole or divided (:mod:`.operator_rules`), and gets a *level*. A region has one
+level. An operator that needs the whole of a region's value is a level above it. Then the operators of each level are
+copied into its region, once for each member, and regions and whole operators are called level by level. Values that are
+written in place stay whole, and operators on them stay in order.
 """
 
 from __future__ import annotations
@@ -47,16 +46,12 @@ _STATISTICS = {torch.ops.aten.batch_norm.default, torch.ops.aten.instance_norm.d
 
 
 def split_graph(joined: JoinedGraph, counts: ChannelCounts, members: int) -> SplitGraph:
-    """Rewrite ``joined`` for so many ``members``, whose layers have ``counts``.
-
-    Raises:
-        SettingError: for counts that fit no layer.
-    """
+    """Rewrite ``joined`` for ``members`` members with ``counts``. Raise SettingError if counts fit no layer."""
     return _Rewriting(joined, counts, members).made()
 
 
 def divided_layers(joined: JoinedGraph) -> dict[int, LayerWidths]:
-    """Divisions of the layers of ``joined`` that a group of devices may make, by their numbers; without times."""
+    """Return the divisions, without times, that a group of devices may make of the layers of ``joined``, by number."""
     return _Rewriting(joined, ChannelCounts((1.0, 1.0)), 2).divided_layers()
 
 
@@ -81,8 +76,7 @@ class _Rewriting:
     # What is divided, and on which level.
 
     def _decide(self) -> None:
-        """Find what is divided, without stretches in which members would only share out what is little work, and
-        without what the home may as well compute."""
+        """Decide what is divided, without runs of little work, and without work that the home may as well do."""
         while True:
             for each in (self._divided, self._layouts, self._several, self._masks, self._levels, self._worth):
                 each.clear()
@@ -92,7 +86,7 @@ class _Rewriting:
             self._whole |= light
 
     def _light(self) -> set[fx.Node]:
-        """Find what is divided on one level without anything there that is worth it, and gets all from other levels."""
+        """Find connected divided nodes of a level among which none is heavy work."""
         group: dict[fx.Node, set[fx.Node]] = {}
         for node in self._divided:
             same = {node}
@@ -104,8 +98,7 @@ class _Rewriting:
         return {node for node, same in group.items() if not any(each.target in HEAVY for each in same)}
 
     def _at_home(self) -> set[fx.Node]:
-        """Find values that the home can make by itself: by little work, gathered there anyway, as is all that they are
-        made of."""
+        """Find values that the home can make alone: by little work, from inputs that are gathered there anyway."""
         gathered = {node for node in self._divided if not all(self._passes(node, user) for user in node.users)}
         found = {node for node in gathered if node.target not in HEAVY and not self._divided[node].adds}
         return {
@@ -139,7 +132,7 @@ class _Rewriting:
                 self._worth.add(node)
 
     def _division(self, node: fx.Node) -> Divided | None:
-        """Find how members compute ``node``; None where it is whole."""
+        """Find how members compute ``node``, or return None if it is whole."""
         if node.target is drawn:
             return self._dropout(node)
         written, _ = writes_and_views(node)
@@ -148,7 +141,7 @@ class _Rewriting:
         return followed(node, self._layouts, self._several, lambda weight: self._columns(node, weight))
 
     def _columns(self, node: fx.Node, weight: fx.Node) -> ChannelLayout | None:
-        """Division of the output channels of ``node``, by what is asked for its ``weight``."""
+        """Return the division of the output channels of ``node``, by the counts for its ``weight``."""
         if (held := weight_of(node)) is None or (name := layer_path(weight)) is None or node not in self._units:
             return None
         outer, units, inner, _ = self._units[node]
@@ -169,11 +162,9 @@ class _Rewriting:
         return ChannelLayout(0, *options[sum(counts)], counts)
 
     def _goes_on(self, node: fx.Node) -> bool:
-        """Tell whether a layer is better divided as its input is: a product by rows, a convolution by its groups.
-
-        Not a product that an attention follows, say, which could not be divided then; nor one before which members
-        would do little work.
-        """
+        """Return True if a layer is better divided like its input: a product by rows, a convolution by its groups.
+        Return False for a product before an attention, for example, which could then not be divided, and for little
+        work before it."""
         given, groups = input_of(node), groups_of(node)
         if (layout := self._layouts.get(given)) is None:
             return False
@@ -185,7 +176,7 @@ class _Rewriting:
         return is_last and "conv" not in str(node.target) and given in self._worth and not self._units[node].arrives
 
     def _dropout(self, node: fx.Node) -> Divided | None:
-        """The unsplit mask is drawn, and each member multiplies by its part."""
+        """Draw the unsplit mask, of which each member multiplies by its part."""
         given = _dropped(node)
         layout = self._layouts.get(given)
         whole = (each for each, level in self._levels.items() if level == 0 and each not in self._divided)
@@ -195,7 +186,6 @@ class _Rewriting:
         return Divided(layout, {given: layout})
 
     def _whole_from(self, node: fx.Node) -> int:
-        """The level from which the whole of ``node`` is there."""
         return self._levels[node] + (node in self._divided)
 
     def _from(self, node: fx.Node, wanted: ChannelLayout | None) -> int:
@@ -228,14 +218,14 @@ class _Rewriting:
         }
 
     def _begun(self, node: fx.Node) -> str | None:
-        """The path of the layer that begins to be divided at ``node``; None where it goes on as it is given."""
+        """Return the path of the layer that begins to be divided at ``node``, or None if it goes on as given."""
         found, held = self._divided[node], weight_of(node)
         if held is None or found.adds or found.operands.get(input_of(node)) is not None:
             return None
         return layer_path(held[0])
 
     def _passes(self, node: fx.Node, user: fx.Node) -> bool:
-        """Tell whether members hand their parts of ``node`` on to ``user``."""
+        """Return True if members hand their parts of ``node`` on to ``user``."""
         if user not in self._divided or node not in self._divided or self._divided[node].adds:
             return False
         wanted = self._divided[user].operands.get(node)
@@ -274,7 +264,7 @@ class _Rewriting:
         return SplitGraph(graph.closed(), regions, self._layers)
 
     def _leave(self, node: fx.Node) -> None:
-        """Have the whole of ``node`` leave its region, if it is made in one."""
+        """Make the whole of ``node`` an output of its region, if it is made in a region."""
         if node not in self._divided:
             return
         found = self._divided[node]
@@ -304,7 +294,7 @@ class _Rewriting:
     def _operand(
         self, each: fx.Node, wanted: ChannelLayout | None, node: fx.Node, body: MemberGraph, level: int
     ) -> fx.Node:
-        """Node that a member takes in its ``body`` for operand ``each`` of ``node``."""
+        """Return the node, in a member's ``body``, of operand ``each`` of ``node``."""
         region = self._regions[level]
         is_kept = each in self._divided and (each in self._several or self._layouts.get(each) == wanted is not None)
         if is_kept and self._levels[each] == level:
@@ -322,17 +312,15 @@ class _Rewriting:
 
 
 def _layer_of(node: fx.Node) -> int:
-    """The number of the layer that ``node`` belongs to; -1 for what comes from before."""
+    """Return the number of the layer of ``node``, or -1 for values from before."""
     if "of_layer" in node.meta or node.op != "call_function":
         return int(node.meta.get("of_layer", -1))
     return max((_layer_of(each) for each in node.all_input_nodes), default=-1)
 
 
 def _written_families(graph: fx.Graph) -> dict[fx.Node, int]:
-    """The values that something writes in place, and what may share their memory, each with a number of its family.
-
-    A buffer that one operator alone touches is left out.
-    """
+    """Number the families of values that are written in place or may share memory with such a value. A buffer that only
+    one operator touches is left out."""
     shares: dict[fx.Node, set[fx.Node]] = {}
     written: set[fx.Node] = set()
     for node in graph.nodes:
@@ -345,6 +333,5 @@ def _written_families(graph: fx.Graph) -> dict[fx.Node, int]:
 
 
 def _dropped(node: fx.Node) -> fx.Node:
-    """Tensor that a random operation is given."""
     given: Any = node.args[3]
     return given if isinstance(given, fx.Node) else node

@@ -1,10 +1,9 @@
 """A segment whose layers the members of a group compute together, region by region.
 
-The call of a region is one function of autograd, in which each member has a graph of its own:
-
-forward     each member takes its parts, computes, and keeps its graph; their outputs are put together or added up
-backward    each member runs the backward of its graph, at the same time; gradients of parts are put together, and
-            those of what all have used are added up, both in the order of the members, on the home device
+The call of a region is one function of autograd, in which each member has a graph of its own. In the forward each
+member takes its parts, computes, and keeps its graph, and outputs are put together or added up. In the backward all
+members run the backward of their graphs at once. Gradients of parts are put together, and gradients of shared inputs
+are added up, both in the order of the members, on the home device.
 """
 
 from __future__ import annotations
@@ -40,15 +39,15 @@ if TYPE_CHECKING:
 Graph = Callable[..., Any]
 
 Opened = Callable[[], AbstractContextManager[Any]]
-"""Opens the state of a thread in which members compute as the stage does, such as autocast."""
+"""Opens the stage's state, such as autocast, in a member's thread."""
 
 
 class RegionCall(nn.Module):
-    """Calls ``region`` in the threads of ``pool``.
+    """Caller of ``region`` in the threads of ``pool``.
 
     Attributes:
-        opened, parts: As of the segment, for the next call.
-        graphs: What members run: their graphs, or what was compiled of these.
+        opened, parts: Values of the segment for the next call.
+        graphs: Graphs that members run, possibly compiled.
     """
 
     def __init__(self, region: Region, pool: MemberPool) -> None:
@@ -59,7 +58,7 @@ class RegionCall(nn.Module):
         self.graphs: Sequence[Callable[..., Any]] = region.graphs
 
     def forward(self, *inputs: Any) -> tuple[Any, ...]:
-        """Whole inputs, or of what members hold a list of one for each; gives outputs in the same way."""
+        """Run the region. Inputs and outputs are whole, or lists with one part for each member that holds them."""
         flat: list[Any] = []
         for each in inputs:
             flat += each if isinstance(each, list) else [each]
@@ -166,10 +165,8 @@ class _RegionRun:
         return taken.detach().requires_grad_(bool(wanted))
 
     def _part_of(self, weight: Tensor, layout: ChannelLayout | None, member: int, device: torch.device) -> Tensor:
-        """The part of ``member`` of a ``weight``, or the whole where there is no layout, made once for each version.
-
-        Where the member is on the weight's device, a part that lies in one piece there is no copy.
-        """
+        """Return a member's part of ``weight``, or all of it if there is no layout, made once for each version. On the
+        weight's own device, a contiguous part is not copied."""
         key = id(weight), layout, member
         if key not in self._parts:
             taken = weight.detach() if layout is None else part(weight.detach(), layout, member)
@@ -191,7 +188,7 @@ class _RegionRun:
         return joined(there, output.layout) if output.given is GivenAs.JOINED else reduce(operator.add, there)
 
     def _gradient(self, each: RegionInput, own: dict[int, Tensor]) -> Tensor | None:
-        """The gradient of what members have taken, of theirs."""
+        """Return the gradient of an input from its members' gradients."""
         if not own:
             return None
         there = {member: move(gradient, self._home) for member, gradient in sorted(own.items())}
@@ -206,7 +203,7 @@ class _RegionRun:
         return joined([there[member] for member in each.layout.members], each.layout)
 
     def _write_back(self, inputs: Sequence[Any]) -> None:
-        """Have the buffers be what members have left of their parts."""
+        """Write into the buffers what members left in their parts."""
         for number, each in enumerate(self._region.inputs):
             if each.taken is TakenAs.STATE and each.layout is not None:
                 left = [
@@ -216,7 +213,7 @@ class _RegionRun:
                 inputs[number].copy_(joined(left, each.layout))
 
     def _nested(self, flat: Sequence[Any]) -> list[Any]:
-        """One entry for each input: of what is held, a list with one for each member."""
+        """Return an entry for each input. For an input that members hold, it is a list with a value of each member."""
         found = iter(flat)
         return [[next(found) for _ in range(size)] if size else next(found) for size in self._held]
 
@@ -240,11 +237,11 @@ class _Apart(torch.autograd.Function):
 
 
 class CompiledMembers(KindsOfCalls):
-    """The graphs of one segment, compiled by ``torch.compile``: each by itself, in the thread of its member.
+    """The graphs of one segment, compiled by ``torch.compile``, each in its member's thread.
 
-    What makes other code is as for the layers of a stage (:mod:`~lightning_hetpipe.pipeline.compile.compilation`), and
-    so is what pauses meanwhile; members compile one after the other then. What is not divided runs as it is, and so
-    does a graph that cannot be compiled. ``layers`` names them, for people.
+    Recompilation and pauses are as for the layers of a stage (:mod:`~lightning_hetpipe.pipeline.compile.compilation`).
+    Members compile one after the other. Undivided operators run uncompiled, and so do graphs that cannot be compiled.
+    Messages name them by ``layers``.
     """
 
     def __init__(self, layers: str, options: Mapping[str, Any]) -> None:
@@ -254,7 +251,7 @@ class CompiledMembers(KindsOfCalls):
         self._cannot: set[fx.GraphModule] = set()
 
     def of(self, graph: fx.GraphModule, autocast: Autocast) -> Graph:
-        """Give what a member runs in place of ``graph``, in that state of autocast."""
+        """Return the callable that a member runs for ``graph`` in this state of autocast."""
         key = graph, autocast
         if key not in self._graphs:
             self._graphs[key] = self._compiled(graph)
@@ -285,16 +282,16 @@ def _call(graph: fx.GraphModule, given: tuple[Any, ...]) -> Any:
 
 
 class SplitSegment:
-    """Computes a segment in place of its layers, one after the other.
+    """A segment that is computed in place of its layers, one after the other.
 
     Args:
-        layers: Name them, and have their graphs.
-        modules: The stage's copies of them, with the weights and buffers to use.
-        options: What ``torch.compile`` is given for their graphs; None where these run as they are.
+        layers: Layers that have the names and graphs.
+        modules: The stage's copies of the layers, with the weights and buffers to use.
+        options: Options of ``torch.compile`` for the graphs, or None to run them uncompiled.
 
     Attributes:
-        parts: Parts of the version of the weights that is used next.
-        divisible: Numbers of units in which each layer may be divided, by its path; the best one first.
+        parts: Parts of the weights' version that is used next.
+        divisible: Numbers of units in which each layer may be divided, by its path, the best one first.
     """
 
     def __init__(
@@ -315,10 +312,8 @@ class SplitSegment:
     def __call__(
         self, values: tuple[Any, ...], opened: Opened, kind: Kind = None, autocast: Autocast | None = None
     ) -> Any:
-        """Give what the last layer does for ``values``; members' threads have the state that ``opened`` opens.
-
-        Where members' graphs are compiled, ``kind`` is that of the call, in a state of ``autocast``.
-        """
+        """Return the last layer's output for ``values``. Members' threads have the state that ``opened`` opens. If
+        graphs are compiled, ``kind`` is the kind of the call in a state of ``autocast``."""
         variant, *given = values
         joined, run, calls = self._variant(variant)
         device = self._pool.group.devices[self._pool.group.home]
@@ -346,7 +341,7 @@ class SplitSegment:
 
 
 def check_divided(segments: Sequence[SplitSegment | None], group: DeviceGroup, stage: int) -> None:
-    """Refuse counts for what is in no segment of ``stage``, and a group for a stage in which nothing can be divided."""
+    """Refuse counts for layers in no segment of ``stage``, and a group for a stage in which nothing can be divided."""
     divisible: dict[str, tuple[int, ...]] = {}
     for segment in segments:
         divisible |= {} if segment is None else segment.divisible
@@ -359,7 +354,7 @@ def check_divided(segments: Sequence[SplitSegment | None], group: DeviceGroup, s
 
 
 def part(whole: Tensor, layout: ChannelLayout, member: int) -> Tensor:
-    """The part of ``member``: a view where units lie in one block, else a copy."""
+    """Return the part of ``member``: a view if its units lie in one block, otherwise a copy."""
     start, end = ([0, *layout.ends][member + more] for more in (0, 1))
     if layout.outer == 1:
         return whole.narrow(layout.dim, start, end - start)
@@ -368,7 +363,7 @@ def part(whole: Tensor, layout: ChannelLayout, member: int) -> Tensor:
 
 
 def joined(parts: Sequence[Tensor], layout: ChannelLayout) -> Tensor:
-    """The whole of all ``parts``, in the order of the members that have something."""
+    """Join all ``parts``, in the order of the members that have parts."""
     if len(parts) == 1:
         return parts[0]
     if layout.outer == 1:
@@ -379,5 +374,5 @@ def joined(parts: Sequence[Tensor], layout: ChannelLayout) -> Tensor:
 
 
 def _blocks(tensor: Tensor, dim: int, size: int) -> Tensor:
-    """``tensor`` with the blocks of dimension ``dim``, each of that ``size``, as a dimension of their own."""
+    """Reshape ``tensor`` so that the blocks of dimension ``dim``, of size ``size``, are a dimension of their own."""
     return tensor.reshape(*tensor.shape[:dim], -1, size, *tensor.shape[dim + 1 :])

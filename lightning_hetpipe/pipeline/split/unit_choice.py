@@ -1,8 +1,8 @@
 """Choice of the units in which a layer's output channels are divided.
 
-These are single channels, unless what follows needs more to stay together: heads of attention (of keys and values,
-where several of queries share one), groups of a group norm or a convolution, halves of a gate. What fits is found by
-trying: a division is followed through the graph to where it has to arrive.
+Units are single channels, unless later operators need more channels together. Examples are groups of a group norm or a
+convolution, halves of a gate, and heads of attention (of keys and values, if several heads of queries share one).
+Fitting units are found by trial: a division is followed through the graph to where it has to arrive.
 """
 
 from __future__ import annotations
@@ -20,14 +20,8 @@ from lightning_hetpipe.rules.channel_layouts import ChannelLayout
 
 
 class Channels(NamedTuple):
-    """Units in which the output channels of a layer are divided.
-
-    Attributes:
-        outer: Blocks.
-        units: Of each block.
-        inner: Entries of each unit.
-        arrives: Whether what follows, such as an attention, is divided only if these are.
-    """
+    """Units in which the output channels of a layer are divided: ``units`` in each of ``outer`` blocks, of ``inner``
+    entries. ``arrives`` is True if what follows, such as an attention, is divided only if these are."""
 
     outer: int
     units: int
@@ -52,19 +46,18 @@ _WEIGHTS = {
     _aten.conv_transpose2d.input: (0, 1, 1),
     _aten.conv_transpose3d.input: (0, 1, 1),
 }
-"""For each operator that has output channels the positions of its input and its weight, and the weight's dimension of
-them."""
+"""Positions of input and weight, and the weight's dimension of output channels, for each operator that has them."""
 
 _ATTENTION = (_aten.scaled_dot_product_attention.default, _aten.matmul.default, _aten.bmm.default, _aten.einsum.default)
 HEAVY = {*_WEIGHTS, *_ATTENTION}
-"""Operators that are enough work for members to be called for."""
+"""Operators with enough work to call members for."""
 
 _PARTS = (_aten.split.Tensor, _aten.chunk.default)
 _TOGETHER = (_aten.add.Tensor, _aten.mul.Tensor)
 
 
 def weight_of(node: fx.Node) -> tuple[fx.Node, int] | None:
-    """The weight of a layer that may begin to be divided, and its number of output channels; None for other nodes."""
+    """Return the weight of a layer that may begin to be divided and its number of output channels, or None."""
     if node.target not in _WEIGHTS:
         return None
     _, position, dim = _WEIGHTS[node.target]
@@ -77,20 +70,19 @@ def weight_of(node: fx.Node) -> tuple[fx.Node, int] | None:
 
 
 def input_of(node: fx.Node) -> fx.Node:
-    """Input of a layer with output channels."""
     given = node.args[_WEIGHTS[node.target][0]]
     assert isinstance(given, fx.Node)
     return given
 
 
 def groups_of(node: fx.Node) -> int:
-    """Groups of a convolution; 1 for other nodes."""
+    """Return the groups of a convolution, or 1 for other nodes."""
     groups = node.args[6] if node.target in _WEIGHTS and "conv" in str(node.target) and len(node.args) > 6 else 1
     return groups if isinstance(groups, int) else 1
 
 
 def chosen_units(graph: fx.Graph) -> dict[fx.Node, Channels]:
-    """For each layer of ``graph`` that has output channels, what they are divided in."""
+    """Return the units of each layer of ``graph`` that has output channels."""
     found: dict[fx.Node, Channels] = {}
     for targets in (_attention, _groups, _parts):
         for target, units in targets(graph):
@@ -129,14 +121,14 @@ def _groups(graph: fx.Graph) -> Iterator[tuple[fx.Node, Sequence[int]]]:
 
 
 def _parts(graph: fx.Graph) -> Iterator[tuple[fx.Node, Sequence[int]]]:
-    """Gates: the output of one layer in parts that are multiplied."""
+    """Yield gates: the output of one layer in parts that are multiplied."""
     for node in graph.nodes:
         if node.target in _PARTS and (sizes := node.meta.get("all_sizes")):
             yield node, [size for size in dict.fromkeys(sizes[0]) if isinstance(size, int)]
 
 
 def _feeders(target: fx.Node) -> tuple[list[fx.Node], set[fx.Node]]:
-    """The layers with output channels that ``target`` follows, and what lies between."""
+    """Return the layers with output channels that ``target`` follows, and the nodes between."""
     feeders: dict[fx.Node, None] = {}
     between: set[fx.Node] = set()
     pending = [target.args[0]] if groups_of(target) > 1 else list(target.all_input_nodes)
@@ -159,8 +151,8 @@ def _aligned(
     choice: set[int],
     found: Mapping[fx.Node, Channels],
 ) -> dict[fx.Node, Channels]:
-    """Find the most units, of the ``choice``, in which all ``feeders`` can be divided up to ``target``; some of them
-    have been ``found`` already."""
+    """Find the largest number in ``choice`` into which all ``feeders`` can be divided up to ``target``. Units of some
+    feeders are in ``found`` already."""
     order = [node for node in target.graph.nodes if node in between]
     for number in sorted(choice, reverse=True):
         chosen = {
@@ -173,7 +165,7 @@ def _aligned(
 
 
 def _fitting(feeder: fx.Node, units: int, order: Sequence[fx.Node], target: fx.Node) -> Channels | None:
-    """Blocks in which ``feeder`` can be divided so that ``target`` is, too."""
+    """Return blocks in which ``feeder`` can be divided so that ``target`` is divided as well."""
     held = weight_of(feeder)
     if held is None or held[1] % units or units < 2:
         return None
@@ -207,7 +199,7 @@ def followed(
     several: Mapping[fx.Node, Sequence[ChannelLayout | None]],
     columns: Callable[[fx.Node], ChannelLayout | None],
 ) -> Divided | None:
-    """Find how members compute ``node``, where operands have ``layouts``, or are one of ``several`` outputs."""
+    """Find how members compute ``node``, whose operands have ``layouts`` or are among ``several`` outputs."""
     source = node.args[0] if node.args else None
     if isinstance(source, fx.Node) and source in several:
         layout = several[source][int(str(node.args[1]))] if len(node.args) > 1 else None
@@ -226,7 +218,7 @@ def note_layouts(
     layouts: dict[fx.Node, ChannelLayout],
     several: dict[fx.Node, Sequence[ChannelLayout | None]],
 ) -> None:
-    """Remember the layout of what ``node`` gives."""
+    """Record the layout of the output of ``node``."""
     if found is None or found.adds:
         return
     if isinstance(found.layout, tuple):

@@ -28,16 +28,13 @@ if TYPE_CHECKING:
     from lightning_hetpipe.pipeline.user.runner_pool import RunnerPool
 
 UNWINDING = 4.0
-"""Seconds for which user code that is to unwind waits for the lock; fewer than the pipeline waits for its threads."""
+"""Seconds for which user code that must unwind waits for the lock, fewer than the pipeline waits for its threads."""
 
 
 class BatchInFlight:
-    """Batch ``number`` in flight.
-
-    It is in one place at a time: in its runner (user code), or with a stage. Wherever it is when it fails or is
-    discarded, it ends there. Of batches that wait for the lock over user code, that with the lowest number goes first.
-    The ``section`` swaps process state in and out around its sections of user code.
-    """
+    """Batch ``number`` in flight. It is in one place at a time: in its runner (user code) or with a stage. If it fails
+    or is discarded, it ends there. Of batches that wait for the lock over user code, the lowest number goes first.
+    ``section`` swaps process state in and out around its sections of user code."""
 
     def __init__(self, pipeline: RunnerPool[Any], number: int, section: UserSection = NO_SECTION) -> None:
         self.number = number
@@ -47,16 +44,16 @@ class BatchInFlight:
         self.in_user_code = False
         self.start = Ticket(Precedence.START, number)
         self.context = contextvars.copy_context()
-        """The context variables of the thread that submits it."""
+        """Context variables of the submitting thread."""
         self._began_at = time.perf_counter()
         self.ended = False
         self.ended_at = self._began_at
-        """Time at which it has ended, by ``time.perf_counter``."""
+        """Time of its end, by ``time.perf_counter``."""
         self._pipeline = pipeline
         self._section = section
         self._arrived: Any = None
         self.arrived_after: StreamEvent | None = None
-        """The event behind which the value that arrived last is computed."""
+        """Event behind which the value that arrived last is computed."""
         self._resume: Ticket | None = None
         self._mutex = threading.Lock()
         self._when_ended: Callable[[], None] | None = None
@@ -65,11 +62,11 @@ class BatchInFlight:
 
     @property
     def seconds(self) -> float:
-        """Seconds that it was in flight, once it has ended."""
+        """Seconds in flight, once it has ended."""
         return self.ended_at - self._began_at
 
     def when_ended(self, call: Callable[[], None]) -> None:
-        """Call ``call`` once it has ended; at once where it has."""
+        """Call ``call`` once the batch has ended, at once if it has ended already."""
         with self._mutex:
             if not self.ended:
                 self._when_ended = call
@@ -77,7 +74,7 @@ class BatchInFlight:
         call()
 
     def end(self, failure: BaseException | None = None) -> None:
-        """Mark it as done: its results are there, or it failed."""
+        """Mark the batch as ended: its results are there, or it failed."""
         with self._mutex:
             if self.ended:
                 return
@@ -92,10 +89,8 @@ class BatchInFlight:
     # The stages' side.
 
     def deliver(self, value: Any, event: StreamEvent | None = None) -> None:
-        """Hand a stage's result, or a failure, to the runner, with a place in the lock's queue.
-
-        Where no runner waits (it has handed over the last task, and is through), a failure ends the batch.
-        """
+        """Hand a stage's result, or a failure, to the runner, with a place in the lock's queue. If no runner waits,
+        because it has handed over the last task, a failure ends the batch."""
         ticket = self._take_ticket()
         if ticket is None:
             self.end(value if isinstance(value, BaseException) else None)
@@ -106,7 +101,7 @@ class BatchInFlight:
     # The runner's side.
 
     def run(self) -> None:
-        """Run the user's step; called in the runner's thread, once."""
+        """Run the user's step. Called once, in the runner's thread."""
         failure: BaseException | None = None
         try:
             self._pipeline.watchdog.wait(self.start.wait, f"the start of minibatch {self.number}")
@@ -188,5 +183,5 @@ _current: PerThread[BatchInFlight] = PerThread()
 
 
 def current() -> BatchInFlight | None:
-    """Return the batch whose user code runs in this thread, if any."""
+    """Return the batch whose user code runs in this thread, or None."""
     return _current.get()

@@ -1,7 +1,7 @@
 """The lock over user code (law L8): one section of user Python at a time, in a fixed order of precedence.
 
 A section asks with a :class:`Ticket`. The thread that makes a section possible (a stage that delivers an output) enters
-the ticket on the waiting thread's behalf, so that one wake-up means both "your value is there" and "the lock is yours".
+the ticket on the waiting thread's behalf. So one wake-up means both "your value is there" and "the lock is yours".
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Precedence(IntEnum):
 
 @dataclass(order=True)
 class Ticket:
-    """A place in the queue for the lock; among equals in ``precedence`` the lower minibatch ``number`` goes first."""
+    """A place in the queue for the lock. With equal ``precedence``, the lower minibatch ``number`` goes first."""
 
     precedence: Precedence
     number: int
@@ -38,7 +38,7 @@ class Ticket:
         self._gate.release()
 
     def wait(self, seconds: float) -> bool:
-        """Wait for up to ``seconds``; True, and only once, if the lock was granted."""
+        """Wait for up to ``seconds``. Return True, and only once, if the lock was granted."""
         return self._gate.acquire(timeout=seconds)
 
 
@@ -52,7 +52,7 @@ class UserLock:
         """True while a section of user code runs."""
 
     def request(self, ticket: Ticket) -> None:
-        """Enter ``ticket``; it is granted at once where the lock is free."""
+        """Enter ``ticket``. It is granted at once if the lock is free."""
         with self._mutex:
             heapq.heappush(self._waiting, ticket)
             if not self.held:
@@ -79,5 +79,5 @@ class UserLock:
                 ticket.grant()
 
     def wanted(self) -> bool:
-        """True if a ticket waits for the lock."""
+        """Return True if a ticket waits for the lock."""
         return bool(self._waiting)

@@ -38,7 +38,7 @@ _SKIPPED = (
     "; a layer that is skipped at random (layerdrop, say) needs a chance of 0 to be skipped, or to be left out of"
     " module=[...]"
 )
-"""The most frequent cause of calls that differ from minibatch to minibatch."""
+"""Most frequent cause of calls that differ from minibatch to minibatch."""
 
 
 @dataclass
@@ -46,10 +46,10 @@ class Step:
     """The user's side of one minibatch.
 
     Attributes:
-        run: Calls ``training_step``; gives its output and the loss to differentiate (divided for accumulation).
-        check: Given that loss before it is differentiated, and the ``id`` of every leaf of its graph that is ours; may
+        run: Calls ``training_step``, and returns its output and the loss to differentiate (divided for accumulation).
+        check: Called with this loss before it is differentiated, and the ``id`` of our leaves in its graph. It may
             raise.
-        context: Opened once around all of it, in the minibatch's thread.
+        context: Opened once around the whole step, in the minibatch's thread.
         section: Swaps process state in and out around its sections of user code.
     """
 
@@ -71,9 +71,9 @@ class Minibatch(BatchInFlight):
     """Minibatch ``number`` in flight, on ``weights``.
 
     Attributes:
-        gradients: Of live parameters, once it is done.
-        sums: Gradients that no stage keeps: user code has found them, or will add to them.
-        continued: Parameters that user code has used before the call whose backward runs: their sums go on.
+        gradients: Gradients of live parameters, once it has ended.
+        sums: Gradients that no stage keeps, because user code contributes to them.
+        continued: Parameters that user code used before the call whose backward runs: their sums go on.
         calling: The call of a piece that is in the pipeline.
     """
 
@@ -120,7 +120,7 @@ class Minibatch(BatchInFlight):
         return sum(call.which.piece == piece for call in self._calls)
 
     def call(self, piece: int, name: str, given: Any, prepare: Callable[[Any], Any]) -> Any:
-        """Run a piece in the pipeline on ``prepare(given)``; called where ``training_step`` calls the module."""
+        """Run a piece in the pipeline on ``prepare(given)`` when ``training_step`` calls the module."""
         self._check_cancelled()
         with self._view.suspended():
             return self._call(piece, name, prepare(self._view.replaced(given)))
@@ -150,15 +150,15 @@ class Minibatch(BatchInFlight):
         return connected
 
     def show_buffers(self) -> None:
-        """Write what the calls so far have left into the live buffers. Never called while minibatches run ahead."""
+        """Write buffers that the calls so far left into the live ones. Not called while minibatches run ahead."""
         self._engine.show_buffers(self.number, {call.which.piece for call in self._calls})
 
     def is_above(self, tensor: Tensor) -> bool:
-        """Tell whether ``tensor`` was computed of the last call's outputs."""
+        """Return True if ``tensor`` was computed from the last call's outputs."""
         return bool(self._calls) and self._calls[-1].leads_to(tensor)
 
     def _backward(self, total: Tensor) -> None:
-        """Run the backward pass, from the user's code after the last call down to that before the first."""
+        """Run the backward pass, from the user's code after the last call down to the code before the first."""
         above: PieceCall | None = None
         for call in reversed(self._calls):
             index = call.which.index
@@ -186,7 +186,7 @@ class Minibatch(BatchInFlight):
             self.end()
 
     def _later(self, direct: Sequence[UsedParameter]) -> list[tuple[Tensor, Tensor]]:
-        """Give what user code has used for each of ``direct``, with the gradient of later uses, if there are any."""
+        """Return the tensors that user code used for ``direct``, with gradients of later uses, if there are any."""
         found = []
         for used in direct:
             if (sum := self.sums.get(used.live)) is not None:
@@ -200,7 +200,7 @@ class Minibatch(BatchInFlight):
         self.sums.update((live, Sum(gradient, event)) for live, gradient in found.items())
 
     def _without(self, name: str) -> str:
-        """Say how to pipeline all pieces but ``name``; nothing if these are too few for the stages."""
+        """Describe how to pipeline all pieces but ``name``, or return nothing if these are too few for the stages."""
         others = [each for each in self._engine.piece_names if each != name]
         return (
             f", or pipeline only modules that are (module={others!r})"

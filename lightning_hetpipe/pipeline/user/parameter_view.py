@@ -1,12 +1,12 @@
-"""The parameters that ``training_step`` sees: those of its minibatch's version (law L1).
+"""The parameters that ``training_step`` sees: the version of its minibatch (law L1).
 
-Calls of pipelined modules run on copies. Whatever else ``training_step`` does with a parameter (a learnable
-temperature, an L2 term, the norm of a weight) is Python that holds the *live* one, which is of another version, or
-being changed. So in a minibatch's thread torch's functions are given the version's copy instead, on the device of user
-code, and the gradients of such copies belong to the live parameters.
+Calls of pipelined modules run on copies. Other code of ``training_step`` may use a parameter: a learnable temperature,
+an L2 term, the norm of a weight. It holds the *live* one, which has another version or is being changed. So in a
+minibatch's thread torch's functions get the version's copy instead, on the device of user code. The gradients of the
+copies belong to the live parameters.
 
-In the same way a tensor that was given to a pipelined module has a stand-in after the call. It leads through the call's
-boundary in the graph, so that the gradients of its uses are added in the order of a plain backward.
+A tensor that was given to a pipelined module has a stand-in after the call. It leads through the call's boundary in the
+graph, so that the gradients of its uses are added in the order of a plain backward.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ if TYPE_CHECKING:
 _METADATA = {"shape", "dtype", "ndim", "layout", "itemsize", "nbytes", "is_meta"}
 _METADATA |= {"size", "dim", "numel", "nelement", "ndimension", "stride", "element_size", "__len__"}
 _METADATA |= {"is_contiguous", "is_floating_point", "is_complex", "is_sparse"}
-"""The same for every version."""
+"""Properties that are equal in every version."""
 
 _PLACE = {"device", "get_device", "is_cpu", "is_cuda", "is_xpu"}
-"""Answered for the device of user code, where a parameter is concerned."""
+"""Properties that are answered for the device of user code if a parameter is concerned."""
 
 _OF_THE_TENSOR = {"register_hook", "register_post_accumulate_grad_hook", "retain_grad", "retains_grad", "grad"}
 _OF_THE_TENSOR |= {"grad_fn", "is_leaf", "output_nr", "requires_grad", "requires_grad_", "backward"}
-"""Asked of a tensor itself, with all its uses, also where it has a stand-in."""
+"""Properties of a tensor itself with all its uses, even if it has a stand-in."""
 
 _FRAMES = 12
-"""Most calls within torch from a function of a user's to a method of a tensor."""
+"""Largest number of calls within torch from a user's function to a method of a tensor."""
 
 _LASTING = {"register_hook", "register_post_accumulate_grad_hook", "requires_grad_"}
-"""Would be done to one version's copy, and be lost with it."""
+"""Methods that would affect only one version's copy, and be lost with it."""
 
 
 @dataclass(frozen=True)
@@ -69,11 +69,11 @@ class _Buffer:
 
 
 class VersionedTensors:
-    """Live parameters, with where their versions are, and live buffers of which stages have copies.
+    """Live parameters, with the places of their versions, and live buffers of which stages have copies.
 
     Args:
-        root: Names them.
-        stashes: Hold the versions, of these live parameters.
+        root: Names the tensors.
+        stashes: The versions of the live parameters.
         layers: The live layers, whose buffers are copied.
         changing: The ``id`` of each live buffer that forwards change.
     """
@@ -97,30 +97,28 @@ class VersionedTensors:
             for found in self.known.values()
             if (found.changes if isinstance(found, _Buffer) else found.live.requires_grad)
         }
-        """Those of the known tensors that change, by the address of their memory."""
+        """Known tensors that change, by the address of their memory."""
 
     def of_version(self, live: nn.Parameter, weights: Reading) -> Tensor:
-        """The tensor of a ``live`` parameter in ``weights``."""
+        """Return the tensor of a ``live`` parameter in ``weights``."""
         weight = self.known[id(live)]
         assert isinstance(weight, _Weight)
         return weight.stash.tensor(weight.index, weights)
 
 
 class _StandIn:
-    """A tensor that was given to a pipelined module, with the one that stands in for it from then on.
-
-    Both lie in the same memory. Autograd does not know that, and each may have views.
-    """
+    """A tensor that was given to a pipelined module, and its stand-in from then on. Both lie in the same memory.
+    Autograd does not know that, and each may have views."""
 
     def __init__(self, live: Tensor, later: Tensor) -> None:
         self.live, self.later = live, later
         self._nodes = self._now()
 
     def get(self) -> Tensor:
-        """``later``, after ``live`` was made to lead through it where that was changed in place.
+        """Return ``later``. If ``live`` was changed in place, first make it lead through ``later``.
 
         Raises:
-            SettingError: if the memory was changed by way of another tensor, so that ``later`` leads past the change.
+            SettingError: if another tensor's change of the memory bypasses ``later``.
         """
         live, later = self._now()
         if live is not self._nodes[0]:
@@ -137,12 +135,12 @@ class _StandIn:
         return self.later
 
     def _now(self) -> tuple[Any, Any]:
-        """The nodes of both in autograd's graph. (A view's own one is made anew wherever its memory has changed.)"""
+        """Return the nodes of both in autograd's graph. A view's node is made anew after each change of its memory."""
         return viewed(self.live).grad_fn, viewed(self.later).grad_fn
 
 
 class _Follow(UntoldFunction):
-    """Gives ``live``, and with it its views and what it is a view of, the history of ``later``."""
+    """A function that gives ``live``, its views and its base the history of ``later``."""
 
     @staticmethod
     def forward(ctx: Any, live: Tensor, later: Tensor) -> Tensor:
@@ -156,11 +154,11 @@ class _Follow(UntoldFunction):
 
 @dataclass(frozen=True)
 class UsedParameter:
-    """A parameter that user code has used in one region, which is what lies between two calls of pipelined modules.
+    """A parameter that user code has used in one region, between two calls of pipelined modules.
 
     Attributes:
-        copy: The leaf that stands for it, on the device of the version.
-        seen: What user code was given: ``copy``, or its copy on the device of user code.
+        copy: The leaf for it, on the device of the version.
+        seen: The tensor for user code: ``copy``, or its copy on the device of user code.
         counter: How often ``seen`` had been changed in place when it was made.
     """
 
@@ -176,11 +174,11 @@ class UsedParameter:
 
 
 class ParameterView(OwnMode):
-    """Gives torch's functions the parameters of ``weights``; opened in the thread of one minibatch.
+    """A mode that gives torch's functions the parameters of ``weights``, opened in the thread of one minibatch.
 
     Args:
-        ahead: Minibatches may run ahead, so that live buffers and gradients are of another moment.
-        device: The one on which user code computes.
+        ahead: Whether minibatches may run ahead, so that live buffers and gradients are of another moment.
+        device: Device on which user code computes.
     """
 
     def __init__(self, tensors: VersionedTensors, weights: Reading, ahead: bool, device: torch.device) -> None:
@@ -191,9 +189,9 @@ class ParameterView(OwnMode):
         self._ahead = ahead
         self._device = device
         self.region = 0
-        """Calls of pieces so far: each has gradients of its own for what is used after it."""
+        """Number of calls of pieces so far. Uses after each call have their own gradients."""
         self.calls: Minibatch | None = None
-        """The minibatch, until :meth:`close`: the minibatch holds this view, and a cycle would keep its tensors."""
+        """The minibatch, until :meth:`close`. The minibatch holds this view, and a cycle would keep its tensors."""
         self._shown = 0  # the region in which it was called last
         self._used: dict[tuple[int, int], UsedParameter] = {}
         self._stand_ins: dict[int, _StandIn] = {}
@@ -201,7 +199,7 @@ class ParameterView(OwnMode):
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
-        """Within it, functions are given what they are called with."""
+        """Context manager in which functions get their arguments unchanged."""
         before, self._suspended = self._suspended, True
         left = leave_function_mode(self)  # else it would be asked all the same
         try:
@@ -212,7 +210,7 @@ class ParameterView(OwnMode):
             self._suspended = before
 
     def stand_in(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
-        """Have the second tensor of each of ``pairs`` stand in for the first, from now on."""
+        """Replace the first tensor of each of ``pairs`` by the second from now on."""
         for given, later in pairs:
             for key, held in self._stand_ins.items():  # a stand-in was given: it stood for a tensor of the user's
                 if held.later is given:
@@ -220,16 +218,16 @@ class ParameterView(OwnMode):
             self._stand_ins[id(given)] = _StandIn(given, later)
 
     def close(self) -> None:
-        """Let go of the minibatch and of the tensors that were given to pipelined modules."""
+        """Release the minibatch and the tensors that were given to pipelined modules."""
         self.calls = None
         self._stand_ins.clear()
 
     def used(self, region: int) -> list[UsedParameter]:
-        """Trained parameters that were used in ``region``, in the order of their first use."""
+        """Return trained parameters that were used in ``region``, in the order of their first use."""
         return [used for (where, _), used in self._used.items() if where == region and used.copy.requires_grad]
 
     def ids(self) -> set[int]:
-        """The ``id`` of every copy that was used."""
+        """Return the ``id`` of every copy that was used."""
         return {id(used.copy) for used in self._used.values()}
 
     def check(self) -> None:
@@ -321,7 +319,7 @@ class ParameterView(OwnMode):
                 )
 
     def _find(self, values: Iterable[Any], found: list[_Weight | _Buffer | _StandIn]) -> None:
-        """Add to ``found`` those of ``values``, and of what they contain, that have versions or stand-ins."""
+        """Add to ``found`` the tensors among and within ``values`` that have versions or stand-ins."""
         known, stand_ins = self._known, self._stand_ins
         for value in values:
             if isinstance(value, Tensor):
@@ -339,7 +337,7 @@ class ParameterView(OwnMode):
                 self._find(value.values(), found)
 
     def _find_behind(self, view: Tensor, place: int | None, found: list[_Weight | _Buffer | _StandIn]) -> None:
-        """Add to ``found`` a ``view`` of the live memory at ``place``, of which there are no versions."""
+        """Add to ``found`` a ``view`` of the live memory at ``place``, which has no versions."""
         known = self._memory[place]
         if address_of(known.live) != place:  # it has other memory meanwhile
             return
@@ -351,7 +349,7 @@ class ParameterView(OwnMode):
         found.append(_Buffer(known.name, view, isinstance(known, _Buffer)))
 
     def replaced(self, value: Any) -> Any:
-        """``value`` with copies and stand-ins in the place of live parameters and of tensors that have them."""
+        """Replace live parameters in ``value`` by copies, and tensors with stand-ins by the stand-ins."""
         if isinstance(value, Tensor):
             found = self._known.get(id(value))
             if isinstance(found, _Weight):
@@ -389,7 +387,7 @@ def changes_parameter(name: str) -> SettingError:
 
 
 def _name(func: Callable[..., Any]) -> tuple[str, str]:
-    """The name of ``func``; of a property its name, and "__get__", "__set__" or "__delete__"."""
+    """Return the name of ``func``. For a property, return its name and "__get__", "__set__" or "__delete__"."""
     name = getattr(func, "__name__", "")
     if name in ("__get__", "__set__", "__delete__"):
         return getattr(getattr(func, "__self__", None), "__name__", ""), name

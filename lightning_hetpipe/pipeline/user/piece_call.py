@@ -23,13 +23,13 @@ from lightning_hetpipe.torch_private.modes import UntoldFunction
 class PieceCall:
     """One call of a piece in one minibatch: inputs, outputs, and the gradients of both.
 
-    User code around the pieces is backpropagated in its own thread, piece by piece from the last to the first: first
-    down to this piece's outputs (``output_gradients``), then the pipeline computes ``input_gradients``, which the graph
-    below hands on. The ``anchor`` is a leaf above nothing but this call, so that asking for its gradient makes autograd
-    visit exactly what lies between the loss and this piece.
+    User code around the pieces is backpropagated in its own thread, piece by piece from the last to the first. The pass
+    goes down to this piece's outputs (``output_gradients``). Then the pipeline computes ``input_gradients``, which the
+    graph below hands on. The ``anchor`` is a leaf above only this call. If its gradient is asked for, autograd visits
+    exactly the nodes between the loss and this piece.
 
-    Uses of an input after the call go through the boundary as well (``later_inputs`` stand in for the inputs there), so
-    that their gradient is there before the piece's own, which is added to it use by use, as in a plain backward.
+    Uses of an input after the call go through the boundary as well, because ``later_inputs`` replace the inputs there.
+    So their gradient is there before the piece's own, which is added to it use by use, as in a plain backward.
     """
 
     def __init__(self, which: Call, inputs: Value, autocast: Autocast, outside: UserStream) -> None:
@@ -40,22 +40,22 @@ class PieceCall:
         self.outside = outside
         self.collecting = False
         self.collected: StreamEvent | None = None
-        """The event behind the gradients of the outputs, which autograd computes in the stream of the call."""
+        """Event behind the gradients of the outputs, which autograd computes in the stream of the call."""
         self.taken: StreamEvent | None = None
-        """The event behind the gradients of the inputs."""
+        """Event behind the gradients of the inputs."""
         self.outputs = 0
         self.later_inputs: list[tuple[Tensor, Tensor]] = []
-        """Each input that a gradient goes to, with the tensor that stands in for it after the call."""
+        """Each input that requires a gradient, with its stand-in after the call."""
         self.given: list[GradientEdge | None] = []
         """Place in the user's graph of each input that requires a gradient."""
         self._node: Node | None = None
         self.output_gradients: Sequence[Tensor | None] | None = None
         self.later_gradients: Sequence[Tensor | None] = ()
-        """Gradients of the uses after the call, for each input that requires one; empty as long as none is known."""
+        """Gradients of the uses after the call, for each input that requires a gradient, or empty until known."""
         self.input_gradients: Sequence[Tensor | None] | None = None
 
     def leads_to(self, tensor: Tensor) -> bool:
-        """Tell whether ``tensor`` was computed of the outputs."""
+        """Return True if ``tensor`` was computed from the outputs."""
         return self._node is not None and self._node in set(graph_nodes([tensor.grad_fn], []))
 
     @property
@@ -64,11 +64,11 @@ class PieceCall:
         return any(edge is not None for edge in self.given)
 
     def has_later_uses(self) -> bool:
-        """True if inputs were used after the call: its own uses of them are then added one by one."""
+        """Return True if inputs were used after the call. The call's own uses of them are then added one by one."""
         return any(gradient is not None for gradient in self.later_gradients)
 
     def connect(self, inputs: list[Tensor], outputs: Value) -> Any:
-        """Join the call into the user's graph; returns the outputs, as part of the graph that leads to ``inputs``."""
+        """Join the call into the user's graph. Return the outputs as part of the graph that leads to ``inputs``."""
         self.outputs = len(outputs.tensors)
         # Edges and not tensors: one that user code changes in place later has another place in the graph.
         self.given = [get_gradient_edge(tensor) if tensor.requires_grad else None for tensor in inputs]
@@ -81,7 +81,7 @@ class PieceCall:
         return outputs.tree(joined[: self.outputs])
 
     def take_input_gradients(self, gradients: Gradients) -> None:
-        """Take what the pipeline has computed, each on its stage's device, to the devices of the inputs."""
+        """Move the pipeline's gradients from their stages' devices to the devices of the inputs."""
         found = iter(self.later_gradients)
         later = [None if edge is None else next(found, None) for edge in self.given]
         if used := [gradient for gradient in later if gradient is not None]:
@@ -93,10 +93,8 @@ class PieceCall:
         self.taken = self.outside.record(tensor.device for tensor in self.inputs.tensors)
 
     def close(self) -> None:
-        """Let go of tensors and graph, as nothing is differentiated any more.
-
-        The call and its node hold each other, so that they would stay until Python collects garbage.
-        """
+        """Release tensors and graph after the last differentiation. The call and its node hold each other, so Python
+        would release them only at a garbage collection."""
         self.inputs = replace(self.inputs, tensors=())
         self.output_gradients = self.input_gradients = self._node = None
         self.later_gradients, self.later_inputs, self.given = (), [], []
@@ -110,13 +108,13 @@ class PieceCall:
         within: AbstractContextManager[Any],
         keep_graph: bool,
     ) -> tuple[Sequence[Tensor | None], Sequence[Tensor | None]]:
-        """Gradients of the loss ``total`` with respect to this call's outputs, and to ``leaves``.
+        """Return the gradients of the loss ``total`` with respect to this call's outputs, and to ``leaves``.
 
         Args:
-            above: The next call, before which user code has used the leaves; None for the last one.
-            later: As of :func:`gradients_below`.
+            above: The next call, before which user code used the leaves, or None for the last one.
+            later: As for :func:`gradients_below`.
             within: Opened around the pass, for the user's hooks and recomputed checkpoints.
-            keep_graph: The graph is gone through again, further down.
+            keep_graph: Whether a later pass needs the graph.
         """
         self.collecting = True
         _, *found = gradients_below(
@@ -136,15 +134,13 @@ def gradients_below(
     keep_graph: bool,
     call: Node | None = None,
 ) -> Sequence[Tensor | None]:
-    """Gradients of ``total`` with respect to ``leaves``, which user code has used before the call ``above``.
+    """Return the gradients of ``total`` with respect to ``leaves``, which user code used before the call ``above``.
 
-    They are added, one by one, to what ``later`` has: a leaf, or its copy on another device, with the gradient of its
-    later uses.
-
-    The graph above that call, whose input gradients are there, is gone through again only where ``total`` depends on
-    the leaves (or on the node ``call``) also past it; otherwise the user's tensor hooks there run once, as in a plain
-    backward. All is given as edges: with tensors, torch would put the minibatch's view of its parameters aside, which
-    hooks and recomputed checkpoints need.
+    They are added, one by one, to the gradients in ``later``: pairs of a leaf, or its copy on another device, and the
+    gradient of its later uses. If ``total`` depends on the leaves (or the node ``call``) past ``above``, the graph
+    above it is gone through again. Otherwise the user's tensor hooks there run once, as in a plain backward. Edges are
+    passed, because with tensors torch would suspend the minibatch's view of its parameters, which hooks and recomputed
+    checkpoints use.
     """
     edges = [get_gradient_edge(leaf) for leaf in leaves]
     starts, gradients = [get_gradient_edge(total)], [torch.ones_like(total)]
@@ -164,7 +160,7 @@ def gradients_below(
 
 
 class _PieceBoundary(UntoldFunction):
-    """From the inputs that require a gradient to the outputs, and to what stands in for these inputs after the call."""
+    """A function from the inputs that require a gradient to the outputs and to the inputs' stand-ins after the call."""
 
     @staticmethod
     def forward(

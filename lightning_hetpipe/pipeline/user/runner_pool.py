@@ -1,4 +1,4 @@
-"""The pool of runners: the threads of batches in flight, their way through stages, and the waits of Lightning's thread.
+"""The pool of runners: threads of batches in flight, their way through stages, and the waits of Lightning's thread.
 
 Lightning's thread holds the lock over user code except while it waits here.
 """
@@ -27,28 +27,28 @@ if TYPE_CHECKING:
 F = TypeVar("F", bound=BatchInFlight)
 
 JOIN_SECONDS = 5.0
-"""Seconds that closing waits for a thread before it says that the thread is stuck."""
+"""Seconds that closing waits for a thread before it reports the thread as stuck."""
 
 
 class RunnerPool(Generic[F]):
-    """Runs up to ``in_flight`` batches at once, each in a runner's thread, and sends them through stages.
+    """A pool that runs up to ``in_flight`` batches, each in a runner's thread, and sends them through stages.
 
     Without ``settings`` it is idle: it has no stages, and is never started.
 
     Args:
-        pieces: For each piece, in the order of its first call, its name and its layers.
+        pieces: Name and layers of each piece, in the order of first calls.
         split_points: The first layer of each stage.
         timeout: Seconds after which a wait in which nothing moves ends with an explanation.
 
     Attributes:
-        following, preceding: For each segment the one after it, and the one before it, in its piece; else None.
+        following, preceding: The next and the previous segment in its piece, for each segment, or None.
     """
 
     doing = "training_step of minibatch"
-    """Names a runner's user code in messages."""
+    """Name of a runner's user code in messages."""
 
     stages: Sequence[StageThread] = ()
-    """Their threads start and end with the runners; user code computes on the last one's device."""
+    """Stages, whose threads start and end with the runners. User code computes on the last one's device."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class RunnerPool(Generic[F]):
         self._unlocked = False  # Lightning's thread is within `unlocked`
 
     def start(self) -> None:
-        """Start the threads; the calling thread takes the lock over user code."""
+        """Start the threads. The calling thread takes the lock over user code."""
         for stage in self.stages:
             stage.start()
         enter = WaitingStream(self.stages[-1].device, [stage.device for stage in self.stages]).enter
@@ -92,11 +92,8 @@ class RunnerPool(Generic[F]):
         self._runners[batch.number % self.in_flight].put(batch)
 
     def finish(self, number: int) -> F:
-        """Wait for minibatch ``number``, and take it out of the pipeline.
-
-        Raises:
-            BaseException: the one that it failed with, with the traceback of the thread in which it happened.
-        """
+        """Wait for minibatch ``number``, and take it out of the pipeline. Its error, if any, is raised with the
+        traceback of the thread in which it happened."""
         batch = self.minibatches[number]
         self._wait_for(batch)
         del self.minibatches[number]
@@ -105,28 +102,28 @@ class RunnerPool(Generic[F]):
         return batch
 
     def begin(self, version: int) -> None:
-        """Start with an empty pipeline, at ``version``, which the live weights are."""
+        """Start with an empty pipeline at ``version``, the live weights."""
 
     def publish(self, version: int) -> None:
         """Make ``version`` of the live weights."""
 
     def show(self, batch: F) -> None:
-        """Make the live buffers those that the forward of ``batch`` left."""
+        """Copy the buffers that the forward of ``batch`` left into the live buffers."""
 
     def drain(self) -> None:
-        """Wait until nothing is in motion; batches that are done wait for their :meth:`finish`."""
+        """Wait until nothing is in motion. Batches that ended wait for their :meth:`finish`."""
         for number in sorted(self.minibatches):
             self._wait_for(self.minibatches[number])
 
     def discard(self) -> None:
-        """Drop every minibatch in flight; their user code unwinds."""
+        """Drop every minibatch in flight. Their user code unwinds."""
         self._cancel()
         self.drain()
         self.minibatches.clear()
 
     @contextmanager
     def unlocked(self) -> Iterator[None]:
-        """Let user code run while Lightning's thread waits for something else, such as DataLoader workers."""
+        """Context manager in which user code runs while Lightning's thread waits, as for DataLoader workers."""
         if self._lost_lock or self._unlocked:
             yield
             return
@@ -140,16 +137,14 @@ class RunnerPool(Generic[F]):
 
     @contextmanager
     def computing(self) -> Iterator[None]:
-        """Let user code run while Lightning's thread computes."""
+        """Context manager in which user code runs while Lightning's thread computes."""
         with self.unlocked(), self.compute_lock.shared():
             yield
 
     @contextmanager
     def exclusively(self, number: int, who: str) -> Iterator[None]:
-        """Keep user code from running and other threads from computing; for ``who``, an idle stage.
-
-        Waits of others do not end meanwhile, however long it takes: it counts as user code.
-        """
+        """Context manager in which user code and other threads pause for ``who``, an idle stage. Other threads' waits
+        do not time out meanwhile, however long it takes, because it counts as user code."""
         ticket = Ticket(Precedence.RESUME, number)
         self.lock.request(ticket)
         try:
@@ -164,13 +159,13 @@ class RunnerPool(Generic[F]):
             self.lock.release()
 
     def offer(self) -> None:
-        """Let whoever waits for the lock over user code go first."""
+        """Let a thread that waits for the lock over user code go first."""
         if self.lock.wanted() and not self._lost_lock:
             with self.unlocked():
                 pass
 
     def close(self) -> None:
-        """Drop what is in flight and end every thread. Warns of one that is stuck in a layer or in user code."""
+        """Drop what is in flight and end every thread. Warn of a thread that is stuck in a layer or in user code."""
         workers: list[Worker[F] | StageThread] = [*self._runners, *self.stages]
         if not workers:
             return
@@ -199,14 +194,14 @@ class RunnerPool(Generic[F]):
                 self._let_go()
 
     def describe(self) -> str:
-        """A line on each stage and each minibatch in flight, for messages."""
+        """Describe each stage and each minibatch in flight, for messages."""
         unfinished = [batch for batch in self.minibatches.values() if not batch.ended]
         running = [f"{self.doing} {batch.number} is running" for batch in unfinished if batch.in_user_code]
         numbers = ", ".join(str(batch.number) for batch in unfinished) or "none"
         return "; ".join([*(s.describe() for s in self.stages), *running, f"minibatches in flight: {numbers}"])
 
     def _let_go(self) -> None:
-        """Give memory back, as no thread is left: cycles hold it, which Python collects at some later time."""
+        """Release memory after the last thread, because Python collects its cycles only later."""
 
     # Waiting.
 
@@ -227,10 +222,8 @@ class RunnerPool(Generic[F]):
         self, ticket: Ticket, ask: Callable[[], None], who: str, release: bool, deadline: float | None = None
     ) -> None:
         """Wait in Lightning's thread until ``ticket`` holds the lock over user code, or until ``deadline``, if given.
-
-        Interrupted, it cancels what is in flight and gives user code some seconds to pause, as what Lightning does next
-        is user code too. Where the lock does not come back, Lightning's thread goes on without it.
-        """
+        If interrupted, cancel what is in flight and give user code some seconds to pause, because Lightning's next work
+        is user code too. If the lock does not come back, Lightning's thread goes on without it."""
         self._lost_lock = True
         try:
             if release:
@@ -259,7 +252,7 @@ class RunnerPool(Generic[F]):
     # Stages.
 
     def abandon(self, batch: F) -> None:
-        """Nobody waits for ``batch`` any more: stages forget it."""
+        """Make stages forget ``batch``, for which nobody waits any more."""
         for stage in self.stages:
             stage.put(Parcel(Cancel(batch.number)))
 
@@ -268,11 +261,11 @@ class RunnerPool(Generic[F]):
         raise NotImplementedError
 
     def _backward_done(self, batch: F, result: InputGradients, event: StreamEvent | None) -> None:
-        """Send on the gradients that a segment has given."""
+        """Send on the gradients from a segment."""
         raise NotImplementedError
 
     def _done(self, result: Result, event: StreamEvent | None) -> None:
-        """Send a batch on: to its next stage, or at the end of a piece to its runner. Stages' threads call it."""
+        """Send a batch to its next stage, or at the end of a piece to its runner. Called in stages' threads."""
         batch = self.minibatches.get(result.minibatch)
         if batch is None:  # it has failed, and nobody waits for it
             return

@@ -1,7 +1,7 @@
-"""Sections of user code, and the process-wide state that each minibatch's have of their own (laws L7 and L8).
+"""Sections of user code, and the process-wide state that each minibatch's sections have of their own (laws L7 and L8).
 
-``training_step`` of minibatch p runs in sections, between which other minibatches' sections and Lightning's own thread
-run. Some state belongs to the whole process: each minibatch gets its own of that, swapped in while its sections run.
+``training_step`` of minibatch p runs in sections. Between them, other minibatches' sections and Lightning's own thread
+run. So each minibatch has its own copy of state of the whole process, swapped in while its sections run.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class UserSection(Protocol):
     def enter(self) -> None: ...
 
     def leave(self, for_good: bool = False) -> None:
-        """End the section; ``for_good`` where it was the minibatch's last one."""
+        """End the section. ``for_good`` is True for the minibatch's last section."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class SectionBetween:
 
 
 class UserSections:
-    """Several of these as one; the last one to enter is the first to leave. All leave, whatever one of them raises."""
+    """Several sections as one. The last to enter is the first to leave, and all leave even if one raises an error."""
 
     def __init__(self, sections: Sequence[UserSection]) -> None:
         self._sections = sections
@@ -63,11 +63,11 @@ class UserSections:
 
 
 NO_SECTION: UserSection = UserSections(())
-"""Swaps nothing."""
+"""Section that swaps nothing."""
 
 
 class ProcessSection:
-    """Gives the sections of one minibatch a process state of their own, which begins as ``state``."""
+    """A process state for the sections of one minibatch, which begins as ``state``."""
 
     def __init__(self, state: ProcessState) -> None:
         self._own = state
@@ -94,23 +94,23 @@ class ProcessSection:
 
 
 class _Seed:
-    """The seed that we have given to the user code that runs now, if any: only one section runs at a time (law L8)."""
+    """Our seed for the user code that runs now, if any: only one section runs at a time (law L8)."""
 
     given: int | None = None
 
 
 def has_own_seed() -> bool:
-    """Tell whether user code, which calls this, has set a seed of torch's since its minibatch began, of any device."""
+    """Return True if the calling user code has set a seed of torch's, of any device, since its minibatch began."""
     return _Seed.given is not None and any(seed != _Seed.given for seed in seeds_of_torch())
 
 
 def seeds_of_torch() -> list[int]:
-    """The seeds of torch's default generators, of every device."""
+    """Return the seeds of torch's default generators, of every device."""
     return [generator.initial_seed() for generator in _generators()]
 
 
 def states_of_torch() -> list[Tensor]:
-    """The states of torch's default generators, of every device."""
+    """Return the states of torch's default generators, of every device."""
     return [generator.get_state() for generator in _generators()]
 
 
@@ -120,7 +120,7 @@ def _generators() -> tuple[torch.Generator, ...]:
 
 @contextmanager
 def own_state(state: ProcessState) -> Iterator[None]:
-    """Have the process hold ``state`` within it: for user code that runs in Lightning's own thread."""
+    """Context manager in which the process has ``state``, for user code in Lightning's own thread."""
     section = ProcessSection(state)
     section.enter()
     try:
@@ -131,11 +131,8 @@ def own_state(state: ProcessState) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class ProcessState:
-    """Torch's, Python's and numpy's default random state, and torch's default dtype.
-
-    Attributes:
-        seed: Makes all random states, if there is no state of ``numpy``.
-    """
+    """Torch's, Python's and numpy's default random state, and torch's default dtype. Without a state of ``numpy``,
+    ``seed`` makes all random states."""
 
     dtype: torch.dtype
     seed: int = 0
@@ -145,18 +142,16 @@ class ProcessState:
 
     @staticmethod
     def taken() -> ProcessState:
-        """Take the process's state, which is replaced next."""
         return ProcessState(torch.get_default_dtype(), 0, states_of_torch(), random.getstate(), NumpyState.taken())
 
     @staticmethod
     def seeded(run_seed: int, virtual_worker: int, minibatch: int | str) -> ProcessState:
-        """The state that the user's step of ``minibatch`` starts with: the process's, but for random states."""
+        """Return the state at the start of ``minibatch``'s user step: the process's, except for random states."""
         name = f"training_step|{run_seed}|{virtual_worker}|{minibatch}"
         seed = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=4).digest(), "big")
         return ProcessState(torch.get_default_dtype(), seed)
 
     def restore(self) -> None:
-        """Make the process's state this one."""
         if self.numpy is None:
             for generator in _generators():
                 generator.manual_seed(self.seed)
@@ -178,7 +173,7 @@ class ProcessState:
 # last known to keep none.
 
 BYTES = 625 * 4
-"""Size of the state of numpy's MT19937: 624 words, and the place of the next one."""
+"""Size of the state of numpy's MT19937 in bytes: 624 words, and the place of the next one."""
 
 _spare: list[BitGenerator] = []
 _unpaired: tuple[BitGenerator, bytes] | None = None  # the default generator, and its words when numpy kept no second
@@ -186,17 +181,14 @@ _unpaired: tuple[BitGenerator, bytes] | None = None  # the default generator, an
 
 @dataclass(frozen=True)
 class NumpyState:
-    """State of numpy's default ``generator``, which may be one of the user's.
-
-    It is ``paired``, all of numpy's state, if numpy keeps the second of a pair of normal numbers.
-    """
+    """State of numpy's default ``generator``, which may be the user's. ``paired`` is all of numpy's state, if numpy
+    keeps the second of a pair of normal numbers."""
 
     generator: BitGenerator
     paired: dict[str, Any] | None
 
     @staticmethod
     def taken() -> NumpyState:
-        """Take the process's state, which is replaced next."""
         generator = get_bit_generator()
         if _unpaired is None or _unpaired[0] is not generator or _unpaired[1] != _words(generator):
             state = np.random.get_state(legacy=False)
@@ -205,7 +197,6 @@ class NumpyState:
         return NumpyState(generator, None)
 
     def restore(self) -> None:
-        """Make the process's state this one."""
         set_bit_generator(self.generator)  # numpy forgets the second number
         if self.paired is None:
             _note_unpaired()
@@ -214,7 +205,7 @@ class NumpyState:
 
 
 def seed_numpy(seed: int) -> None:
-    """Seed the process's generator as ``numpy.random.seed`` does, in place of one of the user's too."""
+    """Seed the process's generator as ``numpy.random.seed`` does, even in place of a generator of the user's."""
     if type(get_bit_generator()) is not np.random.MT19937:  # numpy can seed no other one
         set_bit_generator(spare_generator())
     np.random.seed(seed)
@@ -222,7 +213,7 @@ def seed_numpy(seed: int) -> None:
 
 
 def spare_generator() -> BitGenerator:
-    """A bit generator that nobody uses, in any state."""
+    """Return an unused bit generator in any state."""
     return _spare.pop() if _spare else np.random.MT19937()
 
 

@@ -1,1 +1,1 @@
-"""Features of runs, each an :class:`~lightning_hetpipe.run.lifecycle.Extension`, and what they are made of."""
+"""Features of runs, each an :class:`~lightning_hetpipe.run.lifecycle.Extension`, and their parts."""

@@ -1,7 +1,7 @@
-"""Contents of lists, dicts, sets, deques, plain objects and a module's attributes: taken, put back, edited.
+"""Contents of lists, dicts, sets, deques, plain objects and a module's attributes: copied, put back, edited.
 
-An edit is what a section of user code did to a container: items that it appended, keys that it set. An edit can be done
-again on other contents. So each reader sees the edits of the minibatches before it.
+An edit is what a section of user code did to a container: items that it appended, keys that it set. An edit can be
+repeated on other contents. So each reader sees the edits of the minibatches before it.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from lightning_hetpipe.capture.contents import ABSENT, assign, items_of, refill,
 from lightning_hetpipe.run.extensions.watched_attributes import users_attributes
 
 Time = tuple[int, float]
-"""A minibatch, and which section of its user code: 0 is the hooks around its transfer, 1 the first of its step."""
+"""A minibatch and a section of its user code: 0 is the hooks around its transfer, 1 the first section of its step."""
 
 Edit = Callable[[Any], Any]
 """Makes new contents of other contents."""
 
 SCANNED = 16
-"""Items at each end of a container in which containers and tensors are looked for."""
+"""Number of items at each end of a container that are searched for containers and tensors."""
 
 _COPIED: dict[type, Callable[[Any], Any]] = {
     **dict.fromkeys((list, deque), list),
@@ -54,13 +54,13 @@ def is_container(value: Any) -> bool:
 
 
 def taken(container: Any) -> Any:
-    """Copy the contents of ``container``, one step deep: as a list, a set or a dict."""
+    """Copy the contents of ``container``, one level deep, as a list, a set or a dict."""
     copied = _COPIED.get(type(container))
     return dict(vars(container)) if copied is None else copied(container)
 
 
 def put(container: Any, contents: Any) -> None:
-    """Make ``contents`` those of ``container``."""
+    """Replace the contents of ``container`` by ``contents``."""
     refill(container if type(container) in _COPIED else vars(container), items_of(contents))
 
 
@@ -72,10 +72,8 @@ def same(one: Any, other: Any) -> bool:
 
 
 def edit_of(before: Any, after: Any) -> Edit:
-    """Find the edit that made ``after`` of ``before``.
-
-    Where items of ``before`` are gone, or have another order, whatever contents are replaced by ``after``.
-    """
+    """Return the edit that made ``after`` of ``before``. If items of ``before`` are gone or reordered, the edit
+    replaces any contents by ``after``."""
     if isinstance(before, list):
         added = after[len(before) :]
         return (lambda now: [*now, *added]) if same(before, after[: len(before)]) else (lambda now: [*after])
@@ -89,7 +87,7 @@ def edit_of(before: Any, after: Any) -> Edit:
 
 @dataclass(frozen=True)
 class Assigned:
-    """Edit of a dict, or of a module's attributes: these keys have these values, or are ``ABSENT``."""
+    """Edit of a dict or of a module's attributes: it sets keys to ``values``, or removes keys with value ``ABSENT``."""
 
     values: Mapping[Any, Any]
 
@@ -98,17 +96,15 @@ class Assigned:
 
 
 def assigned(before: Mapping[Any, Any], after: Mapping[Any, Any]) -> Assigned:
-    """Find what was assigned or deleted, key by key."""
+    """Return the edit that assigns or deletes, key by key, what differs."""
     pairs = {key: (before.get(key, ABSENT), after.get(key, ABSENT)) for key in {**before, **after}}
     return Assigned({key: new for key, (old, new) in pairs.items() if new is not old})
 
 
 @dataclass
 class TimedContents:
-    """A container that sections use: ``base`` are its contents before ``edits``, ``published`` those of the loop.
-
-    Within a section, ``loops`` are the contents that the loop sees, and ``start`` the contents at the section's start.
-    """
+    """A container that sections use, with contents ``base`` before ``edits``, and ``published`` for the loop. Within a
+    section, ``loops`` are the contents that the loop sees, and ``start`` the contents at the section's start."""
 
     held: Any
     name: str
@@ -121,13 +117,13 @@ class TimedContents:
     is_filled: bool = False  # the section only fills it
 
     def enter(self, sees: Callable[[Time], bool], fills: bool = False) -> None:
-        """Hold what a section sees; nothing, if the section only ``fills`` it."""
+        """Fill the container with what a section sees, or empty it if the section only adds to it (``fills``)."""
         self.loops, self.is_filled = self.taken(), fills
         self.start = type(self.loops)() if fills else self.seen(sees)
         self.put(self.loops, self.start)
 
     def leave(self, time: Time) -> bool:
-        """Record what the section has changed, and hold what the loop sees. Tell whether there was a change."""
+        """Record the section's changes, and restore what the loop sees. Return True if there were changes."""
         contents = self.taken()
         if changed := not same(contents, self.start):
             self.record(time, self.edit_of(self.start, contents))
@@ -138,7 +134,6 @@ class TimedContents:
         return taken(self.held)
 
     def put(self, now: Any, contents: Any) -> None:
-        """Hold ``contents`` in place of those of ``now``."""
         if not same(now, contents):
             put(self.held, contents)
 
@@ -161,7 +156,7 @@ class TimedContents:
         self.edits.sort(key=lambda each: each[0])
 
     def settle(self, time: Time, seen_by_all: int) -> None:
-        """Record what the loop has changed, at ``time``; forget when what all see was changed."""
+        """Record the loop's changes, at ``time``, and forget the times of changes that all see."""
         contents = self.taken()
         if not same(contents, self.published):
             self.record(time, self.edit_of(self.published, contents))
@@ -170,14 +165,14 @@ class TimedContents:
             self.base = self.edited(self.base, self.edits.pop(0)[1])
 
     def publish(self, edit: Edit) -> None:
-        """Let the loop see ``edit``."""
+        """Apply ``edit`` to what the loop sees."""
         now = self.taken()
         self.put(now, edit(now))
         self.published = self.edited(self.published, edit)
 
 
 class TimedAttributes(TimedContents):
-    """The user's attributes of a module, of which ``held`` are all attributes."""
+    """The user's attributes of a module, while ``held`` are all attributes."""
 
     def taken(self) -> Any:
         return users_attributes(self.held)
@@ -191,7 +186,7 @@ class TimedAttributes(TimedContents):
 
 
 def ends_of(contents: Any) -> Iterator[tuple[Any, Any]]:
-    """The first and last items of ``contents`` with their keys, in which more containers and tensors may be."""
+    """Yield the first and last items of ``contents`` with their keys. They may be containers or tensors."""
     if isinstance(contents, set):
         return
     pairs = enumerate(contents) if isinstance(contents, list) else iter(contents.items())
@@ -205,7 +200,7 @@ def ends_of(contents: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def overlapping(values: Sequence[Any]) -> set[int]:
-    """The ``id`` of each tensor or array among ``values`` whose memory another one of them has, too."""
+    """Return the ``id`` of each tensor or array among ``values`` that shares memory with another."""
     spans = sorted((*span, id(value)) for value in values if (span := _span(value)) is not None)
     found: set[int] = set()
     for index, (_, end, first) in enumerate(spans):
@@ -217,7 +212,7 @@ def overlapping(values: Sequence[Any]) -> set[int]:
 
 
 def _span(value: Any) -> tuple[int, int] | None:
-    """First address and end of the memory that ``value`` is a view of; None if it has none of its own."""
+    """Return the first address and the end of the memory below ``value``, or None if it has no memory of its own."""
     while isinstance(value, np.ndarray) and value.base is not None:
         value = value.base
     if isinstance(value, np.ndarray):

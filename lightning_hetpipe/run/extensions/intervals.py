@@ -1,7 +1,7 @@
-"""Intervals in minibatches or steps where virtual workers have unequal shares: those of virtual worker 0.
+"""Intervals in minibatches or steps if virtual workers have unequal shares: the intervals of virtual worker 0 count.
 
-All cut after the same wave, at the end of the one in which virtual worker 0 comes to a multiple of the interval; after
-their last minibatch, if one of them has come to it by then.
+All cut after the same wave, in which virtual worker 0 reaches a multiple of the interval. If a virtual worker has come
+to its last minibatch by then, all cut after their last minibatches.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from lightning_hetpipe.workers.synchroniser import Synchroniser
 
 
 class Epoch(NamedTuple):
-    """An epoch, or the rest of one, on one virtual worker.
+    """An epoch, or the rest of an epoch, on one virtual worker.
 
     Attributes:
-        first: Minibatches of the epoch that came before, in the run that is resumed.
+        first: Minibatches of the epoch before it was resumed.
         last: Minibatches of the epoch, up to ``max_steps``.
-        steps: Optimizer steps that came before.
+        steps: Optimizer steps before the epoch.
         every: Minibatches of an optimizer step.
         checks: Minibatches between two validations, or None.
     """
@@ -44,13 +44,13 @@ class Epoch(NamedTuple):
     checks: int | None
 
     def steps_after(self, minibatch: int) -> int:
-        """Optimizer steps when ``minibatch`` of the epoch is done, the last of which steps in any case."""
+        """Return the optimizer steps after ``minibatch`` of the epoch. The last minibatch always steps."""
         rest = int(minibatch == self.last and minibatch % self.every > 0)
         return self.steps + minibatch // self.every - self.first // self.every + rest
 
 
 class Interval(int):
-    """An interval of virtual worker 0's, as a number that gives 0 as the remainder where it is due."""
+    """An interval of virtual worker 0. As a number, it gives the remainder 0 when it is due."""
 
     is_due: Callable[[int], bool]
 
@@ -68,7 +68,7 @@ class Interval(int):
 
 
 class Intervals:
-    """Has validations and ``ModelCheckpoint(every_n_train_steps=...)`` come at the ends of waves, on all alike."""
+    """Validations and ``ModelCheckpoint(every_n_train_steps=...)`` at ends of waves, on all virtual workers alike."""
 
     def __init__(self, trainer: L.Trainer, synchroniser: Synchroniser) -> None:
         self._trainer = trainer
@@ -113,7 +113,7 @@ class Intervals:
             trainer.val_check_batch = Interval.of(checks, self._validates)
 
     def wave(self, minibatch: int) -> int | None:
-        """The number of waves that ``minibatch`` of the epoch completes; None if it ends none."""
+        """Return the number of waves that ``minibatch`` of the epoch completes, or None if it ends no wave."""
         own = self._epochs.get(self._synchroniser.group.index)
         if own is None:
             return 0
@@ -121,12 +121,12 @@ class Intervals:
         return None if open_ else waves
 
     def is_last(self) -> bool:
-        """True if the minibatch that has begun is the last of the epoch here."""
+        """Return True if the minibatch that has begun is the last of the epoch here."""
         own = self._epochs.get(self._synchroniser.group.index)
         return is_last_batch(self._trainer) or (own is not None and begun_minibatches(self._trainer)[1] >= own.last)
 
     def ends_wave(self) -> bool:
-        """True if the minibatch that has begun is the last of a wave, or of the epoch."""
+        """Return True if the minibatch that has begun is the last of a wave or of the epoch."""
         return self.is_last() or self.wave(begun_minibatches(self._trainer)[1]) is not None
 
     def _validates(self, interval: int) -> bool:
@@ -141,7 +141,7 @@ class Intervals:
         return steps(found.stop) // interval > steps(found.start) // interval
 
     def _covered(self) -> range | None:
-        """Minibatches of virtual worker 0 in the wave that has just ended here; None if none has."""
+        """Return the minibatches of virtual worker 0 in the wave that has just ended here, or None."""
         if not self.ends_wave():
             return None
         wave = None if self.is_last() else self.wave(begun_minibatches(self._trainer)[1])
@@ -151,7 +151,7 @@ class Intervals:
         return covered(wave, common, lengths[0], first, last)
 
     def _name(self, redirect: Redirect, *args: Any, **kwargs: Any) -> Any:
-        """Give what a checkpoint's name may hold, with virtual worker 0's steps: the name is the same on all."""
+        """Return the candidates for a checkpoint's name with virtual worker 0's steps, so that all use one name."""
         candidates = redirect.original(*args, **kwargs)
         candidates["step"] = self._trainer.strategy.broadcast(candidates["step"])
         return candidates

@@ -1,7 +1,4 @@
-"""State that each minibatch in flight has of its own: the Trainer's counters, random numbers, the loss scale.
-
-Modules that were taken apart have generators of their own (:class:`ModulesApart`).
-"""
+"""State of each minibatch in flight: the Trainer's counters, random numbers, the loss scale."""
 
 from __future__ import annotations
 
@@ -22,10 +19,8 @@ from lightning_hetpipe.run.lifecycle import Around, Extension
 
 
 class TrainerCounters(Extension):
-    """Shows user code of a minibatch the counters of its own step, and lets its stop request take effect there.
-
-    These are ``trainer.global_step`` and what the loop counts, and ``trainer.should_stop``.
-    """
+    """The Trainer's counters of a minibatch's own step, for its user code: ``trainer.global_step`` and the loop's
+    counts. A request to stop (``trainer.should_stop``) takes effect at the minibatch's own step."""
 
     def __init__(self, trainer: L.Trainer) -> None:
         self._trainer = trainer
@@ -33,7 +28,7 @@ class TrainerCounters(Extension):
 
     @contextmanager
     def transferring(self, minibatch: int) -> Iterator[None]:
-        """The batch's transfer comes before its minibatch counts as begun."""
+        """Open a context around the batch's transfer, in which its minibatch does not count as begun."""
         loops = counters(self._trainer)
         begun, in_epoch, steps = counters_ahead(self._trainer, minibatch)
         set_counters(self._trainer, (begun - 1, in_epoch - 1, steps))
@@ -64,7 +59,7 @@ class TrainerCounters(Extension):
 
 @dataclass(eq=False)
 class RandomStates(Extension):
-    """Swaps in what the user code of a minibatch has of the process: at its beginning ``state`` of its number."""
+    """Process-wide state for the user code of each minibatch, which begins with ``state`` of its number."""
 
     state: Callable[[int], ProcessState]
 
@@ -73,10 +68,8 @@ class RandomStates(Extension):
 
 
 class ModulesApart(Extension):
-    """Has ``modules`` draw from the minibatch's generators, as they would in a stage (law L7), unless they set a seed.
-
-    These are the outermost ones, by their paths, or none. ``pieces`` are the pipelined modules, also those in them.
-    """
+    """Modules taken apart that draw from the minibatch's generators, as in a stage (law L7), unless they set a seed.
+    ``modules`` are the outermost ones by path. ``pieces`` are pipelined modules, which may lie in them."""
 
     def __init__(
         self, modules: Mapping[str, nn.Module], pieces: Collection[nn.Module], generators: RandomGenerators
@@ -93,7 +86,7 @@ class ModulesApart(Extension):
 
 
 def user_parts(modules: Iterable[nn.Module], pieces: Iterable[nn.Module]) -> list[nn.Module]:
-    """The parts of ``modules``, outside the ``pieces``, whose own code runs as user code and may set attributes."""
+    """Return the parts of ``modules`` outside the ``pieces`` whose own code is user code and may set attributes."""
     inside = _inside(pieces)
     found = {part: None for module in modules for part in module.modules() if part not in inside}
     return [part for part in found if not type(part).__module__.startswith("torch.nn.modules.")]
@@ -106,14 +99,10 @@ def _inside(pieces: Iterable[nn.Module]) -> set[nn.Module]:
 class LossScale:
     """The scale of ``precision``'s GradScaler, at which losses are differentiated and gradients delivered.
 
-    A GradScaler changes its scale after steps, so it belongs to a version as weights do: minibatch p takes it when it
-    is submitted, which is at its version, and not when its loss happens to be there. Its gradients are then those of
-    an older scale than the one by which the optimizer's step divides; :meth:`factor` makes up for that. Gradients that
-    are not finite stay so, and the step is skipped.
-
-    Args:
-        precision: Without a scaler, all scales are 1.
-        waiting: Opened while the scale comes from its device.
+    A GradScaler changes its scale after steps, so it belongs to a version as weights do. Minibatch p takes the scale
+    when it is submitted, and so at its version, not when its loss is computed. The optimizer's step divides its
+    gradients by a later scale, for which :meth:`factor` makes up. Gradients that are not finite stay so. Without a
+    scaler, all scales are 1. ``waiting`` is opened while the scale comes from its device.
     """
 
     def __init__(self, precision: Precision, waiting: Callable[[], AbstractContextManager[None]]) -> None:
@@ -127,14 +116,14 @@ class LossScale:
         self._of[minibatch] = self._present()
 
     def scaled(self, minibatch: int, loss: Tensor) -> Tensor:
-        """``loss`` of ``minibatch``, times its scale."""
+        """Return ``loss`` times the scale of ``minibatch``."""
         if not self._scaler.is_enabled():
             return loss
         # A tensor as the scaler's own is: a number would leave a loss in half precision there, and that overflows.
         return loss * torch.full((), self._of[minibatch], dtype=torch.float32, device=loss.device)
 
     def factor(self, minibatch: int) -> float:
-        """Factor that makes the gradients of ``minibatch`` those of the present scale."""
+        """Return the factor that brings the gradients of ``minibatch`` to the present scale."""
         return self._present() / self._of.pop(minibatch)
 
     def _present(self) -> float:

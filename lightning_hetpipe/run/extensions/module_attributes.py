@@ -1,21 +1,20 @@
 """Attributes of the LightningModule while ``training_step`` runs ahead of Lightning's loop (laws L1, L8 and L9).
 
-``self.x, self.y = batch`` in ``training_step``, ``pl_module.beta = ...`` in a callback: with several minibatches in
-flight, whoever reads such an attribute would find what somebody else has left there a moment ago. So every assignment
-has a time, and each reader sees those before a time of its own:
+Examples are ``self.x, self.y = batch`` in ``training_step`` and ``pl_module.beta = ...`` in a callback. With several
+minibatches in flight, a plain attribute would hold whatever any of them left there last. So every assignment has a
+time, and each reader sees the assignments before a time of its own:
 
-- Lightning's loop and callbacks, between steps p and p + 1: what ``training_step`` of minibatches up to p has set.
-- ``training_step`` of minibatch p: what it has set itself; of earlier minibatches what they had set at the same place,
-  between the same two calls of pipelined modules; and what callbacks have set by the version that its weights are of
-  (max(v_e, p - Nm) under weight stashing). A callback's assignment after step v so comes before the first minibatch
-  that uses version v, and replaces what earlier minibatches have set: a counter that is reset starts anew there.
+- Lightning's loop and callbacks, between steps p and p + 1, see what ``training_step`` of minibatches up to p has set.
+- ``training_step`` of minibatch p sees its own assignments. Of earlier minibatches it sees assignments up to the same
+  place, between the same two calls of pipelined modules. Of callbacks it sees assignments up to the version of its
+  weights (max(v_e, p - Nm) under weight stashing). So a callback's assignment after step v comes before the first
+  minibatch that uses version v, and replaces earlier minibatches' assignments: a counter that is reset starts anew
+  there.
 
-What an earlier minibatch in flight sets at a later place may not be there yet: a step that reads that attribute before
-it sets it is refused.
-
-Contents count as assignments do: what a section of user code does to a list, dict, set, deque or object that an
-attribute holds, or that such a container holds, is an edit with a time (``container_contents.py``). A tensor or numpy
-array that is changed in place counts as replaced: a section of a minibatch gets a copy of its own.
+A step is refused if it reads an attribute that an earlier minibatch in flight sets at a later place, unless the step
+sets it first. Contents count like assignments. A section of user code may change a list, dict, set, deque or object in
+an attribute, or in a container there. The change is an edit with a time (``container_contents.py``). A tensor or numpy
+array that is changed in place counts as replaced: a section of a minibatch gets its own copy.
 """
 
 from __future__ import annotations
@@ -57,12 +56,12 @@ from lightning_hetpipe.torch_private.tensors import version_counter
 
 _CALLBACKS = -1.0  # before every section of the minibatch
 _DEPTH = 2
-"""Steps from the module at which contents count: an attribute's, and those of what it holds."""
+"""Depth at which contents count: an attribute's contents, and the contents of what it holds."""
 
 
 @dataclass
 class _Copied:
-    """A tensor or array that a section uses, with the copy that it has in ``holder`` in its place, if any."""
+    """A tensor or array that a section uses, with its copy, if any, that replaces it in ``holder``."""
 
     name: str
     holder: Any
@@ -73,7 +72,7 @@ class _Copied:
     is_own: bool
 
     def end(self) -> bool:
-        """Tell whether it was changed. A copy that was not gives its place back."""
+        """Return True if the section changed it. Otherwise put the original back in the place of the copy."""
         changed = self.is_changed()
         if not changed and self.copy is not None:
             _exchange(self.holder, self.key, self.copy, self.original)
@@ -92,11 +91,9 @@ class _Copied:
 class Attributes(Extension):
     """The attributes of ``module``, the LightningModule or a part of it that runs as user code.
 
-    ``versions`` gives the versions that minibatches use, and ``versioned`` the live weights and buffers of which
-    minibatches have others, by name.
-
-    The module holds what Lightning's loop sees, except within :meth:`seen`; while nothing runs ahead, all see it. Only
-    one thread at a time may use this, the one that holds the lock over user code.
+    ``versions`` returns the versions that minibatches use. ``versioned`` returns, by name, the live weights and buffers
+    that have versions. The module holds what Lightning's loop sees, except within :meth:`seen`. While nothing runs
+    ahead, all see it. Only the thread that holds the lock over user code may use this object.
     """
 
     after = (Replay, SharedValues)  # all see stand-ins; values that this keeps apart are compared without it
@@ -123,7 +120,7 @@ class Attributes(Extension):
         return SectionBetween(lambda: self.enter(minibatch, next(numbers)), self.leave)
 
     def emptied(self, version: int) -> None:
-        """The pipeline starts empty at ``version``: all see what the module holds."""
+        """Start with an empty pipeline at ``version``: all see what the module holds."""
         self._is_idle = not self.versions().runs_ahead
         held = users_attributes(self._held)
         self._own = TimedAttributes(self._held, "", held, held)
@@ -140,7 +137,7 @@ class Attributes(Extension):
         self._watched.close()
 
     def continues(self, version: int) -> None:
-        """Step ``version`` is over: what callbacks have set belongs to it."""
+        """Settle step ``version``, which is over and to which the callbacks' assignments belong."""
         if self._is_idle:
             return
         time = self.versions().first_reader(version), _CALLBACKS
@@ -153,7 +150,7 @@ class Attributes(Extension):
         self._read = {key: times for key, times in read.items() if times}
 
     def arrived(self, minibatch: int) -> None:
-        """Lightning's loop is at step ``minibatch``, and sees what that has set."""
+        """Show the assignments of ``minibatch`` to Lightning's loop, which is at its step."""
         if self._failure is not None:  # a stage may have ended the minibatch before its last section failed
             raise self._failure
         for container in (self._own, *self._containers.values()):
@@ -163,7 +160,7 @@ class Attributes(Extension):
 
     @contextmanager
     def seen(self, minibatch: int, number: int) -> Iterator[None]:
-        """Have the module hold, within it, what section ``number`` of ``minibatch``'s user code sees."""
+        """Context manager in which the module holds what section ``number`` of ``minibatch``'s user code sees."""
         self.enter(minibatch, number)
         try:
             yield
@@ -243,7 +240,7 @@ class Attributes(Extension):
         self._touched.add(name)
 
     def _find_arrays(self) -> dict[int, tuple[Any, str]]:
-        """Each array in the memory of a live tensor of which minibatches have others, with its name, by its ``id``."""
+        """Return each array, by ``id``, in the memory of a live tensor with versions, and the tensor's name."""
         arrays = [each for each in _data_in(self._own.published.values()) if isinstance(each, np.ndarray)]
         if not arrays:
             return {}
@@ -255,7 +252,7 @@ class Attributes(Extension):
         return {id(array): (array, path) for array, path, tensor in pairs if overlapping([array, tensor])}
 
     def _open(self, name: str, held: Any, fills: bool = False) -> TimedContents:
-        """Have ``held`` contain what this section sees; nothing, if the section only ``fills`` it."""
+        """Fill ``held`` with what this section sees, or empty it if the section only adds to it (``fills``)."""
         assert self._now is not None
         now, added = self._now, None
         container = self._opened.get(id(held))
@@ -275,7 +272,7 @@ class Attributes(Extension):
         return container
 
     def _look_into(self, name: str, held: Any, depth: int) -> None:
-        """This section reads the contents of ``held``, in which more containers and tensors may be."""
+        """Open the contents of ``held``, which this section reads, and the containers and tensors in it."""
         container = self._open(name, held)
         if id(held) in self._looked_into:
             return
@@ -290,11 +287,9 @@ class Attributes(Extension):
                 self._look_into(name, item, depth - 1)
 
     def _use(self, name: str, holder: Any, key: Any, value: Any, is_own: bool) -> None:
-        """Have ``holder`` hold a copy of the tensor or array ``value`` at ``key``, in case that it is changed in place.
-
-        A tensor that the first section leaves as it was is not copied again, and none that the minibatch has set.
-        Tensors and arrays that share memory have no copies: ``shared_values.py`` refuses changes of them.
-        """
+        """Put a copy of the tensor or array ``value`` into ``holder`` at ``key``, in case it is changed in place. A
+        tensor that the first section left unchanged, or that the minibatch has set, is not copied. Tensors and arrays
+        that share memory are not copied either: ``shared_values.py`` refuses changes of them."""
         copied: Any = None
         version = 0
         if id(value) in self._aliases:  # a copy would not change with the other one
@@ -339,11 +334,11 @@ class Attributes(Extension):
         return owner <= self.versions().version(minibatch) or (owner <= minibatch and section <= number)
 
     def _is_late(self, time: Time, reader: Time) -> bool:
-        """Tell whether a plain run shows what was set at ``time`` to ``reader``, which does not see it here."""
+        """Return True if ``reader`` does not see here what was set at ``time``, but would in a plain run."""
         return time[1] != _CALLBACKS and time[0] < reader[0] and not self._sees(time, reader)
 
     def _reads(self, name: str, key: Hashable, times: list[Time]) -> bool:
-        """Section ``_now`` reads what was set at ``times``; tell whether that was its own minibatch."""
+        """Record that section ``_now`` reads what was set at ``times``. Return True if its own minibatch set it."""
         now = self._now
         assert now is not None
         if any(owner == now[0] and 0 <= section <= now[1] for owner, section in times):
@@ -372,7 +367,7 @@ class Attributes(Extension):
 
 
 def _data_in(values: Iterable[Any], depth: int = _DEPTH) -> Iterator[Any]:
-    """Yield the tensors and arrays among ``values``, and the tensors and arrays in their containers."""
+    """Yield the tensors and arrays among ``values`` and in their containers."""
     for value in values:
         if _is_data(value):
             yield value
@@ -386,7 +381,7 @@ def _is_data(value: Any) -> bool:
 
 
 def _exchange(holder: Any, key: Any, old: Any, new: Any) -> None:
-    """Have ``holder`` hold ``new`` in place of ``old``, at ``key`` unless items have moved meanwhile."""
+    """Put ``new`` in the place of ``old`` in ``holder``, at ``key`` unless items have moved meanwhile."""
     if isinstance(holder, list | deque):
         for index, item in enumerate(holder):
             if item is old:

@@ -1,7 +1,7 @@
 """Tensors outside the pieces, which must not change while minibatches are in flight (laws L1 and L9).
 
 Buffers and frozen parameters of the LightningModule that no stage owns have no versions: ``training_step`` reads the
-live ones. That is exact as long as nobody changes them in between; where somebody does, training stops and says who.
+live tensors. If they change, training stops with an error.
 """
 
 from __future__ import annotations
@@ -19,24 +19,17 @@ from lightning_hetpipe.run.lifecycle import Extension
 from lightning_hetpipe.torch_private.tensors import version_counter
 
 MOST_NAMED = 12
-"""Most modules that a message names."""
+"""Largest number of modules that a message names."""
 
 States = Mapping[str, tuple[Tensor, int, float]]
-"""Tensors by name, with how often each was changed in place, and a sum of its values: changes through ``.data`` are not
-counted."""
+"""Tensors by name, with a count of in-place changes, and a sum of values: ``.data`` hides changes from the count."""
 
 
 @dataclass(eq=False)
 class OutsideParameters(Extension):
-    """The parameters and buffers of ``module`` outside the ``pieces``, and how often each was changed so far.
-
-    Those of metrics are left out: their changes are recorded, and replayed.
-
-    Attributes:
-        versioned: Gives the ``id`` of each tensor that has versions.
-        is_in_flight: Tells whether minibatches are in flight.
-        way_out: What lets such tensors change, for the error.
-    """
+    """The parameters and buffers of ``module`` outside the ``pieces``, and their changes so far. Metrics are left out:
+    their changes are recorded and replayed. ``versioned`` returns the ``id`` of each tensor that has versions. The
+    error ends with ``way_out``."""
 
     module: L.LightningModule
     pieces: Collection[nn.Module] = ()
@@ -50,18 +43,18 @@ class OutsideParameters(Extension):
         self._begin()
 
     def check_step(self, before: States) -> None:
-        """Refuse what ``training_step`` itself has changed since ``before``; another device is no change."""
+        """Refuse changes by ``training_step`` itself since ``before``. A move to another device is no change."""
         self._check(before, "was changed by training_step", in_step=True)
 
     def continues(self, version: int) -> None:
-        """Refuse what was changed while later minibatches had read it already."""
+        """Refuse changes of tensors that later minibatches had read already."""
         if self.is_in_flight():
             self._check(self.seen, f"was changed after minibatch {version}")
         else:
             self._begin()
 
     def emptied(self, version: int) -> None:
-        """Take all as it is now; there may be other modules than before."""
+        """Take the present tensors as unchanged. Modules may differ from before."""
         self._begin()
 
     def _begin(self) -> None:
@@ -108,7 +101,7 @@ class OutsideParameters(Extension):
             )
 
     def _naming(self, owners: Collection[str]) -> str:
-        """Say how to pipeline ``owners``, paths of modules, as well."""
+        """Describe how to pipeline the modules at the paths ``owners`` as well."""
         also = [name for name, _ in self.module.named_modules() if name in owners]
         modules = [*self._names, *also]
         named = f" (module={modules!r})" if len(modules) <= MOST_NAMED else ""
@@ -119,7 +112,7 @@ class OutsideParameters(Extension):
         )
 
     def _owner(self, name: str) -> str:
-        """The outermost module with the tensor ``name`` that can be a further piece; empty if there is none."""
+        """Return the outermost module with the tensor ``name`` that can be a further piece, or an empty string."""
         parts = name.split(".")[:-1]
         for length in range(1, len(parts) + 1):
             path = ".".join(parts[:length])
@@ -129,7 +122,7 @@ class OutsideParameters(Extension):
 
 
 def _sum(tensor: Tensor) -> Tensor:
-    """Sum all values of a small tensor, some thousand of a large one: changes are of the whole, as a rule."""
+    """Sum all values of a small tensor, or some thousands of a large one: most changes concern the whole tensor."""
     flat = tensor.detach().flatten() if tensor.is_contiguous() else tensor.detach()[:1].flatten()
     some = flat[:: max(1, flat.numel() // 4096)]
     weights = torch.arange(1, some.numel() + 1, device=some.device)
@@ -138,7 +131,7 @@ def _sum(tensor: Tensor) -> Tensor:
 
 
 def _fetched(sums: Sequence[Tensor]) -> list[float]:
-    """Fetch the values of ``sums``; each device is waited for once, and not for each tensor."""
+    """Fetch the values of ``sums``, with one wait for each device."""
     alike: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for index, value in enumerate(sums):
         alike.setdefault((value.device, value.dtype), []).append(index)

@@ -1,4 +1,4 @@
-"""Sections of Lightning's thread by name: what it does for the pipeline, for Lightning's profilers and the timeline.
+"""Sections of Lightning's thread by name: its work for the pipeline, for Lightning's profilers and the timeline.
 
 The timeline of a fit is recorded while it runs, then written into the run's folder and shown on TensorBoard.
 """
@@ -29,20 +29,17 @@ from lightning_hetpipe.rules.schedule import FORWARD
 from lightning_hetpipe.run.lifecycle import NOTHING, Around, Extension
 
 PREFIX = "[HetPipe]"
-"""Prefix of our names, as Lightning has "[Strategy]" and "[Callback]" before its own."""
+"""Prefix of our names, like Lightning's "[Strategy]" and "[Callback]"."""
 
 LIGHTNINGS = ("fetch", "evaluation")
-"""Sections that have names of Lightning's own, so that profilers hear of them already."""
+"""Sections that Lightning itself reports to profilers under its own names."""
 
 
 @dataclass(eq=False)
 class ProfiledSections(Extension):
-    """Tells ``profiler`` of sections.
-
-    Profilers are not made for several threads: SimpleProfiler and AdvancedProfiler keep one start for each name, and
-    AdvancedProfiler ends what runs already. So they hear of Lightning's thread alone, and of one section at a time.
-    What stages compute is shown to PyTorchProfiler, whose ranges belong to threads.
-    """
+    """Sections for ``profiler``. Profilers are not made for several threads: SimpleProfiler and AdvancedProfiler keep
+    one start for each name, and AdvancedProfiler ends a running section. So they are told only of Lightning's thread,
+    one section at a time. PyTorchProfiler, whose ranges belong to threads, shows the stages' computations."""
 
     profiler: Profiler
 
@@ -59,7 +56,7 @@ class ProfiledSections(Extension):
 
 
 def profiled_sections(trainer: L.Trainer) -> list[Extension]:
-    """Extension that tells ``trainer``'s profiler of sections; none where it has no profiler."""
+    """Return the extension that reports sections to ``trainer``'s profiler, if it has one."""
     profiler = _profiler(trainer)
     return [] if profiler is None or isinstance(profiler, PassThroughProfiler) else [ProfiledSections(profiler)]
 
@@ -70,7 +67,7 @@ def _profiler(trainer: L.Trainer) -> Profiler | None:
 
 
 def shown_to_profiler(before: BeforePass | None, trainer: L.Trainer) -> BeforePass | None:
-    """``before``, with what names passes where PyTorchProfiler looks, if that is asked for."""
+    """Add to ``before`` the names of passes for PyTorchProfiler, if the Trainer uses it."""
     if not isinstance(_profiler(trainer), PyTorchProfiler):
         return before
 
@@ -90,13 +87,8 @@ def shown_to_profiler(before: BeforePass | None, trainer: L.Trainer) -> BeforePa
 
 
 class Recording(Extension):
-    """Records what the timeline shows, of Lightning's thread, of user code and of stages.
-
-    Args:
-        trainer: Lightning's; all virtual workers are to make theirs at the same time, as they agree on the folder.
-        window: The minibatches to keep.
-        virtual_worker: i.
-    """
+    """A recording of the timeline of virtual worker i: Lightning's thread, user code and stages. All virtual workers
+    make their recordings at the same time, because they agree on the folder. ``window`` are the minibatches to keep."""
 
     def __init__(self, trainer: L.Trainer, window: Window, virtual_worker: int) -> None:
         self._recorder = Recorder(window)
@@ -121,11 +113,11 @@ class Recording(Extension):
         return self._recorder.section(minibatch)
 
     def submitted(self, minibatch: int, version: int) -> None:
-        """Note that ``minibatch`` is in flight, on the weights of ``version``."""
+        """Record that ``minibatch`` is in flight on the weights of ``version``."""
         self._recorder.began(minibatch, version)
 
     def computed(self, work: str, minibatch: int, start: float) -> None:
-        """Note what Lightning's own thread has done of ``minibatch`` since ``start``: its forward or its backward."""
+        """Record Lightning's own forward or backward of ``minibatch`` since ``start``."""
         if work == FORWARD:
             self._recorder.began(minibatch, minibatch - 1)
         self._recorder.add(0, work, minibatch, start)
@@ -134,7 +126,7 @@ class Recording(Extension):
         self._recorder.forget(after=begun_minibatches(self._trainer)[0])
 
     def timeline(self, devices: Sequence[str], in_flight: int) -> Timeline:
-        """The timeline so far, of stages on ``devices``."""
+        """Return the timeline so far, of stages on ``devices``."""
         recorder = self._recorder
         recorder.pause()
         return Timeline(
@@ -148,10 +140,8 @@ class Recording(Extension):
         )
 
     def show(self, timeline: Timeline) -> None:
-        """Writes ``timeline`` where users look for it, unless that was done.
-
-        A failure is only warned of: what was trained is worth more, and an error that ends the run is to be seen.
-        """
+        """Write ``timeline`` into the run's folder and to TensorBoard, unless that was done. A failure causes only a
+        warning: it must neither end the training nor hide an error that did."""
         if timeline.minibatches == self._shown or getattr(self._trainer, "fast_dev_run", False):
             return
         self._shown = kept = timeline.minibatches
@@ -192,7 +182,7 @@ class Recording(Extension):
             logger.experiment.add_image("hetpipe/timeline", picture, global_step=step, dataformats="HWC")
 
     def _write(self, timeline: Timeline) -> str:
-        """Write it under a name that no other virtual worker has, nor an earlier run in the same folder."""
+        """Write the timeline under a name unlike the names of other virtual workers and earlier runs."""
         files = get_filesystem(self._folder)
         files.makedirs(self._folder, exist_ok=True)
         worker = f"-vw{self._virtual_worker}" if self._trainer.world_size > 1 else ""
@@ -205,6 +195,6 @@ class Recording(Extension):
 
 
 def _paths(name: str) -> Iterator[str]:
-    """Names as ModelCheckpoint gives them."""
+    """Yield file names with versions as ModelCheckpoint makes them."""
     yield f"{name}.json"
     yield from (f"{name}-v{version}.json" for version in itertools.count(1))

@@ -1,24 +1,23 @@
-"""Replay: what a ``training_step`` that runs ahead logs and counts takes effect at its own step (law L9).
+"""Replay: logs and counts of a ``training_step`` that runs ahead take effect at its own step (law L9).
 
 With more than one minibatch in flight, ``training_step(p)`` runs up to Nm - 1 minibatches before Lightning's loop
-reaches minibatch p. What callbacks, loggers and checkpoints see must nevertheless be step p's. So, in the thread that
-runs ahead, ``self.log``, ``self.log_dict`` and the calls of torchmetrics objects are recorded, in order; Lightning's
-thread makes them when it is at p, where they do what they do in a plain run.
+reaches minibatch p. Callbacks, loggers and checkpoints must nevertheless see step p. So the thread that runs ahead
+records ``self.log``, ``self.log_dict`` and the calls of torchmetrics objects, in order. Lightning's thread makes them
+at p.
 
-Covered are metrics, collections, wrappers and trackers that are submodules of the LightningModule, at any depth, and
-those in lists, tuples, sets and dicts among the attributes of its submodules; each alone, as a member of a collection,
-or inside a wrapper. A metric that only something else holds (a global variable, another object) is called at once:
-its values are right, but code that reads it in the middle of an epoch finds it up to Nm - 1 minibatches ahead.
-Attributes of a metric (its states, ``update_count``) read in ``training_step`` are those of Lightning's step.
+Covered are metrics, collections, wrappers and trackers that are submodules of the LightningModule, at any depth.
+Covered are also metrics in lists, tuples, sets and dicts among the attributes of its submodules. A metric that only a
+global variable or another object holds is called at once. Its values are right, but code that reads it within an epoch
+finds it up to Nm - 1 minibatches ahead. Attributes of a metric (its states, ``update_count``) show Lightning's step to
+``training_step``.
 
-A *shadow metric* is a copy of a torchmetrics object that answers ahead of time. While a ``training_step`` runs ahead of
-Lightning's loop, a call such as ``self.acc(preds, target)`` goes to the *shadow* of ``self.acc``: a copy that is ahead
-of it by exactly the calls that wait for their replay. So batch values, and values of ``compute()``, are those of a
-plain run; the metric itself stays at Lightning's step and is called there.
+A *shadow metric* answers ahead of time: a copy of a torchmetrics object that is ahead of it by exactly the calls that
+wait for their replay. A call such as ``self.acc(preds, target)`` in a ``training_step`` that runs ahead goes to the
+shadow of ``self.acc``. So batch values, and values of ``compute()``, equal those of a plain run.
 
-What it costs: the tensors passed are cloned and kept until their step, each call runs twice, and the states exist twice
-(a list state's elements too, unless the metric appends its arguments as they are). A ``compute()`` in
-``training_step`` is compared at its step with what the metric itself says, which waits for the device.
+The cost: tensors that are passed are cloned and kept until their step, and each call runs twice. The states exist twice
+(a list state's elements too, unless the metric appends its arguments as they are). The answer of ``compute()`` is
+compared at its step with the metric's own answer, which waits for the device.
 """
 
 from __future__ import annotations
@@ -58,11 +57,9 @@ CHANGES = ("forward", "update", "reset", "merge_state", "increment", "reset_all"
 
 
 class Replay(Extension):
-    """Records what the user's step on ``module`` logs and counts; makes these calls at its own step, in ``context``.
-
-    Until this is closed, stand-ins for these methods are in ``module``. User code must not be concurrent. Minibatches
-    begin in their order.
-    """
+    """A recorder of the logs and counts of the user's step on ``module``. It makes the calls at their step, in
+    ``context``. Until it is closed, it replaces methods in ``module``. User code must not be concurrent, and
+    minibatches begin in order."""
 
     def __init__(self, module: L.LightningModule, context: Callable[[], Around] = nullcontext) -> None:
         self._module = module
@@ -78,7 +75,7 @@ class Replay(Extension):
 
     @contextmanager
     def user_step(self, minibatch: int) -> Iterator[None]:
-        """Record what this thread logs and counts inside."""
+        """Context manager in which logs and counts of this thread are recorded."""
         if self._children != child_ids(self._module):
             self._find_metrics()  # a hook has replaced a metric
         record = self._records[minibatch] = deque()
@@ -91,10 +88,7 @@ class Replay(Extension):
             raise
 
     def finished(self, minibatch: BatchInFlight, args: Sequence[Any]) -> None:
-        """Make the recorded calls.
-
-        Raises whatever they raise, with a note that names the line of ``training_step`` that made the call.
-        """
+        """Make the recorded calls. Their errors get a note with the line of ``training_step`` that made the call."""
         try:
             with self._context():
                 self._make_all(self._records[minibatch.number])
@@ -107,7 +101,7 @@ class Replay(Extension):
             self._drop_shadows()
 
     def closed(self) -> None:
-        """Removes every stand-in, and what is recorded and was not replayed. The module is as it was before."""
+        """Put the replaced methods back, and drop recorded calls that were not replayed."""
         self._remove_metrics()
         for redirect in self._log.values():
             redirect.remove()
@@ -195,11 +189,11 @@ class RecordedCall:
     """A call, made ahead of its step, of a metric's method, ``self.log`` or ``self.log_dict``.
 
     Attributes:
-        redirect: Stands in for the method.
-        args, kwargs: The caller's, detached and cloned.
+        redirect: Replaces the method.
+        args, kwargs: The caller's arguments, detached and cloned.
         where: The line of the user's code.
         draws: The generators' states before the call, if it drew random numbers.
-        answer: The value that the caller was given, of a method that reads.
+        answer: The value that a reading method gave the caller.
     """
 
     redirect: Redirect
@@ -215,7 +209,7 @@ Record = deque[RecordedCall]
 
 
 class ShadowMetric:
-    """A copy of metrics that belong together (sharing members), ahead of them by the calls that wait for replay."""
+    """A copy of metrics that share members, ahead of them by the calls that wait for replay."""
 
     def __init__(self, modules: dict[int, nn.Module]) -> None:
         self._modules = modules
@@ -226,11 +220,11 @@ class ShadowMetric:
         self._generators += [default_generators()[index] for index in used]
 
     def drop(self) -> None:
-        """Forgets the copy: the metrics were changed otherwise than by replay. The next call makes a new one."""
+        """Forget the copy, because the metrics were changed other than by replay. The next call makes a new copy."""
         self._copies = None
 
     def call(self, call: RecordedCall, live: tuple[Any, Any], pending: Iterable[RecordedCall]) -> Any:
-        """Makes ``call`` on the copy, with the ``live`` arguments (which may require grad); returns its value."""
+        """Make ``call`` on the copy, with the ``live`` arguments (which may require grad), and return its value."""
         self._refuse_synchronisation(call)
         if self._copies is None:
             self._copies = self._copy()
@@ -251,7 +245,7 @@ class ShadowMetric:
 
     @contextmanager
     def drawing(self, draws: list[Tensor] | None) -> Iterator[None]:
-        """Within it, the numbers that were drawn ahead of time are drawn again; the generators stay where they are."""
+        """Context manager in which numbers that were drawn ahead of time are drawn again, while the generators stay."""
         with ExitStack() as stack:
             for generator, state in zip(self._generators, draws or (), strict=False):
                 stack.callback(generator.set_state, generator.get_state())
@@ -290,11 +284,9 @@ class ShadowMetric:
 
 
 def _copied_otherwise(module: nn.Module) -> Iterator[tuple[int, Tensor]]:
-    """Tensors that a deep copy should not clone, by ``id``, with what to take instead.
-
-    Parameters (of a metric's own frozen network) and the elements of list states are never changed in place, so they
-    are shared. A tensor that hangs on an autograd graph cannot be deep-copied, so it is cloned without its graph.
-    """
+    """Yield tensors that a deep copy should not clone, by ``id``, with their replacements. Parameters (of a metric's
+    own frozen network) and the elements of list states are never changed in place, so they are shared. A tensor in an
+    autograd graph cannot be deep-copied, so it is cloned without its graph."""
     for leaf in pytree.tree_leaves(list(vars(module).values())):
         if isinstance(leaf, nn.Parameter):
             yield id(leaf), leaf
@@ -307,7 +299,7 @@ def _copied_otherwise(module: nn.Module) -> Iterator[tuple[int, Tensor]]:
 
 
 def _cut_graphs(module: nn.Module) -> None:
-    """Detaches what a call left in ``module``, so that a copy does not keep a minibatch's graph alive."""
+    """Detach tensors that a call left in ``module``, so that a copy does not keep a minibatch's graph alive."""
     for name, value in list(vars(module).items()):
         if isinstance(value, list):
             # A list state grows at its end, and may be long: what comes before was cut after earlier calls.
@@ -324,12 +316,12 @@ def _has_graph(value: object) -> bool:
 
 
 def is_metric(value: object) -> bool:
-    """Tell whether ``value`` has the interface of a metric (collections and trackers are no ``Metric``)."""
+    """Return True if ``value`` has the interface of a metric. Collections and trackers are no ``Metric``."""
     return isinstance(value, (Metric, MetricCollection, MetricTracker))
 
 
 def find_metrics(root: nn.Module) -> list[nn.Module]:
-    """Every metric below ``root``: submodules, and what lists, tuples, sets and dicts among attributes hold."""
+    """Return every metric below ``root``: in submodules, and in lists, tuples, sets and dicts among attributes."""
     found: dict[int, nn.Module] = {}
 
     def look(value: object, depth: int) -> None:
@@ -347,7 +339,7 @@ def find_metrics(root: nn.Module) -> list[nn.Module]:
 
 
 def group(metrics: Iterable[nn.Module]) -> Iterator[dict[int, nn.Module]]:
-    """Metrics by ``id``, those that share any submodule in one group: their copies must share its copy."""
+    """Yield metrics by ``id``, grouped by shared submodules, because copies of a group must share them."""
     groups: list[tuple[set[int], dict[int, nn.Module]]] = []
     for metric in metrics:
         parts, members = {id(part) for part in metric.modules()}, {id(metric): metric}
@@ -362,10 +354,8 @@ def group(metrics: Iterable[nn.Module]) -> Iterator[dict[int, nn.Module]]:
 
 
 def child_ids(module: nn.Module) -> list[int]:
-    """Changes when a child, or a member of a ModuleList or ModuleDict among them, was replaced: a cheap look per step.
-
-    Ids suffice: the metrics known so far are kept alive, so a new one has another id.
-    """
+    """Return ids that change if a child, or a member of a ModuleList or ModuleDict, is replaced: a cheap check per
+    step. Ids suffice, because known metrics are kept alive: a new metric has another id."""
     ids: list[int] = []
     for child in children(module):
         ids.append(id(child))
@@ -375,7 +365,7 @@ def child_ids(module: nn.Module) -> list[int]:
 
 
 def caller() -> str:
-    """The line of the user's code that makes the call which is being recorded."""
+    """Return the line of the user's code that makes the recorded call."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(_NOT_THE_USER):
         frame = frame.f_back
@@ -383,7 +373,7 @@ def caller() -> str:
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Equality of two answers of a metric, up to the rounding in which repeated reductions on a GPU differ."""
+    """Return True if two answers of a metric are equal up to rounding by repeated reductions on a GPU."""
     ones, one_spec = pytree.tree_flatten(one)
     others, other_spec = pytree.tree_flatten(other)
     return one_spec == other_spec and all(_same_leaf(a, b) for a, b in zip(ones, others, strict=True))

@@ -1,11 +1,11 @@
-"""Values that minibatches, or batches of an evaluation, share: what they reach from the module, and what they hand on.
+"""Values that minibatches, or batches of an evaluation, share or hand on to the next, reached from the module.
 
 Each minibatch has its own attributes, and its own contents of what they hold (``module_attributes.py``). Values that
 lie deeper have one state for all minibatches: an object in a dict in a list, an attribute of a submodule, a view of
 another tensor's memory. A step that changes such a value is refused by name.
 
 In training, a step is also refused if it reads what the step before sets after a later call of a pipelined module. An
-evaluation notices on its first batch what batches hand on, and runs them one by one, as in a plain run.
+evaluation notices on its first batch what batches hand on, and then runs them one by one, as in a plain run.
 """
 
 from __future__ import annotations
@@ -35,16 +35,13 @@ from lightning_hetpipe.torch_private.tensors import version_counter
 
 _NOT_USERS = {"torch", "lightning", "pytorch_lightning", "torchmetrics", "builtins"}
 _COMPARED = 64
-"""Sections, from an empty pipeline on, in which contents of tensors and of large arrays are compared as well."""
+"""Number of sections after an empty pipeline in which contents of tensors and large arrays are compared as well."""
 
 
 @dataclass(eq=False)
 class SharedValues(Extension):
-    """Refuses changes, by the user's step, of values that minibatches in flight share.
-
-    ``pieces`` are the pipelined modules of ``module``, whose stages run without user code. ``versions`` gives the
-    versions that minibatches use.
-    """
+    """A guard that refuses changes, by the user's step, of values that minibatches in flight share. ``pieces`` are the
+    pipelined modules of ``module``, whose stages run without user code."""
 
     module: nn.Module
     pieces: Collection[nn.Module]
@@ -68,7 +65,7 @@ class SharedValues(Extension):
         return SectionBetween(self.enter, partial(self.leave, minibatch))
 
     def emptied(self, version: int) -> None:
-        """The pipeline starts empty: take what the module holds now."""
+        """Take what the module holds now, because the pipeline starts empty."""
         self._failure: SettingError | None = None
         self._replaced: set[str] = set()
         self._sections = 0
@@ -131,8 +128,7 @@ class SharedValues(Extension):
 
 
 def functions_of(kinds: Iterable[type], values: Iterable[object], package: str) -> Iterator[FunctionType]:
-    """Yield the methods of ``kinds`` and of their bases, the functions among ``values``, and the functions that these
-    name: all that belong to the user, or to ``package``."""
+    """Yield functions of the user or ``package``: methods of ``kinds``, ``values``, and functions that these name."""
     bases = {base: None for kind in kinds for base in kind.__mro__ if _top(base) not in _NOT_USERS}
     pending = [*values, *(each for base in bases for each in vars(base).values())]
     seen: set[CodeType] = set()
@@ -150,7 +146,7 @@ def functions_of(kinds: Iterable[type], values: Iterable[object], package: str) 
 
 
 def _codes(code: CodeType) -> Iterator[CodeType]:
-    """``code`` and the code of the functions within it."""
+    """Yield ``code`` and the code of the functions within it."""
     yield code
     for each in code.co_consts:
         if isinstance(each, CodeType):
@@ -162,22 +158,18 @@ def _top(value: type | FunctionType) -> str:
 
 
 SHARED = "what batches in flight would share"
-"""Name for a global, or what else is no module's own, in a message."""
+"""Name in a message for a global, or another value outside of modules."""
 
 DEPTH = 4
-"""Containers in each other whose items are compared."""
+"""Depth of nested containers whose items are compared."""
 
 ITEMS = 10_000
-"""Most items of an attribute that are compared."""
+"""Largest number of items of an attribute that are compared."""
 
 
 class CarriedState:
-    """Reads and changes of the first batch of an evaluation of ``root``, while this is open.
-
-    Args:
-        root: The LightningModule.
-        calls: The modules that were called so far, and may turn out to be pieces.
-    """
+    """Reads and changes in the first batch of an evaluation of ``root``, while this is open. ``calls`` are the modules
+    that were called so far. They may turn out to be pieces."""
 
     def __init__(self, root: nn.Module, calls: Collection[nn.Module]) -> None:
         self._root = root
@@ -188,18 +180,17 @@ class CarriedState:
         self._watched: dict[nn.Module, _Reads] = {}
 
     def watch(self, parts: Iterable[nn.Module]) -> None:
-        """Watch who reads and sets attributes of ``parts``."""
+        """Watch reads and assignments of attributes of ``parts``."""
         for part in parts:
             self._watched.setdefault(part, _Reads(part, self._calls))
 
     def close(self) -> None:
-        """Watch none any more."""
         for reads in self._watched.values():
             reads.attributes.close()
 
     def found(self, pieces: Collection[nn.Module]) -> str | None:
-        """The first thing that the batch has left for the next one, which could miss it while both are in flight, if
-        ``pieces`` are pipelined; None if there is none."""
+        """Return the first value that the batch left for the next one, or None. With ``pieces`` pipelined, the next
+        batch could miss the value while both are in flight."""
         inside = {part for piece in pieces for part in piece.modules()}
         own = {id(buffer) for piece in pieces for buffer in piece.buffers()}
         for name, buffer in self._root.named_buffers():
@@ -240,7 +231,7 @@ class _Reads:
         self._set[name] = len(self._calls)
 
     def late(self, is_piece: list[bool]) -> str | None:
-        """The first attribute that is set behind the call of a piece before which it is read."""
+        """Return the first attribute that is read before the call of a piece and set after it."""
         return next((name for name, at in self.read.items() if any(is_piece[at : self._set.get(name, 0)])), None)
 
 
@@ -250,7 +241,7 @@ def _contents_of_attributes(part: nn.Module) -> dict[str, Any]:
 
 
 def _contents(value: Any, depth: int, left: Iterator[int]) -> Iterator[Any]:
-    """Yield the items of ``value``, to be compared, as long as there are numbers ``left``."""
+    """Yield the items of ``value`` for comparison, as long as there are numbers ``left``."""
     if isinstance(value, Tensor):
         yield version_counter(value)
     elif isinstance(value, np.ndarray | bytearray | array):
@@ -263,7 +254,7 @@ def _contents(value: Any, depth: int, left: Iterator[int]) -> Iterator[Any]:
 
 
 def _is_carried(before: tuple[Any, ...], now: tuple[Any, ...], reads: _Reads | None, attribute: str) -> bool:
-    """Tell whether the next batch may read what was changed of an attribute, with its contents ``before`` and now."""
+    """Return True if the next batch may read the change of an attribute, from contents ``before`` to ``now``."""
     if reads is not None and before[0] is not now[0]:
         return False  # `_Reads.late` has looked at this
     adds = type(before[0]) in CONTAINERS and len(now) > len(before) and same(now[: len(before)], before)

@@ -23,7 +23,7 @@ from lightning_hetpipe.run.lifecycle import Extension
 
 
 class Metered(Extension):
-    """Has ``meter`` count the time of training: epochs without their evaluations."""
+    """An extension whose ``meter`` counts the time of training: epochs without their evaluations."""
 
     meter: Meter
 
@@ -44,10 +44,8 @@ class Metered(Extension):
 
 @dataclass(eq=False)
 class Telemetry(Metered):
-    """Counts the minibatches of ``engine``, and tells the loggers of ``trainer``.
-
-    ``synchronisation`` gives the metrics of the virtual workers' synchronisation.
-    """
+    """A count of the minibatches of ``engine`` for the loggers of ``trainer``. ``synchronisation`` returns the metrics
+    of the virtual workers' synchronisation."""
 
     trainer: L.Trainer
     engine: Engine
@@ -71,7 +69,7 @@ class Telemetry(Metered):
         self._log(begun_minibatches(self.trainer)[0])
 
     def _log(self, number: int) -> None:
-        """Logs the metrics after minibatch ``number``, at the Trainer's interval; not before the first counted one."""
+        """Log the metrics after minibatch ``number``, at the Trainer's interval, once a minibatch was counted."""
         every = log_interval(self.trainer)
         if not every or number % every or number == self._logged or not self.meter.minibatches:
             return
@@ -85,25 +83,22 @@ class Telemetry(Metered):
             logger.log_metrics(metrics, step=max(0, self.trainer.global_step - 1))  # as Lightning counts them
 
     def report(self) -> RunReport:
-        """The numbers so far."""
         return self.layout.report(self.engine, self.meter)
 
 
 FEWEST = 2
-"""Minibatches on which a pace can be based."""
+"""Smallest number of minibatches for a pace."""
 
 
 @dataclass(eq=False)
 class Pace(Extension):
-    """Measures an epoch. Its first minibatch does not count, which fills the pipeline, or is watched.
+    """A measurement of an epoch without its first minibatch, which fills the pipeline or is watched.
 
-    While Lightning's thread pauses (waits for others, evaluates, saves), what is in flight goes on. So only the time
-    counts as lost in which nothing moved, and with it the time that the pipeline takes to fill again: from the end of
-    the last minibatch in flight to the end of the first one that comes after, which is not counted either.
+    Minibatches in flight go on while Lightning's thread pauses (waits for others, evaluates, saves). So a pause costs
+    only the time in which nothing moved, and the time in which the pipeline fills again: from the end of the last
+    minibatch in flight to the end of the first one after it. That minibatch is not counted either.
 
-    Attributes:
-        in_flight: Gives the minibatches in flight.
-        now: Gives the time in seconds, as minibatches have it.
+    ``in_flight`` returns the minibatches in flight, ``now`` the time in seconds.
     """
 
     in_flight: Callable[[], Iterable[BatchInFlight]]
@@ -131,7 +126,7 @@ class Pace(Extension):
         self._seconds = now - self._first - self._lost
 
     def finished(self, minibatch: BatchInFlight, args: Sequence[Any]) -> None:
-        """Note when ``minibatch`` was done, which is before Lightning's thread takes it."""
+        """Record when ``minibatch`` was done, which is before Lightning's thread takes it."""
         if minibatch.number == self._awaited:
             self._awaited = 0
             self._lost += minibatch.ended_at - self._resumed_at
@@ -139,7 +134,7 @@ class Pace(Extension):
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Lightning's thread does something else than training; within another pause it is part of that."""
+        """Context manager for work of Lightning's thread other than training. A nested pause changes nothing."""
         if self._paused:
             yield
             return
@@ -161,7 +156,7 @@ class Pace(Extension):
 
     @property
     def rate(self) -> float | None:
-        """Minibatches per second of the epoch so far; None if there are too few."""
+        """Minibatches per second of the epoch so far, or None if there are too few."""
         if self._first is None or self._minibatches < FEWEST:
             return None
         return self._minibatches / self._seconds if self._seconds > 0 else None

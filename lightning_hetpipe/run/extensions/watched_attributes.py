@@ -1,4 +1,4 @@
-"""Descriptors that tell who reads and sets the attributes of a module, while its values stay in its ``__dict__``."""
+"""Descriptors that report reads and assignments of a module's attributes, whose values stay in its ``__dict__``."""
 
 from __future__ import annotations
 
@@ -17,29 +17,25 @@ _LIGHTNINGS_OWN = frozenset(vars(L.LightningModule()))
 
 
 def users_attributes(held: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the attributes among ``held``, those of a module, that Lightning does not keep for itself."""
+    """Return the attributes among ``held``, a module's attributes, that Lightning does not keep for itself."""
     return {name: value for name, value in held.items() if name not in _LIGHTNINGS_OWN}
 
 
 class Watcher(Protocol):
-    """Interface of whoever wants to know of reads and assignments."""
+    """Interface of an object that is told of reads and assignments."""
 
     def reads(self, name: str) -> None:
-        """Attribute ``name`` is read next."""
+        """Called before attribute ``name`` is read."""
 
     def sets(self, name: str) -> None:
-        """Attribute ``name`` was set or deleted."""
+        """Called after attribute ``name`` was set or deleted."""
 
 
 _NO_DEFAULT = object()
 
 
 class _Descriptor:
-    """Descriptor of attribute ``name`` in a class, for those of its instances that have watchers.
-
-    Attributes:
-        watchers: Those of each instance, by the instance's ``id``.
-    """
+    """Descriptor of attribute ``name`` in a class. ``watchers`` has the watchers of an instance by its ``id``."""
 
     def __init__(self, kind: type, name: str) -> None:
         self.watchers: dict[int, list[Watcher]] = {}
@@ -97,7 +93,7 @@ _NO_WORK = frozenset({"CACHE", "EXTENDED_ARG"})
 
 
 def fills(container: Any) -> bool:
-    """Return True if the user's code, which gets ``container`` now, does no more with it than to add something."""
+    """Return True if the user's code, which gets ``container`` now, only adds something to it."""
     frame = inspect.currentframe()
     while frame is not None and frame.f_globals["__name__"].startswith(_OURS):
         frame = frame.f_back
@@ -106,14 +102,14 @@ def fills(container: Any) -> bool:
 
 @cache
 def _method_of(code: CodeType, offset: int) -> str | None:
-    """Name of the method that ``code`` takes of the value that its instruction at ``offset`` gives."""
+    """Return the name of the method that ``code`` takes from the value of its instruction at ``offset``."""
     after = (each for each in dis.get_instructions(code) if each.offset > offset and each.opname not in _NO_WORK)
     found = next(after, None)
     return found.argval if found is not None and found.opname in ("LOAD_METHOD", "LOAD_ATTR") else None
 
 
 class WatchedAttributes:
-    """The attributes of ``module`` of which ``watcher`` is told. Methods and properties are left out."""
+    """The attributes of ``module`` that ``watcher`` watches, without methods and properties."""
 
     def __init__(self, module: nn.Module, watcher: Watcher) -> None:
         self._module = module
@@ -136,7 +132,6 @@ class WatchedAttributes:
         self._found[name] = watched
 
     def close(self) -> None:
-        """Watch none any more."""
         for watched in filter(None, self._found.values()):
             own = watched.watchers[id(self._module)]
             own.remove(self._watcher)

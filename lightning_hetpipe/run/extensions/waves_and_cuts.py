@@ -39,28 +39,25 @@ from lightning_hetpipe.workers.shared_data import deal_among, let_be_long
 from lightning_hetpipe.workers.synchroniser import Synchroniser
 
 LOOP, EPOCH = 1 << 56, 1 << 32
-"""Cuts are numbered by the run of Lightning's loop in this fit (a search for a learning rate is one more), the epoch,
-and the place in it, so that virtual workers with different numbers of batches agree."""
+"""Factors of a cut's number: the run of Lightning's loop in this fit, the epoch, and the place in it. A search for a
+learning rate is one more run. By these numbers virtual workers with unequal numbers of batches agree."""
 BEGIN = 1
-"""The place of an epoch's beginning, or of where a loop goes on in one; and the next one is."""
+"""Place of an epoch's beginning, or of a resumed loop's beginning in it. The place after it is taken as well."""
 LOADERS, METRICS = "the epochs in which loaders were made", "metrics that callbacks see"
-"""Names of what those that come back are told with what all have agreed on."""
+"""Names of agreed values that a returning virtual worker is told."""
 LAST_SAVE, LAST_VALIDATION, END = EPOCH - 3, EPOCH - 2, EPOCH - 1
-"""Places in an epoch that all virtual workers have, however many batches there are."""
+"""Places in an epoch that all virtual workers have, whatever their number of batches."""
 
 
 def within(count: int) -> int:
-    """The place after ``count`` minibatches of an epoch; where shares are unequal, after so many waves."""
+    """Return the place after ``count`` minibatches of an epoch, or after ``count`` waves if shares are unequal."""
     return count + BEGIN + 2
 
 
 @dataclass(eq=False)
 class WavesAndCuts(Extension):
-    """Has virtual workers synchronise at the ends of waves, and fully at cuts: where all hold the same weights.
-
-    Cuts are evaluations, checkpoints and ends of epochs. ``pace`` measures this virtual worker's rate, where shares
-    follow rates.
-    """
+    """Synchronisation of virtual workers at ends of waves, and fully at cuts, where all hold the same weights. Cuts are
+    evaluations, checkpoints and ends of epochs. ``pace`` measures this virtual worker's rate for shares by rates."""
 
     after = (Recording, ProfiledSections, Pace)  # their sections are inside of a cut; a step counts before its wave
 
@@ -111,7 +108,7 @@ class WavesAndCuts(Extension):
         self._missed.begin(shares)
 
     def _compare(self) -> None:
-        """See that virtual workers can train together on the data that each has."""
+        """Check that virtual workers can train together on their data."""
         shares = self.synchroniser.shares
         if shares is None:
             check_batches(self.trainer, self.synchroniser.group)
@@ -124,18 +121,16 @@ class WavesAndCuts(Extension):
             self._intervals = Intervals(self.trainer, self.synchroniser)
 
     def _on_epoch(self, redirect: Redirect, *args: Any) -> None:
-        """The loop knows how much of the epoch is done."""
+        """Begin an epoch, of which the loop knows how much is done."""
         if self._intervals is not None:
             self._intervals.begin()
         self._mark(begun_minibatches(self.trainer)[1])
         redirect.original(*args)
 
     def _meet(self) -> bool:
-        """Prepare a call that all make; False within a wave, where those with shares of their own come at other times.
-
-        After the last minibatch of an epoch, others may still have waves to go, and wait for the last wave of this one
-        before they come here: so this is a cut.
-        """
+        """Prepare a call that all make. Return False within a wave, where unequal shares make it come at different
+        times. After the last minibatch of an epoch, others may still have waves to go. They wait for the last wave of
+        this virtual worker before they come here. So this is a cut."""
         if self._intervals is None or not self._running or self._evaluates or self.trainer.interrupted:
             return True
         if self._intervals.is_last() and not in_a_step(self.trainer):
@@ -161,7 +156,7 @@ class WavesAndCuts(Extension):
                 self.preemption.leave_unless_all_end()
 
     def _agree_on_end(self) -> None:
-        """At a cut: agree whether to end there, as virtual worker 0 was told to."""
+        """Agree at a cut whether to end there, as virtual worker 0 was told to."""
         self.preemption.agree(self.synchroniser.group.gather(self.preemption.wish, "a signal's cut"))
 
     def _end_if_agreed(self) -> None:
@@ -171,7 +166,7 @@ class WavesAndCuts(Extension):
 
     @contextmanager
     def evaluating(self, minibatch: int) -> Iterator[None]:
-        """All evaluate the same weights, and buffers."""
+        """Open a context around an evaluation, in which all have the same weights and buffers."""
         at_the_end = validates_at_the_end(self.trainer) or self._is_last_of_unequal()
         with self._pausing():
             self._cut(LAST_VALIDATION if at_the_end else None)
@@ -185,10 +180,8 @@ class WavesAndCuts(Extension):
             self._agree_on_end()
 
     def epoch_ends(self) -> None:
-        """Cut; one that has come to the end of training ends it for all, as nobody could go on with others gone.
-
-        Virtual worker 0's decision on the shares of the next epoch is that of all, who have the same rates.
-        """
+        """Cut at the end of an epoch. If one virtual worker has come to the end of training, training ends for all.
+        Virtual worker 0 decides on the shares of the next epoch for all, which have the same rates."""
         rate = None if self.pace is None else self.pace.rate
         self._cut(END)
         self._running = False
@@ -216,11 +209,11 @@ class WavesAndCuts(Extension):
             self._deal(seats, trainer.current_epoch + 1)
 
     def _mark(self, minibatch: int) -> None:
-        """All have come to a cut after ``minibatch`` of the epoch."""
+        """Record that all have come to a cut after ``minibatch`` of the epoch."""
         self._missed.mark(self.synchroniser.group.weights.member.clock, minibatch)
 
     def _tell_missed(self) -> None:
-        """Tell, on virtual worker 0, what those that were lost in this epoch have left of their data."""
+        """Log on virtual worker 0 which data was left by virtual workers that were lost in this epoch."""
         for vw, clock in self.synchroniser.group.newly_lost().items():
             if self.trainer.is_global_zero and vw in self._dealt:
                 lengths, epoch = self.synchroniser.lengths, self.trainer.current_epoch
@@ -230,7 +223,7 @@ class WavesAndCuts(Extension):
                     say(sentence)
 
     def _on_next_epoch(self, redirect: Redirect, *args: Any) -> None:
-        """The epoch before is over with its evaluations, checkpoints and hooks: lost ones may come back here."""
+        """Readmit returning virtual workers after the epoch before with its evaluations, checkpoints and hooks."""
         if self.synchroniser.group.seats.returning is not None:
             self._take_part()
         coming, self._coming = self._coming, {}
@@ -240,7 +233,7 @@ class WavesAndCuts(Extension):
         validate_in_epoch(self.trainer)
 
     def _take_part(self) -> None:
-        """Go on as the others, in a process that has come back: all that they do from here on, they do together."""
+        """Join the others, in a process that has come back: from here on all do everything together."""
         trainer, group = self.trainer, self.synchroniser.group
         self._compare()
         self._compared, self._loop = True, group.weights.member.cut // LOOP
@@ -252,7 +245,7 @@ class WavesAndCuts(Extension):
         group.take_part()
 
     def _on_validation_loaders(self, redirect: Redirect, *args: Any) -> None:
-        """A process that comes back makes them alone: the others have made theirs, or make them later."""
+        """Make validation loaders alone in a process that comes back: the others make theirs at another time."""
         group = self.synchroniser.group
         if group.seats.returning is None:
             redirect.original(*args)
@@ -280,7 +273,7 @@ class WavesAndCuts(Extension):
         self._deal(group.seats.taken, trainer.current_epoch)
 
     def _deal(self, seats: Sequence[int], epoch: int) -> None:
-        """Deal the data of ``epoch``, the next one, among ``seats``, where these are others than those that have it."""
+        """Deal the data of ``epoch``, the next one, among ``seats``, unless they have it already."""
         group, trainer = self.synchroniser.group, self.trainer
         if [*seats] == self._dealt:
             return
@@ -297,7 +290,7 @@ class WavesAndCuts(Extension):
             )
 
     def _on_save(self, redirect: Redirect, *args: Any, **kwargs: Any) -> None:
-        """A checkpoint within an epoch is a cut. After an exception nobody waits for anybody."""
+        """Cut for a checkpoint within an epoch. After an exception nobody waits."""
         if self._running and not self.trainer.interrupted:
             if in_a_step(self.trainer):
                 raise SettingError(
@@ -318,7 +311,7 @@ class WavesAndCuts(Extension):
         redirect.original(*args, **kwargs)
 
     def _cut(self, place: int | None = None, version: int | None = None) -> None:
-        """Cut once at each place of each epoch; by default after minibatch ``version``, or the last that has begun."""
+        """Cut once at each place of each epoch, by default after minibatch ``version`` or the last that has begun."""
         version = begun_minibatches(self.trainer)[0] if version is None else version
         number = self._number(self._place_of(version) if place is None else place)
         with self.driver.synchronising():
@@ -337,7 +330,7 @@ class WavesAndCuts(Extension):
         return within(waves)
 
     def _is_last_of_unequal(self) -> bool:
-        """True at the end of an epoch in which virtual workers with unequal shares may have different last waves."""
+        """Return True at the end of an epoch in which unequal shares may make last waves differ."""
         return self._intervals is not None and self._intervals.is_last()
 
     def _number(self, place: int) -> int:
