@@ -114,7 +114,7 @@ class Children:
 
         Args:
             processes: Number of virtual workers of the node that this process starts, including itself as number 0.
-            first: Number of this process among those of all nodes.
+            first: Number of this process among the virtual workers of all nodes.
             restarts: Largest number of restarts of each child that ends in the middle of a run.
             seats: Number of virtual workers that the node may have, by default ``processes``.
         """
@@ -237,7 +237,7 @@ class Children:
 
     def _started_again(self, child: Child, start: Callable[[], Child]) -> Child | None:
         """Start the next process of ``child``, if it has a restart left. It replaces the child at once, so that
-        :meth:`end` ends it, too."""
+        :meth:`end` also ends it."""
         if not child.arrived or child.error is not None or not self._restarts.get(child.local, 0):
             return None
         try:

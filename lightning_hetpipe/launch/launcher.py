@@ -123,11 +123,12 @@ def check_processes(rank: Rank) -> None:
 class Launcher(BaseLauncher):
     """Launcher by which all virtual workers of this node run the Trainer's function.
 
-    The node's first virtual worker starts the others. Those, and processes of an external launcher, just run it.
+    The node's first virtual worker starts the other virtual workers. These, and processes of an external launcher, just
+    run it.
 
     Args:
-        extra: Called once while the first process starts the others. It returns variables for them, such as a server's
-            address.
+        extra: Called once while the first process starts the other processes. It returns variables for them, such as a
+            server's address.
         on_end: Called when a virtual worker's process has ended, well or not, with its number on this node and its
             return code (negative: a signal). Calls begin within :meth:`launch`, and later ones come from a thread of
             the launcher.

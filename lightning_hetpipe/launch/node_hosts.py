@@ -49,8 +49,8 @@ class ServingNodes:
 
 @dataclass(frozen=True)
 class FoundHosts:
-    """Addresses at which nodes serve: of ``hosts`` by the names of their nodes, and of parameter ``servers`` on nodes
-    without a virtual worker."""
+    """Addresses at which nodes serve: addresses of ``hosts`` by the names of their nodes, and of parameter ``servers``
+    on nodes without a virtual worker."""
 
     hosts: Mapping[str, str]
     servers: tuple[str, ...]

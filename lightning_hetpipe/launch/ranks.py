@@ -52,7 +52,7 @@ class Rank:
         index: i, this virtual worker among all, from 0. N for a process that is no virtual worker.
         size: N, the number of all virtual workers.
         node: This node among ``nodes``, from 0.
-        local: This virtual worker among those of its node, from 0.
+        local: This virtual worker among the virtual workers of its node, from 0.
         per_node: Number of virtual workers on this node. Other nodes may have other numbers.
         of_nodes: Number of virtual workers on each of several nodes, if known, else empty.
         least: Number of virtual workers with which a run begins, or 0 for all. If not 0, ``size`` and the other numbers

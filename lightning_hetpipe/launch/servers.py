@@ -55,7 +55,7 @@ class FoundServers:
     """Servers, as far as one process knows them.
 
     Attributes:
-        known: Addresses of servers of which this process informs all others.
+        known: Addresses of servers that this process sends to all other virtual workers.
         hosts: True if servers end with this process, although VWs that it did not start may still need them.
         launch: Launch id if other launches may use the same servers, else empty.
         of_nodes: Number of virtual workers of each of several nodes, if known, else empty.

@@ -1,7 +1,7 @@
 """Client of a VW: blocking calls to the servers that can be cancelled, all shards at once, and a heartbeat.
 
 Bounds: host memory holds two blocks of weights (the last pull, and the arriving pull) and one block of an update: three
-times the model's bytes. A server on the same host adds the update from this memory. So the update changes only after a
+times the model's bytes. A server on the VW's host adds the update from this memory. So the update changes only after a
 pull of this VW that includes it.
 """
 

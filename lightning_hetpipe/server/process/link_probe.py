@@ -81,7 +81,7 @@ def link_to(channel: Channel, largest: int = LARGEST) -> Link:
     """Measure the link to the server of ``channel`` by transfers of up to ``largest`` bytes, and raise the channel's
     errors.
 
-    The bandwidth is that of the slower direction, and the latency half a round trip.
+    The result has the bandwidth of the slower direction, and half a round trip as latency.
     """
     buffer = memoryview(bytearray(largest))
 

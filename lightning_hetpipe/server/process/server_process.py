@@ -54,7 +54,7 @@ class ServerProcess:
         Args:
             handler: ``package.module:name`` of a callable that makes the handler in the child.
             arguments: Keyword arguments of this callable, as JSON values.
-            address: Address to listen at. Port 0 takes any free port, which stays the same over restarts.
+            address: Address to listen at. Port 0 takes any free port, which restarts keep.
             security: Certificates and token. Without a token, a random token is made.
 
         Raises:
@@ -134,7 +134,8 @@ class ServerProcess:
                 child.stdout.close()
 
     def _ask(self, child: subprocess.Popen[bytes]) -> dict[str, str]:
-        """Send the child its settings on standard input, because others can read command lines. Return its answer."""
+        """Send the child its settings on standard input, because other users can read command lines. Return its
+        answer."""
         assert child.stdin is not None
         assert child.stdout is not None
         close_in_forks(child.stdin)

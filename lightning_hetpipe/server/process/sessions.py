@@ -29,7 +29,7 @@ class Sessions:
     """Handler that gives each session its own :class:`Service`. A method such as "fit-1/shard" names the session.
 
     When all VWs have left a session or were left out, its memory is freed and it can be entered again. VWs that come
-    back from before are refused, because the others have gone on. A server that is not the coordinator frees a
+    back from before are refused, because the other VWs have gone on. A server that is not the coordinator frees a
     session's memory when the next session's weights come.
 
     ``lease`` is the seconds of silence after which a VW is left out. The file ``log`` gets each decision of a

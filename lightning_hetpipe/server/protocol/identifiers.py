@@ -45,7 +45,7 @@ MOST_VIRTUAL_WORKERS = 1000
 """Largest number of VWs of a run. A coordinator's memory and answers grow with it, and anybody may claim a number."""
 
 COORDINATOR = 0
-"""Index of the coordinator in the list of servers. The coordinator has a shard, too."""
+"""Index of the coordinator in the list of servers. The coordinator also has a shard."""
 
 
 class Refusal(Enum):

@@ -257,7 +257,7 @@ class NotYet:
 @dataclass(frozen=True)
 class Lost:
     """Updates of a VW from clock ``first`` to ``last`` that no process holds any more. If the coordinator was
-    restarted, it does not know whether there were such updates, and ``last`` is -1."""
+    restarted, it does not know whether there were lost updates, and ``last`` is -1."""
 
     vw: int
     incarnation: int

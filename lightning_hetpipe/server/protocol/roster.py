@@ -17,7 +17,7 @@ FORGOTTEN = 10
 
 class Leases:
     """Leases of ``seconds``: a VW is alive if it was heard within its lease. If no VW is heard, all VWs or the server
-    were stopped (Ctrl-Z). VWs are heard three times in a lease, so at most half a lease of such a silence counts. After
+    were stopped (Ctrl-Z). VWs are heard three times in a lease, so at most half a lease of this silence counts. After
     `FORGOTTEN` leases of silence all leases end."""
 
     def __init__(self, seconds: float) -> None:
