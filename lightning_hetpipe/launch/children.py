@@ -1,4 +1,4 @@
-"""The other virtual workers of this node, as the process that started them sees them."""
+"""The other virtual workers of this node, as processes of the process that started them."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from lightning_hetpipe.server.process.server_process import how
 from lightning_hetpipe.server.process.signals import guarded
 
 LONGEST = 30
-"""Graces in which a child's interpreter must have been taken down, even if it works all the time."""
+"""Number of grace periods after which a child that still works is killed."""
 
 OnEnd = Callable[[int, int], None]
-"""Takes the virtual worker's number on its node and its process's return code, negative for a signal."""
+"""Function of the virtual worker's number on its node and its process's return code, negative for a signal."""
 
-# Errors that follow from another process's, or from somebody's wish, explain nothing.
+# Errors that follow from another process's error, or from a request to end, explain nothing.
 _CONSEQUENCES = ("PeerFailed:", "SIGTERMException:", f"{ToldToEnd.__name__}:")
 
 _LOOK = 0.05  # seconds between looks at the messages of children that are to end
@@ -38,16 +38,14 @@ _LOOK = 0.05  # seconds between looks at the messages of children that are to en
 
 @dataclass(eq=False)
 class Child:
-    """One virtual worker's process, our end of the link to it, and the messages that came by that.
+    """Process of virtual worker ``local`` of this node, our end of the link to it, and its messages.
 
     Attributes:
-        local: Its number on this node.
-        worker: Its number among all.
-        arrived: It has come as far as `Launcher.launch`; before, an interrupt would print a traceback.
-        error: The exception that ends it, in words that are the same in every process.
-        text: The text to print of that.
-        lost: What has become of it, if that ends it alone, and the others go on.
-        leaving: Its program is over.
+        worker: Its number among all virtual workers.
+        arrived: True once it has reached `Launcher.launch`. Before, an interrupt would print a traceback.
+        error, text: Exception that ends it, as text that is equal in every process, and the text to print for it.
+        lost: How it was lost, if its end concerns no other virtual worker.
+        leaving: True once its program is over.
     """
 
     local: int
@@ -70,15 +68,13 @@ class Child:
 
     @property
     def was_told(self) -> bool:
-        """It was told to end, and has left the others, who hear of that through servers."""
+        """True if it was told to end and has left the other virtual workers, who hear of it through servers."""
         return self.error is not None and self.error.startswith(f"{ToldToEnd.__name__}:")
 
     def send(self, signum: int) -> None:
-        """Send it a signal; SIGINT to all processes of its session, as a terminal does.
-
-        A process that is interrupted while it waits for a DataLoader worker does not end that one in good time, as its
-        exception holds the iterator. The worker must be interrupted itself, or it leaves temporary files behind.
-        """
+        """Send a signal to the child, and SIGINT to all processes of its session, as a terminal does. A process that is
+        interrupted while it waits for a DataLoader worker does not end the worker in time, because its exception holds
+        the iterator. So the worker must be interrupted itself, or it leaves temporary files behind."""
         if signum != signal.SIGINT:
             self.process.send_signal(signum)
         elif self.process.poll() is None:
@@ -86,7 +82,7 @@ class Child:
                 os.killpg(self.process.pid, signum)
 
     def listen(self) -> None:
-        """Receive its messages so far; to be called by one thread at a time."""
+        """Receive the child's messages so far. One thread at a time may call this."""
         with contextlib.suppress(OSError):
             while part := self.link.recv(1 << 16, socket.MSG_DONTWAIT):
                 self.unread += part
@@ -96,16 +92,14 @@ class Child:
                 self.leaving = True
             elif "arrived" in message:
                 self.arrived, self.error, self.text, self.lost = True, None, "", ""
-            else:  # what comes after an error, while that ends the process, follows from it
+            else:  # an error during the end of the process follows from the first error
                 self.lost = message["lost"] if self.error is None else self.lost
                 self.error, self.text = self.error or message["error"], self.text or message["text"]
 
 
 class Children:
-    """Starts a node's further virtual workers, watches them, and ends with all of them ended.
-
-    If one of them dies, the others go on: ``watch`` names who is told of it.
-    """
+    """Further virtual workers of a node: starts, watches and finally ends them. If a virtual worker dies, the other
+    virtual workers go on. :meth:`watch` sets the listener for its end."""
 
     def __init__(
         self,
@@ -116,15 +110,13 @@ class Children:
         restarts: int = 0,
         seats: int | None = None,
     ) -> None:
-        """Start them.
+        """Start the children, each by ``command`` in ``folder``.
 
         Args:
-            command: The command that each of them runs.
-            folder: The folder in which it starts.
-            processes: All virtual workers of the node that this process starts; it is number 0.
-            first: The number of this process among those of all nodes.
-            restarts: How often each is started again that ends in the middle, at most.
-            seats: Virtual workers that the node may have; as many as ``processes`` if None.
+            processes: Number of virtual workers of the node that this process starts, including itself as number 0.
+            first: Number of this process among the virtual workers of all nodes.
+            restarts: Largest number of restarts of each child that ends in the middle of a run.
+            seats: Number of virtual workers that the node may have, by default ``processes``.
         """
         self.processes = processes
         self._seats = seats or processes
@@ -132,7 +124,7 @@ class Children:
         self.pid = os.getpid()
         self.failures: dict[int, int] = {}
         self.over: dict[int, int] = {}
-        """Return codes of all that have ended."""
+        """Return codes of all children that have ended."""
         self.ended = False
         self._on_end: OnEnd | None = None
         self._signalled: set[int] = set()
@@ -152,13 +144,13 @@ class Children:
                 try:
                     begun.result()
                 finally:
-                    wait([begun])  # also where Ctrl-C comes meanwhile: whoever was started is to be ended
+                    wait([begun])  # even after Ctrl-C: a started child must be ended
         except BaseException:
             self.end(signal.SIGTERM, grace=0.0)
             raise
 
     def _run(self, command: Sequence[str], folder: str, local: int, begun: Future[None]) -> None:
-        """Start one, and stay until it ends: the kernel ends a child with the *thread* that forked it."""
+        """Start a child, and stay until it ends: the kernel ends a child with the *thread* that forked it."""
         try:
             child = self._start(command, folder, local)
         except BaseException as error:
@@ -181,7 +173,7 @@ class Children:
                 "LOCAL_RANK": str(local),
                 **parent_watch.describe(local, self._seats, childs),
             }
-            # In a session of its own: Ctrl-C does not reach it but through this process, which knows what to tell it.
+            # In its own session, so that Ctrl-C reaches it only through this process, which chooses the signal.
             process = subprocess.Popen(
                 guarded(command),
                 cwd=folder,
@@ -196,7 +188,7 @@ class Children:
         return child
 
     def give(self, variables: Mapping[str, str]) -> None:
-        """Send them the variables that they wait for; to be called once."""
+        """Send the variables for which the children wait. Call this once."""
         self._variables = variables
         for child in self._all:
             self._give(child)
@@ -209,7 +201,8 @@ class Children:
             child.link.sendall(json.dumps(what).encode() + b"\n")
 
     def _watch(self, child: Child, start: Callable[[], Child]) -> Child | None:
-        """Wait until ``child`` ends and tell; nobody is told where ``start`` makes the next process, which is given."""
+        """Wait until ``child`` ends, and report its end. If ``start`` makes a next process, return that without a
+        report."""
         code = child.process.wait()
         with self._changed:
             child.listen()
@@ -235,7 +228,7 @@ class Children:
             if on_end is not None:
                 on_end(child.local, code)
             elif failed:
-                self.show_errors()  # otherwise this process may be about to run into the same one
+                self.show_errors()  # during a run, this process may be about to raise the same error
         finally:
             with self._changed:
                 self._running -= 1
@@ -243,7 +236,8 @@ class Children:
         return None
 
     def _started_again(self, child: Child, start: Callable[[], Child]) -> Child | None:
-        """The next process of ``child``, if it has one: in its place at once, so that whoever ends all ends it, too."""
+        """Start the next process of ``child``, if it has a restart left. It replaces the child at once, so that
+        :meth:`end` also ends it."""
         if not child.arrived or child.error is not None or not self._restarts.get(child.local, 0):
             return None
         try:
@@ -259,7 +253,7 @@ class Children:
         return again
 
     def watch(self, on_end: OnEnd | None) -> None:
-        """Have ``on_end`` told of all that have ended, and of those that end from now on; None: nobody is told."""
+        """Call ``on_end`` for all children that have ended or will end. None ends these calls."""
         with self._changed:
             self._on_end = on_end
             over = dict(self.over)
@@ -268,7 +262,7 @@ class Children:
                 on_end(local, code)
 
     def show_errors(self, own: BaseException | None = None) -> None:
-        """Print the exceptions that end children: each once, and none that is the same as ``own``."""
+        """Print the exceptions that end children: each once, and none that equals ``own``."""
         with self._changed:
             if own is not None:
                 self._shown.add(parent_watch.named(own))
@@ -278,35 +272,31 @@ class Children:
                 if child.error is None or child.error in self._shown or child.error.startswith(_CONSEQUENCES):
                     continue
                 if child.lost and own is None:
-                    continue  # which is told where its process ends
+                    continue  # logged at the end of its process
                 self._shown.add(child.error)
                 say(f"{child} failed")
                 with contextlib.suppress(OSError):
                     print((child.text or child.error).rstrip("\n"), file=sys.stderr, flush=True)
 
     def kill(self, signum: int) -> None:
-        """Send a signal to those that run, if they are not about to end."""
+        """Send a signal to the running children that are not about to end."""
         for child in self._still():
             if not child.leaving:
                 self._signal(child, signum)
 
     def let_end(self) -> None:
-        """Count all as told to end, as they were through servers: they end by themselves."""
+        """Mark all children as told to end. They were told through servers, and end by themselves."""
         with self._changed:
             self._signalled.update(child.local for child in self._all)
 
     def wait(self, end_timeout: float | None, grace: float) -> None:
-        """Wait until all have ended by themselves, however long their own code takes; a person is told once.
-
-        Args:
-            end_timeout: Seconds after which they are ended, and the program fails; None: never.
-            grace: As of ``end``.
-        """
+        """Wait until all children have ended by themselves, however long their own code takes. Log the wait once. After
+        ``end_timeout`` seconds, if not None, end them with ``grace`` as in :meth:`end`, and let the program fail."""
         with self._changed:
             self._restarts.clear()
-        for child in self._still():  # one that was started again may be about to come back to a run that is over
+        for child in self._still():  # a restarted child may be about to come back to a run that is over
             self._tell(child, {})
-            if lost_workers.has_lost(child.worker):  # and one that was stopped ends once it goes on
+            if lost_workers.has_lost(child.worker):  # a stopped child ends once it goes on
                 child.send(signal.SIGCONT)
         soon = NOTICE_AFTER if end_timeout is None else min(end_timeout, NOTICE_AFTER)
         if not self._gone(soon) and soon != end_timeout:
@@ -323,14 +313,14 @@ class Children:
         self.ended = True
 
     def end(self, signum: int, grace: float) -> None:
-        """Tell them to end, wait until all have come to their end, and end by force those that do not.
+        """Tell the children to end, wait for their ends, and end remaining children by force.
 
         Args:
-            signum: The signal for those that have come as far as `Launcher.launch`; others get SIGTERM, and those that
-                an exception ends already get none. Those that were told to end before may be cleaning up, which a
-                signal would disturb: they get it a third of the grace later, as Lightning only notes SIGTERM, and a
-                wait for this process would go on.
-            grace: Seconds until SIGTERM, and as many again until SIGKILL.
+            signum: Signal for children that have reached `Launcher.launch`. Earlier children get SIGTERM, and children
+                that an exception ends get none. Children that were told to end before may be cleaning up, so they get
+                it a third of the grace later. They need it, because Lightning only notes SIGTERM, and a wait for this
+                process would go on.
+            grace: Seconds until SIGTERM, and again until SIGKILL.
         """
         with self._changed:
             self._restarts.clear()
@@ -348,11 +338,9 @@ class Children:
         self.ended = True
 
     def reap(self, grace: float) -> None:
-        """Wait until nothing of them is left, once they have come to their end; end by force those that hang.
-
-        Python takes a moment to free what a program has held, and many times as long on a busy machine. So only those
-        hang whose processes have all slept for ``grace`` seconds, or that are still there after many times as long.
-        """
+        """Wait until the processes of children that have come to their end are gone, and kill children that hang.
+        Python needs a moment to free a program's memory, and much longer on a busy machine. So a child hangs only if
+        all its processes slept for ``grace`` seconds, or if it still exists after `LONGEST` times as long."""
         until = time.monotonic() + LONGEST * grace
         worked = self._worked()
         while not self._gone(grace, wholly=True):
@@ -381,7 +369,7 @@ class Children:
         child.send(signum)
 
     def wake(self) -> None:
-        """Have those that are stopped go on; others never notice."""
+        """Let stopped children go on. Other children do not notice."""
         for child in self._still():
             child.send(signal.SIGCONT)
 
@@ -390,7 +378,8 @@ class Children:
             return [child for child in self._all if child.local not in self.over]
 
     def _gone(self, seconds: float | None, wholly: bool = False) -> bool:
-        """Wait for up to ``seconds`` until all have come to their end, or, ``wholly``, their processes are over."""
+        """Wait for up to ``seconds`` until all children have come to their end, or ``wholly``, until their processes
+        are over."""
         until = float("inf") if seconds is None else time.monotonic() + seconds
         with self._changed:
             while self._running and not (not wholly and all(self._leaves(child) for child in self._all)):
@@ -409,13 +398,8 @@ _BUSY = "RD"  # runs, or waits for a processor; waits for a disk
 
 
 def work_of(session: int) -> frozenset[object]:
-    """A mark of the work that a session of processes has done: equal ones mean that all of them slept in between.
-
-    Linux tells it; elsewhere all marks are equal.
-
-    Args:
-        session: Process id of the session's leader.
-    """
+    """Return a mark of the work that the processes of a session have done. Equal marks mean that all of them slept in
+    between. ``session`` is the process id of the session's leader. Without Linux all marks are equal."""
     marks = set[object]()
     for file in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):  # it has just ended

@@ -1,4 +1,4 @@
-"""The command that runs this program once more: same interpreter and flags, same script or module, same arguments."""
+"""Command that runs this program again: same interpreter and flags, same script or module, same arguments."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from typing import Any
 from lightning_hetpipe.errors import SettingError
 
 _START = os.getcwd()
-"""The working folder at import: the nearest one gets to the folder in which the program was started."""
+"""Working folder at import, the best guess of the folder in which the program was started."""
 
 OVERRIDE = re.compile(r"[^-].*=|~")
 WITH_VALUE = {"--config-dir", "-cd", "--config-path", "-cp", "--config-name", "-cn", "--package", "-p", "--cfg", "-c"}
 """Hydra's options whose value is the next argument."""
-# Overrides that a child gets from us instead, or cannot use: it runs one job, in its launcher's folder, without log.
+# Overrides that we set for a child, or that it cannot use: it runs one job, in its launcher's folder, without log.
 _OURS = re.compile(
     r"[+~]*hydra(\.mode|\.run\.dir|\.output_subdir|\.sweep\b|\.sweeper\b|\.launcher\b|\.job\.(num|id)|\.job_logging\b"
     r"|\.hydra_logging\b|/(sweeper|launcher|job_logging|hydra_logging)\b)"
@@ -28,7 +28,7 @@ _LOG = re.compile(r"[+~]*hydra[./](job|hydra)_logging\b")
 
 @dataclass(frozen=True)
 class Command:
-    """A command, the folder to start it in, and the job of a Hydra sweep that it runs (None without Hydra)."""
+    """Command, the folder to start it in, and the Hydra job that it runs (None without Hydra)."""
 
     command: Sequence[str]
     folder: str
@@ -36,16 +36,9 @@ class Command:
 
 
 def this_program(*, is_first: bool = False) -> Command:
-    """The command by which a child runs this program.
-
-    Under Hydra it is the job that runs now, with the values that its sweep has chosen, in the same run directory.
-
-    Args:
-        is_first: Whether the child is virtual worker 0, which writes Hydra's log.
-
-    Raises:
-        SettingError: if the program cannot be run once more, as it came through standard input.
-    """
+    """Return the command by which a child runs this program. ``is_first`` is True for virtual worker 0, which writes
+    Hydra's log. Under Hydra, the command runs the present job in its run directory, with the values of its sweep. Raise
+    SettingError if the program came through standard input, because it cannot run again."""
     hydra = _hydra()
     interpreter, program, arguments = _parts(sys.orig_argv[1:], sys.modules["__main__"])
     if hydra is None:
@@ -55,7 +48,7 @@ def this_program(*, is_first: bool = False) -> Command:
 
 
 def current_job() -> str | None:
-    """The run directory of the Hydra job that runs now, which no other job has; None without Hydra."""
+    """Return the run directory of the present Hydra job, which identifies the job, or None without Hydra."""
     hydra = _hydra()
     return None if hydra is None else str(hydra.runtime.output_dir)
 
@@ -64,13 +57,9 @@ def current_job() -> str | None:
 
 
 def _parts(original: Sequence[str], main: ModuleType) -> tuple[list[str], list[str], list[str]]:
-    """The interpreter's flags, the script or module, and the program's arguments.
-
-    Args:
-        original: Python's own arguments.
-        main: The module ``__main__``. If it is not what Python was told to run, a debugger runs the program,
-            and a child runs it without that.
-    """
+    """Return the interpreter's flags, the script or module, and the program's arguments. ``original`` are Python's own
+    arguments, and ``main`` is the module ``__main__``. If Python was told to run another module, a debugger runs the
+    program, and a child runs it without the debugger."""
     flags, rest = _split(original)
     if not rest:
         raise SettingError(
@@ -96,7 +85,7 @@ def _parts(original: Sequence[str], main: ModuleType) -> tuple[list[str], list[s
 
 
 def _split(original: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Python's own flags, and the rest from the script, the ``-m`` or the ``-c`` on."""
+    """Split Python's arguments into its own flags, and the rest from the script, the ``-m`` or the ``-c`` on."""
     at = 0
     while at < len(original):
         word = original[at]
@@ -121,7 +110,7 @@ def _split(original: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def _hydra() -> Any:
-    """Hydra's configuration, if an application of Hydra's runs now."""
+    """Return Hydra's configuration, if a Hydra application is running."""
     if "hydra" not in sys.modules:
         return None
     from hydra.core.hydra_config import HydraConfig
@@ -130,12 +119,12 @@ def _hydra() -> Any:
     if not HydraConfig.initialized():
         return None
     hydra = HydraConfig.get()
-    # One that was only composed has no job that runs.
+    # A configuration that was only composed has no running job.
     return None if OmegaConf.is_missing(hydra.runtime, "output_dir") else hydra
 
 
 def _options(arguments: Sequence[str]) -> list[str]:
-    """The arguments without overrides, and without the wish for a sweep."""
+    """Return the arguments without overrides and without the flag for a sweep."""
     kept = []
     for before, argument in zip(["", *arguments], arguments, strict=False):
         if before not in WITH_VALUE:
@@ -147,7 +136,7 @@ def _options(arguments: Sequence[str]) -> list[str]:
 
 
 def _overrides(hydra: Any, is_first: bool = False) -> list[str]:
-    """The overrides that lead to the job that runs now: those of its sweep too."""
+    """Return the overrides that lead to the present job, including the values of its sweep."""
     from omegaconf import OmegaConf
 
     asked = [each for each in hydra.overrides.hydra if not _OURS.match(each) or (is_first and _LOG.match(each))]
@@ -163,7 +152,7 @@ def _overrides(hydra: Any, is_first: bool = False) -> list[str]:
 
 
 def quoted(text: str) -> str:
-    """``text`` in the quotes that Hydra's overrides know."""
+    """Quote ``text`` for Hydra's overrides."""
     escaped = re.sub(r"(\\*)'", lambda match: match[1] * 2 + r"\'", text)
     escaped = re.sub(r"\\+$", lambda match: match[0] * 2, escaped)
     return f"'{escaped}'"

@@ -1,7 +1,7 @@
-"""The launcher: starts a node's other virtual workers, each by running this program once more, as Lightning's ddp does.
+"""Launcher: starts a node's other virtual workers, each by running this program again, as Lightning's ddp does.
 
-A child runs the user's whole program, and so comes to each of its fits by itself: children are started once in a
-program (in a Hydra sweep, once in each job), stay through all of its Trainers, and are waited for when it ends.
+A child runs the user's whole program, and so reaches each of its fits by itself. A program (in a Hydra sweep, each job)
+starts its children once, and keeps them through all of its Trainers. It waits for them at its end.
 """
 
 from __future__ import annotations
@@ -37,17 +37,18 @@ from lightning_hetpipe.server.protocol.identifiers import FirstLost, PeerFailed,
 T = TypeVar("T")
 
 LEFT_OUT = 75
-"""Exit code of a virtual worker that the others have gone on without, or have ended without if it is the first, and of
-one that a person has started beside the first, which is lost: EX_TEMPFAIL of sysexits.h, "try again"."""
+"""Exit code of a virtual worker that was lost to the run, but may be started again: EX_TEMPFAIL of sysexits.h. The
+other virtual workers have gone on without it, or have ended without it if it is the first. Or a person has started it
+beside the first virtual worker, which is lost."""
 
 
 class WasLeftOut(SystemExit):
-    """The others have gone on without this virtual worker, and are not to hear of its end."""
+    """Exit of a virtual worker that was left out. The other virtual workers go on, and must not hear of its end."""
 
 
 @dataclass
 class _Launch:
-    """Everything that this process has started for its program, or for one job of a sweep."""
+    """Processes that this process has started for its program, or for one job of a sweep."""
 
     job: str | None
     processes: int
@@ -59,15 +60,17 @@ class _Launch:
     uncaught: Uncaught = field(default_factory=Uncaught)
 
     def fail(self, error: BaseException) -> None:
-        """End the children, because the launch has failed. Their servers stay until `finish`, as we may use them."""
+        """End the children, because the launch has failed. Their servers stay until `finish`, because this process may
+        use them."""
         self.failed = True
-        if isinstance(error, ToldToEnd):  # as all were
+        if isinstance(error, ToldToEnd):  # the children were told, too
             self.children.let_end()
         self._end_by(lambda: self.children.end(signal.SIGINT, self.grace))
         self.children.show_errors(error)
 
     def finish(self, failed: bool) -> None:
-        """Wait for the children, and name once more those that were lost; end them if this process has failed."""
+        """Wait for the children, and name lost virtual workers again. If this process has failed, end the children
+        instead."""
         went_on = not self.children.ended and not failed
         try:
             if not self.children.ended and failed:
@@ -79,14 +82,14 @@ class _Launch:
             closed, self.closed = self.closed, None
             try:
                 if closed is not None:
-                    closed()  # while the children's interpreters are taken down
+                    closed()  # while the children's interpreters shut down
             finally:
                 self.children.reap(self.grace)
         if went_on:
             lost_workers.name()
 
     def _end_by(self, end: Callable[[], None]) -> None:
-        """Call ``end``; where it is interrupted, as by Ctrl-C, end the children quickly."""
+        """Call ``end``. If it is interrupted, as by Ctrl-C, end the children quickly."""
         try:
             end()
         except BaseException:
@@ -103,17 +106,14 @@ def _own_launch() -> _Launch | None:
 
 
 def _launch_of_job() -> _Launch | None:
-    """The launch of the program, or of the job of a sweep, that runs now, if there is one."""
+    """Return the launch of the running program, or of the running job of a sweep, or None."""
     launch = _own_launch()
     return None if launch is None or launch.job != current_job() else launch
 
 
 def check_processes(rank: Rank) -> None:
-    """Check that the launch, if there is one already, has as many processes as ``rank`` says.
-
-    Raises:
-        SettingError: if this process has started another number of virtual workers.
-    """
+    """Check that an existing launch has as many processes as ``rank`` says. Raise SettingError if this process has
+    started another number of virtual workers."""
     launch = _launch_of_job() if rank.role is Role.FIRST else None
     if launch is not None and launch.processes != rank.started:
         raise other_number(rank.started, launch.processes)
@@ -121,24 +121,23 @@ def check_processes(rank: Rank) -> None:
 
 @dataclass(eq=False)
 class Launcher(BaseLauncher):
-    """Lets all virtual workers of this node run what the Trainer wants run.
+    """Launcher by which all virtual workers of this node run the Trainer's function.
 
-    The first of them starts the others; those, and processes that torchrun or the like started, just run it.
+    The node's first virtual worker starts the other virtual workers. These, and processes of an external launcher, just
+    run it.
 
     Args:
-        rank: This process.
-        extra: Called once, in the process that starts the others, while they start; returns the variables that they are
-            given, such as the address of a server that it started.
-        on_end: Called with the number on this node of a virtual worker whose process has ended, well or not, and its
-            return code (negative: the signal's number), as soon as this process is in :meth:`launch`: in a thread of
-            the launcher's, if it ends then.
-        closed: Called once when the program ends, or the sweep's job, and all that were started here have ended.
-        grace: Seconds until the next stronger signal goes to a child that is to end.
-        end_timeout: Called at each launch; gives the seconds that the program's end waits for children; None: no limit.
-        trainer: The Trainer whose run it is, once there is one.
-        resumed_from: Called before a fit; gives the checkpoint that it resumes from, if this process comes back to a
-            run that goes on; None else.
-        restarts: Called once; gives how often each process that was started here is started again, at most.
+        extra: Called once while the first process starts the other processes. It returns variables for them, such as a
+            server's address.
+        on_end: Called when a virtual worker's process has ended, well or not, with its number on this node and its
+            return code (negative: a signal). Calls begin within :meth:`launch`, and later ones come from a thread of
+            the launcher.
+        closed: Called once at the end of the program or of the sweep's job, after the ends of all processes.
+        grace: Seconds until a child that has to end gets the next stronger signal.
+        end_timeout: Called at each launch. It returns the seconds to wait for children at the program's end, or None.
+        resumed_from: Called before a fit. If this process comes back to a running run, it returns the checkpoint to
+            resume from, else None.
+        restarts: Called once. It returns the largest number of restarts of each process started here.
     """
 
     rank: Rank
@@ -153,18 +152,13 @@ class Launcher(BaseLauncher):
 
     @property
     def is_interactive_compatible(self) -> bool:
-        """False: a notebook is no program that could be run once more."""
+        """False, because a notebook is no program that could run again."""
         return False
 
     def launch(self, function: Callable[..., T], *args: Any, trainer: L.Trainer | None = None, **kwargs: Any) -> T:
-        """Call ``function``, once the other virtual workers of this node are started.
-
-        An exception from it ends them: nothing is left behind.
-
-        Raises:
-            SettingError: if they have ended already, because an earlier call failed.
-            WasLeftOut: if the others have gone on without this virtual worker.
-        """
+        """Start the other virtual workers of this node, and call ``function``. An exception of it ends them all. Raise
+        SettingError if they have already ended, because an earlier call failed. Raise WasLeftOut if they have gone on
+        without this virtual worker."""
         self.trainer = trainer
         child, launch = this_child(), None
         lost_workers.watch()
@@ -180,7 +174,7 @@ class Launcher(BaseLauncher):
             if is_fit(function, trainer) and (checkpoint := self.resumed_from()) is not None:
                 args, kwargs = with_checkpoint(function, args, kwargs, checkpoint)
             return function(*args, **kwargs)
-        except TunerExit:  # how lr_find ends a fit that went well
+        except TunerExit:  # lr_find ends a successful fit by this
             raise
         except BaseException as error:
             lost_workers.forget(_code(error))
@@ -192,30 +186,30 @@ class Launcher(BaseLauncher):
             if may_return or isinstance(error, FirstLost):
                 say(f"virtual worker {self.rank.index} ends, {self._why_again(error)}")
                 if launch is not None:
-                    launch.children.wake()  # they may be stopped as this process was, and are waited for
+                    launch.children.wake()  # they may be stopped as this process was, which waits for them
                 raise WasLeftOut(LEFT_OUT) from error
             if child is not None and isinstance(error, (Exception, SIGTERMException)):
-                child.failed(error)  # now, as cleaning up may take long, and be disturbed
+                child.failed(error)  # now, because cleaning up may take long, and be disturbed
             if launch is not None:
                 launch.fail(error)
             if isinstance(error, VirtualWorkerLost):
                 if child is not None and error.is_news:
                     say(str(error))
                 if child is None and self.rank.index and error.how:
-                    # Now, as this process may stay as long as the others need it.
+                    # Now, because this process may stay as long as the others need it.
                     say(went_on_without(f"virtual worker {self.rank.index}", error.how))
                 raise error.with_traceback(None) from None  # no line of the program's is to blame
             if not isinstance(error, PeerFailed):
                 raise
             if getattr(trainer, "received_sigterm", False) or SIGTERMException.__name__ in str(error):
-                raise SIGTERMException(TERMINATED) from None  # this one, or another, was told to end, and so all end
+                raise SIGTERMException(TERMINATED) from None  # some process was told to end, so all end
             raise error.with_traceback(None) from None  # the place where this one waited explains nothing
         finally:
             if launch is not None:
                 launch.children.watch(None)
 
     def _why_again(self, error: BaseException) -> str:
-        """Say why this process ends, and is to be started again, as the end of a sentence."""
+        """Return the end of a sentence that says why this process ends and has to be started again."""
         if isinstance(error, FirstLost):
             return "as virtual worker 0 is lost; start both again, and it comes to the run that goes on"
         if self.rank.index:
@@ -223,12 +217,12 @@ class Launcher(BaseLauncher):
         return f"and the others do, as they have missed it: {error}; start the run again, from the newest checkpoint"
 
     def kill(self, signum: Any) -> None:
-        """Pass on a signal that this process got: Lightning calls this for SIGTERM."""
+        """Pass on a signal that this process got. Lightning calls this for SIGTERM."""
         if (launch := _own_launch()) is not None:
             launch.children.kill(signum)
 
     def _launched(self) -> _Launch:
-        """The launch of the program, or of the job of a sweep, that runs now; starts it if there is none."""
+        """Return the launch of the running program or job of a sweep. Start it if there is none."""
         global _launch
         check_processes(self.rank)
         processes = self.rank.started
@@ -253,7 +247,7 @@ class Launcher(BaseLauncher):
                 self.closed()
             children.reap(self.grace)
             raise
-        # Last, so that it comes before what `extra` wants done at the end: children may need its server.
+        # Registered last, so that it runs before the end of a server from `extra`, which children may need.
         atexit.unregister(_at_exit)
         atexit.register(_at_exit)
         _launch = _Launch(program.job, processes, children, self.closed, self.grace)
@@ -262,27 +256,19 @@ class Launcher(BaseLauncher):
 
 @dataclass(eq=False)
 class ServingLauncher(BaseLauncher):
-    """Has a process that is no virtual worker serve the others until these have ended; it ends with them.
-
-    Args:
-        serve: Serves; gives the exit code.
-    """
+    """Launcher of a process that is no virtual worker. It serves the virtual workers until they have ended. ``serve``
+    serves and returns the exit code."""
 
     serve: Callable[[], int]
 
     @property
     def is_interactive_compatible(self) -> bool:
-        """False, as of :class:`Launcher`."""
+        """False, as for :class:`Launcher`."""
         return False
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: L.Trainer | None = None, **kwargs: Any) -> Any:
-        """Serve, and end the program: what the Trainer wants run is the virtual workers'.
-
-        SIGTERM is left to those, which are still to save what is here; a second one ends this process.
-
-        Raises:
-            SystemExit: always, unless serving fails.
-        """
+        """Serve, and end the program by SystemExit. Only virtual workers run the Trainer's function. The first SIGTERM
+        is left to the virtual workers, which have still to save what is here. A second one ends this process."""
         try:
             with left_to_others():
                 code = self.serve()
@@ -292,25 +278,20 @@ class ServingLauncher(BaseLauncher):
         raise SystemExit(code)
 
     def kill(self, signum: Any) -> None:
-        """Nothing was started that a signal is to reach."""
+        """Do nothing, because no process was started that needs the signal."""
 
 
 def _code(error: BaseException) -> int:
-    """The exit code of a program that ``error`` ends."""
+    """Return the exit code of a program that ``error`` ends."""
     if isinstance(error, KeyboardInterrupt):
         return INTERRUPTED
     return TERMINATED if isinstance(error, SIGTERMException) else 1
 
 
 def finish(failed: bool = False) -> Mapping[int, int]:
-    """Wait for the children, as the end of the program does; the end of a sweep's job may.
-
-    Args:
-        failed: This process has failed in a way that the others do not know of: they are not waited for, but ended.
-
-    Returns:
-        Return codes of the virtual workers that have failed, by their number on this node.
-    """
+    """Wait for the children, as the end of the program does. A sweep's job may call it at its end. With ``failed``,
+    this process has failed in a way unknown to the children, which are ended at once. Return the return codes of failed
+    virtual workers, by their number on this node."""
     if failed:
         lost_workers.forget()
     if (launch := _own_launch()) is None:
@@ -322,5 +303,5 @@ def finish(failed: bool = False) -> Mapping[int, int]:
 def _at_exit() -> None:
     try:
         finish()
-    except KeyboardInterrupt:  # a user who did not want to wait, and so has ended others
+    except KeyboardInterrupt:  # a user did not want to wait, which has ended other processes
         lost_workers.exit_with_one()

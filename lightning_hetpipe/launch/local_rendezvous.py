@@ -1,9 +1,9 @@
-"""Local rendezvous: processes of one machine that torchrun or a person started learn from the first one what it knows.
+"""Local rendezvous: on one machine, the first process gives its variables to processes that torchrun or a person
+started.
 
-The first one answers on an abstract UNIX socket, which is named after the launch and ends with the process, so that
-nothing is left behind for a later launch to find. The kernel says who is at the other end: other users are told
-nothing, and not believed. A connection stays until one of its ends has ended, so that the others learn of the end of
-the first one at once.
+It answers on an abstract UNIX socket, named after the launch. The socket ends with the process, so a later launch finds
+no remains. The kernel tells the user at the other end: other users get nothing, and are not believed. A connection
+stays open until one of its ends has ended, so each process notices the end of the first process at once.
 """
 
 from __future__ import annotations
@@ -29,13 +29,8 @@ _AGAIN = 0.1  # seconds between attempts
 
 
 class LocalRendezvous:
-    """Answers every process of this user that asks for ``launch``, until it is closed.
-
-    Args:
-        launch: Name of the launch.
-        variables: Environment variables that each of them is given.
-        pipe: Descriptor that each of them is given, too; None for none.
-    """
+    """Server that answers every process of this user that asks for ``launch``, until it is closed. Each process is
+    given the environment variables ``variables``, and the descriptor ``pipe`` if that is not None."""
 
     def __init__(self, launch: str, variables: Mapping[str, str], pipe: int | None = None) -> None:
         self._content, self._pipe = json.dumps(dict(variables)).encode() + b"\n", pipe
@@ -82,14 +77,8 @@ class LocalRendezvous:
 
 
 class FirstProcess(NamedTuple):
-    """The first process of a launch on this machine, as another one has met it; it says nothing more.
-
-    Attributes:
-        connection: To it.
-        launch: Its launch.
-        variables: Those that it gives.
-        pipe: The descriptor that it gives; None if it gives none.
-    """
+    """First process of ``launch`` on this machine, met over ``connection``, with the ``variables`` and the ``pipe``
+    that it gave."""
 
     connection: socket.socket
     launch: str
@@ -98,11 +87,10 @@ class FirstProcess(NamedTuple):
 
     @property
     def has_ended(self) -> bool:
-        """True once that process has ended, or has closed the connection."""
+        """True once that process has ended or closed the connection."""
         return _has_ended(self.connection)
 
     def close(self) -> None:
-        """Close the connection."""
         self.connection.close()
 
 
@@ -117,11 +105,8 @@ def _has_ended(connection: socket.socket) -> bool:
 
 
 def ask(launch: str, timeout: float) -> FirstProcess:
-    """Meet the first process of ``launch`` on this machine.
-
-    Raises:
-        SettingError: if there is none within ``timeout`` seconds.
-    """
+    """Meet the first process of ``launch`` on this machine. Raise SettingError if there is none within ``timeout``
+    seconds."""
     name, began, gone = _name(launch), time.monotonic(), threading.Event()
     deadline, told = began + timeout, False
     where = f"LOCAL_RANK=0, with MASTER_ADDR and MASTER_PORT as here: {launch.rstrip('/')}"
@@ -145,7 +130,7 @@ def ask(launch: str, timeout: float) -> FirstProcess:
 
 
 def _met(asking: socket.socket, launch: str) -> FirstProcess | None:
-    """The first process of ``launch``, to which ``asking`` has come; None if it is about to end."""
+    """Return the first process of ``launch``, connected by ``asking``, or None if it is about to end."""
     said, pipes, _, _ = socket.recv_fds(asking, 4096, 1)
     while not said.endswith(b"\n") and len(said) < _LONGEST:
         if not (part := asking.recv(4096)):
@@ -164,6 +149,6 @@ def _name(launch: str) -> str:
 
 
 def _user(connection: socket.socket) -> int:
-    """The user whose process is at the other end."""
+    """Return the user of the process at the other end."""
     found: int = _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))[1]
     return found

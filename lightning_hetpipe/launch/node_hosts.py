@@ -1,8 +1,9 @@
-"""The hosts of a launch whose virtual workers have stages on several nodes: this process starts some, and finds others.
+"""Hosts of a launch whose virtual workers have stages on several nodes: this process starts some hosts, and finds
+others.
 
-a node without a leader    its first process starts hosts, and a parameter server where there are several virtual
-                           workers, and serves until node 0 has ended
-any other node             its first process starts hosts, if stages of others' virtual workers are there
+a node without a leader    its first process starts hosts and, with several virtual workers, a parameter server. It
+                           serves until node 0 has ended
+any other node             its first process starts hosts, if the node has stages of other nodes' virtual workers
 node 0                     its first process listens on MASTER_ADDR, at the port after that of its server, where all
                            nodes meet (``hosts/host_rendezvous.py``)
 """
@@ -28,16 +29,16 @@ from lightning_hetpipe.launch.wsp_settings import WSPSettings
 from lightning_hetpipe.server.transport.security import Security, joined, split
 
 HOST_PORT = 2
-"""Distance of the port of a node's hosts from that of its server, where HETPIPE_PORT gives this."""
+"""Distance of the port of a node's hosts from the port of its server, if HETPIPE_PORT sets the latter."""
 
 
 @dataclass(frozen=True)
 class ServingNodes:
-    """Nodes of a plan, some of which serve stages of virtual workers that others lead.
+    """Nodes of a plan, some of which serve stages of virtual workers that other nodes lead.
 
     Attributes:
-        names: Of all nodes, by NODE_RANK.
-        stages: Of those that serve, what they serve, in words.
+        names: Names of all nodes, by NODE_RANK.
+        stages: Descriptions of the served stages, by the names of the serving nodes.
         plan: Checksum of the plan.
     """
 
@@ -48,19 +49,15 @@ class ServingNodes:
 
 @dataclass(frozen=True)
 class FoundHosts:
-    """Addresses at which nodes serve.
-
-    Attributes:
-        hosts: Addresses of host servers, by the names of their nodes.
-        servers: Addresses of parameter servers of nodes without a virtual worker.
-    """
+    """Addresses at which nodes serve: addresses of ``hosts`` by the names of their nodes, and of parameter ``servers``
+    on nodes without a virtual worker."""
 
     hosts: Mapping[str, str]
     servers: tuple[str, ...]
 
 
 _ENDS = {INTERRUPTED: "was interrupted", TERMINATED: "was told to end, by SIGTERM"}
-"""End of node 0's program, in words, by its exit code."""
+"""End of node 0's program, as text, by its exit code."""
 
 _own: Arrival | None = None
 _rendezvous: HostRendezvous | None = None
@@ -69,11 +66,8 @@ _undo = ExitStack()
 
 
 def start(rank: Rank, environment: ClusterEnvironment, wsp: WSPSettings, nodes: ServingNodes) -> None:
-    """Start what this process has to, if it has not: the hosts of its node, and the meeting of all nodes.
-
-    Raises:
-        SettingError: if an address cannot be had, or would be open to strangers.
-    """
+    """Start the hosts of this process's node and the meeting of all nodes, unless done. Raise SettingError if an
+    address cannot be used, or would be open to strangers."""
     global _own, _rendezvous
     if _own is not None:
         return
@@ -89,14 +83,8 @@ def start(rank: Rank, environment: ClusterEnvironment, wsp: WSPSettings, nodes: 
 def find(
     rank: Rank, environment: ClusterEnvironment, wsp: WSPSettings, timeout: float, nodes: ServingNodes
 ) -> FoundHosts:
-    """Find what all nodes serve, once those that do have come; otherwise as :func:`start`.
-
-    Args:
-        timeout: Seconds for which node 0 may not answer.
-
-    Raises:
-        SettingError: as :func:`start` does; and if some do not come in time.
-    """
+    """Wait for all serving nodes, and return their addresses. Raise as :func:`start` does, and SettingError if some
+    nodes do not come in time. Node 0 may not answer for ``timeout`` seconds."""
     global _found
     start(rank, environment, wsp, nodes)
     if _found is None:
@@ -115,11 +103,7 @@ def find(
 
 
 def serve(rank: Rank, environment: ClusterEnvironment, wsp: WSPSettings, timeout: float, nodes: ServingNodes) -> int:
-    """Serve until node 0 has ended; gives its exit code, or 1 where it could not say it.
-
-    Raises:
-        SettingError: as :func:`find` does.
-    """
+    """Serve until node 0 has ended. Return its exit code, or 1 if it ended without one. Raises as :func:`find` does."""
     coordinator, security = servers.over_nodes(rank, environment, wsp.security.from_environment())
     name = nodes.names[rank.node]
     with ExitStack() as undo:
@@ -146,7 +130,7 @@ def serve(rank: Rank, environment: ClusterEnvironment, wsp: WSPSettings, timeout
 
 
 def stop() -> None:
-    """End what this process serves; tell those that serve this one how it ends."""
+    """End the services of this process, and report its end to the nodes that serve it."""
     global _own, _rendezvous, _found
     rendezvous, _rendezvous, _own, _found = _rendezvous, None, None, None
     if rendezvous is not None:
@@ -155,7 +139,7 @@ def stop() -> None:
 
 
 def _host(rank: Rank, coordinator: str, security: Security, nodes: ServingNodes, undo: ExitStack) -> str:
-    """Start the hosts of this node, if it serves, and this is its first process; gives their address."""
+    """If this is the first process of a serving node, start the node's hosts, and return their address."""
     if rank.local or nodes.names[rank.node] not in nodes.stages:
         return ""
     given, host = os.environ.get(servers.PORT), servers.host_of_node(rank, coordinator)
@@ -173,6 +157,6 @@ def _host(rank: Rank, coordinator: str, security: Security, nodes: ServingNodes,
 
 
 def _meeting(coordinator: str) -> str:
-    """The address at which all nodes meet."""
+    """Return the address at which all nodes meet."""
     host, port = split(coordinator)
     return joined(host, port + 1)

@@ -1,4 +1,4 @@
-"""The rank of this process among the virtual workers, whoever started it, and its devices."""
+"""Rank of this process among the virtual workers, for any starter, and its devices."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from lightning_hetpipe.errors import SettingError
 from lightning_hetpipe.launch.parent_watch import this_child
 
-# Processes on this node, as torchrun, Open MPI and MPICH say it.
+# Number of processes on this node by torchrun, Open MPI and MPICH.
 _LOCAL_SIZES = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
 _NODES = ("GROUP_WORLD_SIZE", "SLURM_NNODES")
-# As SLURM writes the tasks of each node: 4(x2),1 is 4, 4 and 1. The step's, which srun sets, come before the job's.
+# SLURM's tasks of each node: 4(x2),1 is 4, 4 and 1. The step's tasks, which srun sets, come before the job's.
 _SLURM_TASKS = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
 _OF_SRUN = {"SLURM_NTASKS", "SLURM_PROCID"}
 
 
 class WorkerRange(NamedTuple):
-    """Numbers of virtual workers on all nodes: the fewest with which a run begins, and the most that take part."""
+    """Numbers of virtual workers on all nodes: the least with which a run begins, and the most that take part."""
 
     least: int
     most: int
@@ -46,19 +46,17 @@ class Role(Enum):
 
 @dataclass(frozen=True)
 class Rank:
-    """This process among the virtual workers: one process is one of them.
+    """Place of this process among the virtual workers. One process is one virtual worker.
 
     Attributes:
-        index: i, this virtual worker among all, from 0; N for a process that is none.
-        size: N, all virtual workers.
+        index: i, this virtual worker among all, from 0. N for a process that is no virtual worker.
+        size: N, the number of all virtual workers.
         node: This node among ``nodes``, from 0.
-        local: This virtual worker among those of its node, from 0.
-        per_node: Virtual workers on this node; other nodes may have another number of them.
-        nodes: Nodes.
-        role: The starter of this process.
-        of_nodes: Virtual workers on each node, where there are several and these numbers are known; else empty.
-        least: Virtual workers with which a run begins; 0 for all. Else ``size`` and the other numbers are of seats,
-            which need not all be taken.
+        local: This virtual worker among the virtual workers of its node, from 0.
+        per_node: Number of virtual workers on this node. Other nodes may have other numbers.
+        of_nodes: Number of virtual workers on each of several nodes, if known, else empty.
+        least: Number of virtual workers with which a run begins, or 0 for all. If not 0, ``size`` and the other numbers
+            count seats, which need not all be taken.
     """
 
     index: int
@@ -73,27 +71,28 @@ class Rank:
 
     @property
     def started(self) -> int:
-        """Virtual workers of this node that its first process is, or starts; others may come later, from elsewhere."""
+        """Number of this node's virtual workers that its first process is or starts. More may come later from
+        elsewhere."""
         return min(self.per_node, self.least) if self.least and self.nodes == 1 else self.per_node
 
     @property
     def has_room(self) -> bool:
-        """Tell whether processes may come to this node that nobody has started with this one."""
+        """True if processes may come to this node that were not started with this process."""
         return self.started < self.per_node
 
 
 def find_rank(
     virtual_workers: int | WorkerRange, num_nodes: int, environment: ClusterEnvironment, planned: Sequence[int] = ()
 ) -> Rank:
-    """The rank of this process.
+    """Return the rank of this process.
 
     Args:
-        virtual_workers: The setting: virtual workers on each node, or a range of those on all. 1 is its default, and
-            leaves torchrun's own.
-        num_nodes: The Trainer's. 1 is its default, and leaves torchrun's own.
-        environment: The one that Lightning detected, or that the user gave.
-        planned: Virtual workers on each node by a plan, which takes the place of ``virtual_workers``. A node without
-            any serves stages of others'.
+        virtual_workers: The setting: virtual workers on each node, or a range for all nodes. The default 1 leaves the
+            number to torchrun.
+        num_nodes: The Trainer's number. The default 1 leaves the number to torchrun.
+        environment: The environment that Lightning detected, or the user gave.
+        planned: Virtual workers on each node by a plan, instead of ``virtual_workers``. A node with 0 serves stages of
+            virtual workers of other nodes.
 
     Raises:
         SettingError: if settings, plan and started processes do not agree.
@@ -135,7 +134,7 @@ def find_rank(
         role, local = Role.CHILD, child.local
         if child.per_node != here:
             raise other_number(here, child.per_node)
-    elif environment.creates_processes_externally:  # a user started each process, and numbered it
+    elif environment.creates_processes_externally:  # a user started and numbered each process
         role, local = Role.EXTERNAL, environment.local_rank()
     if not 0 <= local < here:
         raise SettingError(
@@ -147,7 +146,7 @@ def find_rank(
 
 
 def _rank(of_nodes: Sequence[int], node: int, local: int, role: Role, least: int = 0) -> Rank:
-    """Rank of virtual worker ``local`` of ``node``, if the numbers of virtual workers on all nodes are known."""
+    """Make the rank of virtual worker ``local`` of ``node``, given the numbers of virtual workers on all nodes."""
     return Rank(
         index=sum(of_nodes[:node]) + local,
         size=sum(of_nodes),
@@ -162,7 +161,7 @@ def _rank(of_nodes: Sequence[int], node: int, local: int, role: Role, least: int
 
 
 def _on_each(virtual_workers: int | WorkerRange, nodes: int) -> tuple[int, ...]:
-    """Number of virtual workers, or of seats for them, on each node."""
+    """Return the number of virtual workers, or of seats for them, on each node."""
     if not isinstance(virtual_workers, WorkerRange):
         return (virtual_workers,) * nodes
     if virtual_workers.most % nodes:
@@ -176,7 +175,7 @@ def _on_each(virtual_workers: int | WorkerRange, nodes: int) -> tuple[int, ...]:
 def _as_started_of(
     virtual_workers: WorkerRange, num_nodes: int, environment: ClusterEnvironment, planned: Sequence[int]
 ) -> Rank:
-    """Rank of this process when an external launcher (torchrun, SLURM) started several ranks of a range."""
+    """Return the rank of this process if an external launcher (torchrun, SLURM) started several ranks of a range."""
     started = _as_started(1, num_nodes, environment, ())
     nodes = max(num_nodes, started.nodes)
     seats = tuple(planned) or _on_each(virtual_workers, nodes)
@@ -189,7 +188,7 @@ def _as_started_of(
 
 
 def count_nodes(num_nodes: int, environment: ClusterEnvironment) -> int:
-    """Number of nodes on which processes run: the Trainer's ``num_nodes``, or as torchrun or the like has it."""
+    """Return the number of nodes with processes: an external launcher's number, or the Trainer's ``num_nodes``."""
     if not _has_started(_starter(environment)):
         return num_nodes
     return next((int(os.environ[name]) for name in _NODES if name in os.environ), num_nodes)
@@ -202,12 +201,12 @@ def _starter(environment: ClusterEnvironment) -> ClusterEnvironment:
 
 
 def _has_started(environment: ClusterEnvironment) -> bool:
-    """True if torchrun, SLURM or the like has started and numbered all processes."""
+    """Return True if an external launcher (torchrun, SLURM) has started and numbered all processes."""
     return not isinstance(environment, LightningEnvironment) and environment.creates_processes_externally
 
 
 def other_number(virtual_workers: int, running: int) -> SettingError:
-    """The error of a program that asks for another number of virtual workers than its processes are."""
+    """Make the error that a program asks for another number of virtual workers than it has processes."""
     return SettingError(
         f"virtual_workers={virtual_workers}, but the processes of this program are {running} virtual workers on each"
         f" node already; give every HetPipeStrategy of the program virtual_workers={running}, or train the rest with"
@@ -216,7 +215,7 @@ def other_number(virtual_workers: int, running: int) -> SettingError:
 
 
 def _as_started(virtual_workers: int, num_nodes: int, environment: ClusterEnvironment, planned: Sequence[int]) -> Rank:
-    """The rank where each process that was started is a virtual worker; nodes may have different numbers of them."""
+    """Return the rank if each started process is a virtual worker. Nodes may have different numbers of them."""
     size, node, local = environment.world_size(), environment.node_rank(), environment.local_rank()
     nodes = count_nodes(num_nodes, environment)
     if num_nodes not in (1, nodes):
@@ -252,7 +251,8 @@ def _as_started(virtual_workers: int, num_nodes: int, environment: ClusterEnviro
 
 
 def _as_planned(planned: Sequence[int], nodes: int, node: int, per_node: int, size: int) -> bool:
-    """True for a process for each virtual worker; where nodes have none, there may be more, which serve, or wait."""
+    """Return True if each planned virtual worker has a process. If some nodes have none, additional processes serve or
+    wait."""
     if len(planned) != nodes:
         return False
     if 0 in planned:
@@ -278,7 +278,7 @@ def _nodes(count: int) -> str:
 
 
 def _started_here(size: int, node: int) -> int | None:
-    """The number of processes that were started on this node, if an environment variable says it."""
+    """Return the number of processes started on this node, if an environment variable says it."""
     for name in _LOCAL_SIZES:
         if name in os.environ:
             return int(os.environ[name])
@@ -292,16 +292,9 @@ def _started_here(size: int, node: int) -> int | None:
 
 
 def devices_of(devices: Sequence[torch.device], local: int, per_node: int) -> list[torch.device]:
-    """The devices of one of a node's virtual workers: a contiguous block, of which earlier ones get the larger.
-
-    Args:
-        devices: All devices of the node that the Trainer may use, in their order.
-        local: The virtual worker among those of the node.
-        per_node: Virtual workers on the node. On a CPU, more of them than ``devices`` share these.
-
-    Raises:
-        SettingError: if there are fewer accelerators than virtual workers.
-    """
+    """Return the devices of virtual worker ``local`` of a node: a contiguous block. Earlier virtual workers get larger
+    blocks. On a CPU, virtual workers may share ``devices``. Raise SettingError if there are fewer accelerators than
+    virtual workers."""
     if len(devices) < per_node:
         if all(device.type == "cpu" for device in devices):
             return list(devices)
@@ -316,7 +309,8 @@ def devices_of(devices: Sequence[torch.device], local: int, per_node: int) -> li
 
 
 def announce(rank: Rank) -> Callable[[], None]:
-    """Have only virtual worker 0 print, warn and log, where Lightning leaves that to rank 0; returns the undoing."""
+    """Make only virtual worker 0 print, warn and log, as Lightning does for rank 0. Return a function that undoes
+    this."""
     known: Any = rank_zero_only  # a function, on which Lightning keeps the rank
     before = known.rank
     known.rank = rank.index

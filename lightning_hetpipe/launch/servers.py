@@ -1,14 +1,13 @@
-"""The servers of a launch: this process starts some of them, and finds the coordinator.
+"""Servers of a launch: this process starts some of them, and finds the coordinator.
 
-    servers=[...]                   nothing is started; the first of them is the coordinator
-    one machine, our launcher       the first VW starts a server on a free loopback port, and its children are told
-    one machine, torchrun or such   likewise, and the others ask the first VW (``local_rendezvous``)
-    several machines                each node's first process starts one (with placement="local" only node 0's does,
-                                    unless virtual workers have stages on several nodes). Node 0's is the coordinator:
-                                    it listens on MASTER_ADDR, port HETPIPE_PORT or else MASTER_PORT + 1, where all look
-                                    for it
+    servers=[...]                   nothing is started, and the first server is the coordinator
+    one machine, our launcher       the first VW starts a server on a free loopback port, and informs its children
+    one machine, torchrun or such   the first VW starts a server, and other VWs ask the VW (``local_rendezvous``)
+    several machines                each node's first process starts a server (with placement="local" only node 0's
+                                    does, unless virtual workers have stages on several nodes). Node 0's server is the
+                                    coordinator. It listens on MASTER_ADDR, port HETPIPE_PORT or else MASTER_PORT + 1
 
-All VWs meet at the coordinator, where they tell each other of further servers (``workers/group.py``).
+All VWs meet at the coordinator, where they inform each other of further servers (``workers/group.py``).
 """
 
 from __future__ import annotations
@@ -40,28 +39,26 @@ from lightning_hetpipe.server.protocol.identifiers import FirstLost, PeerFailed
 from lightning_hetpipe.server.transport.security import Security, is_loopback, joined
 
 COORDINATOR, TOKEN = "HETPIPE_COORDINATOR", "HETPIPE_TOKEN"
-"""Variables for a launch's other processes: the address of the coordinator, and the token that it asks for."""
+"""Variables for a launch's other processes: the coordinator's address, and the token for it."""
 LAUNCH = "HETPIPE_LAUNCH"
-"""Likewise, the id of the launch, where servers are not its own."""
+"""Variable for a launch's other processes: the launch id, if servers are not the launch's own."""
 RESUMED = "HETPIPE_RESUMED"
-"""Likewise, the checkpoint that the first process goes on from, where it was started again."""
+"""Variable for a launch's other processes: the checkpoint from which a restarted first process goes on."""
 ANY = "127.0.0.1:0"
-"""The address at which a server listens for a single machine."""
+"""Address at which a server listens for a single machine."""
 PORT = "HETPIPE_PORT"
-"""The port on which each node's server listens, where there are several nodes."""
+"""Variable with the port of each node's server, if there are several nodes."""
 
 
 @dataclass(frozen=True)
 class FoundServers:
-    """The servers, as far as one process knows them.
+    """Servers, as far as one process knows them.
 
     Attributes:
-        coordinator: Its address.
-        known: The servers that this process tells all others of.
-        security: Certificates and token for calls of servers.
-        hosts: Servers end with this process though VWs that it did not start may still need them.
-        launch: The launch id, where others may use the same servers; empty where there is none.
-        of_nodes: Virtual workers of each node, where there are several and these numbers are known; else empty.
+        known: Addresses of servers that this process sends to all other virtual workers.
+        hosts: True if servers end with this process, although VWs that it did not start may still need them.
+        launch: Launch id if other launches may use the same servers, else empty.
+        of_nodes: Number of virtual workers of each of several nodes, if known, else empty.
     """
 
     coordinator: str
@@ -72,7 +69,7 @@ class FoundServers:
     of_nodes: tuple[int, ...] = ()
 
     def place_of(self, worker: int) -> str:
-        """The node of a virtual worker, in brackets; empty where it is not known."""
+        """Return the node of a virtual worker, in brackets, or an empty text if it is not known."""
         return f" (node {bisect(list(accumulate(self.of_nodes)), worker)})" if self.of_nodes else ""
 
 
@@ -80,21 +77,16 @@ _server: Supervisor | None = None
 _lost: ServerLost | None = None
 _rendezvous: LocalRendezvous | None = None
 _first: FirstProcess | None = None
-"""The process of this machine's first VW, where neither is the other's launcher."""
+"""Process of this machine's first VW, if neither process is the other's launcher."""
 _undo = ExitStack()
 _launch = ""
-"""The launch id of our own launcher's processes."""
+"""Launch id of our own launcher's processes."""
 
 
 def start(rank: Rank, environment: ClusterEnvironment, wsp: WSPSettings, *, everywhere: bool = False) -> dict[str, str]:
-    """Start this node's server, if its first VW has to and has not; returns variables for the node's other processes.
-
-    Args:
-        everywhere: Whether each node has one also with ``placement="local"``.
-
-    Raises:
-        SettingError: if the server cannot listen where it should, or it would be open to strangers.
-    """
+    """Start this node's server if its first VW has to, unless it runs. Return variables for the node's other processes.
+    With ``everywhere``, each node has a server even if ``placement="local"``. Raise SettingError if the server cannot
+    listen at its address, or would be open to strangers."""
     if wsp.servers is not None:
         return {} if rank.size > rank.per_node else {LAUNCH: _launch_here()}
     if rank.nodes > 1:
@@ -103,7 +95,7 @@ def start(rank: Rank, environment: ClusterEnvironment, wsp: WSPSettings, *, ever
         if rank.index == 0 or wsp.placement != "local" or everywhere:
             _serve(joined(host_of_node(rank, coordinator), int(port)), security, wsp.lease)
         return {COORDINATOR: coordinator, TOKEN: security.token or ""}
-    # A token of the user's lets `hetpipe-server status` ask; otherwise the server makes up one that nobody knows.
+    # With the user's token, `hetpipe-server status` can ask. Otherwise the server makes a token that nobody knows.
     server = _serve(ANY, Security(token=wsp.security.from_environment().token), wsp.lease)
     return {COORDINATOR: server.address, TOKEN: server.security.token or ""}
 
@@ -111,15 +103,9 @@ def start(rank: Rank, environment: ClusterEnvironment, wsp: WSPSettings, *, ever
 def find(
     rank: Rank, environment: ClusterEnvironment, wsp: WSPSettings, timeout: float, further: Sequence[str] | None = None
 ) -> FoundServers:
-    """Find the servers; where this process is its node's first VW, it starts them.
-
-    Args:
-        timeout: Seconds to wait for the answer of the node's first VW.
-        further: Servers of nodes without a virtual worker; None where virtual workers have stages on one node each.
-
-    Raises:
-        SettingError: as ``start`` does; and if an environment variable is missing.
-    """
+    """Find the servers. The node's first VW starts its node's server, as :func:`start` does. Wait ``timeout`` seconds
+    for its answer. ``further`` are servers of nodes without a virtual worker, or None if each virtual worker has all
+    stages on one node. Raise as :func:`start` does, and SettingError if an environment variable is missing."""
     given = wsp.security.from_environment()
     if wsp.servers is not None:
         known = wsp.servers if rank.index == 0 else ()
@@ -146,12 +132,13 @@ def find(
 
 
 def own_address() -> str:
-    """The address of this process's server; empty where it has none."""
+    """Return the address of this process's server, or an empty text."""
     return "" if _server is None else _server.server.address
 
 
 def lost() -> Exception | None:
-    """The error to end on, where the process that runs the virtual workers' server is gone for good."""
+    """Return the error with which to end if the process that runs the virtual workers' server is gone for good, or
+    None."""
     child = parent_watch.this_child()
     if child is not None and child.orphaned:
         return PeerFailed("the launcher has ended")
@@ -159,10 +146,8 @@ def lost() -> Exception | None:
 
 
 def resumed_from() -> Path | None:
-    """The checkpoint that the first process on this machine goes on from, as its run was started again.
-
-    One that a person has started beside it, and that begins with it, does not know of that one by its own command.
-    """
+    """Return the checkpoint from which the first process on this machine goes on after a restart, or None. A process
+    that a person has started beside the first process does not know this checkpoint from its own command."""
     found = "" if _first is None else _first.variables.get(RESUMED)
     return Path(found) if found else None
 
@@ -180,7 +165,7 @@ def stop() -> None:
 
 
 def _serve(address: str, security: Security, lease: float) -> ServerProcess:
-    """The server of this process, which all Trainers of the launch use; starts it if it does not run."""
+    """Return the server of this process, which all Trainers of the launch use. Start it if it does not run."""
     global _server
     if _server is None:
         process = ServerProcess(
@@ -218,17 +203,17 @@ def _launch_here() -> str:
 
 
 def _launch_at_servers(rank: Rank, environment: ClusterEnvironment) -> str:
-    """The launch id, the same in all processes of a launch, whoever started them."""
+    """Return the launch id, which is equal in all processes of a launch, for any starter."""
     if rank.size == rank.started and rank.role is not Role.EXTERNAL:
         return parent_watch.launcher_variables().get(LAUNCH, "") if rank.role is Role.CHILD else _launch_here()
     if isinstance(environment, LightningEnvironment) and not {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
-        return ""  # nobody needs these where all servers are named
+        return ""  # nobody needs a launch id if all servers are named
     return f"{environment.main_address}:{environment.main_port}/{os.environ.get('TORCHELASTIC_RUN_ID', '')}"
 
 
 def _may_be_met(rank: Rank) -> bool:
-    """Tell whether processes may come to this node's first one that it has not started."""
-    # One that was lost may be started again by hand, if the launch has a name that others can know.
+    """Return True if processes that this node's first process has not started may come to it."""
+    # A lost process may be started again by hand, if it can know the launch's name.
     is_named = sys.platform == "linux" and {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
     return rank.role is Role.EXTERNAL or rank.has_room or (rank.per_node > 1 and is_named)
 
@@ -261,7 +246,7 @@ def _meet_first(environment: ClusterEnvironment, timeout: float) -> FirstProcess
 
 
 def host_of_node(rank: Rank, coordinator: str) -> str:
-    """The host at which this node's servers listen: its address in the network of node 0. Nothing is sent."""
+    """Return the host at which this node's servers listen: its address in the network of node 0. Nothing is sent."""
     host, _, port = coordinator.rpartition(":")
     if rank.index == 0:
         return host.strip("[]")
@@ -279,11 +264,8 @@ def host_of_node(rank: Rank, coordinator: str) -> str:
 
 
 def over_nodes(rank: Rank, environment: ClusterEnvironment, security: Security) -> tuple[str, Security]:
-    """The coordinator's address, and ``security``, if that is enough for several nodes.
-
-    Raises:
-        SettingError: if it is not, or an environment variable is missing.
-    """
+    """Return the coordinator's address, and ``security``. Raise SettingError if ``security`` does not suffice for
+    several nodes, or if an environment variable is missing."""
     host, port = _main(environment, f"num_nodes={rank.nodes}")
     if PORT in os.environ:
         if not os.environ[PORT].isdecimal() or not 0 < int(os.environ[PORT]) < 1 << 16:
@@ -315,8 +297,8 @@ def over_nodes(rank: Rank, environment: ClusterEnvironment, security: Security) 
 
 
 def _main(environment: ClusterEnvironment, why: str) -> tuple[str, int]:
-    """MASTER_ADDR and MASTER_PORT, as the environment knows them."""
-    if isinstance(environment, LightningEnvironment):  # which makes up a missing one
+    """Return MASTER_ADDR and MASTER_PORT from the environment."""
+    if isinstance(environment, LightningEnvironment):  # this environment makes up missing values
         missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
         if missing:
             raise SettingError(
@@ -333,7 +315,7 @@ def _main(environment: ClusterEnvironment, why: str) -> tuple[str, int]:
 
 
 def _resolved(host: str, port: int) -> tuple[socket.AddressFamily, Any]:
-    """The family and address of ``host``, as a socket wants them."""
+    """Return the family and address of ``host`` for a socket."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     except OSError as error:
@@ -348,7 +330,7 @@ def _address_of(host: str) -> str:
 
 
 def _launch_of(environment: ClusterEnvironment) -> str:
-    """The launch id on this machine."""
+    """Return the launch id on this machine."""
     host, port = _main(environment, "a launch that processes come to which it has not started")
     run = [os.environ.get(name, "") for name in ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "SLURM_STEP_ID")]
     return "/".join([host, str(port), *run])

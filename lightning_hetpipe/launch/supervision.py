@@ -1,14 +1,15 @@
-"""Supervision of a run: it is started again from its newest checkpoint where virtual worker 0 is lost.
+"""Supervision of a run: it is started again from its newest checkpoint if virtual worker 0 is lost.
 
-    supervisor        the command that a person has started; it trains nothing, and so outlives what trains
-    first process     the same command once more: virtual worker 0, which starts the others
+    supervisor        the command that a person has started. It trains nothing, and so outlives the training
+    first process     the same command once more: virtual worker 0, which starts the other virtual workers
 
-The first process and all that it starts, or that come to it, hold one end of a pipe. Each line in it is the path of a
-checkpoint that a run can go on from, an empty one says that virtual worker 0 is lost, and its end that all of them have
-ended: the lowest virtual worker that is left may save the run after virtual worker 0 has died.
+The first process and its virtual workers hold one end of a pipe. A line in the pipe is the path of a checkpoint from
+which a run can go on. An empty line means that virtual worker 0 is lost. The end of the pipe means that all these
+processes have ended. The supervisor waits for it, because the lowest remaining virtual worker may save the run after
+the death of virtual worker 0.
 
-A virtual worker that a person has started beside a run (`launch/local_rendezvous.py`) has a supervisor of its own,
-which starts it again where it was lost, or has lost virtual worker 0: then it comes to the run that goes on.
+A virtual worker that a person has started beside a run (`launch/local_rendezvous.py`) has its own supervisor. It
+restarts the virtual worker if that was lost, or has lost virtual worker 0, so that it comes to the run that goes on.
 """
 
 from __future__ import annotations
@@ -34,12 +35,8 @@ from lightning_hetpipe.server.process.signals import guarded
 
 
 class Progress(NamedTuple):
-    """Progress of a run when a checkpoint of it was saved; greater ones are further.
-
-    Attributes:
-        epoch: Its epoch; -1 of a file that cannot be read.
-        waves: Waves in that epoch; minibatches where there are no waves.
-        steps: Optimizer steps in all.
+    """Progress of a run at a checkpoint. A greater value means more progress. ``epoch`` is -1 for an unreadable file.
+    ``waves`` counts within the epoch, and counts minibatches in a run without waves. ``steps`` are all optimizer steps.
     """
 
     epoch: int
@@ -48,7 +45,7 @@ class Progress(NamedTuple):
 
 
 def progress_of(path: str | Path) -> Progress:
-    """The progress of the checkpoint at ``path``."""
+    """Read the progress of the checkpoint at ``path``."""
     try:
         with zipfile.ZipFile(path) as archive:
             (name,) = (name for name in archive.namelist() if name.endswith("/data.pkl"))
@@ -56,7 +53,7 @@ def progress_of(path: str | Path) -> Progress:
                 content: Any = _PlainReader(file).load()
         epoch, loop = content["epoch"], content["loops"]["fit_loop"]
         begun, batches = loop["epoch_progress"]["current"], loop["epoch_loop.batch_progress"]["current"]
-        is_between = epoch >= begun["ready"]  # the last epoch is over, and its batches are counted still
+        is_between = epoch >= begun["ready"]  # the last epoch is over, but its batches are still counted
         waves = 0.0 if is_between else batches["processed"] / content.get("hetpipe", {}).get("wave", 1)
         return Progress(int(epoch), float(waves), int(content["global_step"]))
     except Exception:  # whatever somebody's plugin has written
@@ -64,17 +61,16 @@ def progress_of(path: str | Path) -> Progress:
 
 
 def furthest(paths: Iterable[str]) -> str | None:
-    """The one of ``paths`` with the most progress; of equal ones the last, and None where none is there.
-
-    The newest file need not be that one: where virtual worker 0 is lost, one that was late may save last what it had.
-    So the contents tell, of which nothing but plain values is unpickled.
-    """
+    """Return the existing path with the most progress, of equal ones the last, or None. The newest file may not have
+    the most progress: a slow virtual worker may save last after virtual worker 0 is lost. So the contents decide, from
+    which only plain values are unpickled."""
     there = [path for path in paths if os.path.isfile(path)]
     return max(reversed(there), key=progress_of, default=None)
 
 
 class _PlainReader(pickle.Unpickler):
-    """Unpickles numbers, strings, and lists and dicts of them; others have stand-ins, and no code of theirs runs."""
+    """Unpickler of numbers, strings, and lists and dicts of them. Stand-ins replace other objects, whose code never
+    runs."""
 
     def find_class(self, module: str, name: str) -> Any:
         return OrderedDict if (module, name) == ("collections", "OrderedDict") else _Placeholder
@@ -84,7 +80,7 @@ class _PlainReader(pickle.Unpickler):
 
 
 class _Placeholder:
-    """Takes the place of any object, and takes anything that unpickling does with one."""
+    """Stand-in for any object, which accepts all operations of unpickling."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         pass
@@ -96,14 +92,14 @@ class _Placeholder:
 
 
 VARIABLE = "HETPIPE_SUPERVISED"
-"""The environment variable of a supervised process: the descriptor of its end of the pipe, and, as in 7@last.ckpt, the
-checkpoint that its run goes on from, if it was started again."""
+"""Environment variable of a supervised process: the descriptor of its end of the pipe. After a restart, the checkpoint
+from which the run goes on follows, as in 7@last.ckpt."""
 
 LONGEST = 120.0
-"""Seconds that are waited for the others after virtual worker 0, which end within seconds of it."""
+"""Seconds to wait for the other processes after the end of virtual worker 0. They end within seconds of it."""
 
 ENDS = (0, 1, 2, 130, 143)
-"""Exit codes with which a command ends by itself; any other one, or a signal, is a loss."""
+"""Exit codes with which a command ends by itself. Any other exit code, or a signal, is a loss."""
 
 _PASSED_ON = ("SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2")
 _LOCAL = "LOCAL_RANK"
@@ -115,10 +111,8 @@ _resumed = ""
 
 
 def supervised() -> int | None:
-    """The descriptor of this process's end of the pipe; None where nobody supervises it.
-
-    The variable is taken out of the environment, lest a program believes it of itself that this one starts.
-    """
+    """Return the descriptor of this process's end of the pipe, or None without a supervisor. The variable is removed
+    from the environment, because a program that this process starts would misread it."""
     global _resumed
     if (told := os.environ.pop(VARIABLE, None)) is not None:
         descriptor, _, _resumed = told.partition("@")
@@ -127,24 +121,24 @@ def supervised() -> int | None:
 
 
 def tell(pipe: int) -> None:
-    """Have the supervisor at the other end of ``pipe`` told from now on."""
+    """Report to the supervisor at the other end of ``pipe`` from now on."""
     global _pipe
     _pipe = pipe
     os.set_inheritable(pipe, False)
 
 
 def resumed_from() -> str:
-    """The checkpoint that this process's run goes on from, as it was started again; empty where it was not."""
+    """Return the checkpoint from which the run goes on if this process was restarted, or an empty text."""
     return _resumed if supervised() is not None else ""
 
 
 def note_saved(path: str | Path) -> None:
-    """Tell the supervisor, if there is one, of a checkpoint that the run can go on from."""
+    """Report to the supervisor, if any, a checkpoint from which the run can go on."""
     _say(os.path.abspath(path))
 
 
 def note_lost() -> None:
-    """Tell the supervisor, if there is one, that the others have lost virtual worker 0, and end."""
+    """Report to the supervisor, if any, that the other virtual workers have lost virtual worker 0, and end."""
     _say("")
 
 
@@ -155,15 +149,9 @@ def _say(line: str) -> None:
 
 
 class RunSupervisor:
-    """Runs a program to its end, and again where its first process is lost.
-
-    Args:
-        command: Starts the program.
-        folder: The folder to start it in.
-        restarts: How often it is started again, at most.
-        going_on: Gives the arguments by which virtual worker 0 goes on from a checkpoint; others get that from it.
-        vw: The virtual worker that it is.
-    """
+    """Runner of a program to its end, and again, at most ``restarts`` times, if its first process is lost. ``command``
+    starts the program in ``folder`` as virtual worker ``vw``. ``going_on`` returns the arguments by which virtual
+    worker 0 goes on from a checkpoint. Other virtual workers get the checkpoint from virtual worker 0."""
 
     def __init__(
         self, command: Sequence[str], folder: str, restarts: int, going_on: Callable[[str], Sequence[str]], vw: int = 0
@@ -175,7 +163,7 @@ class RunSupervisor:
         self._told: int | None = None  # the signal by which all are to end
 
     def run(self) -> int:
-        """Run it; gives the exit code of the last time."""
+        """Run the program, and return the exit code of its last run."""
         path: str | None = None
         with self._passing_signals_on():
             while True:
@@ -205,7 +193,7 @@ class RunSupervisor:
             )
         finally:
             os.close(theirs)
-        if self._told is not None:  # while there was no process, or not this one
+        if self._told is not None:  # it came before this process existed
             process.send_signal(self._told)
         reader = threading.Thread(target=self._read, args=(ours,), name="hetpipe-supervisor", daemon=True)
         reader.start()
@@ -218,13 +206,13 @@ class RunSupervisor:
         with open(ours, encoding="utf-8", errors="surrogateescape") as pipe:
             for line in pipe:
                 if line == "\n":
-                    self._send(self._process, signal.SIGCONT)  # it may be stopped, and ends once it goes on
+                    self._send(self._process, signal.SIGCONT)  # a stopped process ends once it goes on
                 else:
                     self._saved.append(line.rstrip("\n"))
 
     @contextlib.contextmanager
     def _passing_signals_on(self) -> Iterator[None]:
-        """Leave signals to the program. A terminal's Ctrl-C reaches it by itself, one sent to all after all."""
+        """Context manager that passes signals on to the program. A terminal's Ctrl-C reaches the program by itself."""
 
         def pass_on(signum: int, frame: FrameType | None) -> None:
             self._told = signum
@@ -236,7 +224,7 @@ class RunSupervisor:
                 later.start()
 
         known = [getattr(signal, name) for name in _PASSED_ON if hasattr(signal, name)]
-        # One that is ignored here, as SIGINT in the background of a script, stays so in the program.
+        # A signal that is ignored here, as SIGINT in the background of a script, stays ignored in the program.
         heard = [each for each in known if signal.getsignal(each) is not signal.SIG_IGN]
         before = {each: signal.signal(each, pass_on) for each in heard}
         try:
@@ -253,7 +241,7 @@ class RunSupervisor:
 
 
 def _is_in_foreground() -> bool:
-    """Tell whether Ctrl-C at a terminal reaches this process, and so all of its group."""
+    """Return True if Ctrl-C at a terminal reaches this process, and so all of its group."""
     try:
         with open("/dev/tty") as terminal:
             return os.tcgetpgrp(terminal.fileno()) == os.getpgrp()
@@ -262,12 +250,13 @@ def _is_in_foreground() -> bool:
 
 
 def can_supervise() -> bool:
-    """Tell whether this process may start its program in another one: a person has started it, by a plain command."""
+    """Return True if this process may start its program in another process: a person has started it by a plain
+    command."""
     is_started = supervised() is not None or this_child() is not None
     return not is_started and sys.platform != "win32" and not any(name in os.environ for name in _NUMBERED)
 
 
 def own_number() -> int:
-    """The virtual worker of this machine that a person has started here."""
+    """Return the number of the virtual worker of this machine that a person has started here."""
     given = os.environ.get(_LOCAL, "")
     return int(given) if given.isdecimal() else 0

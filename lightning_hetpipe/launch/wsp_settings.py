@@ -11,11 +11,8 @@ from lightning_hetpipe.server.transport.security import Security
 
 @dataclass(frozen=True)
 class WSPSettings:
-    """The checked arguments of a :class:`WSPCallback`.
-
-    Attributes:
-        left_out: Names of those that nobody has set, which a plan says; they have their defaults here.
-    """
+    """Checked arguments of a :class:`WSPCallback`. ``left_out`` names the settings that nobody has set. They have their
+    defaults here, and a plan decides them."""
 
     clock_distance: int
     wave: int | Literal["auto"]
@@ -32,11 +29,7 @@ class WSPSettings:
     left_out: frozenset[str] = frozenset()
 
     def check_later(self, later: WSPSettings) -> None:
-        """Check that a later Trainer of the program uses the same servers in the same way.
-
-        Raises:
-            SettingError: if its servers or their security differ.
-        """
+        """Raise SettingError if a later Trainer of the program has other servers or another security."""
         if later.servers != self.servers:
             given, known = (None if each is None else list(each) for each in (later.servers, self.servers))
             raise SettingError(

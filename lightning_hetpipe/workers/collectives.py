@@ -1,4 +1,4 @@
-"""Lightning's collectives over the one primitive of virtual workers, a gather; and gathers of values as bytes."""
+"""Lightning's collectives over the only primitive of virtual workers, a gather, and gathers of values as bytes."""
 
 from __future__ import annotations
 
@@ -26,12 +26,13 @@ _LOG = "lightning.pytorch.trainer.connectors.logger_connector.result"
 
 
 def everyones(group: Group, tensor: Tensor, what: str) -> list[Tensor]:
-    """Everyone's ``tensor``, without its graph, on the device of one's own; ``what`` names the call."""
+    """Return the ``tensor`` of each virtual worker, without its graph, on this one's device. ``what`` names the
+    call."""
     return [each.to(tensor.device) for each in group.gather(_detached(tensor), what)]
 
 
 def broadcast(group: Group, value: Any, source: int) -> Any:
-    """The value of virtual worker ``source``; where that one does not take part, of the first that does."""
+    """Return the value of virtual worker ``source``, or if it does not take part, of the first that does."""
     is_path = isinstance(value, Path)
     given = (group.index == source, is_path, str(value) if is_path else value)
     found = group.gather(given, f"strategy.broadcast(src={source})")
@@ -40,7 +41,7 @@ def broadcast(group: Group, value: Any, source: int) -> Any:
 
 
 def reduce(group: Group, tensor: Tensor, how: Any) -> Tensor:
-    """The sum, or by default the mean, of everyone's ``tensor``, added in the order of virtual workers."""
+    """Return the mean, or another reduction ``how``, of all ``tensor``, added in the order of virtual workers."""
     name = str(getattr(how, "name", how) or "mean").lower().rpartition(".")[2]
     reductions: dict[str, Callable[[list[Tensor]], Tensor]] = {
         "mean": lambda found: _total(found).div(len(found)).to(tensor.dtype),
@@ -56,11 +57,7 @@ def reduce(group: Group, tensor: Tensor, how: Any) -> Tensor:
 
 
 def all_gather(group: Group, tensor: Tensor, sync_grads: bool) -> Tensor:
-    """Everyone's ``tensor``, stacked.
-
-    Raises:
-        SettingError: if gradients are to come back from the others.
-    """
+    """Stack the ``tensor`` of all virtual workers. Raise SettingError if gradients would have to flow back."""
     if sync_grads and tensor.requires_grad and torch.is_grad_enabled():
         raise SettingError(
             "all_gather(sync_grads=True) joins the backward passes of concurrent workers in every step, which virtual"
@@ -70,30 +67,27 @@ def all_gather(group: Group, tensor: Tensor, sync_grads: bool) -> Tensor:
 
 
 def decide(group: Group, decision: bool, unanimous: bool) -> bool:
-    """True if all (or any) of them decide so."""
+    """Return True if all (or without ``unanimous``, any) of the virtual workers decide so."""
     found = group.gather(bool(decision), "strategy.reduce_boolean_decision")
     return all(found) if unanimous else any(found)
 
 
 def tensors_of_first(group: Group, tensors: Sequence[Tensor], what: str) -> list[Tensor]:
-    """Virtual worker 0's ``tensors``, on the CPU; this one's own, if that one does not take part."""
+    """Return virtual worker 0's ``tensors`` on the CPU, or this one's if virtual worker 0 does not take part."""
     mine = [_detached(tensor) for tensor in tensors]
     given: list[Tensor] | None = group.gather(mine if group.index == 0 else None, what)[0]
     return mine if given is None else given
 
 
 def runs_ahead(in_flight: int) -> bool:
-    """True if this thread runs a user's step ahead of Lightning's loop, where virtual workers are at different places.
-
-    Args:
-        in_flight: Nm of the training that runs.
-    """
+    """Return True if this thread runs a user's step ahead of Lightning's loop, given Nm. Other virtual workers are
+    elsewhere then."""
     batch = current()
     return batch is not None and (in_flight > 1 or not isinstance(batch, Minibatch))
 
 
 def is_logging() -> bool:
-    """True if ``self.log`` calls: its values of a step that runs ahead wait for Lightning's step."""
+    """Return True if ``self.log`` is the caller. Its values of a step that runs ahead wait for Lightning's step."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_globals.get("__name__") != _LOG:
         frame = frame.f_back
@@ -101,7 +95,7 @@ def is_logging() -> bool:
 
 
 def ahead(what: str) -> SettingError:
-    """The error of a user's step that runs ahead and waits for the other virtual workers."""
+    """Make the error of a user's step that runs ahead and waits for the other virtual workers."""
     return SettingError(
         f"{what} waits for the other virtual workers in a step that runs ahead of Lightning's loop, where each of them"
         " is at another place; call it in a hook, such as on_train_batch_end, or set in_flight=1"
@@ -109,7 +103,7 @@ def ahead(what: str) -> SettingError:
 
 
 def apart(what: str) -> SettingError:
-    """The error of a call within a wave that waits for virtual workers with other shares."""
+    """Make the error of a call within a wave that waits for virtual workers with other shares."""
     if is_logging():
         what = "self.log(..., sync_dist=True) at every step"
     return SettingError(
@@ -127,7 +121,7 @@ def _total(found: list[Tensor]) -> Tensor:
 
 
 def _detached(tensor: Tensor) -> Tensor:
-    """``tensor`` on the CPU, without its graph, and without the rest of a larger one of which it is a view."""
+    """Copy ``tensor`` to the CPU without its graph, and if it is a view, without the rest of its storage."""
     tensor = tensor.detach().cpu()
     is_view = tensor.layout == torch.strided and tensor.untyped_storage().nbytes() > tensor.nbytes
     return tensor.clone() if is_view else tensor
@@ -136,7 +130,7 @@ def _detached(tensor: Tensor) -> Tensor:
 # Gathers of values, in what virtual workers exchange as bytes.
 
 CHUNK = 16 << 20
-"""Bytes of content in a chunk, fewer than servers take."""
+"""Bytes of content in a chunk, fewer than the servers' limit."""
 
 
 def gather_in_chunks(
@@ -145,16 +139,18 @@ def gather_in_chunks(
     take: Callable[[int, bytes], object],
     chunk: int = CHUNK,
 ) -> list[int]:
-    """Hand everyone's content to ``take``, in parts; return the virtual workers whose content came whole.
+    """Pass the content of all virtual workers to ``take``, in parts. Return the virtual workers whose content is
+    complete.
 
-    Servers keep two gathers at a time, and take no large ones. Each chunk begins with a byte that says whether another
-    one follows. All take part until no further chunk is due, also those that have given everything. A virtual worker
-    that is gone before its last chunk is left out. Bound: one gather's chunks.
+    Servers keep two gathers at a time, and no large ones. The first byte of each chunk says whether another chunk
+    follows. All virtual workers take part until no chunk is due, even after their own last chunk. A virtual worker that
+    is gone before its last chunk is left out. Bound: the chunks of one gather.
 
     Args:
-        content: The content of this one.
-        gather: One gather: takes a chunk, gives everyone's. Called equally often by all.
-        take: Takes a virtual worker and the next part of its content, which is not empty.
+        content: Content of this virtual worker.
+        gather: Function that gathers one chunk, and returns the chunks of all. All virtual workers call it equally
+            often.
+        take: Function of a virtual worker and the next, non-empty part of its content.
         chunk: Bytes of content in a chunk.
     """
     whole, due, start = list[int](), set[int](), 0
@@ -173,21 +169,21 @@ def gather_in_chunks(
 
 
 Exchange = Callable[[bytes | memoryview, Callable[[int, bytes], object]], list[int]]
-"""Gives one's own bytes, and takes everyone's in parts; returns the virtual workers whose bytes came whole."""
+"""Function of this one's bytes and a taker of all bytes in parts. It returns the virtual workers with complete
+bytes."""
 
 
 def gather_values(exchange: Exchange, index: int, value: Any, what: str, unequal: bool) -> list[Any]:
-    """The values of all virtual workers that take part, in their order.
+    """Return the values of all virtual workers that take part, in their order.
 
     Args:
-        exchange: Called once.
-        index: Number of this virtual worker.
+        exchange: Exchange of bytes, called once.
         value: Tensors, numbers, strings, None, and lists, tuples and dicts of them, of any size.
-        what: Names the call, which must be the same on all.
-        unequal: Virtual workers have shares of their own, which is said if they make other calls.
+        what: Name of the call, which must be equal on all.
+        unequal: Whether virtual workers have shares of their own, which an error about other calls mentions.
 
     Raises:
-        RuntimeError: if others have made another call.
+        RuntimeError: if other virtual workers have made another call.
         SettingError: if a value cannot be sent between processes.
     """
     buffer = io.BytesIO()

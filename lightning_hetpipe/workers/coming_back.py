@@ -1,15 +1,15 @@
-"""Seats in a run, and coming to one: a process takes a seat when the next epoch begins, one lost or never taken.
+"""Seats in a run, and coming to one: at the begin of an epoch, a process takes a lost seat or a seat never taken.
 
-The process runs the user's program from its start, and is *returning* until it has a seat in the fit: what it gathers
-is answered from virtual worker 0's record of the same calls, and goes to nobody. Virtual worker 0 leaves two things
-with the coordinator, in the session of the launch (``KeptContent``):
+The process runs the user's program from its start. It is *returning* until it has a seat in the fit: virtual worker 0's
+record answers its gathers, which reach nobody. Virtual worker 0 leaves two things with the coordinator, in the session
+of the launch (``KeptContent``):
 
     record      when the first epoch of a fit begins: the results of all gathers until then
-    state       when all have ended an epoch, for those that wait for it: a checkpoint of Lightning's
+    state       when all have ended an epoch, for waiting processes: a checkpoint of Lightning's
 
-A returning process is let in to that session once the record is there, and waits for the state when Lightning loads the
-checkpoint that it resumes from. Then it asks for its seat in the session of the fit. All others wait meanwhile, for one
-lease at most. At the cut, those that have come agree with all others on who has a seat.
+A returning process enters that session once the record is there. It waits for the state when Lightning loads the
+checkpoint from which it resumes. Then it asks for its seat in the session of the fit, while the other virtual workers
+wait for one lease at most. At the cut, all agree on who has a seat.
 """
 
 from __future__ import annotations
@@ -33,24 +33,24 @@ if TYPE_CHECKING:
 
 RECORD, STATE = "record", "state"
 OVER = b"over"
-"""Left in the place of both once nobody can come back any more."""
+"""Replacement for record and state once no virtual worker can come back any more."""
 
 EXCHANGE = "the exchange of"
-"""Beginning of the names of gathers in which virtual worker 0 gives tensors to the others."""
+"""Begin of the names of gathers in which virtual worker 0 gives tensors to the other virtual workers."""
 
 _AGAIN = 0.1
-"""Seconds between looks at the coordinator's status."""
+"""Seconds between requests for the coordinator's status."""
 
 
 class NamelessFile:
-    """An empty file without a name, for code that wants a path; it goes with this process, however that ends."""
+    """Empty file without a name, for code that needs a path. It vanishes with this process, however that ends."""
 
     def __init__(self) -> None:
         self._file = tempfile.TemporaryFile(prefix="hetpipe-")  # noqa: SIM115
 
     @property
     def path(self) -> Path:
-        """The path by which this process opens it."""
+        """Path by which this process opens it."""
         return Path("/dev/fd", str(self._file.fileno()))
 
     def close(self) -> None:
@@ -59,7 +59,7 @@ class NamelessFile:
 
 
 class CameTooLate(VirtualWorkerLost):
-    """A returning process has no seat any more to come back to."""
+    """Error that a returning process has no seat any more to which it can come back."""
 
     is_news = True
 
@@ -68,7 +68,8 @@ class CameTooLate(VirtualWorkerLost):
 
 
 class SeatMissed(CameTooLate):
-    """A returning process has no seat, as the others have gone on without it; a later one of it may get one."""
+    """Error that the other virtual workers have gone on before a returning process had a seat. A later process of it
+    may get a seat."""
 
     may_return = True
 
@@ -80,7 +81,7 @@ class SeatMissed(CameTooLate):
 
 
 def too_late(index: int) -> CameTooLate:
-    """The error of virtual worker ``index``, where there is no training any more to take part in."""
+    """Make the error of virtual worker ``index`` if there is no training any more in which it could take part."""
     return CameTooLate(
         f"virtual worker {index} comes back to a run whose training is over, or that of its first fit, to which"
         " alone one can come back; start all of them anew for another"
@@ -92,11 +93,10 @@ class FitRecord:
     """Virtual worker 0's record of a fit until its first epoch begins.
 
     Attributes:
-        session: Name of the fit's session.
-        settings: Settings that all have agreed on, as "name=value".
-        homes: Server of each parameter, for ``placement="local"``; empty where none was chosen.
+        settings: Settings on which all have agreed, as "name=value".
+        homes: Server of each parameter for ``placement="local"``, or empty.
         gathers_made: Number of the last gather in the session of the launch.
-        gathers: For each gather, its call and everyone's values.
+        gathers: For each gather, its call and the values of all.
     """
 
     session: str = ""
@@ -107,14 +107,9 @@ class FitRecord:
 
 
 class Returning:
-    """This process, while it comes back as virtual worker ``index`` and has no seat in the fit.
-
-    Args:
-        launch: Its client in the session of the launch.
-        size: N.
-        lease: Seconds that the others wait for it.
-        is_new: Whether it is the first process that has this seat.
-    """
+    """This process while it comes back as virtual worker ``index`` and has no seat in the fit. ``launch`` is its client
+    in the session of the launch. The other virtual workers wait ``lease`` seconds for it. ``is_new`` is True for the
+    first process with this seat."""
 
     def __init__(self, launch: Client, index: int, size: int, lease: float, is_new: bool = False) -> None:
         self._launch, self._index, self._size, self._lease = launch, index, size, lease
@@ -127,11 +122,8 @@ class Returning:
         self._has_state = False
 
     def answer(self, what: str) -> list[Any]:
-        """Everyone's values in the next gather of the record whose call is ``what``.
-
-        Raises:
-            SettingError: if the others have made no such call before their first epoch.
-        """
+        """Return all values of the next recorded gather with the call ``what``. Raise SettingError if the record has
+        none."""
         if what.startswith("strategy.barrier"):
             return [None] * self._size
         for place in range(self._next, len(self.record.gathers)):
@@ -144,10 +136,10 @@ class Returning:
         )
 
     def check(self, session: str, settings: Sequence[str]) -> None:
-        """Check that this process comes to ``session`` with the ``settings`` of the others, but for shares.
+        """Check that this process comes to ``session`` with the record's ``settings``, except shares.
 
         Raises:
-            CameTooLate: if that is another fit of the program.
+            CameTooLate: if this is another fit of the program.
             SettingError: if settings differ.
         """
         if session != self.record.session and not self.record.homes:
@@ -156,7 +148,7 @@ class Returning:
                 " beginning it has not seen; only to the first fit of a program one can come back"
             )
         for mine, theirs in zip(settings, self.record.settings, strict=True):
-            if mine != theirs and not mine.startswith("shares="):  # they may have changed since
+            if mine != theirs and not mine.startswith("shares="):  # shares may have changed since
                 raise SettingError(
                     f"virtual worker {self._index} comes back with {mine} to a run that has {theirs}; start it with the"
                     " settings of the others"
@@ -164,16 +156,13 @@ class Returning:
 
     @property
     def checkpoint(self) -> Path:
-        """The checkpoint to resume from, which is there after :meth:`await_state`."""
+        """Checkpoint to resume from, complete after :meth:`await_state`."""
         self._file = self._file or NamelessFile()
         return self._file.path
 
     def await_state(self) -> None:
-        """Wait until the others have ended an epoch, and get the checkpoint.
-
-        Raises:
-            CameTooLate: if training is over.
-        """
+        """Wait until the other virtual workers have ended an epoch, and get the checkpoint. Raise CameTooLate after
+        training."""
         if not self._has_state:
             self.checkpoint.write_bytes(self._recalled(STATE))
             self._has_state = True
@@ -184,7 +173,7 @@ class Returning:
         return content
 
     def missed(self) -> SeatMissed:
-        """The error of a process that has no seat where it asked for one."""
+        """Make the error of a process that got no seat when it asked for one."""
         return SeatMissed(self._lease)
 
     def close(self) -> None:
@@ -197,9 +186,9 @@ class Seats:
     """Seats of ``size`` virtual workers, as virtual worker ``index`` knows them.
 
     Attributes:
-        taken: The virtual workers that take part, as all knew it when the last epoch ended or began.
-        returning: This process, while it comes back to a run that goes on; its gathers go to nobody.
-        agreed: What all have agreed on once in the fit that runs, by call.
+        taken: Virtual workers that take part, as all knew it when the last epoch ended or began.
+        returning: This process while it comes back to a run. Its gathers reach no other virtual worker.
+        agreed: Results of agreements in the present fit, by call.
     """
 
     def __init__(self, index: int, size: int) -> None:
@@ -207,14 +196,14 @@ class Seats:
         self.taken: Sequence[int] = range(size)
         self.returning: Returning | None = None
         self.agreed: dict[str, list[Any]] = {}
-        self._launch: Client | None = None  # of virtual worker 0, which receives those that come back
+        self._launch: Client | None = None  # only on virtual worker 0, which receives returning processes
         self._session = ""
         self._handshake: JoinHandshake
         self._record = FitRecord()
         self._records, self._is_posted = True, False
 
     def open(self, launch: Client, session: str, handshake: JoinHandshake) -> None:
-        """Begin with the ``session`` of the launch, to which ``handshake`` has led the client ``launch``."""
+        """Begin with the ``session`` of the launch, which the client ``launch`` has entered by ``handshake``."""
         if self._index == 0:
             self._launch, self._session, self._handshake = launch, session, handshake
         elif handshake.returns:
@@ -222,26 +211,24 @@ class Seats:
             self.returning = Returning(launch, self._index, self._size, lease, is_new)
 
     def close(self) -> None:
-        """Delete what a process that comes back was given."""
+        """Delete the checkpoint of a process that comes back."""
         if self.returning is not None:
             self.returning.close()
 
     # Virtual worker 0's record.
 
     def note_fit(self, session: str, settings: Sequence[str], homes: Sequence[int]) -> None:
-        """Note that a fit shares weights in ``session``."""
+        """Record that a fit shares weights in ``session``."""
         self._record.session, self._record.settings, self._record.homes = session, list(settings), list(homes)
 
     def note_gather(self, what: str, values: list[Any]) -> None:
-        """Note the values of a gather before the first epoch, which its call ``what`` is answered with.
-
-        Tensors that virtual worker 0 gives to the others may be large, and are in the checkpoint.
-        """
+        """Record the values of a gather before the first epoch. They answer the call ``what`` of processes that come
+        back. Tensors from virtual worker 0 are left out. They may be large, and the checkpoint has them."""
         if self._launch is not None and self._records and not what.startswith(EXCHANGE):
             self._record.gathers.append((what, values))
 
     def begin_epoch(self) -> None:
-        """Let others come back from now on."""
+        """Let processes come back from now on."""
         if self._launch is not None and self._records:
             self._records, self._is_posted = False, True
             self._record.gathers_made = self._launch.gathers
@@ -250,25 +237,23 @@ class Seats:
             self._launch.kept.leave(RECORD, written.getvalue())
 
     def take_part(self) -> None:
-        """Have this process, which has come back, gather with the others from now on."""
+        """Let this process, which has come back, gather with the other virtual workers from now on."""
         self.close()
         self.returning = None
 
     def end_fit(self) -> None:
-        """Let nobody come back any more: whoever does is told that the fit is over."""
+        """Let no process come back any more. A later process hears that the fit is over."""
         self.agreed = {}
         if self._launch is not None and self._is_posted:
             self._is_posted, self._record = False, FitRecord()
             for name in (RECORD, STATE):
                 self._launch.kept.leave(name, OVER)
 
-    # Those that come back.
+    # Processes that come back.
 
     def ready(self) -> dict[int, int]:
-        """The virtual workers that are ready to come back, each with its incarnation.
-
-        Empty but on virtual worker 0.
-        """
+        """Return the virtual workers that are ready to come back, with their incarnations. Only virtual worker 0 knows
+        them."""
         if self._launch is None:
             return {}
         status = self._handshake.status_of(self._session)
@@ -276,11 +261,9 @@ class Seats:
         return {each["vw"]: each["incarnation"] for each in members if asked.get(str(each["vw"])) == STATE}
 
     def offer(self, vws: Mapping[int, int], checkpoint: Path, check: Callable[[], None]) -> None:
-        """On virtual worker 0: give the state to ``vws``, and wait until all of them ask for seats.
-
-        Each is given with its incarnation, as a later process of it waits for another cut. They are waited for one
-        lease at most. With an empty ``checkpoint``, for which there may be no room, nobody gets anything.
-        """
+        """On virtual worker 0: give the state to ``vws``, and wait for one lease at most until all of them ask for
+        seats. ``vws`` have incarnations, because a later process of a virtual worker waits for another cut. An empty
+        ``checkpoint``, left by a full disk, is not given."""
         if self._launch is None or not checkpoint.stat().st_size:
             return
         self._launch.kept.leave(STATE, checkpoint, readers=vws.values())
@@ -292,6 +275,6 @@ class Seats:
             again.wait(_AGAIN)
 
     def withdraw(self) -> None:
-        """On virtual worker 0: end what :meth:`offer` offers."""
+        """On virtual worker 0: end the offer of :meth:`offer`."""
         if self._launch is not None:
             self._launch.kept.leave(STATE, None)

@@ -1,4 +1,4 @@
-"""Departures of virtual workers, as one of them hears of these from coordinators, in any thread."""
+"""Departures of virtual workers, as a virtual worker hears of them from coordinators, in any thread."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ class Departures:
     """Virtual workers that virtual worker ``index`` knows to be lost.
 
     Args:
-        place: Its node, in words; empty where there is but one node.
-        on_loss: Called for each that is lost as ``LostWorkers.note`` is, in the first process of a node that is left.
+        place: Its node as text, or empty for a single node.
+        on_loss: Called for each lost virtual worker as ``LostWorkers.note`` is, in the first remaining process of a
+            node.
 
     Attributes:
-        lost: Those that are lost.
-        places: The nodes of all that are known.
-        has_told: ``on_loss`` was called here.
+        places: Nodes of all known virtual workers.
+        has_told: True if ``on_loss`` was called here.
     """
 
     def __init__(self, index: int, place: str, on_loss: Callable[[int, str, str, str], None]) -> None:
@@ -26,17 +26,16 @@ class Departures:
         self.places = {index: place}
         self.lost: set[int] = set()
         self.has_told = False
-        self._newest: dict[int, int] = {}  # the incarnation of each that is there again
+        self._newest: dict[int, int] = {}  # incarnations of virtual workers that are there again
         self._clocks: dict[int, int] = {}
 
     def note(self, departed: Departed, of_fit: bool, in_fit: bool, is_told: bool = True) -> str | None:
-        """Note and tell of a departure; gives the sentence that says it, None where there is nothing to do now.
+        """Record and report a departure. Return the sentence about it, or None if there is nothing to do now.
 
         Args:
-            departed: Who has departed, and why.
-            of_fit: Whether the session of a fit says so.
-            in_fit: Whether there is a fit, whose session says it as well, and after how many waves.
-            is_told: Whether it is news, which is told here.
+            of_fit: Whether the session of a fit reports it.
+            in_fit: Whether there is a fit, whose session reports it as well, with the number of waves.
+            is_told: Whether it is news, to report here.
         """
         vw, why = departed.vw, departed.why
         if vw in self.lost or (in_fit and not of_fit):
@@ -52,20 +51,20 @@ class Departures:
         return what
 
     def newly(self) -> dict[int, int]:
-        """Those that the fit that runs has lost since last asked, each with its clock then."""
+        """Return the virtual workers that the present fit has lost since the last call, with their clocks."""
         return {vw: self._clocks.pop(vw) for vw in [*self._clocks]}
 
     def find(self, back: Mapping[int, int]) -> None:
-        """Note that those of ``back`` are there again, each with its incarnation."""
+        """Record that the virtual workers ``back`` are there again, with their incarnations."""
         self._newest.update(back)
         self.lost -= back.keys()
 
     def is_of_former(self, departed: Departed) -> bool:
-        """Tell whether an earlier process has ended of one that is there again."""
+        """Return True for the end of an earlier process of a virtual worker that is there again."""
         return departed.incarnation < self._newest.get(departed.vw, 0)
 
     def tell_of_updates(self, lost: Lost) -> None:
-        """Say which updates died with a virtual worker and the servers that had them (law L5)."""
+        """Log which updates died with a virtual worker and the servers that had them (law L5)."""
         if not self._speaks({*self.lost, lost.vw}):
             return
         who, first = self._named(lost.vw), lost.first
@@ -79,6 +78,6 @@ class Departures:
         return f"virtual worker {vw}" + (f" ({self.places[vw]})" if self.places.get(vw) else "")
 
     def _speaks(self, gone: Collection[int]) -> bool:
-        """True for the first one of its node that is not ``gone``."""
+        """Return True if this is the first virtual worker of its node that is not ``gone``."""
         here = [i for i, place in self.places.items() if place == self.places[self._index] and i not in gone]
         return self._index == min(here)

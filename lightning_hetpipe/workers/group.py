@@ -1,8 +1,8 @@
-"""The group of a launch's virtual workers, as one of them sees the others: through servers, not a process group.
+"""Group of a launch's virtual workers, as one of them sees the others: through servers, not a process group.
 
-They gather in a *session* on the servers, from the first run of a Trainer to the program's end, as ddp's process group
-does: user code may gather between runs, too. A fit has one more session, in which they share weights. While that
-is open, gathers go through it, as it knows which virtual worker waits at which cut (law L6).
+They gather in a *session* on the servers, from the first run of a Trainer to the program's end, like ddp's process
+group: user code may gather between runs. A fit has a second session, in which they share weights. While it is open,
+gathers go through it, because it knows which virtual worker waits at which cut (law L6).
 """
 
 from __future__ import annotations
@@ -37,17 +37,16 @@ class Group:
     """Virtual worker ``index`` among ``size``.
 
     Args:
-        found: The servers, as far as this one knows them.
-        settings: The settings of the synchronisation.
+        found: Servers, as far as this process knows them.
         timeout: Seconds for which servers may be silent.
         lost: As for a `Client`.
-        place: The node of this one, in words; empty where there is but one node.
-        on_loss: Called for each virtual worker that is lost as `LostWorkers.note` is, from any thread, in the first
-            process of each node that is left.
-        stays: If ``on_loss`` was called here, this process stays until the others have left: its starter ends all of
-            them, as torchrun does, when one exits with 1.
-        on_return: Called for each virtual worker that was lost, once it takes part again.
-        least: How many of them, virtual worker 0 among these, are enough for a run to begin; 0 for all.
+        place: Node of this process as text, or empty for a single node.
+        on_loss: Called for each lost virtual worker as `LostWorkers.note` is, from any thread, in the first remaining
+            process of each node.
+        stays: Whether this process, after a call of ``on_loss``, stays until the other virtual workers have left. An
+            external launcher such as torchrun ends all processes when one exits with 1.
+        on_return: Called for each lost virtual worker once it takes part again.
+        least: Number of virtual workers, including virtual worker 0, with which a run may begin. 0 means all.
     """
 
     def __init__(
@@ -83,9 +82,9 @@ class Group:
         self._has_taken_part = False  # in an epoch
         self._found = found
         self.interrupted: Callable[[], bool] = lambda: False
-        """True while this virtual worker ends on an exception: it answers its gathers alone then."""
+        """Returns True while an exception ends this virtual worker. Then its gathers return only its own values."""
         self.waiting: Callable[[], AbstractContextManager[None]] = nullcontext
-        """Opened around waits for a gather."""
+        """Context manager around waits for a gather."""
         self._exits = ExitStack()
         self._launch: Client | None = None  # in the session of the launch, while that is open
         self._fit: Client | None = None  # in the session of a fit, while one runs
@@ -95,11 +94,11 @@ class Group:
         self._uncaught = Uncaught()
         self._on_return = on_return
         self.seats = Seats(index, size)
-        self._knows = False  # who of those that have departed has come back
+        self._knows = False  # whether it knows which departed virtual workers have come back
 
     @property
     def coordinator(self) -> str:
-        """The coordinator's address."""
+        """Address of the coordinator."""
         return self._found.coordinator
 
     @property
@@ -108,11 +107,11 @@ class Group:
 
     @property
     def settings(self) -> WSPSettings:
-        """The settings of the synchronisation."""
+        """Settings of the synchronisation."""
         return self._handshake.settings
 
     def open(self) -> None:
-        """Join the session of the launch, and wait until all virtual workers have. It is left at exit at the latest."""
+        """Join the session of the launch, and wait for all virtual workers. The session ends at exit at the latest."""
         atexit.register(self.part)
         session = next_session(LAUNCH)
         self._handshake.connect([self.coordinator])
@@ -139,14 +138,14 @@ class Group:
     def renew(self, found: FoundServers, settings: WSPSettings, timeout: float) -> None:
         """Use the settings of a later Trainer of the program from now on."""
         assert self._launch is not None
-        further = settings.placement != self.settings.placement  # as with "local" only one may have been started
+        further = settings.placement != self.settings.placement  # with "local", only one server may have been started
         self._handshake.settings, self._handshake.timeout = settings, timeout
         self._launch.timeout, self._launch.longest_wait = timeout, self._handshake.longest_wait
         if further:
             self._meet_servers(found)
 
     def _meet_servers(self, found: FoundServers) -> list[int]:
-        """Connect to all servers; gives the virtual workers that are there."""
+        """Connect to all servers, and return the virtual workers that are there."""
         told = self.gather((self.index, self._departures.places[self.index], list(found.known)), "the list of servers")
         self._departures.places.update((index, place) for index, place, _ in told)
         known = [address for *_, addresses in told for address in addresses]
@@ -156,12 +155,8 @@ class Group:
     # Fits.
 
     def enter_fit(self, named: Sequence[tuple[str, Tensor]], settings: Sequence[str]) -> list[Tensor]:
-        """Join the session of a fit; returns w_0, the weights of VW 0.
-
-        Args:
-            named: The parameters, by name.
-            settings: Settings that must be the same on all, as "name=value".
-        """
+        """Join the session of a fit, and return w_0, the weights of VW 0. ``named`` are the parameters by name.
+        ``settings`` must be equal on all virtual workers, as "name=value"."""
         self._handshake.check_lease()
         self._fit_settings = settings
         if self.seats.returning is not None:
@@ -174,17 +169,13 @@ class Group:
     ) -> tuple[Client, list[Tensor]]:
         session = next_session(FIT)
         self.seats.note_fit(session, settings, homes)
-        if self._handshake.least:  # all that train, whom no other takes the place of before the first epoch
+        if self._handshake.least:  # all that train, because none is replaced before the first epoch
             self._handshake.least = len(self.seats.taken)
         return self._handshake.join(session, named, settings, homes=homes)
 
     def place_on(self, machines: Sequence[str], named: Sequence[tuple[str, Tensor]]) -> None:
-        """Have each parameter on the server of its machine from now on, in another session; all call it together.
-
-        Args:
-            machines: The host of the machine's address, for each parameter; empty for that of virtual worker 0.
-            named: The parameters as all hold them, by name.
-        """
+        """Move each parameter to the server of its machine, in another session. All virtual workers call this together.
+        ``machines`` has the host of each parameter's machine, or an empty text for virtual worker 0's machine."""
         homes = [self._handshake.server_on(machine) if machine else COORDINATOR for machine in machines]
         if self.seats.returning is not None:  # it has come to that session at once
             return
@@ -193,12 +184,12 @@ class Group:
 
     @property
     def weights(self) -> Client:
-        """The client in the session of the fit that runs."""
+        """Client in the session of the present fit."""
         assert self._fit is not None
         return self._fit
 
     def begin_epoch(self) -> None:
-        """An epoch begins: others may come back from now on."""
+        """Begin an epoch. From now on processes may come back."""
         self._has_taken_part = True
         self.seats.begin_epoch()
 
@@ -207,7 +198,7 @@ class Group:
     def _enter_again(
         self, returning: Returning, named: Sequence[tuple[str, Tensor]], settings: Sequence[str]
     ) -> list[Tensor]:
-        """Take a seat in the fit that goes on, at the next cut that gives seats."""
+        """Take a seat in the running fit, at the next cut that gives seats."""
         record = returning.record
         returning.check(next_session(FIT), settings)
         go_on_from(record.session)
@@ -223,31 +214,22 @@ class Group:
         return weights
 
     def take_part(self) -> None:
-        """Gather with the others from now on, in a process that has come back."""
+        """Let this process, which has come back, gather with the other virtual workers from now on."""
         self.seats.take_part()
         self._handshake.returns = False
         self._begin_to_know()
 
     def readmit(self, vws: Mapping[int, int], checkpoint: Path, cut: int) -> list[int]:
-        """Give ``vws`` seats, from ``cut`` on. All call it between two epochs; gives those that have taken them.
-
-        Args:
-            vws: Those that are ready, each with its incarnation.
-            checkpoint: Place, on virtual worker 0, of what they resume from.
-            cut: Number of the cut.
-        """
+        """Give ``vws`` seats from ``cut`` on, and return the virtual workers that have taken them. All virtual workers
+        call this between two epochs. ``vws`` are ready, and have their incarnations. ``checkpoint`` is the file, on
+        virtual worker 0, from which they resume."""
         self.seats.offer(vws, checkpoint, self.check)
         self.weights.arrive(cut, admit=True)
         return self._agree_on_seats(vws)
 
     def _agree_on_seats(self, ready: Mapping[int, int]) -> list[int]:
-        """Agree with all that have come to the cut on who has a seat; gives those that have taken one.
-
-        Whoever has come to another cut than that of the state that it has loaded has none.
-
-        Raises:
-            SeatMissed: if this is one of these.
-        """
+        """Agree with all processes at the cut on the seats. Return the virtual workers that have taken a seat. A
+        process gets no seat if this is not the cut of the state that it has loaded. Then it raises SeatMissed."""
         returning, members = self.seats.returning, self.weights.member.commit_index
         assert members is not None
         mine = None if returning is None else self.weights.member.incarnation
@@ -268,20 +250,22 @@ class Group:
             self._on_return(vw)
         return back
 
-    # Virtual workers that are lost.
+    # Lost virtual workers.
 
     def lose(self, gone: Mapping[int, str]) -> None:
-        """Note, from any thread, how virtual workers have ended; joining a session, which takes all, fails then."""
+        """Record, from any thread, how virtual workers have ended. Joining a session, which needs all, fails from then
+        on."""
         self._handshake.lose(gone)
 
     def _lose(self, departed: Departed, of_fit: bool, is_told: bool = True) -> None:
-        """Note a departure, from any thread: the others go on without that one, but not without virtual worker 0."""
+        """Record a departure, from any thread. The run goes on without this virtual worker, but not without virtual
+        worker 0."""
         vw, why = departed.vw, departed.why
         if self._departures.is_of_former(departed):
             return
         if vw and not self._knows:
             return
-        if not why:  # it has ended as it should; where it has left the launch, nobody is to wait for it any more
+        if not why:  # it has ended as it should, and after it has left the launch, nobody may wait for it
             if not of_fit:
                 self.lose({vw: "has ended"})
             return
@@ -294,28 +278,28 @@ class Group:
                 client.failure = PeerFailed(f"{what}; only it writes checkpoints, so start again from the last one")
 
     def _begin_to_know(self) -> None:
-        """Note the departures of all that were ever lost; news is who takes part, or has until now."""
+        """Record the departures of all virtual workers that were ever lost. Only virtual workers that took part until
+        now are news."""
         self._knows = True
         for client in (self._fit, self._launch):
             for each in [] if client is None else client.departures:
                 self._lose(each, client is self._fit, is_told=each.vw in self.seats.taken)
 
     def newly_lost(self) -> dict[int, int]:
-        """Virtual workers that the fit that runs has lost since last asked, each with its clock then."""
+        """Return the virtual workers that the present fit has lost since the last call, with their clocks."""
         return self._departures.newly()
 
     def _is_lost(self) -> Exception | None:
-        """The error to end on, where servers do not come back, or there is no run any more to come back to."""
+        """Return the error with which to end if servers do not come back, or the run to come back to is over."""
         child = parent_watch.this_child()
         if child is not None and child.outlasts and not self._has_taken_part and parent_watch.AGAIN in child.variables:
             return too_late(self.index)
         return self._servers_lost()
 
     def ends_without_first(self, exception: BaseException) -> bool:
-        """Tell whether ``exception`` ends a fit as virtual worker 0 is lost, and this is the lowest one that is left.
-
-        Its machine is lost with it where the coordinator ran there and is silent, or our launcher has ended.
-        """
+        """Return True if ``exception`` ends a fit because virtual worker 0 is lost, and this is the lowest remaining
+        virtual worker. Its machine counts as lost if the coordinator ran there and is silent, or if our launcher has
+        ended."""
         if self.index == 0 or self._fit is None or (members := self._fit.member.commit_index) is None:
             return False
         child, silent = parent_watch.this_child(), isinstance(exception, ServersUnheard)
@@ -325,7 +309,7 @@ class Group:
         return lost and self.index == min(left, default=self.index)
 
     def check(self) -> None:
-        """Raise the failure of another one, if one is known."""
+        """Raise the known failure of another virtual worker, if any."""
         for client in (self._fit, self._launch):
             if client is not None:
                 client.check()
@@ -333,16 +317,8 @@ class Group:
     # Gathers.
 
     def gather(self, value: Any, what: str) -> list[Any]:
-        """The values of all virtual workers that take part, in their order; at least this one's own.
-
-        Args:
-            value: Tensors, numbers, strings, None, and lists, tuples and dicts of them, of any size.
-            what: Names the call, which must be the same on all.
-
-        Raises:
-            RuntimeError: if others have made another call.
-            SettingError: if a value cannot be sent between processes.
-        """
+        """Return the values of all virtual workers that take part, in their order, as :func:`gather_values` does. A
+        process that comes back gets recorded values. Without a session, the result is the own value alone."""
         if self._launch is None or self.interrupted():
             return [value]
         if self.seats.returning is not None:
@@ -355,7 +331,7 @@ class Group:
         return gather_values(self._gathered, self.index, value, what, self.settings.shares != "equal")
 
     def agree(self, value: Any, what: str) -> list[Any]:
-        """As :meth:`gather`, once in a fit; a process that comes back later gets what the others have agreed on."""
+        """Gather once in a fit. A process that comes back later gets the result of this agreement."""
         if what not in self.seats.agreed:
             self.seats.agreed[what] = self.gather(value, what)
         return self.seats.agreed[what]
@@ -363,14 +339,14 @@ class Group:
     def collect(
         self, content: Callable[[], bytes | memoryview], what: str, opened: Callable[[], IO[bytes]]
     ) -> dict[int, IO[bytes]]:
-        """On virtual worker 0 the contents of the others that take part, by their index; nothing on those.
+        """Return the contents of the other virtual workers on virtual worker 0, by their index, and nothing elsewhere.
 
-        They come one after the other. Bound: one content on its virtual worker, and a gather's chunk on all.
+        The contents come one after the other. Bound: one content on its virtual worker, and a gather's chunk on all.
 
         Args:
-            content: Makes the content of this one when it is due.
+            content: Function that makes this one's content when it is due.
             what: As for :meth:`gather`.
-            opened: Opens an empty file for the content of one of the others.
+            opened: Function that opens an empty file for the content of another virtual worker.
         """
         self.gather(None, what)
         if self._launch is None or self.interrupted() or self.seats.returning is not None:
@@ -394,11 +370,9 @@ class Group:
     # The end.
 
     def leave_fit(self) -> None:
-        """End a run. If it was a fit, gathers go on in the session of the launch.
-
-        If servers die, they are rebuilt from what the virtual workers hold, and one that has left holds nothing: so
-        none leaves before all have the results of the last gather and the last cut.
-        """
+        """End a run. After a fit, gathers go on in the session of the launch. Lost servers are rebuilt from what the
+        virtual workers hold, but a virtual worker that has left holds nothing. So none leaves before all have the
+        results of the last gather and the last cut."""
         self.gather(None, "the end of a run")
         fit, self._fit = self._fit, None
         if fit is not None:
@@ -408,11 +382,11 @@ class Group:
     def _end_fit(self, fit: Client, launch: Client | None) -> None:
         fit.__exit__(None, None, None)
         self.newly_lost()
-        for each in [] if launch is None else launch.departures:  # the session of the fit may have said nothing of one
+        for each in [] if launch is None else launch.departures:  # the session of the fit may have missed some
             self._lose(each, of_fit=False)
 
     def close(self, failure: str = "") -> None:
-        """Leave, once all are about to; with a ``failure`` the others are told, and end."""
+        """Leave when all virtual workers leave. The other virtual workers receive a ``failure``, and end."""
         try:
             if not failure:
                 self.leave_fit()
@@ -423,13 +397,14 @@ class Group:
             self.part(failure)
 
     def part(self, failure: str = "", alone: bool = False, why: str = "") -> None:
-        """Leave at once; with a ``failure``, such as one that ends the program, the others are told, and end.
+        """Leave at once. The other virtual workers receive a ``failure``, such as an exception that ends the program,
+        and end.
 
         Args:
-            alone: The failure is this virtual worker's alone: it leaves without a word, and the others go on once its
-                lease is over, but not without virtual worker 0.
-            why: The others go on without this one at once, and are told why. It stays for them, if its node's server
-                ends with it.
+            alone: Whether the failure is only this virtual worker's. Then it leaves without a message. The run goes on
+                after its lease, but not without virtual worker 0.
+            why: Reason that the other virtual workers receive if they go on at once. It stays for them if its node's
+                server ends with it.
         """
         atexit.unregister(self.part)
         ending = self._uncaught.error
@@ -452,12 +427,13 @@ class Group:
         self._exits.close()
 
     def _wait_until_all_have_left(self, session: str) -> None:
-        """Keep a server that ends with this process for the others' last calls, and to tell them of a failure."""
+        """Keep a server that ends with this process, for last calls of other virtual workers and to report a
+        failure."""
         if not self._found.hosts and not (self._stays and self._departures.has_told):
             return
         began, told, again = time.monotonic(), False, threading.Event()
         while True:
-            # None where the coordinator has ended, which only ends when all have left.
+            # No members if the coordinator has ended, which ends only when all have left.
             members = self._handshake.status_of(session).get("members", ())
             left = [str(member["vw"]) for member in members if member["vw"] != self.index]
             waited = time.monotonic() - began

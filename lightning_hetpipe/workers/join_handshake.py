@@ -1,9 +1,9 @@
-"""The join handshake: a virtual worker joins a session with the others, and keeps apart from other launches.
+"""Join handshake: a virtual worker joins a session with its launch, and keeps apart from other launches.
 
-Servers that people started may serve several launches, one at a time: a launch that finds another one there waits for
-its end, and is refused if that does not come soon. A server that is not the coordinator gets no calls but those with
-weights, and another launch's would take their place. So before a fit each launch that has an id makes itself *present*
-on every server that gets weights: it joins a session there that has the same name for all launches.
+Servers that people started may serve several launches, one at a time. A launch waits for the end of another launch
+there, and is refused if that takes long. A server that is not the coordinator gets only calls with weights, which
+another launch's weights would replace. So before a fit, each launch with an id makes itself *present* on every server
+that gets weights: it joins a session with one name for all launches there.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from lightning_hetpipe.server.transport.interface import RELEASE, STATUS, CallRe
 from lightning_hetpipe.server.transport.security import split
 
 LEASES_TO_END = 2.0
-"""Leases after which a killed launch is forgotten, and its servers serve the next one."""
+"""Number of leases after which a killed launch is forgotten, and its servers serve the next launch."""
 
 LEASES_FOR_A_SEAT = 3.0
-"""Leases after which one that comes back gives up to be a member from the next epoch on."""
+"""Number of leases after which a returning process gives up to be a member from the next epoch on."""
 
 _AGAIN = 0.5  # seconds between attempts to have a server that another launch has
 _LOOK = 0.1  # seconds between looks at a process that is perhaps alive
@@ -48,20 +48,19 @@ _PRESENCE = "launch-1"
 
 
 class _Occupied(Exception):
-    """The servers serve another launch."""
+    """Error that the servers serve another launch."""
 
 
 @dataclass(eq=False)
 class JoinHandshake:
-    """The handshake of virtual worker ``index`` among ``size``.
+    """Handshake of virtual worker ``index`` among ``size``.
 
     Args:
-        found: The servers, as far as it knows them.
-        settings: The settings of the synchronisation; may be set anew, as may ``timeout``.
-        timeout: Seconds for which servers may be silent.
-        lost, departed, updates_lost: As for a `Client`; the second argument of ``departed`` is True for a session with
-            weights, and only these have updates.
-        least: With how many virtual workers a session begins; 0 for all. May be set anew.
+        settings: Settings of the synchronisation, which may be set anew.
+        timeout: Seconds for which servers may be silent, which may be set anew.
+        lost, departed, updates_lost: As for a `Client`. The second argument of ``departed`` is True for a session with
+            weights. Only a session with weights has updates.
+        least: Number of virtual workers with which a session begins, or 0 for all. It may be set anew.
     """
 
     index: int
@@ -77,19 +76,19 @@ class JoinHandshake:
     def __post_init__(self) -> None:
         self._channels: list[GrpcChannel] = []
         self._hearts: list[GrpcChannel] = []
-        """Connections to the same servers for heartbeats alone."""
+        """Connections to the servers for heartbeats alone."""
         self._present: dict[int, Client] = {}
-        """By server."""
+        """Presence of the launch, by server."""
         self._servers_lease: float | None = None
         self._gone: Mapping[int, str] = {}
         self._somebody_is_gone = threading.Event()
         self._joining: Client | None = None
         self._incarnation = 0
-        """Incarnation of this process, in the session of the launch and in those of fits."""
+        """Incarnation of this process, in the sessions of the launch and of fits."""
         self.returns = False
-        """True while this process comes to sessions that the others are in."""
+        """True while this process comes to sessions that the other virtual workers have joined."""
         self.is_new = False
-        """True if none has come before that had its number."""
+        """True if no earlier process had its number."""
 
     @property
     def coordinator(self) -> GrpcChannel:
@@ -97,21 +96,21 @@ class JoinHandshake:
 
     @property
     def _launch_setting(self) -> str:
-        """The setting that tells launches apart."""
+        """Setting by which launches differ."""
         return f"{_LAUNCH}={self.found.launch}"
 
     @property
     def longest_wait(self) -> float:
-        """Seconds to wait for others that live: long, as their user code may take its time."""
+        """Seconds to wait for live virtual workers. They are many, because user code may take long."""
         return max(LONGEST_WAIT, self.timeout)
 
     def server_on(self, machine: str) -> int:
-        """The number of the server on ``machine``, the host of its address; the coordinator's where there is none."""
+        """Return the number of the server on ``machine``, the host of its address, or the coordinator's."""
         machines = [split(channel.address)[0] for channel in self._channels]
         return machines.index(machine) if machine in machines else COORDINATOR
 
     def connect(self, servers: Sequence[str]) -> None:
-        """Connect to the further ones of these servers, the coordinator's first; those that are connected stay."""
+        """Connect to new ones of these servers, the coordinator's first. Earlier connections stay."""
         for address in servers[len(self._channels) :]:
             self._channels.append(GrpcChannel(address, self.found.security))
             self._hearts.append(GrpcChannel(address, self.found.security))
@@ -124,20 +123,21 @@ class JoinHandshake:
         servers: Sequence[int] | None = None,
         homes: Sequence[int] = (),
     ) -> tuple[Client, list[Tensor]]:
-        """Join a session, once all others do, and no other launch is there; gives VW 0's weights.
+        """Join a session when all virtual workers do and no other launch is there. Return the client and VW 0's
+        weights.
 
         Args:
-            session: Its name.
-            named: The parameters, by name.
-            settings: Settings that must be the same on all, as "name=value".
-            servers: The servers of the session, if not those that get parameters.
-            homes: The server beside each parameter's stage, for ``placement="local"``; all the coordinator's if none.
+            named: Parameters by name.
+            settings: Settings that must be equal on all virtual workers, as "name=value".
+            servers: Servers of the session, by default the servers that get parameters.
+            homes: Server beside each parameter's stage, for ``placement="local"``. By default the coordinator.
 
         Raises:
-            SettingError: if this one differs from the others; or another launch has the servers, and keeps them.
-            RemoteFault: if the others have gone on without this one meanwhile.
-            PeerFailed: if others have ended.
-            NotJoined: if some have not come within ``join_timeout``; the others end as well.
+            SettingError: if this virtual worker differs from the other virtual workers, or another launch keeps the
+                servers.
+            RemoteFault: if the run has gone on without this virtual worker meanwhile.
+            PeerFailed: if other virtual workers have ended.
+            NotJoined: if some do not come within ``join_timeout``. All virtual workers end.
         """
         rounded = self.settings.update_dtype
         parameters = tuple(
@@ -145,9 +145,9 @@ class JoinHandshake:
             for name, tensor in named
         )
         placed = place(parameters, len(self._channels), self.settings.placement, homes)
-        # A server that has nothing to keep is not asked for anything: it may be lost.
+        # A server without parameters gets no calls, because it may be lost.
         used = servers or [server for server, its in enumerate(placed) if its or server == COORDINATOR]
-        if self.found.launch and parameters and not self.returns:  # or the others are present
+        if self.found.launch and parameters and not self.returns:  # else the others are present
             for server in used:
                 if server not in self._present:
                     self._present[server] = self.join(_PRESENCE, servers=[server])[0]
@@ -160,7 +160,7 @@ class JoinHandshake:
             try:
                 return client, self._join_with(client, weights)
             except _Occupied:
-                client.close()  # without a word: the other launch would take it for its own virtual worker's
+                client.close()  # without a message, which the other launch would take for its own virtual worker's
                 if time.monotonic() > until:
                     which = " and ".join(self._channels[server].address for server in used)
                     raise SettingError(
@@ -173,10 +173,8 @@ class JoinHandshake:
             self._somebody_is_gone.wait(_AGAIN)
 
     def lose(self, gone: Mapping[int, str]) -> None:
-        """Note, from any thread, how virtual workers have ended. From now on joining a session, which takes all, fails.
-
-        In a session that all have joined the others go on without them, once their lease has run out.
-        """
+        """Record, from any thread, how virtual workers have ended. From now on joining a session, which needs all,
+        fails. A session that all have joined goes on without them after their lease."""
         self._gone = {**self._gone, **gone}
         if self._is_incomplete:
             self._somebody_is_gone.set()
@@ -184,19 +182,17 @@ class JoinHandshake:
                 joining.cancel()
 
     def find(self, vws: Sequence[int]) -> None:
-        """Note that ``vws`` are there again."""
+        """Record that ``vws`` are there again."""
         self._gone = {vw: how for vw, how in self._gone.items() if vw not in vws}
         if not self._gone:
             self._somebody_is_gone.clear()
 
     def come_to(self, session: str) -> Client:
-        """Join the session of the launch, once all others do, or as one that comes later; raises as :meth:`join`.
-
-        Attribute ``returns`` tells which of these it was. Who comes later waits for the first epoch, before which the
-        others would wait for its part of what they gather.
-        """
+        """Join the session of the launch, when all virtual workers do or later. Raise as :meth:`join` does. ``returns``
+        is True if it came later. Then it waits for the first epoch, because until then all gathers would wait for its
+        part."""
         with self._explaining_waits():
-            # Our launcher knows of its children that they have ended.
+            # Our launcher knows when its children have ended.
             if this_child() is None and self._is_taken(session):
                 raise SettingError(
                     f"virtual worker {self.index} takes part already, in another process that lives; give this one the"
@@ -210,12 +206,13 @@ class JoinHandshake:
             return client
 
     def status_of(self, session: str) -> dict[str, Any]:
-        """The coordinator's status of ``session``; empty while it does not answer, or knows of none."""
+        """Return the coordinator's status of ``session``, or an empty dict if it does not answer or does not know
+        it."""
         found: dict[str, Any] = self._statuses(self.coordinator).get(session, {})
         return found
 
     def _statuses(self, channel: GrpcChannel) -> dict[str, Any]:
-        """The status of a server with that of each session; empty while it does not answer."""
+        """Return the status of a server with the status of each session, or an empty dict if it does not answer."""
         try:
             found: dict[str, Any] = json.loads(channel.call(STATUS, b"", timeout=self.settings.lease))
         except (Unreachable, CallRefused):
@@ -223,10 +220,8 @@ class JoinHandshake:
         return found
 
     def _is_taken(self, session: str) -> bool:
-        """Tell whether another process of this virtual worker lives in ``session``, in the same launch.
-
-        A process that lives is heard from three times in a lease, and is waited for half a lease.
-        """
+        """Return True if another process of this virtual worker lives in ``session``, in this launch. A live process is
+        heard three times in a lease, so wait half a lease for it."""
         began, again = time.monotonic(), threading.Event()
         while time.monotonic() < began + self.settings.lease / 2:
             status = self.status_of(session)
@@ -239,7 +234,8 @@ class JoinHandshake:
         return False
 
     def _end_former(self) -> None:
-        """Have the others wait no longer for the lease of an earlier process of this virtual worker, in any fit."""
+        """Let an earlier process of this virtual worker leave all fits, so that no virtual worker waits for its
+        lease."""
         for name, status in self._statuses(self.coordinator).items():
             members = status["members"] if name.startswith("fit-") else ()
             for incarnation in (member["incarnation"] for member in members if member["vw"] == self.index):
@@ -249,16 +245,14 @@ class JoinHandshake:
 
     @property
     def _is_incomplete(self) -> bool:
-        """True where a session cannot begin as some are gone; one that has begun may be come back to without them."""
+        """True if a session cannot begin because virtual workers are gone. This process may come back to a running
+        session."""
         return bool(self._gone) and not self.returns
 
     def check_lease(self) -> None:
-        """Check that servers have the same lease: heartbeats go out by ours, and the server misses them by its own.
-
-        Raises:
-            SettingError: if the coordinator's lease is another one.
-        """
-        if self._servers_lease is None:  # None again where it is unreachable, which the next call raises
+        """Raise SettingError if the coordinator's lease differs. Heartbeats follow our lease, and servers miss them by
+        their own."""
+        if self._servers_lease is None:  # None again if it is unreachable, which the next call raises
             self._servers_lease = self._statuses(self.coordinator).get("lease")
         theirs = self._servers_lease
         if theirs is not None and theirs != self.settings.lease:
@@ -278,12 +272,8 @@ class JoinHandshake:
 
     @contextmanager
     def _explaining_waits(self) -> Iterator[None]:
-        """Context manager. If joining takes long, print which virtual workers are missing.
-
-        Raises:
-            SettingError: if a server that people started does not answer.
-            ServersUnheard: if one of the launch's own does not.
-        """
+        """Context manager. If joining takes long, print which virtual workers are missing. Without an answer, raise
+        SettingError for a server that people started, and ServersUnheard for a server of the launch."""
 
         def tell() -> None:
             joining = self._joining
@@ -338,7 +328,7 @@ class JoinHandshake:
             incarnation,
             lease=wsp.lease,
             timeout=self.timeout,
-            # It asks for a seat when the others have left their state for it: they wait for a lease, and go on.
+            # It asks for a seat when the others have left their state for it. They wait for a lease, and go on.
             longest_wait=LEASES_FOR_A_SEAT * wsp.lease if self.returns and parameters else self.longest_wait,
             join_timeout=wsp.join_timeout,
             name=f"hetpipe-{session}",
@@ -349,7 +339,7 @@ class JoinHandshake:
         )
 
     def _new_incarnation(self, session: str, channel: GrpcChannel) -> int:
-        """A number larger than that of each earlier process, also one of a machine whose clock is ahead."""
+        """Return an incarnation larger than each earlier process's, even if its machine's clock was ahead."""
         status = self._statuses(channel) if self.index else {}
         known: int = status.get(session, {}).get("incarnations", {}).get(str(self.index), -1)
         self.is_new = known < 0
@@ -379,7 +369,7 @@ class JoinHandshake:
         except RemoteFault as error:
             if error.refusal is Refusal.SIGNATURE and f"'{_LAUNCH}=" in str(error):
                 raise _Occupied from None
-            if error.refusal is Refusal.LEFT_OUT:  # as it was silent for too long meanwhile: it may come once more
+            if error.refusal is Refusal.LEFT_OUT:  # because it was silent for too long, and may come again
                 raise
             way_out = "; give all of them the same model and settings" if error.refusal is Refusal.SIGNATURE else ""
             raise SettingError(f"this virtual worker was refused: {error}{way_out}") from None

@@ -1,4 +1,4 @@
-"""The group of a program: its membership in the virtual workers of its launch, which all its Trainers share."""
+"""Group of a program: its membership in the virtual workers of its launch, which all its Trainers share."""
 
 from __future__ import annotations
 
@@ -20,43 +20,36 @@ if TYPE_CHECKING:
 
 
 LAUNCH, FIT = "talk", "fit"
-"""Kinds of sessions: of the launch, in which no weights are shared, and of a fit."""
+"""Kinds of sessions: sessions of the launch, without shared weights, and sessions of a fit."""
 
 
 _sessions = {LAUNCH: 0, FIT: 0}
-"""Sessions of the launch so far, by kind. All its processes run the same program, and so count alike."""
+"""Number of sessions of the launch so far, by kind. All its processes run one program, so they count alike."""
 
 
 def next_session(kind: str) -> str:
-    """Name of the next session of a kind."""
+    """Return the name of the next session of a kind."""
     _sessions[kind] += 1
     return f"{kind}-{_sessions[kind]}"
 
 
 def go_on_from(session: str) -> None:
-    """Count on from ``session``, in a process that has not seen the earlier ones of its kind."""
+    """Continue the count after ``session`` in a process that has not seen the earlier sessions of its kind."""
     kind, _, number = session.rpartition("-")
     _sessions[kind] = int(number)
 
 
 _group: Group | None = None
 _ended: dict[int, str] = {}
-"""Exits of other virtual workers of this node, those that have ended."""
+"""Descriptions of the ends of other virtual workers of this node."""
 
 
 def meet(
     rank: Rank, environment: ClusterEnvironment, wsp: WSPSettings, timeout: float, further: Sequence[str] | None
 ) -> Group:
-    """Meet the other virtual workers at the servers; those of an earlier run of the program are still there.
-
-    Args:
-        rank: This process's.
-        environment: How the processes of the launch were started.
-        wsp: Settings of the Trainer that runs now.
-        timeout: Seconds for which servers may be silent.
-        further: As for ``servers.find``.
-    """
-    from lightning_hetpipe.workers.group import Group  # and gRPC with it, which one virtual worker does not need
+    """Meet the other virtual workers at the servers, or keep the group of the program's earlier run. ``timeout`` is the
+    seconds for which servers may be silent. ``further`` is as for ``servers.find``."""
+    from lightning_hetpipe.workers.group import Group  # loads gRPC, which one virtual worker does not need
 
     global _group
     if _group is not None:
@@ -85,7 +78,7 @@ def meet(
 
 
 def note_end(vw: int, code: int) -> None:
-    """Note that the process of another virtual worker of this node has ended with exit code ``code``."""
+    """Record that the process of another virtual worker of this node has ended with exit code ``code``."""
     _ended[vw] = how(code)
     if _group is not None:
         _group.lose(_ended)
@@ -97,7 +90,7 @@ def _come_back(vw: int) -> None:
 
 
 def part() -> None:
-    """Leave the virtual workers of an earlier launch, if there was one."""
+    """Leave the group of an earlier launch, if any."""
     global _group
     group, _group = _group, None
     share(None)

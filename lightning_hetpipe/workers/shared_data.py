@@ -1,4 +1,4 @@
-"""Shares of the data that unequal virtual workers train on, in proportion to the lengths of their waves."""
+"""Shares of the data for unequal virtual workers, in proportion to the lengths of their waves."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ Setting = Literal["equal", "auto"] | tuple[int, ...]
 
 
 class InjectedRank(int):
-    """Rank of a virtual worker, in samplers that Lightning has made: one of the user's has a plain number."""
+    """Rank of a virtual worker in samplers that Lightning has made. A user's sampler has a plain number."""
 
 
 class LongInterval(int):
-    """``val_check_interval`` that may be longer than an epoch, as where it is virtual worker 0's, on another one with
-    fewer minibatches: Lightning refuses intervals that are larger than their number, and this one never is."""
+    """``val_check_interval`` that may be longer than an epoch, because another virtual worker may have more
+    minibatches. Lightning refuses intervals that are greater than the number of minibatches, and this interval never
+    is."""
 
     def __gt__(self, other: object) -> bool:
         return False
@@ -30,24 +31,17 @@ class LongInterval(int):
 
 
 def let_be_long(trainer: L.Trainer) -> None:
-    """Have Lightning take a ``val_check_interval`` of ``trainer`` that is longer than an epoch here."""
+    """Make Lightning accept a ``val_check_interval`` of ``trainer`` that is longer than an epoch here."""
     if type(trainer.val_check_interval) is int:
         trainer.val_check_interval = LongInterval(trainer.val_check_interval)
 
 
 class Shares:
-    """Division of the data among virtual workers: each sample goes to one, without padding.
+    """Division of the data among ``size`` virtual workers: each sample goes to one virtual worker, without padding.
 
     Attributes:
-        lengths: Proportion of the shares; the lengths of waves once ``decided``.
-        decided: True if ``lengths`` are W_v; else waves are of equal length.
-        adapts: True if they are decided anew after each epoch.
-
-    Args:
-        vw: Number of this virtual worker.
-        size: N.
-        lengths: W_v, if they are known.
-        adapts: As above.
+        lengths: Proportions of the shares. If ``decided``, the lengths W_v of waves, else waves are of equal length.
+        adapts: True if the lengths are decided anew after each epoch.
     """
 
     def __init__(self, vw: int, size: int, lengths: Sequence[int] | None = None, adapts: bool = False) -> None:
@@ -56,7 +50,7 @@ class Shares:
         self.decided = lengths is not None
         self.adapts = adapts
         self.seats: Sequence[int] = range(size)
-        """The virtual workers that take part; others have no share."""
+        """Virtual workers that take part. Other virtual workers have no share."""
 
     def __str__(self) -> str:
         return f"{'auto, now ' if self.adapts else ''}{list(self.lengths)}"
@@ -66,7 +60,7 @@ class Shares:
         self.lengths, self.decided = tuple(lengths), True
 
     def deal(self, loader: Any) -> None:
-        """Have ``loader`` take its samples by shares, if Lightning has made its sampler."""
+        """Make ``loader`` take its samples by shares, if Lightning has made its sampler."""
         if not isinstance(loader, DataLoader) or type(loader.sampler) is not DistributedSampler:
             return
         batches: Any = loader.batch_sampler
@@ -74,7 +68,7 @@ class Shares:
             batches.sampler = SharedSampler(self, loader.sampler, batches.batch_size, batches.drop_last)
 
     def why_not(self, loaders: Sequence[Any]) -> str | None:
-        """Reason why one of ``loaders`` is not dealt by shares, for people; None if all are."""
+        """Return the reason why one of ``loaders`` does not follow the shares, as text, or None."""
         for loader in loaders:
             if isinstance(getattr(loader, "dataset", None), IterableDataset) or not isinstance(loader, DataLoader):
                 return "only a DataLoader over a dataset that has a length can be divided otherwise"
@@ -84,13 +78,8 @@ class Shares:
 
 
 class SharedSampler(Sampler[int]):
-    """The samples of one virtual worker, in the order that a ``DistributedSampler`` of one process would give.
-
-    Args:
-        shares: Says which.
-        injected: Lightning's sampler for this virtual worker.
-        batch_size, drop_last: The loader's.
-    """
+    """Samples of one virtual worker by ``shares``, in the order of a ``DistributedSampler`` of one process.
+    ``injected`` is Lightning's sampler for this virtual worker."""
 
     def __init__(self, shares: Shares, injected: Any, batch_size: int, drop_last: bool) -> None:
         self.shares = shares
@@ -118,24 +107,22 @@ class SharedSampler(Sampler[int]):
 
 
 def deal_among(seats: Sequence[int], vw: int, loader: Any) -> None:
-    """Have ``loader`` give virtual worker ``vw`` the samples that are its own where ``seats`` take part.
-
-    A loader whose sampler the user has made stays as it is.
-    """
+    """Make ``loader`` give virtual worker ``vw`` its own samples among the virtual workers ``seats``. Leave a loader
+    with a user's sampler as it is."""
     sampler = getattr(getattr(loader, "batch_sampler", None), "sampler", getattr(loader, "sampler", None))
     if isinstance(sampler, SharedSampler):
         sampler.shares.seats = seats
     elif isinstance(sampler, DistributedSampler) and isinstance(sampler.rank, InjectedRank):
         epoch, rank = sampler.epoch, InjectedRank(_place(seats, vw))
         last = {"drop_last": sampler.drop_last}
-        # Of the base class: Lightning's wrapper of a user's sampler has that as its dataset by now.
-        unrepeated = isinstance(sampler, UnrepeatedDistributedSampler)  # of predictions
+        # The base class's method, because Lightning's wrapper of a user's sampler has this as its dataset now.
+        unrepeated = isinstance(sampler, UnrepeatedDistributedSampler)  # for predictions
         base: Any = UnrepeatedDistributedSampler if unrepeated else DistributedSampler
         base.__init__(sampler, sampler.dataset, len(seats), rank, sampler.shuffle, sampler.seed, **last)
         sampler.set_epoch(epoch)
 
 
 def _place(seats: Sequence[int], vw: int) -> int:
-    """Place of ``vw`` among ``seats``; the first for one that is still to get a seat, and counts what the others have
-    counted when they began, as for a schedule of learning rates."""
+    """Return the place of ``vw`` among ``seats``. Without a seat, it counts as the first: a learning rate schedule
+    needs the count with which the other virtual workers began."""
     return seats.index(vw) if vw in seats else 0

@@ -1,9 +1,9 @@
-"""torchmetrics that compute over all virtual workers.
+"""Synchronisation of torchmetrics over all virtual workers.
 
-By themselves metrics look for a default process group, and there is none. While virtual workers are together, a metric
-that would look for one gathers through them instead, wherever it was made and whoever holds it: under ddp that is true
-of metrics that hooks, callbacks and data modules make, too, and of those that a program makes between its runs. No
-list of instances has them all, so ``Metric.sync`` is replaced for that time. With one virtual worker it never is.
+By themselves metrics look for a default process group, but there is none. While virtual workers are together, such a
+metric gathers through them instead, wherever it was made and whoever holds it. Under ddp, metrics of hooks, callbacks
+and data modules are also synchronised, and so are metrics that a program makes between its runs. No list of instances
+has them all, so ``Metric.sync`` is replaced for that time. With one virtual worker it is never replaced.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ from torchmetrics import Metric
 from torchmetrics.metric import jit_distributed_available
 
 Gather = Callable[[Tensor, str], list[Tensor]]
-"""Gives everyone's tensor; the text names the call, for errors."""
+"""Function that returns the tensors of all virtual workers. The text names the call, for errors."""
 
 _gather: Gather | None = None
 _original = Metric.sync
 
 
 def is_shared(metric: Metric) -> bool:
-    """True if ``metric`` is synchronised when it computes."""
+    """Return True if ``metric`` is synchronised when it computes."""
     return _gather is not None if _is_left_to_torch(metric) else bool(metric.distributed_available_fn())
 
 
 def share(gather: Gather | None) -> None:
-    """Have metrics gather by ``gather`` from now on; None leaves them to torch."""
+    """Make metrics gather by ``gather`` from now on. None leaves them to torch."""
     global _gather
     _gather = gather
     Metric.sync = _original if gather is None else _sync  # type: ignore[method-assign]
 
 
 def _is_left_to_torch(metric: Metric) -> bool:
-    """True if the metric was not given a way of its own to be distributed."""
+    """Return True if the metric was given no test of its own for being distributed."""
     return metric.distributed_available_fn in (None, jit_distributed_available)
 
 

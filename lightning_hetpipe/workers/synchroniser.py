@@ -1,4 +1,4 @@
-"""The waves of one fit: this virtual worker pushes its updates and takes the global weights (laws L3 and L6)."""
+"""Waves of one fit: this virtual worker pushes its updates and takes the global weights (laws L3 and L6)."""
 
 from __future__ import annotations
 
@@ -25,27 +25,27 @@ if TYPE_CHECKING:
     from lightning_hetpipe.workers.group import Group
 
 Computing = Callable[[], AbstractContextManager[None]]
-"""Opened around computing, as ``RunnerPool.computing`` is."""
+"""Context manager around computations, as ``RunnerPool.computing`` is."""
 
 
 class NoSynchroniser:
-    """Stands in for the synchroniser of a single virtual worker, which has nobody to agree with."""
+    """Replacement of the synchroniser for a single virtual worker, which never synchronises. It keeps no copies."""
 
     def __init__(self) -> None:
         self.rounded: list[Tensor] = []
 
     wave: int | None = None
-    """W; there are none."""
+    """W, or None because there are no waves."""
     shares: Shares | None = None
 
     def hold(self, holder: Callable[[Channel, Tensor], WeightHolder], machine: Callable[[Tensor], str]) -> None:
-        """Nothing is sent."""
+        """Do nothing, because no weights are sent."""
 
     def follow(self) -> None:
-        """There are no copies."""
+        """Do nothing, because there are no copies."""
 
     def let_go(self) -> None:
-        """There are no copies."""
+        """Do nothing, because there are no copies."""
 
     def agree(self, in_flight: int, weights: WeightPolicy, every: int = 1) -> tuple[int, WeightPolicy]:
         return in_flight, weights
@@ -58,15 +58,8 @@ class NoSynchroniser:
 
 
 class Synchroniser:
-    """Shares the weights of ``module`` with the other virtual workers.
-
-    Bounds: those of ``WeightCopies``, besides the client's.
-
-    Args:
-        group: The virtual workers.
-        module: The module, all of whose parameters are shared.
-        shares: Shares of the data, where they need not be equal.
-    """
+    """Sharing of all parameters of ``module`` with the other virtual workers of ``group``. ``shares`` are the shares of
+    the data, if they may be unequal. Memory is bounded as in ``WeightCopies`` and the client."""
 
     def __init__(self, group: Group, module: L.LightningModule, shares: Shares | None = None) -> None:
         self.group = group
@@ -74,9 +67,10 @@ class Synchroniser:
         self.lengths = (1,) * group.size
         """W_v of each virtual worker."""
         self.meet: Callable[[], bool] = lambda: True
-        """Prepares a call that all virtual workers make; False while those with shares of their own are apart."""
+        """Prepares a call that all virtual workers make. Returns False while virtual workers with own shares are
+        apart."""
         self.save_for_returning: Callable[[Path], None] = lambda path: None
-        """Saves, on virtual worker 0, what those that come back resume from; called on all."""
+        """Saves, on virtual worker 0, the checkpoint for processes that come back. All virtual workers call it."""
         self._least = 1  # the length of the shortest wave, which is Nm
         self._why = ""
         self._waited = 0.0
@@ -85,48 +79,44 @@ class Synchroniser:
         self._copies = WeightCopies(list(module.named_parameters()), group.settings.update_dtype)
         self._counted = 0  # the newest version that is part of a wave
         self._open = 0  # minibatches in the wave that is open
-        self._holds = False  # weights are at others than this process
+        self._holds = False  # weights are at other processes
         self.missed_samples = 0
-        """Samples that lost virtual workers have left untouched, as far as they are known."""
+        """Known number of samples that lost virtual workers have left untouched."""
         self.last_cut = 0
-        """The number of the last cut."""
+        """Number of the last cut."""
 
     @property
     def most_waves_to_cut(self) -> int:
-        """Number of waves that may pass from virtual worker 0's wish for a cut to that cut."""
+        """Largest number of waves from virtual worker 0's request for a cut to that cut."""
         return self.group.settings.clock_distance + 1
 
     @property
     def wave(self) -> int:
-        """W, of this virtual worker."""
+        """W of this virtual worker."""
         return self.lengths[self.group.index]
 
     def enter(self, settings: list[str]) -> None:
-        """Take w_0, and the buffers that belong to them.
-
-        Args:
-            settings: Settings that must be the same on all virtual workers, as "name=value".
-        """
+        """Take w_0 and its buffers. ``settings`` must be equal on all virtual workers, as "name=value"."""
         self._copies.begin(self.group.enter_fit(self._copies.named, settings))
         self.take_buffers()
 
     def follow(self) -> None:
-        """Have copies of weights where the weights are, once these have come to their stages."""
+        """Move the copies of weights to the weights' devices, once weights have come to their stages."""
         self._copies.follow()
 
     def hold(self, holder: Callable[[Channel, Tensor], WeightHolder], machine: Callable[[Tensor], str]) -> None:
-        """Have updates and weights at holders of the parameters, which send them to servers themselves.
+        """Move updates and weights to holders of the parameters, which call servers for them.
 
-        With ``placement="local"`` the server of a parameter is that on the machine of virtual worker 0's holder.
+        With ``placement="local"``, the server of a parameter is on the machine of virtual worker 0's holder.
 
         Args:
-            holder: Gives the holder of a parameter, for calls of the server that a channel leads to.
-            machine: Gives the machine of a parameter, as the host of its address; empty for this one.
+            holder: Function that returns the holder of a parameter, given a server's channel.
+            machine: Function that returns the host of a parameter's machine, or an empty text for this machine.
         """
         named = self._copies.named
         if self.group.settings.placement == "local":
             machines, *_ = self.group.agree([machine(parameter) for _, parameter in named], "where weights are")
-            if any(machines):  # no wave has ended yet, so that these are the weights of all
+            if any(machines):  # no wave has ended yet, so all have these weights
                 last = zip(named, self._copies.last, strict=True)
                 self.group.place_on(machines, [(name, weight) for (name, _), weight in last])
         self._holds = self._copies.are_elsewhere
@@ -136,7 +126,7 @@ class Synchroniser:
 
     @property
     def rounded(self) -> list[Tensor]:
-        """The roundings to ``update_dtype`` of each parameter so far, to go into its next update; else empty."""
+        """Roundings to ``update_dtype`` of each parameter so far, which go into its next update. Empty without it."""
         return self._copies.roundings
 
     @rounded.setter
@@ -144,21 +134,18 @@ class Synchroniser:
         self._copies.restore_roundings(saved)
 
     def let_go(self) -> None:
-        """Give the memory of the copies back, before holders end; nothing is synchronised any more."""
+        """Free the memory of the copies before holders end. Nothing is synchronised any more."""
         self._copies.forget()
-        if self._holds and self.group.weights.is_idle:  # a call that has failed needs them no more
+        if self._holds and self.group.weights.is_idle:  # a failed call does not need the holders any more
             self._holds = False
             self.group.weights.hold(lambda channel, index: HERE)
 
     def agree(self, in_flight: int, weights: WeightPolicy, every: int = 1) -> tuple[int, WeightPolicy]:
-        """Agree on Nm, the largest that any virtual worker would choose; on W, which depends on it; and on the weight
-        policy, which is stashing where one of them has no room for the policy of the others.
+        """Agree on Nm and the weight policy, and set W. Return Nm and the policy.
 
-        By default a wave holds Nm minibatches, and more where ``every`` minibatches make one optimizer step: whole
-        steps. Where shares are decided, waves have their lengths.
-
-        Returns:
-            Nm, and the weight policy.
+        Nm is the largest that any virtual worker would choose. The policy is stashing if virtual workers differ,
+        because some virtual worker has no room for the other policy. By default W is Nm, or more for whole optimizer
+        steps of ``every`` minibatches. With decided shares, waves have the shares' lengths.
         """
         choices, names = zip(*self.group.agree((in_flight, weights.name), "the choice of in_flight"), strict=True)
         in_flight, weights = max(choices), weights if len(set(names)) == 1 else STASH
@@ -169,15 +156,13 @@ class Synchroniser:
         return in_flight, weights
 
     def divide(self, rates: Mapping[int, float | None], every: int) -> bool:
-        """Decide on shares of the data, and lengths of waves, from the next epoch on; with the same result on all.
+        """Decide, with one result on all, on shares and wave lengths from the next epoch on. Return True if they
+        change.
 
         Args:
-            rates: Minibatches per second of each virtual worker that is there, or None. The waves of others stay as
-                they are.
-            every: Minibatches of an optimizer step then, of which waves hold whole ones.
-
-        Returns:
-            True if they are others than before.
+            rates: Minibatches per second, or None, of each virtual worker that is there. The waves of absent virtual
+                workers stay.
+            every: Number of minibatches of an optimizer step then. Waves hold whole steps.
         """
         if self.shares is None or not self.shares.adapts:
             return False
@@ -201,17 +186,13 @@ class Synchroniser:
         return True
 
     def told_shares(self) -> str:
-        """The lengths of waves, and why, for people."""
+        """Describe the lengths of waves, and why they were chosen."""
         return f"{list(self.lengths)} minibatches in a wave, as {self._why}"
 
     def staleness(self, behind: int) -> tuple[int, int]:
-        """Minibatches by which gradients are behind at most, and virtual workers whose updates are added (as sums).
-
-        They are behind by these of each virtual worker; where waves differ, on average over the virtual workers.
-
-        Args:
-            behind: By how many minibatches of their own virtual worker they are.
-        """
+        """Return by how many minibatches gradients are behind at most, and the number of virtual workers with added
+        updates (sum). ``behind`` is the lag within a virtual worker. If waves differ, the lag is averaged over the
+        virtual workers."""
         wsp, every = self.group.settings, range(self.group.size)
         workers = self.group.size if wsp.aggregate == "sum" else 1
         missed = [
@@ -220,7 +201,7 @@ class Synchroniser:
         return -(-max(missed) // self.group.size), workers
 
     def metrics(self) -> dict[str, float]:
-        """The metrics for loggers; times and bytes are those since the last call."""
+        """Return the metrics for loggers. Times and bytes are since the last call."""
         client = self.group.weights
         counters = (self._waited, client.bytes_pushed, client.bytes_pulled)
         waited, pushed, pulled = (now - before for now, before in zip(counters, self._reported, strict=True))
@@ -238,27 +219,16 @@ class Synchroniser:
         }
 
     def ends_wave(self, version: int) -> bool:
-        """Count ``version``, which Lightning's step of that number has made and which is published next.
-
-        Returns:
-            True if it ends a wave, so that :meth:`synchronise` is due.
-        """
+        """Count ``version``, which is published next. Return True if it ends a wave, so that :meth:`synchronise` is
+        due."""
         self.group.check()
         self._count(version)
         return self._open >= self.wave
 
     def synchronise(self, computing: Computing, ask_for_cut: bool = False) -> bool:
-        """End a wave: push the update, and take the global weights as the live ones.
-
-        User code may run meanwhile, as while the optimizer computes.
-
-        Args:
-            computing: Opened around computing.
-            ask_for_cut: Virtual worker 0 wants all to cut as soon as they can after the same wave.
-
-        Returns:
-            True if all cut here, because virtual worker 0 has asked for it.
-        """
+        """End a wave: push the update, and take the global weights as the live weights. User code may run meanwhile.
+        With ``ask_for_cut``, virtual worker 0 requests a cut after one wave, as soon as all can. Return True if all cut
+        here after such a request."""
         update = self._update(computing)
         with self._waiting():
             weights = self.group.weights.synchronise(update, cut=ask_for_cut)
@@ -267,16 +237,8 @@ class Synchroniser:
         return member.clock == member.cut_at
 
     def cut(self, number: int, version: int, computing: Computing) -> bool:
-        """Have all hold the same weights, unless they have done so at this cut. User code may run meanwhile.
-
-        Args:
-            number: The number of the cut, larger than that of any before.
-            version: The version of the live weights.
-            computing: Opened around computing.
-
-        Returns:
-            False if this cut has been made already.
-        """
+        """Make all virtual workers hold equal weights, unless done at this cut. User code may run meanwhile. Cut
+        numbers grow. ``version`` is the version of the live weights. Return False if this cut has been made already."""
         if number <= self.last_cut:
             return False
         self._count(version)
@@ -285,19 +247,9 @@ class Synchroniser:
         return True
 
     def begin(self, first: int, version: int, computing: Computing, told: Any = None) -> list[Any]:
-        """Begin an epoch, or go on in one, with weights that all hold: those of the last cut.
-
-        Where callbacks have changed them since, all take virtual worker 0's; else each would add its own change.
-
-        Args:
-            first: The number of a cut; the next number is free, too.
-            version: The version of the live weights.
-            computing: Opened around computing.
-            told: Told to the others.
-
-        Returns:
-            What all have told.
-        """
+        """Begin an epoch, or go on in an epoch, with the weights of the last cut. Return the values ``told`` of all. If
+        callbacks have changed weights since, all take virtual worker 0's weights. Otherwise each would add its own
+        change. ``first`` and the next number must be free for cuts. ``version`` is the version of the live weights."""
         self._counted, self._open = version, 0
         self.last_cut = max(self.last_cut, self.group.weights.member.cut)
         self.group.begin_epoch()
@@ -316,7 +268,7 @@ class Synchroniser:
         return everyones
 
     def go_back(self) -> bool:
-        """Make the weights that this one took last the live ones; False if they are at others than this process."""
+        """Make the last taken weights the live weights. Return False if weights are at other processes."""
         if self._holds or not self._copies.last:
             return False
         self._copies.go_back()
@@ -331,26 +283,25 @@ class Synchroniser:
         self._settle(weights, computing, everything)
 
     def take_averages(self, averages: list[Tensor]) -> None:
-        """At a cut: take virtual worker 0's averages of weights, which callbacks keep."""
+        """Take virtual worker 0's averages of weights, which callbacks keep, at a cut."""
         if averages:
             self._take_first(averages, f"{EXCHANGE} averaged weights")
 
     def _take_frozen(self) -> None:
-        """At a cut: take virtual worker 0's frozen weights, if callbacks have changed any since the epoch began.
-
-        Servers get them when the next epoch begins, as all changes that callbacks make between epochs.
-        """
+        """Take virtual worker 0's frozen weights at a cut, if callbacks have changed any since the epoch began. Servers
+        get them when the next epoch begins, like all changes that callbacks make between epochs."""
         changed = {index for each in self.group.gather(self._copies.changed(frozen=True), "a cut") for index in each}
         if changed:
             frozen = [self._copies.named[index][1] for index in sorted(changed)]
             self._take_first(frozen, f"{EXCHANGE} frozen weights")
 
     def take_buffers(self) -> None:
-        """Take the buffers of virtual worker 0, at the end of an epoch, as in DDP."""
+        """Take the buffers of virtual worker 0 at the end of an epoch, as in DDP."""
         self._take_first(list(self._module.buffers()), f"{EXCHANGE} buffers")
 
     def borrow_buffers(self) -> Callable[[], None]:
-        """Take the buffers of virtual worker 0 for an evaluation within an epoch; returns the undoing."""
+        """Take the buffers of virtual worker 0 for an evaluation within an epoch. Return a function that undoes
+        this."""
         own = [buffer.clone() for buffer in self._module.buffers()]
         self.take_buffers()
 
@@ -362,10 +313,8 @@ class Synchroniser:
         return give_back
 
     def _take_first(self, tensors: list[Tensor], what: str) -> None:
-        """Make ``tensors`` virtual worker 0's; version counters stay where nothing changes.
-
-        One that comes back has what its checkpoint has, which is newer than what the others exchanged at their start.
-        """
+        """Replace ``tensors`` by virtual worker 0's. If nothing changes, version counters stay. A process that comes
+        back keeps the tensors of its checkpoint, because the other virtual workers exchanged older tensors."""
         if self.group.seats.returning is not None:
             return
         with torch.no_grad():

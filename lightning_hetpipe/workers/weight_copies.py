@@ -1,4 +1,4 @@
-"""Copies of weights as they were when virtual workers synchronised last, and the update that these make (law L3)."""
+"""Copies of weights at the last synchronisation of virtual workers, and the update from them (law L3)."""
 
 from __future__ import annotations
 
@@ -14,11 +14,9 @@ _HOST = torch.device("cpu")
 
 
 def copies_kept(update_dtype: str | None) -> float:
-    """Number of copies of trained weights that a virtual worker keeps on their devices, for its synchronisation.
-
-    One is of the last synchronisation. With ``update_dtype`` there are the roundings so far, and the rounded update.
-    Copies of frozen weights lie on the host.
-    """
+    """Return the number of copies of trained weights that a virtual worker keeps on their devices to synchronise. One
+    copy is of the last synchronisation. ``update_dtype`` adds the roundings so far, and the rounded update. Copies of
+    frozen weights lie on the host."""
     if update_dtype is None:
         return 1.0
     sent: torch.dtype = getattr(torch, update_dtype)
@@ -26,18 +24,14 @@ def copies_kept(update_dtype: str | None) -> float:
 
 
 class WeightCopies:
-    """Live weights of a module, and their copies, of which there are none before :meth:`begin`.
+    """Live weights of a module, and their copies, which exist after :meth:`begin`.
 
-    Bounds: :func:`copies_kept` of the trained weights on their devices, and of the frozen ones on the host.
-
-    Args:
-        named: All parameters of the module, by name.
-        update_dtype: The setting.
+    Bounds: :func:`copies_kept` of the trained weights on their devices, and of the frozen weights on the host.
 
     Attributes:
-        named: As above.
-        last: The copies, in the same order.
-        roundings: What ``update_dtype`` has taken from each parameter's updates so far; empty without it.
+        named: All parameters of the module, by name.
+        last: The copies, in this order.
+        roundings: Losses of each parameter's updates by ``update_dtype`` so far. Empty without it.
     """
 
     def __init__(self, named: Sequence[tuple[str, Tensor]], update_dtype: str | None) -> None:
@@ -48,31 +42,31 @@ class WeightCopies:
 
     @property
     def are_elsewhere(self) -> bool:
-        """True if weights are at others than this process."""
+        """True if weights are at other processes."""
         return any(address_of(parameter) is None for _, parameter in self.named)
 
     def begin(self, weights: Sequence[Tensor]) -> None:
-        """Make ``weights`` the live ones, and copy them."""
+        """Make ``weights`` the live weights, and copy them."""
         self._take(weights, everything=True)
         self.last = [parameter.detach().to(_home(parameter), copy=True) for _, parameter in self.named]
         self.roundings = [torch.zeros_like(last) for last in self.last] if self._dtype is not None else []
 
     def forget(self) -> None:
-        """Give their memory back."""
+        """Free the memory of the copies."""
         self.last, self.roundings = [], []
 
     # Their places.
 
     def follow(self) -> None:
-        """Move the copies of trained weights after them, to the devices of their stages, and the others to the host."""
+        """Move the copies of trained weights to the devices of their stages, and the other copies to the host."""
         for copies in (self.last, self.roundings):
-            for target in (_HOST, None):  # what leaves a device has left it before anything comes
+            for target in (_HOST, None):  # all moves off a device come before moves to it
                 for index, (copy, (_, parameter)) in enumerate(zip(copies, self.named, strict=False)):
                     if copy.device != (home := _home(parameter)):
                         copies[index] = copy.to(target or home)
 
     def go_to_holders(self) -> None:
-        """Move the copies of trained weights that others than this process hold to these."""
+        """Move the copies of trained weights to the other processes that hold the weights."""
         for copies in (self.last, self.roundings):
             for index, (copy, (_, parameter)) in enumerate(zip(copies, self.named, strict=False)):
                 if parameter.requires_grad and address_of(copy) != address_of(parameter) is None:
@@ -81,19 +75,16 @@ class WeightCopies:
     # Differences to the live weights.
 
     def changed(self, *, frozen: bool = False) -> list[int]:
-        """Weights that differ from their copies, by index; of ``frozen`` ones alone if that is asked."""
+        """Return the indices of weights, or only of ``frozen`` weights, that differ from their copies."""
         pairs = enumerate(zip(self.named, self.last, strict=True))
         return [n for n, ((_, p), last) in pairs if not (frozen and p.requires_grad) and not _equal(p, last)]
 
     def update(self, buffers: Callable[[], list[Tensor]], everything: bool = False) -> list[Tensor]:
-        """The update: w_local - w at the last synchronisation, in the dtype in which it is sent.
+        """Return the update, w_local - w of the last synchronisation, in the dtype in which it is sent.
 
-        Frozen parameters are not learnt: changes by callbacks are virtual worker 0's from the next cut on, and go to
-        the servers when an epoch begins (``everything``). An infinity in one, as masks have, is no difference.
-
-        Args:
-            buffers: Gives tensors for an update that is not rounded.
-            everything: Whether it has the changes of frozen parameters.
+        Frozen parameters are not learnt. After changes by callbacks, all take virtual worker 0's values at the next
+        cut, and servers get them when an epoch begins (``everything``). An infinity in a frozen parameter, as in masks,
+        is no difference. ``buffers`` returns tensors for an update that is not rounded.
         """
         same = [
             not p.requires_grad and (not everything or _equal(p, last))
@@ -118,11 +109,11 @@ class WeightCopies:
         return sent
 
     def no_update(self) -> list[Tensor]:
-        """An update by zero."""
+        """Return an update by zero."""
         return [torch.zeros_like(last, dtype=self._dtype, device="cpu") for last in self.last]
 
     def restore_roundings(self, saved: Sequence[Tensor]) -> None:
-        """Set them as a checkpoint has them; it has none of a run without ``update_dtype``."""
+        """Set the roundings to a checkpoint's, or to zero if it is of a run without ``update_dtype``."""
         with torch.no_grad():
             for rounding, before in zip(self.roundings, saved or [torch.zeros(())] * len(self.roundings), strict=False):
                 rounding.copy_(before)
@@ -130,7 +121,7 @@ class WeightCopies:
     # Synchronisation.
 
     def settle(self, weights: Sequence[Tensor], everything: bool = False) -> None:
-        """Make ``weights`` the live ones, and their copies; of frozen ones only with ``everything``."""
+        """Make ``weights`` the live weights and their copies, frozen ones only with ``everything``."""
         self._take(weights, everything)
         taken = [(last, p) for (_, p), last in zip(self.named, self.last, strict=True) if everything or p.requires_grad]
         with torch.no_grad():
@@ -141,14 +132,16 @@ class WeightCopies:
         self._take([last.detach() for last in self.last], everything=False)
 
     def _take(self, weights: Sequence[Tensor], everything: bool) -> None:
-        """Make ``weights`` the live weights; frozen ones are the same everywhere, from the start."""
+        """Make ``weights`` the live weights. Frozen weights are equal everywhere from the start, and need
+        ``everything``."""
         pairs = [(p, w) for (_, p), w in zip(self.named, weights, strict=True) if everything or p.requires_grad]
         with torch.no_grad():
             foreach_copy_([parameter for parameter, _ in pairs], [weight for _, weight in pairs])
 
 
 def _home(parameter: Tensor) -> torch.device:
-    """The device for copies of ``parameter``: the host where it is frozen, as these are read at cuts only."""
+    """Return the device for copies of ``parameter``. It is the host if the parameter is frozen, because cuts alone read
+    it."""
     return parameter.device if parameter.requires_grad else _HOST
 
 

@@ -1,8 +1,8 @@
 """Client of a VW: blocking calls to the servers that can be cancelled, all shards at once, and a heartbeat.
 
-Bounds: host memory holds two blocks of weights (the last pull, and the one that arrives) and one of an update: three
-times the model's bytes. A server on the same host adds the update from there, so it changes only once a pull of the
-VW's own includes it.
+Bounds: host memory holds two blocks of weights (the last pull, and the arriving pull) and one block of an update: three
+times the model's bytes. A server on the VW's host adds the update from this memory. So the update changes only after a
+pull of this VW that includes it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from lightning_hetpipe.server.protocol.member import Ask, AskShards, Body, Goal,
 from lightning_hetpipe.server.transport.interface import CallRefused, Channel, Received, Room, Unreachable
 
 TIME_TO_LEAVE = 10.0
-"""Seconds for which a VW repeats that it leaves, as the coordinator may be starting again; then its lease runs out."""
+"""Seconds for which a VW repeats that it leaves, because the coordinator may be restarting. Then its lease runs out."""
 
 News = TypeVar("News", messages.Departed, messages.Lost)
 
@@ -38,25 +38,24 @@ class NotJoined(ServersSilent):
 
 
 class Client:
-    """Membership of one VW in a session. Its calls are made by one thread at a time; requests and ``cancel`` by any.
+    """Membership of one VW in a session. One thread at a time makes its calls. Any thread makes requests and cancels.
 
     Args:
-        channels: one per server; the first is the coordinator's.
-        signature: what must be the same on all VWs; its parameters in the order of ``weights`` and ``update``.
-        placement: for each server, the indices of its parameters.
+        channels: One for each server. The first leads to the coordinator.
+        signature: Settings that must be equal on all VWs. Its parameters have the order of ``weights`` and ``update``.
+        placement: For each server, the indices of its parameters.
         vw: i.
-        incarnation: larger than that of any earlier process of this VW.
-        lease: seconds, equal to the servers'; a heartbeat goes out three times in it.
-        timeout: seconds for which servers may be unreachable, and which one request may take; may be changed.
-        longest_wait: seconds to wait for other VWs, as long as they live; may be changed.
-        join_timeout: seconds to wait in ``join`` for VWs that have not joined; by default ``longest_wait``.
-        name: prefix of the threads' names.
-        lost: returns the error by which the servers are known not to come back, once there is one; the call under way
-            and all later ones raise it.
-        heart: channel to the coordinator for heartbeats alone, which would wait behind weights on a slow link for
-            longer than the lease; by default the first of ``channels``.
-        departed: called once for each other VW that was left out or has left, from any thread.
-        updates_lost: likewise, for updates of another VW that nobody holds any more, as it died together with servers.
+        incarnation: Larger than that of any earlier process of this VW.
+        lease: Seconds, equal to the servers' lease. A lease has three heartbeats.
+        timeout: Seconds for which servers may be unreachable, and for one request. May be changed.
+        longest_wait: Seconds to wait for other VWs while they live. May be changed.
+        join_timeout: Seconds to wait in ``join`` for VWs that have not joined, by default ``longest_wait``.
+        name: Prefix of the threads' names.
+        lost: Function that returns an error once servers are known not to come back. Running and later calls raise it.
+        heart: Channel to the coordinator for heartbeats, by default the first of ``channels``. Behind weights on a slow
+            link, heartbeats would wait for longer than the lease.
+        departed: Called once for each other VW that was left out or has left, from any thread.
+        updates_lost: Called once, from any thread, for lost updates of a VW that died together with servers.
     """
 
     def __init__(
@@ -83,14 +82,14 @@ class Client:
         self.vw = vw
         self.timeout, self.longest_wait = timeout, longest_wait
         self.failure: Exception | None = None
-        """Fatal error that is known; waits end with it."""
+        """Known fatal error, which ends waits."""
         self.silence = ""
-        """The transport's error of the last request without an answer; it names the server."""
+        """The transport's error of the last request without an answer. It names the server."""
         self.member = Member(vw, incarnation, signature, owned)
         self.kept = KeptContent(self, incarnation)
-        """Content that is left with the coordinator for VWs that come back."""
+        """Content that this VW leaves with the coordinator for VWs that come back."""
         self.waits_for = ""
-        """Reason for which the call under way waits, in the coordinator's words."""
+        """The coordinator's reason why the running call waits."""
         self.gathers = 0
         """Number of the last gather since the last cut."""
         self.bytes_pushed = 0
@@ -118,13 +117,13 @@ class Client:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
-        """Leave, unless that was done: with an exception, the others are told and end as well."""
+        """Leave, if the VW has not left yet. With an exception, the other VWs are informed and end."""
         if not self._left:
             self._leave("" if kind is None else f"{kind.__name__}: {error}"[:2000])
         self.close()
 
     def close(self) -> None:
-        """End the threads without telling the servers, for which the VW's lease runs out."""
+        """End the threads without a message to the servers, where the VW's lease runs out."""
         self._left = True
         self._stopped.set()
         if self._heart.is_alive():
@@ -133,26 +132,26 @@ class Client:
 
     @property
     def is_idle(self) -> bool:
-        """No call is under way, and none has failed."""
+        """True if no call is running, and no call has failed."""
         return self.member.state is MemberState.IDLE
 
     @property
     def departures(self) -> list[messages.Departed]:
-        """All departures that this VW was told of."""
+        """All departures of VWs that the coordinator has reported to this VW."""
         with self._hears:
             return [each for each in self._told if isinstance(each, messages.Departed)]
 
     # Calls of the VW.
 
     def join(self, weights: Sequence[Tensor]) -> list[Tensor]:
-        """Become a member; return w_0, which are VW 0's ``weights``, or the present weights for a new incarnation.
+        """Become a member. Return w_0, which are VW 0's ``weights``, or the present weights for a new incarnation.
 
-        The tensors that this and the other calls return belong to this object and are valid until the next call.
+        All calls return tensors of this object, which are valid until the next call.
 
         Raises:
-            RemoteFault: the VW differs from the others, or was left out or replaced.
-            PeerFailed: another VW has failed.
-            ServersSilent: after ``timeout`` or ``longest_wait``; ``NotJoined`` after ``join_timeout``.
+            RemoteFault: if the VW differs from the other VWs, or was left out or replaced.
+            PeerFailed: if another VW has failed.
+            ServersSilent: after ``timeout`` or ``longest_wait``. ``NotJoined`` after ``join_timeout``.
             Cancelled: after ``cancel``.
         """
         for view, value in zip(self._held.weights(self.member.newest), weights, strict=True):
@@ -160,11 +159,8 @@ class Client:
         return self._do(self.member.join)
 
     def hold(self, holder: Callable[[Channel, int], WeightHolder]) -> None:
-        """Have weights and updates at other holders from now on, which call servers for them.
-
-        Args:
-            holder: Gives the holder of a parameter, by its index, for calls of the server that a channel leads to.
-        """
+        """Move weights and updates to other holders, which call servers for them from now on. ``holder`` returns the
+        holder of a parameter, given a server's channel and the parameter's index."""
         with self._busy:
             self.member.check_idle()
             self._held.hold(lambda server, index: holder(self._channels[server], index), self.member.newest)
@@ -172,23 +168,24 @@ class Client:
             self._pool = self._new_pool()
 
     def synchronise(self, update: Sequence[Tensor], *, cut: bool = False) -> list[Tensor]:
-        """End a wave: push ``update`` and return w_global, which includes it. Raises as ``join`` does; and
+        """End a wave: push ``update`` and return w_global, which includes it.
 
-        Raises:
-            LocalFault: ``update`` has a NaN or infinity, in the parameter that the message names. Nothing was pushed.
+        Raises as :meth:`join` does. Raises LocalFault without pushing if ``update`` has a NaN or infinity, and names
+        the parameter.
         """
         with self._busy:
             self._take(update)
         return self._do(lambda: self.member.synchronise(cut=cut))
 
     def update_buffers(self) -> list[Tensor]:
-        """Tensors for the next update; given to ``synchronise`` or ``arrive``, they are not copied."""
+        """Return tensors for the next update. ``synchronise`` and ``arrive`` do not copy these tensors."""
         with self._busy:
             self.member.check_idle()
         return self._held.update()
 
     def arrive(self, cut: int, update: Sequence[Tensor] | None = None, *, admit: bool = False) -> list[Tensor]:
-        """Wait at a cut for all others, after pushing a short wave's ``update``; return the weights that all get."""
+        """Push ``update``, if given, of a short wave, and wait at a cut for all other VWs. Return the weights that all
+        get."""
         with self._busy:
             if update is not None:
                 self._take(update)
@@ -197,7 +194,7 @@ class Client:
         return weights
 
     def gather(self, part: bytes) -> dict[int, bytes]:
-        """Return everyone's part, by VW, in the next gather since the last cut."""
+        """Return the parts of all VWs in the next gather since the last cut, by VW."""
 
         def begin() -> None:
             self.gathers += 1
@@ -214,30 +211,30 @@ class Client:
         return found
 
     def leave(self, why: str = "") -> None:
-        """End the membership; the others are told ``why``, if they go on without this one."""
+        """End the membership. If the other VWs go on without this VW, they receive ``why``."""
         self._leave("", why)
 
     def fail(self, reason: str) -> None:
-        """End the membership because of a failure, with which the others end too."""
+        """End the membership because of a failure, with which the other VWs end."""
         self._leave(reason)
 
     def cancel(self) -> None:
-        """End the wait that is under way, and all later ones, as ``Cancelled``."""
+        """End the running wait and all later waits with ``Cancelled``."""
         self._stopped.set()
 
     def check(self) -> None:
-        """Raise the fatal error that is known, if any; to be called where nothing waits for long."""
+        """Raise the known fatal error, if any. Call this where nothing waits for long."""
         if (failure := self.failure or self._lost()) is not None:
             raise failure
 
     def check_goes_on(self) -> None:
-        """Raise what ends a wait: that it was cancelled, or the fatal error that is known."""
+        """Raise the error that ends a wait: ``Cancelled`` after ``cancel``, or the known fatal error."""
         if self._stopped.is_set():
             raise Cancelled("the call was cancelled")
         self.check()
 
     def pause(self) -> None:
-        """Wait before the next request, where nothing waits at the other end; less if cancelled."""
+        """Wait a moment before the next request if no request waits at the server. ``cancel`` ends the pause."""
         self._stopped.wait(min(0.1, self._lease / 10))
 
     # Requests.
@@ -250,20 +247,13 @@ class Client:
         timeout: float | None = None,
         channel: Channel | None = None,
     ) -> messages.Answer | RemoteFault | None:
-        """Return the coordinator's answer; ``None`` if none came.
-
-        Args:
-            message: The request.
-            body: Bytes that belong to it.
-            into: Room for the bytes that belong to the answer.
-            timeout: Seconds; by default those of the VW.
-            channel: The way to the coordinator, if not the first channel.
-        """
+        """Return the coordinator's answer, or None without an answer. ``body`` goes with the message, and ``into`` is
+        room for the answer's body. The default ``timeout`` is the VW's, the default ``channel`` the first."""
         channel, timeout = channel or self._channels[COORDINATOR], timeout or self.timeout
         return self._answered(message, lambda header: channel.call(COORDINATOR_METHOD, header, body, into, timeout))
 
     def ask_shard(self, call: ShardCall) -> messages.Answer | RemoteFault | None:
-        """Return the answer of a server's shard; ``None`` if none came."""
+        """Return the answer of a server's shard, or None without an answer."""
         channel, by = self._channels[call.server], call.by
         return self._answered(
             call.message, lambda header: by.call(channel, SHARD_METHOD, header, call.body, call.into, self.timeout)
@@ -290,14 +280,14 @@ class Client:
 
     def _tell(self, told: Sequence[News], listener: Callable[[News], None]) -> None:
         with self._hears:
-            # Its own departure is an error of its calls.
+            # Calls raise an error for this VW's own departure.
             news = [each for each in told if each not in self._told and each.vw != self.vw]
             self._told.update(news)
         for each in news:
             listener(each)
 
     def _new_pool(self) -> ThreadPoolExecutor:
-        """One thread for each call that is made at once, and one to join again."""
+        """Make a pool with one thread for each simultaneous call, and one to join again."""
         return ThreadPoolExecutor(self._held.parts + 1, thread_name_prefix=self._name)
 
     def _take(self, update: Sequence[Tensor]) -> None:
@@ -314,7 +304,7 @@ class Client:
             return self._held.weights(self.member.newest)
 
     def _drive(self) -> None:
-        """Make the member's requests until it has nothing more to do."""
+        """Make the member's requests until it has no next request."""
         wait = Wait(self)
         generation = self.member.generation
         while (action := self.member.next()) is not None:
@@ -366,7 +356,7 @@ class Client:
         if action.body is Body.UPDATE:
             self.bytes_pushed += sum(call.body.numel() for call in calls if call.body is not None)
         self.bytes_pulled += sum(call.into.numel() for call in calls if call.into is not None)
-        # A single one is made by this thread: on busy cores, each thread that has to wake up delays all VWs.
+        # This thread makes a single call: on busy cores, each thread that has to wake up delays all VWs.
         answers = (self._pool.map if len(calls) > 1 else map)(self.ask_shard, calls)
         found: dict[int, list[messages.Answer | RemoteFault | None]] = {}
         for call, answer in zip(calls, answers, strict=True):
@@ -409,7 +399,8 @@ class Client:
             self._pool.submit(self._rejoin, heartbeat.generation)  # it may take long, and heartbeats have to go on
 
     def _rejoin(self, lost: str) -> None:
-        """Join again while the VW computes, as a server was lost; a call that is under way does so by itself."""
+        """Join again after the loss of a server while the VW computes. A running call of the VW joins again by
+        itself."""
         if not self._busy.acquire(blocking=False):
             return
         try:

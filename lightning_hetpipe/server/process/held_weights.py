@@ -1,7 +1,7 @@
 """Weights of a VW at their holders: processes that have some of its parameters, and send their updates themselves.
 
-A holder is the client's process, but for stages that other machines have: weights of such a stage cross no network
-where the server is on the machine of the stage.
+The holder is the client's process, except for stages on other machines. If the server is on the stage's machine, the
+weights of the stage cross no network.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from lightning_hetpipe.server.transport.interface import Channel
 
 
 class WeightHolder(Protocol):
-    """A process that has parameters, and calls servers for the client."""
+    """Process that has parameters, and calls servers for the client."""
 
     def block(self, size: int) -> Tensor:
-        """Zeroed bytes in that process."""
+        """Make a block of zeroed bytes in that process."""
         ...
 
     def call(
         self, channel: Channel, method: str, header: bytes, body: Tensor | None, into: Tensor | None, timeout: float
     ) -> bytes:
-        """Call the server that ``channel`` leads to as `Channel.call` does, with blocks for bodies."""
+        """Call the server behind ``channel`` as `Channel.call` does, with blocks as bodies."""
         ...
 
 
 class _Here:
-    """The client's own process."""
+    """Holder in the client's own process."""
 
     def block(self, size: int) -> Tensor:
         return block_of(size)
@@ -55,16 +55,14 @@ class WeightPart:
 
     Args:
         indices: The server's parameters, by their indices in the model.
-        parameters: All of the model.
-        numbers: Those of the part, by their numbers in the server's shard.
-        holder: Who has them.
+        parameters: All parameters of the model.
+        numbers: Parameters of the part, by their numbers in the server's shard.
 
     Attributes:
-        part: As in a ``StageUpdate``.
-        indices: Of its parameters in the model.
-        weights: Two blocks: of the last pull, and of the next.
-        weight_views: The parameters in these.
-        update, update_views: Likewise, for the update.
+        part: Numbers of the parameters as in a ``StageUpdate``.
+        indices: Indices of the part's parameters in the model.
+        weights, weight_views: Two blocks, of the last pull and of the next, and the parameters in these blocks.
+        update, update_views: Block of the update, and the parameters in it.
     """
 
     def __init__(
@@ -81,10 +79,8 @@ class WeightPart:
         self.update_views = update.views(self.update)
 
     def take(self, update: Sequence[Tensor]) -> str | None:
-        """Have an ``update`` of the model; gives the name of the first parameter that is not finite.
-
-        What is not in this process is looked at by the server alone.
-        """
+        """Copy ``update``, of all the model's parameters, into the part's block. Return the name of the first parameter
+        that is not finite, or None. Only the server checks parameters in other processes."""
         for parameter, index, view in zip(self._parameters, self.indices, self.update_views, strict=True):
             if self.holder is HERE:
                 if not copy_finite(view, update[index]):
@@ -96,7 +92,7 @@ class WeightPart:
 
 @dataclass(frozen=True)
 class ShardCall:
-    """One call of a server's shard, with a body or room for the answer's."""
+    """Call of a server's shard, with a body or with room for the answer's body."""
 
     server: int
     message: ShardRequest
@@ -106,11 +102,9 @@ class ShardCall:
 
 
 class HeldWeights:
-    """Weights and updates of a VW, at their holders, which is this process at first.
+    """Weights and updates of a VW at their holders. At first this process is the holder of all parameters.
 
-    Args:
-        parameters: All of the model.
-        placement: For each server, the indices of its parameters.
+    ``parameters`` are all of the model. ``placement`` has the indices of each server's parameters.
     """
 
     def __init__(self, parameters: Sequence[Parameter], placement: Sequence[Sequence[int]]) -> None:
@@ -120,34 +114,31 @@ class HeldWeights:
 
     @property
     def parts(self) -> int:
-        """Number of calls that are made at once."""
+        """Number of simultaneous calls."""
         return sum(map(len, self._parts))
 
     def hold(self, holder: Callable[[int, int], WeightHolder], newest: int) -> None:
-        """Move the weights in the blocks ``newest``, 0 or 1, to other holders.
-
-        Args:
-            holder: Gives that of a parameter, by its server and its index.
-        """
+        """Move the weights in the blocks ``newest``, 0 or 1, to other holders. ``holder`` returns the holder of a
+        parameter, given its server and its index."""
         before, self._parts = self.weights(newest), self._held_by(holder)
         for view, value in zip(self.weights(newest), before, strict=True):
             view.copy_(value)
 
     def weights(self, newest: int) -> list[Tensor]:
-        """All parameters in the blocks ``newest``."""
+        """Return all parameters in the blocks ``newest``."""
         return self._in_order(lambda part: part.weight_views[newest])
 
     def update(self) -> list[Tensor]:
-        """All parameters in the blocks of the update."""
+        """Return all parameters in the blocks of the update."""
         return self._in_order(lambda part: part.update_views)
 
     def take(self, update: Sequence[Tensor]) -> str | None:
-        """As :meth:`WeightPart.take`."""
+        """Copy an update into all parts, as :meth:`WeightPart.take` does."""
         names = (part.take(update) for part in itertools.chain(*self._parts))
         return next((name for name in names if name is not None), None)
 
     def calls(self, body: Body, server: int, message: ShardRequest, newest: int) -> list[ShardCall]:
-        """The calls that ask ``server`` what ``message`` does, where ``newest`` are the blocks of the last pull."""
+        """Return the calls for ``message`` to ``server``, given the blocks ``newest`` of the last pull."""
         parts = self._parts[server]
         if body is Body.WEIGHTS:
             return [ShardCall(server, message, body=self._whole(server, newest))]
@@ -161,7 +152,7 @@ class HeldWeights:
         return [ShardCall(server, message)]
 
     def _held_by(self, holder: Callable[[int, int], WeightHolder]) -> list[list[WeightPart]]:
-        """The parts of each server."""
+        """Make the parts of each server."""
         found: list[list[WeightPart]] = []
         for server, indices in enumerate(self._placement):
             numbers: dict[WeightHolder, list[int]] = {}
@@ -178,7 +169,7 @@ class HeldWeights:
         return [found[index] for index in sorted(found)]
 
     def _whole(self, server: int, newest: int) -> Tensor:
-        """The weights of the last pull that a server has, in one block of this process."""
+        """Return a server's weights of the last pull in one block of this process."""
         parts, indices = self._parts[server], self._placement[server]
         if len(parts) == 1 and parts[0].holder is HERE:
             return parts[0].weights[newest]
@@ -192,11 +183,11 @@ class HeldWeights:
 
 
 def decisive(answers: Sequence[Answer | RemoteFault | None]) -> Answer | RemoteFault | None:
-    """The answer of a server, of those that it has given to calls for parts, or has not given."""
+    """Return the answer that decides, of a server's answers to calls for its parts. None is a missing answer."""
 
     def precedence(answer: Answer | RemoteFault | None) -> int:
         if isinstance(answer, RemoteFault):
-            return 2 if answer.refusal is Refusal.STALE else 0  # stale is what has come before
+            return 2 if answer.refusal is Refusal.STALE else 0  # a stale request had arrived before
         return 1 if answer is None else 3
 
     return min(answers, key=precedence)

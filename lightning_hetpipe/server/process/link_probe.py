@@ -1,6 +1,6 @@
 """Bandwidth and latency of a link between a client and a server, measured by transfers of meaningless bytes.
 
-A server's memory for them is one buffer of :data:`LARGEST` bytes, which all clients share, as nobody reads it.
+A server's memory for them is one buffer of :data:`LARGEST` bytes. All clients share it, because nobody reads it.
 """
 
 from __future__ import annotations
@@ -15,28 +15,23 @@ from lightning_hetpipe.planning.model.cluster import Link
 from lightning_hetpipe.server.transport.interface import LINK, CallRefused, Channel, IncomingCall, Reply
 
 LARGEST = 64 << 20
-"""Bytes of the largest transfer; with it, a transfer of 100 GB/s takes about half a millisecond."""
+"""Bytes of the largest transfer. At 100 GB/s it takes about half a millisecond."""
 
 ENOUGH = 0.25
-"""Seconds after which a transfer is long enough, so that slow links are not measured with large ones."""
+"""Seconds of a transfer that is long enough. So slow links are not measured with large transfers."""
 
 _FIRST = 1 << 18
 _SHORT, _LONG = 20, 5
-"""Transfers of a byte, of which the median counts, and of each of two sizes, of which the fastest counts."""
+"""Number of transfers of one byte, whose median counts, and of transfers of each of two sizes, whose fastest counts."""
 
 
 def timed_link(
     transfer: Callable[[int], object], largest: int = LARGEST, now: Callable[[], float] = time.perf_counter
 ) -> Link:
-    """Measure a link.
+    """Measure a link by ``transfer``, which sends up to ``largest`` bytes and returns after their arrival.
 
-    The bandwidth is that between transfers of two sizes, so that whatever each transfer takes besides does not count: a
-    round trip, or bytes that a traffic shaper lets through at once.
-
-    Args:
-        transfer: Sends that many bytes, and returns once they have arrived.
-        largest: Bytes that it can send.
-        now: The clock, in seconds.
+    The bandwidth comes from the difference between transfers of two sizes. So fixed costs of a transfer do not count,
+    such as a round trip or the bytes that a traffic shaper lets through at once.
     """
 
     def seconds(nbytes: int) -> float:
@@ -52,17 +47,17 @@ def timed_link(
     half = nbytes // 2
     pairs = [(seconds(half), seconds(nbytes)) for _ in range(_LONG)]  # in turns, so that disturbances hit both
     short, long = map(min, zip(*pairs, strict=True))
-    # A difference below the clock's steps and disturbances says nothing; then all of the time counts.
+    # A difference below the clock's steps and disturbances means nothing. Then the whole time counts.
     return Link((nbytes - half) / (long - short) if long > short else nbytes / long, latency)
 
 
 def slower(one: Link, other: Link) -> Link:
-    """Join two directions, or pairs, into one link that promises no more than either."""
+    """Join two directions, or two pairs, into one link that promises no more than either."""
     return Link(min(one.bandwidth, other.bandwidth), max(one.latency, other.latency))
 
 
 class LinkProbe:
-    """Server side: takes a body of up to :data:`LARGEST` bytes, and answers with one of as many as are asked for."""
+    """Server side: takes a body of up to :data:`LARGEST` bytes, and answers with a body of the requested size."""
 
     def __init__(self) -> None:
         self._buffer: memoryview | None = None
@@ -83,14 +78,10 @@ class LinkProbe:
 
 
 def link_to(channel: Channel, largest: int = LARGEST) -> Link:
-    """Measure the link to the server of ``channel``: the slower of both directions; half a round trip is its latency.
+    """Measure the link to the server of ``channel`` by transfers of up to ``largest`` bytes, and raise the channel's
+    errors.
 
-    Args:
-        channel: Connects at its first call, if it has not yet.
-        largest: Bytes of the largest transfer.
-
-    Raises:
-        CallRefused, Unreachable: by the channel.
+    The result has the bandwidth of the slower direction, and half a round trip as latency.
     """
     buffer = memoryview(bytearray(largest))
 

@@ -15,7 +15,7 @@ from lightning_hetpipe.server.transport.interface import Handler
 from lightning_hetpipe.server.transport.security import Security
 
 PARENT_GONE = 0
-"""Returned by `serve` instead of a signal's number."""
+"""Result of `serve` if no signal but the parent's end ended it."""
 
 _HELD = 5.0  # seconds that calls may take to leave the handler once it is closed
 
@@ -25,20 +25,15 @@ _LOG = logging.getLogger(__name__)
 def serve(
     handler: Handler, address: str, security: Security, ready: Callable[[str], None], parent: int | None = None
 ) -> int:
-    """Serve until a signal or the parent's end; must be called in the main thread.
+    """Serve until a signal or the parent's end, in the main thread. Return the signal's number, or `PARENT_GONE`.
 
     Args:
-        handler: its method ``close``, if it has one, is called in the end, to wake whatever waits in ``serve``.
-        address: where to listen.
-        security: certificates and token.
-        ready: called with the address, which has the port that the server got, once it serves.
-        parent: descriptor of a file that the parent holds open, at whose end the server ends; None: nothing does.
-
-    Returns:
-        The signal that ended it, or `PARENT_GONE`.
+        handler: If it has a method ``close``, this is called at the end to wake calls that wait in ``serve``.
+        ready: Called once the server serves, with its address, which has the actual port.
+        parent: Descriptor of a file that the parent holds open. The server ends at the file's end. None: no parent.
 
     Raises:
-        SettingError: if the address cannot be had, or the certificates cannot be used.
+        SettingError: if the address or the certificates cannot be used.
     """
     with Signals() as signals:
         server = GrpcServer(handler, address, security)
@@ -58,10 +53,8 @@ def _wait(signals: Signals, parent: int | None) -> int:
 
 
 def end(code: int) -> NoReturn:
-    """End the process, even if a handler still waits.
-
-    The interpreter is not finalised: with torch that takes most of a second, for which a launch would wait.
-    """
+    """End the process, even if a handler still waits, without finalising the interpreter. With torch, that would delay
+    the end of a launch by most of a second."""
     deadline = time.monotonic() + _HELD
     ours = threading.current_thread()
     for thread in threading.enumerate():

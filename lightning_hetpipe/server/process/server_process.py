@@ -1,4 +1,4 @@
-"""Server as a child process that never outlives its parent, and is started again where it dies (law L5)."""
+"""Server as a child process that never outlives its parent, and is restarted if it dies (law L5)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _START = 120.0  # seconds in which a child must serve: on a busy machine torch a
 _STOP = 10.0  # seconds in which a child must end by itself
 _LOOK = 0.2  # seconds between checks of the child
 
-# The search path comes from the parent, as with multiprocessing, so that the child finds what the parent finds.
+# As with multiprocessing, the search path comes from the parent: the child finds the same modules.
 CHILD = f"""
 {ASK}
 import json
@@ -36,10 +36,10 @@ child(**told)
 
 
 class ServerProcess:
-    """Server in a process of its own. Serves between entering and leaving the context.
+    """Server in a process of its own while the context is entered.
 
-    The child ends when it is told to, when this object's process ends in any way, and on SIGTERM. It is in a process
-    session of its own, so that Ctrl-C reaches the launch first, which then ends it.
+    The child ends after :meth:`stop`, when this object's process ends in any way, and on SIGTERM. It has its own
+    process session, so Ctrl-C reaches only the launch, which then ends the child.
     """
 
     def __init__(
@@ -49,13 +49,13 @@ class ServerProcess:
         address: str = "127.0.0.1:0",
         security: Security | None = None,
     ) -> None:
-        """Store and check the arguments.
+        """Check and store the arguments.
 
         Args:
-            handler: ``package.module:name`` of a callable that makes the handler in the child, given ``arguments``.
-            arguments: by name; JSON values.
-            address: where to listen; port 0 takes any free one, which then stays the same over restarts.
-            security: as for `GrpcServer`; without a token, a random one is made.
+            handler: ``package.module:name`` of a callable that makes the handler in the child.
+            arguments: Keyword arguments of this callable, as JSON values.
+            address: Address to listen at. Port 0 takes any free port, which restarts keep.
+            security: Certificates and token. Without a token, a random token is made.
 
         Raises:
             SettingError: if the address is malformed, or open without certificates.
@@ -65,20 +65,20 @@ class ServerProcess:
         """Settings for channels to this server."""
         self.security.check(address)
         self.address = address
-        """``host:port``, with the port that it got when it first started."""
-        # Absolute, as a program may go to another folder before its server has to be started again.
+        """``host:port``, with the port of the first start."""
+        # Absolute paths, because a program may change its folder before its server restarts.
         path = [os.path.abspath(each) for each in sys.path]
         self._told: dict[str, object] = {"handler": handler, "arguments": dict(arguments or {}), "path": path}
         self._child: subprocess.Popen[bytes] | None = None
 
     @property
     def pid(self) -> int | None:
-        """Process id of the child; None if it does not run."""
+        """Process id of the child, or None if it does not run."""
         return self._child.pid if self._child is not None and self._child.poll() is None else None
 
     @property
     def code(self) -> int | None:
-        """Exit code of the child, negative for a signal; None if it runs, or was never started."""
+        """Exit code of the child, negative for a signal. None if it runs or was never started."""
         return self._child.poll() if self._child is not None else None
 
     def __enter__(self) -> Self:
@@ -89,15 +89,15 @@ class ServerProcess:
         self.stop()
 
     def start(self) -> None:
-        """Start the child and return when it serves; do nothing if it runs.
+        """Start the child, unless it runs, and return when it serves.
 
         Raises:
             SettingError: if the address or the certificates cannot be used.
-            RuntimeError: if the child ends, as another thread has stopped it, or does not serve within two minutes.
+            RuntimeError: if the child ends (another thread may have stopped it), or does not serve within two minutes.
         """
         if self.pid is not None:
             return
-        self.stop()  # remains of one that died
+        self.stop()  # remains of a dead child
         child = self._child = subprocess.Popen(
             [sys.executable, "-c", CHILD, "hetpipe-server"],
             stdin=subprocess.PIPE,
@@ -115,7 +115,7 @@ class ServerProcess:
         self.address = answer["address"]
 
     def stop(self) -> None:
-        """End the child, by force if it does not end by itself. May be called again, and by any thread."""
+        """End the child, by force if necessary. May be called again, and by any thread."""
         child, self._child = self._child, None
         if child is None:
             return
@@ -134,7 +134,8 @@ class ServerProcess:
                 child.stdout.close()
 
     def _ask(self, child: subprocess.Popen[bytes]) -> dict[str, str]:
-        """Tell the child its settings on standard input, as others can read command lines; return its answer."""
+        """Send the child its settings on standard input, because other users can read command lines. Return its
+        answer."""
         assert child.stdin is not None
         assert child.stdout is not None
         close_in_forks(child.stdin)
@@ -170,15 +171,13 @@ WINDOW = 300.0
 
 
 class ServerLost(RuntimeError):
-    """The server has ended and restarts have failed; the message says how it ended."""
+    """Error that the server has ended and restarts have failed. The message says how it ended."""
 
 
 def pause(ends: Sequence[float], now: float) -> float | None:
-    """Seconds to wait before a restart: none at first, and longer each time; None: give up.
+    """Return the seconds to wait before a restart, or None to give up. The wait is 0 at first, and grows.
 
-    Args:
-        ends: times at which it ended, or could not be started, the last one included.
-        now: on the same clock.
+    ``ends`` are the times of all ends and failed starts, on the clock of ``now``.
     """
     recent = sum(now - end < WINDOW for end in ends)
     if recent > STARTS:
@@ -187,13 +186,10 @@ def pause(ends: Sequence[float], now: float) -> float | None:
 
 
 class Supervisor:
-    """Keep ``server`` running between entering and leaving the context, from a thread of its own.
+    """Thread that keeps ``server`` running while the context is entered.
 
-    Args:
-        server: not started yet; keeps its address.
-        say: receives a sentence after each restart.
-        lost: called once if the server is given up.
-        pause: as the function of that name.
+    ``server`` is not started yet, and keeps its address. ``say`` receives a sentence after each restart. ``lost`` is
+    called once if the server is given up.
     """
 
     def __init__(
@@ -225,9 +221,9 @@ class Supervisor:
         self._thread.start()
 
     def stop(self) -> None:
-        """End the server, also during a restart. May be called again."""
+        """End the server, even during a restart. May be called again."""
         self._ending.set()
-        self.server.stop()  # and with it a start that is under way
+        self.server.stop()  # this also ends a running start
         if self._thread is not None:
             self._thread.join()
         self.server.stop()
@@ -238,7 +234,7 @@ class Supervisor:
                 return
 
     def _start_again(self, what: str) -> bool:
-        """Restart the server after ``what`` has happened to it; return whether it serves again."""
+        """Restart the server after its end, described by ``what``. Return True if it serves again."""
         first = what
         while True:
             now = time.monotonic()
@@ -265,7 +261,7 @@ class Supervisor:
 
 
 def how(code: int) -> str:
-    """Describe how a process ended, by its return code."""
+    """Describe the end of a process by its return code."""
     if code >= 0:
         return f"ended with exit code {code}"
     try:
@@ -275,7 +271,7 @@ def how(code: int) -> str:
 
 
 def child(handler: str, arguments: dict[str, Any], address: str, security: dict[str, Any]) -> None:
-    """Run the child. Its answer is one line of JSON on standard output: the address, or an error."""
+    """Run the child. It answers on standard output with one line of JSON: the address, or an error."""
     from lightning_hetpipe.server.process.running import end, serve  # only the process that serves needs gRPC
 
     answers = os.dup(1)

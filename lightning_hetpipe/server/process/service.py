@@ -1,7 +1,7 @@
-"""Handler of one session of a server: the pure coordinator and shard behind one lock each.
+"""Handler of one session of a server: the pure coordinator and the pure shard, each behind one lock.
 
-A request that cannot be answered yet waits here until something changes, for ``longest_wait`` at most; then its sender
-is told to ask again. So a wait costs no traffic, and a lost answer no more than that.
+A request without an answer yet waits here for a change, at most for ``longest_wait``. Then its sender has to ask again.
+So a wait costs no traffic, and a lost answer costs at most one wait.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ SHARD_METHOD = "shard"
 
 
 class Service:
-    """One session of a server, which owns a shard; any server can be the coordinator, of which VWs use one.
+    """Session of a server, with a shard. Any server can be the coordinator, and VWs use one server as coordinator.
 
     Args:
-        lease: seconds of silence after which a VW is left out.
-        longest_wait: seconds for which a request waits.
-        gone: of the service whose place this one takes, its `gone`.
-        note: receives every decision of the coordinator about weights; must not wait.
+        lease: Seconds of silence after which a VW is left out.
+        longest_wait: Seconds for which a request waits.
+        gone: The `gone` of the service that this service replaces.
+        note: Receives every decision of the coordinator about weights. It must not wait.
     """
 
     def __init__(
@@ -51,19 +51,19 @@ class Service:
 
     @property
     def finished(self) -> bool:
-        """VWs have come, and all are gone."""
+        """True if VWs have come, and all are gone."""
         with self._changed:
             self._coordinator.tick(time.monotonic())
             return self._coordinator.finished
 
     @property
     def unused(self) -> bool:
-        """No VW has come, and nothing is held."""
+        """True if no VW has come, and no bytes are held."""
         return self.elsewhere and not self.bytes_held
 
     @property
     def elsewhere(self) -> bool:
-        """No VW has come: if there is a coordinator, it is another server."""
+        """True if no VW has come. A coordinator, if any, is then on another server."""
         with self._changed:
             return self._coordinator.unused
 
@@ -80,13 +80,13 @@ class Service:
             return self._shard.bytes_held
 
     def status(self) -> dict[str, Any]:
-        """Phase, clocks, members and bytes, as JSON has them."""
+        """Return phase, clocks, members and bytes as JSON values."""
         with self._changed:
             status = self._coordinator.status(time.monotonic())
         return {**status, "held_bytes": self.bytes_held}
 
     def close(self) -> None:
-        """Wake all requests that wait, now and later: they are told to ask again."""
+        """Wake all waiting and later requests. Their senders have to ask again."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -103,7 +103,7 @@ class Service:
             call.receive(body)
             return self._run_coordinator(message, body)
         except RemoteFault as fault:
-            # A VW that its own launch has ended meanwhile, as by Ctrl-C, is no stranger at the door.
+            # Do not log a VW that its own launch has ended meanwhile, for example by Ctrl-C.
             silent = (Refusal.STALE, Refusal.FAILED, Refusal.LEFT_OUT)
             cannot_join = isinstance(message, messages.Join) and fault.refusal not in silent
             raise CallRefused(fault.text, turned_away=str(fault) if cannot_join else "") from fault
@@ -114,15 +114,15 @@ class Service:
         try:
             call.receive(body)
             if isinstance(message, messages.StageUpdate):
-                self._shard.examine(message, body)  # without the lock: others' updates are read at the same time
+                self._shard.examine(message, body)  # without the lock, so that updates are checked at the same time
         except BaseException:
             with self._shard_lock:
                 self._shard.abandoned(message)
             raise
         with self._shard_lock:
             answer, weights = self._shard.run(message, body)
-        # The weights are sent without the lock. Nothing changes them during this VW's read lease; if that ended with
-        # the VW's lease, what it reads may be torn, and the coordinator tells it so before it uses them.
+        # The weights are sent without the lock, as nothing changes them during this VW's read lease. If the VW's lease
+        # ends meanwhile, the read weights may be torn, but the coordinator refuses the VW before it uses them.
         return Reply(messages.encode(answer), weights)
 
     def _run_coordinator(self, message: messages.Request, body: memoryview) -> Reply:
@@ -141,7 +141,7 @@ class Service:
                 self._changed.notify_all()  # leases may have run out
                 raise
             if not isinstance(answer, messages.NotYet):
-                self._changed.notify_all()  # this answer may have been what changed things
+                self._changed.notify_all()  # this request may have changed the state
         return Reply(messages.encode(answer), [memoryview(part) for part in parts])
 
 

@@ -1,4 +1,4 @@
-"""Sessions: independent services behind one address, as a launch trains more than once, and talks between fits."""
+"""Sessions: independent services behind one address, because a launch trains several times, and talks between fits."""
 
 from __future__ import annotations
 
@@ -20,24 +20,20 @@ from lightning_hetpipe.server.transport import interface
 from lightning_hetpipe.settings import Bounds
 
 MOST = 64
-"""Sessions kept at a time; beyond that, those that all have left are dropped."""
+"""Number of sessions kept at a time. Beyond it, sessions that all VWs have left are dropped."""
 
 _NAME = re.compile(r"[a-z]{1,20}-\d{1,9}")
 
 
 class Sessions:
-    """A handler that gives each session, named in a method such as "fit-1/shard", a :class:`Service` of its own.
+    """Handler that gives each session its own :class:`Service`. A method such as "fit-1/shard" names the session.
 
-    When all have left a session, or were left out, its memory is freed and it can be entered anew; VWs that come back
-    from before are told that the others have gone on without them. A server that is not the coordinator frees a
+    When all VWs have left a session or were left out, its memory is freed and it can be entered again. VWs that come
+    back from before are refused, because the other VWs have gone on. A server that is not the coordinator frees a
     session's memory when the next session's weights come.
 
-    Args:
-        lease: seconds of silence after which a VW is left out.
-        log: a file to which every decision of a coordinator about weights is appended, as a line of JSON.
-
-    Raises:
-        SettingError: if the file cannot be written.
+    ``lease`` is the seconds of silence after which a VW is left out. The file ``log`` gets each decision of a
+    coordinator about weights, as a line of JSON. SettingError is raised if it cannot be written.
     """
 
     def __init__(self, lease: Annotated[float, Bounds(0.001)], log: str | None = None) -> None:
@@ -71,7 +67,7 @@ class Sessions:
         return reply
 
     def close(self) -> None:
-        """Wake whatever waits in ``serve``; end the thread that clears sessions, and the log."""
+        """Wake the calls that wait in ``serve``, end the thread that clears sessions, and close the log."""
         self._closed.set()
         for service in self._known().values():
             service.close()
@@ -83,7 +79,7 @@ class Sessions:
                 os.close(log)
 
     def status(self) -> dict[str, Any]:
-        """The lease, and the status of every session in use, as JSON has them."""
+        """Return the lease, and the status of every session in use, as JSON values."""
         self._clear_all()
         found = {name: service.status() for name, service in self._known().items() if not service.unused}
         return {"sessions": len(found), "lease": self._lease, **found}
@@ -122,7 +118,7 @@ class Sessions:
                     self._services[name] = self._new(name, service.gone)
 
     def _free_others(self, name: str) -> None:
-        """Free the other sessions' shards: no shard hears who leaves, but a launch's fits follow each other."""
+        """Free the other sessions' shards. No shard hears that VWs leave, but fits of a launch follow each other."""
         with self._lock:
             self._loaded = name
             for other, service in self._services.items():
@@ -134,13 +130,13 @@ class Sessions:
             self._clear(name, service)
 
     def _sweep(self) -> None:
-        """Clear sessions whose members were killed, of which ``serve`` sees nothing."""
+        """Clear sessions whose members were killed, because ``serve`` does not notice that."""
         while not self._closed.wait(self._lease):
             self._clear_all()
 
 
 def _parts(method: str) -> tuple[str, str]:
-    """Split a method into the session's name and the method in it."""
+    """Split a method into the session's name and the method within the session."""
     name, slash, rest = method.partition("/")
     if not slash or not _NAME.fullmatch(name):
         raise interface.CallRefused(f"malformed: '{method[:40]}' names no session")
@@ -148,10 +144,8 @@ def _parts(method: str) -> tuple[str, str]:
 
 
 class SessionChannel:
-    """Channel to one ``session`` over ``channel``, which stays open when this one is closed.
-
-    ``address``: the server's, for other processes that call it.
-    """
+    """Channel to one ``session`` over ``channel``, which stays open when this one is closed. ``address`` is the
+    server's, for other processes that call it."""
 
     def __init__(self, channel: interface.Channel, session: str, address: str = "") -> None:
         self._channel = channel
@@ -159,11 +153,11 @@ class SessionChannel:
         self.address = address
 
     def method(self, name: str) -> str:
-        """The method ``name`` of the session, for whoever calls the server by its address."""
+        """Return the full method for ``name`` in the session, for callers by the server's address."""
         return f"{self._session}/{name}"
 
     def call(self, method: str, *arguments: Any, **named: Any) -> bytes:
         return self._channel.call(self.method(method), *arguments, **named)
 
     def close(self) -> None:
-        """Leave the channel to the other sessions."""
+        """Leave the channel open for the other sessions."""

@@ -1,9 +1,8 @@
-"""Signals of processes: those that end a server, and the kernel's signal that a parent has ended.
+"""Signals of processes: the signals that end a server, and the kernel's signal that a parent has ended.
 
-Linux sends a child a signal of its choice when the *thread* that forked it ends (PR_SET_PDEATHSIG). A child needs that
-signal for the seconds in which it imports and cannot watch by itself yet. So that thread must live as long as the
-child, or until the child watches by itself, and calls `forget`. Elsewhere nothing is sent: a child notices when its
-imports are over.
+Linux sends a child a chosen signal when the *thread* that forked it ends (PR_SET_PDEATHSIG). A child needs this signal
+for the seconds in which it imports and cannot watch its parent yet. So that thread must live until the child ends, or
+watches and calls `forget`. On other systems, a child notices its parent's end only after its imports.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ if sys.platform == "linux":
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl({_SET}, signal.SIGTERM, 0, 0, 0)
 """
-"""First statements of a child that asks for SIGTERM. The parent may have ended before: check ``os.getppid()`` next."""
+"""First statements of a child that asks for SIGTERM. The parent may already have ended: check ``os.getppid()`` next."""
 
 _PROGRAM = f"""{ASK}
 if os.getppid() == int(sys.argv[1]):
@@ -36,27 +35,28 @@ if os.getppid() == int(sys.argv[1]):
 
 
 def guarded(command: Sequence[str]) -> list[str]:
-    """Return ``command``, whose first word is a path, as a child of this process that SIGTERM ends with it."""
+    """Return a command that runs ``command`` as a child to which SIGTERM is sent when this process ends. Its first word
+    is a path."""
     if sys.platform != "linux":
         return list(command)
     return [sys.executable, "-I", "-S", "-c", _PROGRAM, str(os.getpid()), *command]
 
 
 def forget() -> None:
-    """Ask for no signal any more: this process watches by itself now."""
+    """Cancel the signal, because this process watches its parent itself now."""
     if sys.platform == "linux":
         with contextlib.suppress(OSError, AttributeError):
             ctypes.CDLL(None).prctl(_SET, 0, 0, 0, 0)
 
 
 class Closable(Protocol):
-    """A socket, or a file."""
+    """Socket or file."""
 
     def close(self) -> None: ...
 
 
 def close_in_forks(end: Closable) -> None:
-    """Close ``end`` in forks, lest a DataLoader worker keeps others from seeing that this process died."""
+    """Close ``end`` in forks. Otherwise a DataLoader worker would hide from other processes that this process died."""
     held = weakref.ref(end)
 
     def close() -> None:
@@ -68,16 +68,16 @@ def close_in_forks(end: Closable) -> None:
 
 
 def exit_now(code: int) -> NoReturn:
-    """End the process with ``code``, without taking its interpreter down, once what it has logged is written."""
+    """Flush logs and output, and end the process with ``code`` without finalising its interpreter."""
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(AttributeError, OSError, ValueError):  # there is none, or nobody reads it
+        with contextlib.suppress(AttributeError, OSError, ValueError):  # no stream, or no reader
             stream.flush()
     os._exit(code)
 
 
 class Signals:
-    """SIGTERM and SIGINT as bytes in a pipe: a signal handler may take no lock, so it cannot set an event."""
+    """SIGTERM and SIGINT as bytes in a pipe. A signal handler may take no lock, so it cannot set an event."""
 
     def __enter__(self) -> Signals:
         self._read, self._write = os.pipe()
@@ -86,7 +86,7 @@ class Signals:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for each, handler in self._before.items():  # from here on a second one ends the process at once
+        for each, handler in self._before.items():  # from here on a second signal ends the process at once
             signal.signal(each, handler)
         os.close(self._read)
         os.close(self._write)
@@ -95,9 +95,9 @@ class Signals:
         os.write(self._write, bytes([number]))
 
     def fileno(self) -> int:
-        """The descriptor that can be read once there was one."""
+        """Return the descriptor that is readable after a signal."""
         return self._read
 
     def read(self) -> int:
-        """Return the number of the first one that was not read."""
+        """Return the number of the first unread signal."""
         return os.read(self._read, 1)[0]

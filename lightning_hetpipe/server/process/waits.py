@@ -16,23 +16,24 @@ if TYPE_CHECKING:
     from lightning_hetpipe.server.process.client import Client
 
 LONGEST_WAIT = 3600.0
-"""Default timeout of a wait for live VWs, in seconds; long, as they may be in user code."""
+"""Default timeout in seconds of a wait for live VWs. It is long because they may be in user code."""
 
 
 class Cancelled(Exception):
-    """A wait was ended by ``Client.cancel``."""
+    """Error of a wait that ``Client.cancel`` ended."""
 
 
 class ServersSilent(RuntimeError):
-    """A wait for servers, or through them for other VWs, timed out; the message says who waited for whom."""
+    """Error of a wait for servers, or through them for other VWs, that timed out. The message says who waited for
+    whom."""
 
 
 class ServersUnheard(ServersSilent):
-    """No server has answered for ``timeout``."""
+    """Error that no server has answered for ``timeout``."""
 
 
 class Wait:
-    """A wait that begins now, of a ``client`` that makes requests again until it has what it waits for."""
+    """Wait of ``client`` that begins now. The client repeats requests until it has the awaited answer."""
 
     def __init__(self, client: Client) -> None:
         self._client = client
@@ -40,20 +41,16 @@ class Wait:
 
     @property
     def seconds(self) -> float:
-        """Time that it has taken so far."""
+        """Seconds since the wait began."""
         return time.monotonic() - self._began
 
     def hear(self) -> None:
-        """Note that a server has answered."""
+        """Record that a server has answered."""
         self._heard = time.monotonic()
 
     def check(self, who: str, awaited: str) -> None:
-        """Check that neither servers are silent for too long, nor what is ``awaited`` takes too long.
-
-        Raises:
-            ServersUnheard: after ``timeout`` without an answer.
-            ServersSilent: after ``longest_wait``.
-        """
+        """Raise ServersUnheard after ``timeout`` without an answer, or ServersSilent after ``longest_wait`` for
+        ``awaited``."""
         timeout, longest_wait = self._client.timeout, self._client.longest_wait
         if time.monotonic() - self._heard > timeout:
             silence = f"{self._client.silence}; if it may be silent for longer, raise HetPipeStrategy(timeout=...)"
@@ -63,19 +60,14 @@ class Wait:
 
 
 SLOWEST = 1 << 20
-"""Bytes per second at which content, which may be a checkpoint, crosses at least."""
+"""Least bytes per second at which content, which may be a checkpoint, crosses the network."""
 
 Content = bytes | Path
-"""Bytes to leave with a coordinator, or a file that has them."""
+"""Bytes to leave with a coordinator, or a file that contains them."""
 
 
 class KeptContent:
-    """Content that a process of a VW leaves with the coordinator, or recalls from it; any thread may call.
-
-    Args:
-        client: The VW's client.
-        incarnation: Of the VW.
-    """
+    """Content that a VW's process leaves with the coordinator or recalls from it, in any thread."""
 
     def __init__(self, client: Client, incarnation: int) -> None:
         self._client = client
@@ -83,14 +75,10 @@ class KeptContent:
         self._left: dict[str, tuple[messages.KeepBytes, Content]] = {}
 
     def leave(self, name: str, content: Content | None, readers: Iterable[int] = ()) -> None:
-        """Leave ``content`` with the coordinator under ``name``; None takes it away.
+        """Leave ``content`` with the coordinator under ``name``, and again after its restart. None removes the content.
 
-        It is left again with a coordinator that was started again. Raises as :meth:`recall` does.
-
-        Args:
-            name: Its name.
-            content: The bytes, or if they are many, a file, which must stay as it is.
-            readers: Incarnations of the VWs that may recall it; all if none are given.
+        Large content should be a file, which must not change. Only the incarnations ``readers`` may recall it, or all
+        if none are given. Raises as :meth:`recall` does.
         """
         message = messages.KeepBytes(*self._me, name, tuple(readers))
         self._left.pop(name, None)
@@ -99,7 +87,7 @@ class KeptContent:
         self._until_answered(message, _bytes_of(content))
 
     def leave_again(self) -> None:
-        """Leave all again; another thread may leave other content, or take it away, meanwhile."""
+        """Leave all content again. Meanwhile another thread may leave or remove other content."""
         for name in list(self._left):
             sent = None
             while (left := self._left.get(name)) is not sent:
@@ -108,12 +96,12 @@ class KeptContent:
                 sent = left
 
     def recall(self, name: str) -> bytearray:
-        """Return what is kept for this VW under ``name``; waits until something is, for as long as servers answer.
+        """Return the content for this VW under ``name``. Wait for it while servers answer.
 
         Raises:
             ServersUnheard: after ``timeout``.
-            PeerFailed: another VW has failed.
-            RemoteFault: this VW was left out.
+            PeerFailed: if another VW has failed.
+            RemoteFault: if this VW was left out.
             Cancelled: after ``cancel``.
         """
         received = Received()
@@ -141,7 +129,7 @@ class KeptContent:
 
 
 def _bytes_of(content: Content | None) -> Sequence[memoryview]:
-    """The body of a message that leaves ``content``; none takes away what was left before."""
+    """Return the body of a message that leaves ``content``. An empty body removes earlier content."""
     if isinstance(content, Path):
         with content.open("rb") as file:
             return [memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))]

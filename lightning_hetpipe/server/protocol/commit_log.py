@@ -1,15 +1,15 @@
 """Log of commits in one generation: clocks, waves, read leases and cuts of the members (laws L3, L4 and L6).
 
-    an update is   pushed      it is the last one of its VW, and of clock c_local; c_local grows
+    an update is   pushed      it is the last update of its VW, and of clock c_local; c_local grows
       |
       |            committed   D = 0: once the whole wave is there, in VW order; D > 0: in order of arrival. Not during
-      |                        a read lease, nor while somebody has still to take the final weights of a cut
+      |                        a read lease, nor while a VW has still to take the final weights of a cut
       v
                    pulled      with a read lease at the end of the log, which includes the VW's own update; c_global is
-                               at least c_local - D. None is given while a commit waits for others to end
+                               at least c_local - D. No lease is given while a commit waits for leases to end
 
-A VW that waits at a cut gets no read lease until all have come, nothing is left to commit, and the cut closes. Then all
-clocks become the largest, and everyone pulls the end of the log, which does not move before they have.
+A VW that waits at a cut gets no read lease until all VWs have come, all updates are committed, and the cut closes. Then
+all clocks become the largest clock, and all VWs pull the end of the log, which does not move before.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ class Membership:
     """State of a member when a generation begins.
 
     Attributes:
-        cut: the last one that it has passed.
-        owes: it has an update that the base lacks, and pushes it again before anyone pulls.
-        unpulled: its last update is in the base, but in none of its own pulls.
-        behind: it has still to take the weights of the last cut.
+        cut: The last cut that it has passed.
+        owes: True if the base lacks its last update. It pushes this update again before any VW pulls.
+        unpulled: True if its last update is in the base, but in none of its own pulls.
+        behind: True if it has still to take the weights of the last cut.
     """
 
     incarnation: int
@@ -49,16 +49,16 @@ class Membership:
 
 
 class CommitLog:
-    """
+    """Commits of a generation that begins with ``base`` and ``members``.
+
     Args:
-        base: the commit index that the generation begins with.
-        members: by VW.
+        members: State of each member, by VW.
         distance: D.
-        mean: divide an update by the number of members that its wave began with. A member that dies, or waits at a
-            cut, adds zero to the sum, so that the others' share does not depend on when it did.
-        cut, cut_clock: the last cut that somebody has passed, and the clock there.
-        cut_at: the clock at which VW 0 wants to cut, -1 for none.
-        note: receives every decision.
+        mean: Whether to divide an update by the number of members at its wave's begin. A member that dies, or waits at
+            a cut, adds zero to the sum. So the time of its end does not change the other members' shares.
+        cut, cut_clock: The last cut that any VW has passed, and the clock there.
+        cut_at: The clock at which VW 0 wants to cut, or -1.
+        note: Receives every decision.
     """
 
     def __init__(
@@ -78,14 +78,14 @@ class CommitLog:
         self.cut_at = cut_at
         self.clock = {vw: each.clock for vw, each in members.items()}
         self.waits: dict[int, int] = {}
-        """By VW, the cut at which it waits."""
+        """The cut at which a VW waits, by VW."""
         self.start = 0
-        """Commits of this generation that every shard has added."""
+        """Number of this generation's commits that every shard has added."""
         self.tail: list[Commit] = []
-        """The commits after those."""
+        """Commits after ``start``."""
         self._note = note
         self._held: dict[int, tuple[int, str]] = {}
-        """By VW, the last read lease for which a wait was noted, and its reason."""
+        """The last read lease for which a wait was noted, and its reason, by VW."""
         self._distance = distance
         self._mean = mean
         self._cut_clock = cut_clock
@@ -97,12 +97,12 @@ class CommitLog:
         self._behind = {vw for vw, each in members.items() if each.behind and not each.owes}
         self._repushed: list[UpdateId] = []
         self._queue: list[UpdateId] = []
-        """Pushed and not committed, in order of arrival."""
+        """Pushed updates that are not committed yet, in order of arrival."""
         self._included = base.included
         self._read_leases: dict[int, int] = {}
         self._ended: dict[int, int] = {}
         self._sizes: dict[int, int] = {}
-        """By open wave, the number of members that it began with."""
+        """Number of members at the begin of each open wave."""
         self._advance()
 
     @property
@@ -111,7 +111,7 @@ class CommitLog:
 
     @property
     def slowest(self) -> int | None:
-        """c_global; ``None`` if everyone waits at a cut."""
+        """c_global, or None if all VWs wait at a cut."""
         return slowest(None if vw in self.waits else clock for vw, clock in self.clock.items())
 
     @property
@@ -124,19 +124,16 @@ class CommitLog:
 
     @property
     def newest(self) -> tuple[UpdateId, ...]:
-        """Last update of each VW that was pushed, also of those that are gone."""
+        """The last pushed update of each VW, including VWs that are gone."""
         return with_commits(self._included, [Commit(update, 1) for update in sorted([*self._repushed, *self._queue])])
 
     def confirm(self, vw: int) -> None:
-        """Note that the VW knows of the generation: its report for it was its last one.
-
-        Until all do, nobody may pull: a report that came late, of a pull that was not its VW's last, would lead to
-        weights that lack updates that others have seen.
-        """
+        """Record that the VW knows of the generation, so that its report was its last. Before all VWs confirm, no VW
+        may pull: a late report of an older pull could restore weights without updates that other VWs have seen."""
         self._unconfirmed.discard(vw)
 
     def push(self, vw: int, clock: int, cut: bool) -> None:
-        """Take the VW's update of ``clock``, which all shards hold, into the log."""
+        """Add the VW's update of ``clock``, which all shards hold, to the log."""
         if clock < self.clock[vw]:
             return  # a repetition
         if clock > self.clock[vw] or vw in self.waits or vw in self._unpulled or vw in self._behind:
@@ -147,12 +144,12 @@ class CommitLog:
         self._unpulled.add(vw)
         self.clock[vw] = clock + 1
         self._note(decisions.UpdatePushed(vw, update.incarnation, clock))
-        if cut and self.cut_at <= clock:  # else they are on their way to one, which another wish must not put off
+        if cut and self.cut_at <= clock:  # else a cut is near already, and a second wish must not delay it
             self.cut_at = cut_after(clock, self._distance)
         self._advance()
 
     def pull(self, vw: int, read_lease: int) -> str | None:
-        """Give the VW a read lease, at ``head``; or return what it has to wait for."""
+        """Give the VW a read lease at ``head``, or return the reason why it has to wait."""
         if read_lease <= self._ended.get(vw, -1) or read_lease < self._read_leases.get(vw, read_lease):
             raise RemoteFault(Refusal.STALE, f"read lease {read_lease} of VW {vw} is over")
         if vw in self.waits:
@@ -184,7 +181,7 @@ class CommitLog:
         return None
 
     def pulled(self, vw: int, read_lease: int) -> None:
-        """End the read lease: the VW has the weights, from all shards."""
+        """End the read lease, because the VW has the weights of all shards."""
         if self._read_leases.get(vw) != read_lease:
             if self._ended.get(vw) == read_lease:
                 return  # a repetition
@@ -198,22 +195,23 @@ class CommitLog:
         self._advance()
 
     def arrive(self, vw: int, cut: int) -> int | None:
-        """Return the clock after the cut, if it has closed; else the VW waits there."""
+        """Return the clock after the cut if the cut has closed. Otherwise record that the VW waits there."""
         if cut > self._passed[vw]:
             if cut > self.cut:
                 if vw in self._owing:
                     raise RemoteFault(Refusal.MALFORMED, f"VW {vw} has to push again before it waits at cut {cut}")
                 self.waits[vw] = cut
-                self._behind.discard(vw)  # it was not at the cut that closed last
+                self._behind.discard(vw)  # it did not wait at the last closed cut
                 self._advance()
-            elif cut == self.cut:  # others had passed it when servers were lost
+            elif cut == self.cut:  # other VWs had passed it when servers were lost
                 self._passed[vw], self.clock[vw] = cut, self._cut_clock
             else:
                 raise RemoteFault(Refusal.MALFORMED, f"VW {vw} comes to cut {cut} after cut {self.cut}")
         return None if self._passed[vw] < cut else self._cut_clock
 
     def drop(self, vw: int, why: str = "") -> None:
-        """End a VW's membership: it has left, or was left out for the reason ``why``. Its pushed updates count."""
+        """End the membership of a VW that has left, or was left out for the reason ``why``. Its pushed updates
+        count."""
         self._note(decisions.MemberLeft(vw, self.clock[vw], why))
         for each in (self.clock, self.waits, self._read_leases, self._ended, self._passed, self._incarnation):
             each.pop(vw, None)
@@ -222,16 +220,16 @@ class CommitLog:
         self._advance()
 
     def admit(self, newcomers: Mapping[int, int]) -> None:
-        """Add members, given with their incarnations, where a cut has just closed."""
+        """Add members, given with their incarnations, at a cut that has just closed."""
         for vw, incarnation in newcomers.items():
             self._incarnation[vw] = incarnation
             self.clock[vw], self._passed[vw] = self._cut_clock, self.cut
             self._behind.add(vw)
-        self._sizes.clear()  # no wave is open at a cut, and those that begin there have these members, too
+        self._sizes.clear()  # no wave is open at a cut, and the next waves include these members
         self._count()
 
     def _ready(self) -> list[UpdateId]:
-        """Updates to commit next, as soon as no read lease is out."""
+        """Return the updates to commit next, as soon as no VW holds a read lease."""
         if not self._queue or self._owing:
             return []
         if self._distance > 0:
@@ -241,7 +239,7 @@ class CommitLog:
         return sorted(update for update in self._queue if update.clock == wave) if complete else []
 
     def _advance(self) -> None:
-        """Commit all that can be, and close the cut once all wait."""
+        """Commit all updates that can be committed, and close the cut once all VWs wait."""
         if not self._owing and self._repushed:
             self._queue[:0] = sorted(self._repushed)
             self._repushed.clear()
@@ -261,14 +259,14 @@ class CommitLog:
                 break
 
     def _count(self) -> None:
-        """Fix the size of waves that have begun: when the one before closes, or (D > 0) with the first update."""
+        """Fix the size of begun waves. A wave begins when the wave before closes, or with its first update (D > 0)."""
         least = self.slowest
         begun = {update.clock for update in self._queue} | ({least} if least is not None else set())
         open_ = {wave for wave in self._sizes if begun and wave >= min(begun)}
         self._sizes = {wave: self._sizes.get(wave, len(self.clock)) for wave in begun | open_}
 
     def _close(self) -> None:
-        """Close the earliest cut, as all wait at one; those at later ones go on waiting."""
+        """Close the earliest cut, because all VWs wait at some cut. VWs at later cuts go on waiting."""
         self.cut = min(self.waits.values())
         # The clocks of VWs that are gone count: no wave has updates from both sides of a cut.
         self._cut_clock = max(*self.clock.values(), *(update.clock + 1 for update in self._included), 0)

@@ -5,10 +5,10 @@
     JOINING   LOADING    the VWs have reported what they hold (``recovery`` says whose reports are needed)
     LOADING   RUNNING    the holder of the newest weights has loaded them into all shards
     LOADING   JOINING    the holder is gone, or a VW joins with a new report (a server was lost, again)
-    RUNNING   JOINING    a member joins with a new report: a server was lost; or all are gone, and others come
-    any       FAILED     a VW has failed: everybody is told, and ends
+    RUNNING   JOINING    a member joins with a new report (a server was lost), or all are gone and new VWs come
+    any       FAILED     a VW has failed: all VWs are informed, and end
 
-Every message of a VW renews its lease; a VW that is silent for longer is no member any more (``leases``).
+Every message of a VW renews its lease. A VW that is silent for longer is no member any more (``roster``).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from lightning_hetpipe.server.protocol.recovery import Recovery, decide, newest_
 from lightning_hetpipe.server.protocol.roster import DeadlockDetector, Leases, Roster
 
 MAX_FAILURE = 4000
-"""Characters of a failure's reason that are passed on."""
+"""Largest number of characters of a failure's reason that are passed on."""
 
 
 class Phase(Enum):
@@ -38,12 +38,13 @@ class Phase(Enum):
 
 
 class Coordinator:
-    """
+    """State machine that answers the VWs' requests.
+
     Args:
-        epoch: random id of the server's start.
-        lease: seconds of silence after which a VW is left out.
-        gone: of VWs that have left or were left out before this coordinator took over, the last incarnation.
-        note: receives every decision about weights.
+        epoch: Random id of the server's start.
+        lease: Seconds of silence after which a VW is left out.
+        gone: Last incarnation of each VW that had left or was left out before this coordinator took over.
+        note: Receives every decision about weights.
     """
 
     def __init__(
@@ -56,7 +57,7 @@ class Coordinator:
         self.epoch = epoch
         self.phase = Phase.JOINING
         self.log: CommitLog | None = None
-        """Commit log of the running generation; until the next one runs, of the one that ended."""
+        """Commit log of the running generation. After its end, its log is kept until the next generation runs."""
         self.generation = ""
         self._leases = Leases(lease)
         self._roster = Roster(self._leases, gone or {}, self._replace)
@@ -66,32 +67,32 @@ class Coordinator:
         self._joins: dict[int, messages.Join] = {}
         """Reports for the next generation."""
         self._newcomers: dict[int, messages.Join] = {}
-        """VWs that wait for a cut to join at."""
+        """VWs that wait for a cut at which they may join."""
         self._came: dict[int, float] = {}
-        """Times at which VWs have first asked to join a session without weights that runs."""
+        """Times of the VWs' first requests to join a running session without weights."""
         self._attempts: dict[int, int] = {}
-        """The reports with which the members became members."""
+        """Reports with which the members became members."""
         self._reports: dict[int, int] = {}
-        """The last report of each VW."""
+        """Last report of each VW."""
         self._recovery: Recovery | None = None
         self._lost_at: float | None = None
         """Time of the first report of a generation that has ended."""
         self._failure = ""
         self._failed_at = 0.0
         self._forgotten = False
-        """Whoever comes after a failure need not be told of it any more."""
+        """True if VWs that come after a failure need not hear of it any more."""
         self._admits: set[int] = set()
         """Cuts at which newcomers become members."""
         self._deadlocks = DeadlockDetector()
 
     @property
     def _running(self) -> CommitLog | None:
-        """Commit log of the generation that runs; None while none does."""
+        """Commit log of the running generation, or None."""
         return self.log if self.phase is Phase.RUNNING else None
 
     @property
     def unused(self) -> bool:
-        """No VW has come yet."""
+        """True if no VW has come yet."""
         return not self._roster.incarnation
 
     @property
@@ -101,14 +102,14 @@ class Coordinator:
 
     @property
     def finished(self) -> bool:
-        """There were VWs, and all are gone; after a failure, those who come late are told for one lease."""
+        """True if VWs have come, and all are gone. After a failure, late VWs are informed for one lease."""
         if self.unused or self._leases.seen:
             return False
         number = 0 if self._roster.signature is None else self._roster.signature.virtual_workers
         return not self._failure or self._forgotten or len(self._roster.incarnation) >= number
 
     def next_expiry(self) -> float | None:
-        """Time at which something changes if nobody is heard until then."""
+        """Return the time of the next change if no VW is heard until then."""
         times = [seen + self._leases.seconds for seen in self._leases.seen.values()]
         if self.phase is Phase.JOINING and self._lost_at is not None:
             times.append(self._lost_at + self._leases.seconds)
@@ -123,7 +124,7 @@ class Coordinator:
         self._forgotten = bool(self._failure) and now - self._failed_at > self._leases.seconds
 
     def check(self, message: Request, size: int, now: float) -> None:
-        """Refuse a body before memory is taken for it; only a member's may be of any size."""
+        """Refuse a body before memory is taken for it. Only a member may send a body of any size."""
         if isinstance(message, messages.Gather):
             self._gathers.check(size)
         elif isinstance(message, messages.Join):
@@ -142,14 +143,8 @@ class Coordinator:
     def handle(
         self, message: Request, now: float, body: Bytes = b"", *, again: bool = False
     ) -> tuple[Answer, Sequence[Bytes]]:
-        """Return the answer and its body.
-
-        Args:
-            again: the same request is tried once more, and is no sign of life.
-
-        Raises:
-            RemoteFault: if the request is refused.
-        """
+        """Return the answer and its body, or raise RemoteFault to refuse the request. A request that is tried ``again``
+        is no sign of life."""
         if not again:
             excess = self._leases.hear(now)
             self._lost_at = None if self._lost_at is None else self._lost_at + excess
@@ -172,7 +167,7 @@ class Coordinator:
         return answer, parts
 
     def status(self, now: float) -> dict[str, Any]:
-        """Phase, clocks and members, as JSON has them; lag is None where there is nothing to be behind of."""
+        """Return phase, clocks and members as JSON values. The lag is None for a VW at a cut."""
         log = self._running
         slowest = None if log is None else log.slowest
         members = []
@@ -205,7 +200,7 @@ class Coordinator:
         self._reports.pop(vw, None)
 
     def _remove(self, vw: int, why: str = "") -> None:
-        """End a VW's membership: it has left, or was left out for the reason ``why``."""
+        """End the membership of a VW that has left, or was left out for the reason ``why``."""
         del self._leases.seen[vw]
         self._deadlocks.forget(vw)
         self._joins.pop(vw, None)
@@ -237,10 +232,8 @@ class Coordinator:
         return self._roster.done()
 
     def _concerns_all(self, message: messages.Leave) -> bool:
-        """Return whether a failure ends all: that of a member, or of one whom the others still need to begin.
-
-        A server that was started again knows by reports alone which process of a VW was a member.
-        """
+        """Return True if a failure ends all VWs: the failure of a member, or of a VW without which the generation
+        cannot begin. A restarted server knows only from reports which process of a VW was a member."""
         if self._roster.has_gone(message.vw, message.incarnation):
             return False
         if self.phase is not Phase.JOINING:
@@ -274,7 +267,7 @@ class Coordinator:
                 return messages.NotYet("the first epoch of the run")
             self._newcomers[vw] = message
             if log is not None and vw:
-                self._take_in(log)  # without a cut, as there are no weights that it would have to take
+                self._take_in(log)  # without a cut, because there are no weights to take
                 return self._joined(vw)
             return messages.NotYet("a cut at which VWs may join")
         if message.report.gathered is not None:
@@ -290,16 +283,13 @@ class Coordinator:
         return self._joined(vw)
 
     def _is_open_to(self, vw: int, log: CommitLog, now: float) -> bool:
-        """Tell whether ``vw`` may come to a session without weights that runs.
-
-        VW 0 lets others come by leaving bytes for them. A session that a dead launch has left behind is told by the
-        silence of its VW 0.
-        """
+        """Return True if ``vw`` may come to a running session without weights. VW 0 admits VWs by leaving bytes for
+        them. A silent VW 0 means that a dead launch has left the session behind."""
         came = self._came.setdefault(vw, now)
         return not self._kept.is_empty and 0 in log.clock and self._leases.seen.get(0, came) > came
 
     def _recover(self, now: float) -> list[int]:
-        """Begin the next generation; or return the VWs whose reports are still needed."""
+        """Begin the next generation, or return the VWs whose reports are still needed."""
         if not self._joins:
             return []
         waited = self._lost_at is not None and now - self._lost_at > self._leases.seconds
@@ -310,7 +300,7 @@ class Coordinator:
         if isinstance(found, list):
             return found
         if all(join.report.gathered is None for join in self._joins.values()):
-            self._gathers = Gathers()  # an older result is another launch's, or is given anew
+            self._gathers = Gathers()  # an older result is of another launch, or will be gathered again
         assert self._roster.signature is not None
         for each in found.missing if self._roster.signature.parameters else ():  # other sessions may be left silently
             if not self._roster.has_gone(each.vw, each.incarnation):
@@ -326,13 +316,11 @@ class Coordinator:
         return []
 
     def _learn(self, recovery: Recovery) -> None:
-        """Take the incarnations of VWs that are gone from the reports: shards know them, and refuse older ones.
-
-        Those of members that had pushed nothing yet are among these: the next process of one is to have a larger one.
-        """
+        """Take the incarnations of VWs that are gone from the reports. Shards know these incarnations, and refuse older
+        ones. This includes members that had pushed nothing: their next process must have a larger incarnation."""
         for each in (*recovery.base.included, *recovery.missing):
             if each.vw not in recovery.members and each.incarnation > self._roster.incarnation.get(each.vw, -1):
-                if self._roster.lives(each.vw):  # an older one that has come before this was known
+                if self._roster.lives(each.vw):  # an older process that came before this was known
                     self._remove(each.vw)
                 self._roster.incarnation[each.vw] = each.incarnation
 
@@ -376,7 +364,7 @@ class Coordinator:
             self.log.drop(vw)
 
     def _admit(self) -> None:
-        """Make newcomers members where a cut has just closed that admits them."""
+        """Make newcomers members if a cut that admits them has just closed."""
         assert self.log is not None
         if self._newcomers and self.log.cut in self._admits:
             self._take_in(self.log)

@@ -1,4 +1,4 @@
-"""Decisions of a coordinator, as values, from which the laws L3 to L6 can be checked."""
+"""Decisions of a coordinator as values, from which the laws L3 to L6 can be checked."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 
 @dataclass(frozen=True)
 class GenerationBegan:
-    """A generation began: ``members`` are (VW, incarnation, clock), ``count`` the updates that its weights include."""
+    """Begin of a generation. ``members`` are (VW, incarnation, clock). Its weights include ``count`` updates."""
 
     term: int
     count: int
@@ -18,7 +18,7 @@ class GenerationBegan:
 
 @dataclass(frozen=True)
 class UpdatePushed:
-    """All shards hold an update, which is not committed yet."""
+    """Arrival of an update at all shards. It is not committed yet."""
 
     vw: int
     incarnation: int
@@ -27,7 +27,7 @@ class UpdatePushed:
 
 @dataclass(frozen=True)
 class UpdateCommitted:
-    """An update got its place in the log: it is the ``count``-th since the run's start."""
+    """Commit of an update to the log, as the ``count``-th since the run's start."""
 
     vw: int
     incarnation: int
@@ -38,10 +38,8 @@ class UpdateCommitted:
 
 @dataclass(frozen=True)
 class ReadGranted:
-    """A VW that has pushed ``clock`` waves reads weights with the first ``count`` updates.
-
-    ``slowest`` is c_global; None if everyone waits at a cut, or has just passed it.
-    """
+    """Permission for a VW that has pushed ``clock`` waves to read weights with the first ``count`` updates. ``slowest``
+    is c_global, or None if all VWs wait at a cut, or this VW has just passed a cut."""
 
     vw: int
     read_lease: int
@@ -52,7 +50,7 @@ class ReadGranted:
 
 @dataclass(frozen=True)
 class ReadHeld:
-    """A VW may not read weights yet, for the reason ``why``; noted once for each reason."""
+    """Wait of a VW that may not read weights yet, for the reason ``why``. It is noted once for each reason."""
 
     vw: int
     read_lease: int
@@ -63,7 +61,7 @@ class ReadHeld:
 
 @dataclass(frozen=True)
 class CutClosed:
-    """All have come to a cut; ``clock`` is everyone's now."""
+    """Arrival of all VWs at a cut. ``clock`` is now the clock of all."""
 
     cut: int
     clock: int
@@ -72,7 +70,7 @@ class CutClosed:
 
 @dataclass(frozen=True)
 class MemberLeft:
-    """A VW is no member any more, after ``clock`` waves; ``why`` it was left out is empty if it has left by itself."""
+    """End of a membership after ``clock`` waves. ``why`` is the reason for leaving the VW out, or empty if it left."""
 
     vw: int
     clock: int
@@ -88,6 +86,6 @@ def ignore(decision: Decision) -> None:
 
 
 def line(session: str, decision: Decision, time: float) -> str:
-    """Write a session's ``decision``, made at ``time``, in seconds since 1970, as a line of JSON."""
+    """Write a session's ``decision`` as a line of JSON. ``time`` is in seconds since 1970."""
     told = {"time": round(time, 6), "session": session, "decision": type(decision).__name__}
     return json.dumps({**told, **asdict(decision)}) + "\n"

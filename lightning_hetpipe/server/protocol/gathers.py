@@ -1,10 +1,10 @@
-"""Gather: the one collective of the live VWs. Everyone gives some bytes, and gets everyone's.
+"""Gather: the only collective of the live VWs. Every VW gives some bytes, and gets the bytes of all.
 
-A gather is named by (cut, ordinal). Its members are those who are live when it starts and do not wait at a later cut;
-it is complete when each of them has given its part, has left, or has come to a later cut meanwhile. The last result is
-kept until the next one is complete: then everyone who needs it has it, since it had to go on from there.
+A gather is named by (cut, ordinal). Its members are the VWs that are live at its start and do not wait at a later cut.
+It is complete when each member has given its part, has left, or has come to a later cut. The last result is kept until
+the next gather is complete: then all members have it, because they had to go on from there.
 
-Bound: a part has at most `LIMIT` bytes, and there are at most two gathers, one complete and one open: 2 N `LIMIT`.
+Bound: a part has at most `LIMIT` bytes. There are at most two gathers, one complete and one open: 2 N `LIMIT`.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ Name = tuple[int, int]
 Bytes = bytes | memoryview
 
 LIMIT = 64 << 20
-"""Largest part, in bytes; more is gathered in several gathers."""
+"""Largest part in bytes. Larger content takes several gathers."""
 
 
 class Gathers:
-    """Gathers of one generation after the other."""
+    """Successive gathers of one generation."""
 
     limit = LIMIT
 
@@ -38,14 +38,14 @@ class Gathers:
             raise RemoteFault(Refusal.TOO_LARGE, f"{size} bytes in a gather are more than the {self.limit} allowed")
 
     def give(self, vw: int, name: Name, part: Bytes, live: Collection[int], waits: Mapping[int, int]) -> None:
-        """Take the VW's part, once; ``waits`` says at which cut a VW waits."""
+        """Take the VW's part, once. ``waits`` has the cut at which a VW waits."""
         self.check(len(part))
         if name == self._name and vw in self._parts:
             return
         if name <= self._name or name < self._given.get(vw, name):
             raise RemoteFault(Refusal.STALE, f"gather {name} of VW {vw} is over")
         if name not in self._open:
-            # Nobody is in two gathers at once: an older one is left over from those who are gone.
+            # No VW is in two gathers at once: an older gather is left over from VWs that are gone.
             for older in [each for each in self._open if each < name]:
                 del self._open[older], self._members[older]
             self._open[name] = {}
@@ -54,7 +54,7 @@ class Gathers:
         self._given[vw] = name
 
     def missing(self, name: Name, live: Collection[int], waits: Mapping[int, int]) -> list[int]:
-        """VWs whose parts are still to come; the gather is complete if there are none."""
+        """Return the VWs whose parts are missing, and complete the gather if there are none."""
         if name == self._name:
             return []
         missing = [
@@ -68,12 +68,12 @@ class Gathers:
         return missing
 
     def result(self, name: Name) -> tuple[messages.Gathered, list[Bytes]]:
-        """Result of a gather that :meth:`missing` has found complete, and the parts in VW order."""
+        """Return the result of a gather that :meth:`missing` has found complete, and the parts in VW order."""
         parts = tuple(messages.GatherPart(vw, len(self._parts[vw])) for vw in sorted(self._parts))
         return messages.Gathered(*name, parts), [self._parts[part.vw] for part in parts]
 
     def restore(self, gathered: messages.Gathered, body: Bytes) -> None:
-        """Take over a result that a VW has kept, if it is newer; open gathers begin anew."""
+        """Take over a result that a VW has kept, if it is newer. Drop open gathers, which begin again."""
         self._open.clear()
         self._members.clear()
         name = (gathered.cut, gathered.ordinal)
@@ -87,12 +87,12 @@ class Gathers:
 
 
 class KeptBytes:
-    """Bytes by name, of any size, which VW 0 leaves for VWs that come later."""
+    """Bytes of any size, by name, which VW 0 leaves for VWs that come later."""
 
     def __init__(self) -> None:
         self._kept: dict[str, tuple[messages.KeepBytes, Bytes]] = {}
         self.asked: dict[int, str] = {}
-        """By VW, the name of the bytes for which it waits."""
+        """Name of the bytes for which a VW waits, by VW."""
 
     @property
     def is_empty(self) -> bool:

@@ -7,32 +7,32 @@
                                   gets its place in the log
     Pull                      ->  grant a *read lease*: commit
                                   index n, and the log's tail
-    Read(n, tail)             ------------------------------->   add what the tail says, in its order, send weights
+    Read(n, tail)             ------------------------------->   add the tail's updates in its order, send weights
     Pulled                    ->  the read lease ends
 
-One server is the coordinator, and it alone decides: clocks, members, leases, the order of commits. It never talks to a
-shard. The log reaches the shards with the pulls, each of which carries the part that a shard may not know yet. So a
-push costs no round trip between servers, and a shard adds an update when the first pull needs it.
+One server is the coordinator. It alone decides clocks, members, leases and the order of commits, and it never calls a
+shard. The log reaches the shards with the pulls: each carries the part that a shard may not know yet. So a push costs
+no round trip between servers, and a shard adds an update when the first pull needs it.
 
-**A pull is never torn.** It names one commit index, and during its read lease nothing is committed behind that; so all
+**A pull is never torn.** It names one commit index. During its read lease nothing is committed after this index, so all
 shards can be read at it, in place, without a copy. Read leases end with ``Pulled``, or with the VW's lease. While a
-commit waits for read leases no new one is granted, so neither starves. With D = 0 nobody ever waits for that: a wave's
-updates can only all be there when the read leases of the wave before are over.
+commit waits for read leases, no new read lease is granted, so neither starves. With D = 0 a commit never waits: a
+wave's updates are complete only after the read leases of the wave before.
 
-**Nothing is lost (L5).** Weights live in a *generation*: the coordinator begins one when all VWs have joined, and again
-when a server was lost, which a VW notices because a server does not know the generation any more (a server that has
-just started holds its *epoch*, a random id, instead). Then every VW reports what it holds, the newest surviving pull is
-loaded into all shards, and the VWs push again, in VW order, what that pull lacks. *Terms* count generations.
+**Nothing is lost (L5).** Weights live in a *generation*. The coordinator begins a generation when all VWs have joined,
+and again when a server was lost. A restarted server holds its *epoch*, a random id, instead of the generation. So VWs
+notice the loss. Then every VW reports what it holds, and the newest surviving pull is loaded into all shards. VWs push
+again, in VW order, the updates that this pull lacks. *Terms* count generations.
 
-Every request can be repeated at any time: it is answered again, and acts once. None blocks: a request that cannot be
-answered yet is answered ``NotYet``, with the reason, and repeated. All times are arguments.
+Every request can be repeated at any time: it is answered again, and acts once. No request blocks: without an answer
+yet, the answer is ``NotYet``, with the reason, and the request is repeated. All times are arguments.
 
-**An update stays unchanged until a pull of its own VW includes it**, so that the VW can send it again, and a server on
-its host can add it from where the VW wrote it.
+**An update stays unchanged until a pull of its own VW includes it.** So the VW can send it again, and a server on the
+VW's host can add it from the VW's memory.
 
-Bounds: a shard holds its weights and one update per VW, (1 + N) times its bytes (``shard``); a VW holds the weights of
-its last pull, those that are arriving and one update, three times the model's bytes (``client``). An update that a
-server adds from the VW's memory exists once, and counts for both.
+Bounds: a shard holds its weights and one update per VW, (1 + N) times its bytes (``shard``). A VW holds the weights of
+its last pull, arriving weights and one update, three times the model's bytes (``client``). An update that a server adds
+from the VW's memory exists once, and counts for both.
 """
 
 from __future__ import annotations
@@ -42,27 +42,27 @@ from dataclasses import dataclass
 from enum import Enum
 
 MOST_VIRTUAL_WORKERS = 1000
-"""Largest number of VWs of a run: memory and answers of a coordinator grow with it, and anybody may claim a number."""
+"""Largest number of VWs of a run. A coordinator's memory and answers grow with it, and anybody may claim a number."""
 
 COORDINATOR = 0
-"""Index of the coordinator in the list of servers; it owns a shard as well."""
+"""Index of the coordinator in the list of servers. The coordinator also has a shard."""
 
 
 class Refusal(Enum):
-    """Reason for refusing a request, which tells its sender what to do."""
+    """Reason for refusing a request, from which its sender knows how to go on."""
 
     MALFORMED = "malformed"
-    """Not a message of this protocol, or one that makes no sense now. The sender is at fault."""
+    """No message of this protocol, or a message that makes no sense now. The sender is at fault."""
     SIGNATURE = "signature"
-    """The VW trains something else than the others. It must end."""
+    """The VW has another training signature than the other VWs. It must end."""
     FENCED = "fenced"
-    """A newer incarnation of this VW has joined. The older one must end."""
+    """A newer incarnation of this VW has joined. The older process must end."""
     LEFT_OUT = "left_out"
-    """The VW's lease ran out, and the others went on without it. It must join again, as a new incarnation."""
+    """The VW's lease ran out, and the other VWs went on. It must join again as a new incarnation."""
     GENERATION = "generation"
-    """The server does not hold that generation: a server was lost. The VW must join again with what it holds."""
+    """The server does not hold this generation: a server was lost. The VW must join again with what it holds."""
     STALE = "stale"
-    """The request was overtaken by a later one of the same VW. Nobody waits for its answer any more."""
+    """A later request of this VW has overtaken the request. Nobody waits for its answer any more."""
     TOO_LARGE = "too_large"
     """More bytes than the server accepts."""
     BUSY = "busy"
@@ -78,11 +78,11 @@ class Fault(Exception):
 
 
 class LocalFault(Fault):
-    """A request of the caller, in this process, that the state does not allow."""
+    """Request of a caller in this process that the state does not allow."""
 
 
 class RemoteFault(Fault):
-    """A request that was refused, or an answer that cannot be: ``refusal`` says why."""
+    """Refused request, or impossible answer, for the reason ``refusal``."""
 
     def __init__(self, refusal: Refusal, why: str) -> None:
         super().__init__(why)
@@ -90,7 +90,7 @@ class RemoteFault(Fault):
 
     @property
     def text(self) -> str:
-        """The fault as text, as the transport carries it; ``parse`` reads it."""
+        """The fault as the transport's text, which ``parse`` reads."""
         return f"{self.refusal.value}: {self}"
 
     @staticmethod
@@ -101,11 +101,11 @@ class RemoteFault(Fault):
 
 
 class PeerFailed(Exception):
-    """Another VW has failed, and all must end; the message says which, and why."""
+    """Failure of another VW, with which all VWs must end. The message has its number and reason."""
 
 
 class FirstLost(PeerFailed):
-    """The process of VW 0 has ended without a word; others of its machine may be started again, as it may be."""
+    """End of VW 0's process without a message. VW 0 may be started again, and so may other VWs of its machine."""
 
     def __init__(self) -> None:
         super().__init__("VW 0 is lost: its process has ended")
@@ -113,7 +113,7 @@ class FirstLost(PeerFailed):
 
 @dataclass(frozen=True, order=True)
 class UpdateId:
-    """Identifier of an update; the updates of a VW are added in this order. A clock of -1 stands for none."""
+    """Identifier of an update. The updates of a VW are added in this order. A clock of -1 means no update."""
 
     vw: int
     incarnation: int
@@ -130,12 +130,12 @@ class Commit:
 
 @dataclass(frozen=True)
 class CommitIndex:
-    """Position in the commit log: after ``count`` updates since the run's start.
+    """Position in the commit log after ``count`` updates since the run's start.
 
     Attributes:
-        term: counts generations; of all surviving positions, the newest has the largest (term, count).
-        included: of each VW of which something was added, the last update.
-        members: the members then, each with the incarnation; their clocks are not used (-1).
+        term: Number of the generation. The newest surviving position has the largest (term, count).
+        included: Last included update of each VW.
+        members: The members at this position, with their incarnations. Their clocks are not used (-1).
     """
 
     term: int
@@ -152,7 +152,7 @@ class CommitIndex:
 
 
 def with_commits(included: Iterable[UpdateId], commits: Sequence[Commit]) -> tuple[UpdateId, ...]:
-    """Return ``included`` as it is after ``commits``."""
+    """Return ``included`` after ``commits``."""
     last = {update.vw: update for update in included}
     last.update((commit.update.vw, commit.update) for commit in commits)
     return tuple(last[vw] for vw in sorted(last))

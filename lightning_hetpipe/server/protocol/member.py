@@ -1,4 +1,4 @@
-"""A VW's side of the protocol, a state machine that says what to send next. Pure.
+"""VW's side of the protocol, a state machine that decides what to send next. Pure.
 
     state     sends                              goes to
     -----------------------------------------------------------------------------------------------------------------
@@ -14,12 +14,12 @@
     PULL      Pull                               READ, when it gets a read lease
     READ      Read                   to shards   PULLED
     PULLED    Pulled                             IDLE; the weights that were read are the last pull now
-    GATHER    Gather + part                      IDLE, when all have given theirs
+    GATHER    Gather + part                      IDLE, when all have given their parts
     IDLE      nothing
 
 A lost server refuses a request in any state (``Refusal.GENERATION``). Then the VW goes through HELLO and JOIN back to
-what it was doing: to STAGE, if its update is not in the new generation's base, else to PULL or ARRIVE; to GATHER; or to
-IDLE. Requests without an answer are sent again.
+its call: to STAGE if the new generation's base lacks its update, else to PULL, ARRIVE, GATHER or IDLE. Requests without
+an answer are sent again.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Body(Enum):
     NONE = "none"
     UPDATE = "update"
     WEIGHTS = "weights"
-    """Sent: those of the last pull."""
+    """Sent: the weights of the last pull."""
     INCOMING = "incoming"
     """Received: weights."""
     PART = "part"
@@ -91,7 +91,7 @@ class Ask:
 
 @dataclass(frozen=True)
 class AskShards:
-    """A request to each of several servers, by their index."""
+    """Requests to several servers, by their index."""
 
     messages: Mapping[int, messages.ShardRequest]
     body: Body = Body.NONE
@@ -107,13 +107,8 @@ _SHARD_BODIES = {
 
 
 class Member:
-    """
-    Args:
-        vw: i.
-        incarnation: larger than that of any earlier process of this VW.
-        signature: what must be the same on all VWs.
-        placement: the parameters on each server.
-    """
+    """Protocol state of VW ``vw``, without its weights. ``incarnation`` is larger than that of any earlier process of
+    this VW. ``placement`` has the parameters on each server."""
 
     def __init__(
         self,
@@ -130,16 +125,16 @@ class Member:
         self.clock = 0
         """c_local."""
         self.slowest = 0
-        """c_global, at the last pull."""
+        """c_global at the last pull."""
         self.came_late = False
-        """It has become a member after the others had begun."""
+        """True if it became a member after the other VWs had begun."""
         self.cut = 0
-        """The last one that it has passed."""
+        """The last cut that it has passed."""
         self.cut_at = -1
         self.commit_index: CommitIndex | None = None
         """Commit index of the last pull."""
         self.newest = 0
-        """Index, 0 or 1, of the block of weights that holds the last pull; the other one takes the next."""
+        """Index, 0 or 1, of the block of weights with the last pull. The other block takes the next pull."""
         self.lost: list[messages.Lost] = []
         """Updates that were lost with servers."""
         self._signature = signature
@@ -171,14 +166,14 @@ class Member:
         self._hello()
 
     def synchronise(self, *, cut: bool = False) -> None:
-        """Push the update of the wave that ends now, then pull weights. ``cut``: as in ``Pushed``."""
+        """Push the update of the wave that ends now, then pull weights. ``cut`` is as in ``Pushed``."""
         self._begin(Goal.WAVE)
         self._take_update()
         self._wants_cut = cut
         self._resume(None)
 
     def arrive(self, cut: int, *, update: bool, admit: bool = False) -> None:
-        """Wait at ``cut``, with an update of a short wave or without."""
+        """Wait at ``cut``, with or without an update of a short wave."""
         if cut <= self.cut:
             raise LocalFault(f"cut {cut} comes after cut {self.cut}")
         self._begin(Goal.CUT)
@@ -193,7 +188,7 @@ class Member:
         self._resume(None)
 
     def lose(self) -> None:
-        """Join again: a heartbeat was answered that the generation is lost."""
+        """Join again, because a heartbeat's answer said that the generation is lost."""
         if self.state is not MemberState.IDLE:
             raise LocalFault("a call that is under way joins again by itself")
         self._hello()
@@ -206,7 +201,7 @@ class Member:
         return messages.Leave(self.vw, self.incarnation, failure, why)
 
     def check_idle(self) -> None:
-        """Raise a ``LocalFault`` while a call is under way, or before the VW has joined."""
+        """Raise LocalFault during a call, and before the VW has joined."""
         if self.state is not MemberState.IDLE:
             raise LocalFault(f"the VW is in state '{self.state.value}', and must be idle for that")
 
@@ -221,7 +216,7 @@ class Member:
     # Requests.
 
     def next(self) -> Ask | AskShards | None:
-        """Next request; ``None`` if there is nothing to do."""
+        """Return the next request, or None if there is none."""
         me = (self.vw, self.incarnation)
         here = (*me, self.generation)
         if self.state in _SHARD_BODIES:
@@ -263,12 +258,8 @@ class Member:
     # Answers.
 
     def heard(self, answer: messages.Answer | RemoteFault) -> None:
-        """Take the coordinator's answer to the request of ``next``.
-
-        Raises:
-            PeerFailed: all must end.
-            RemoteFault: the servers refuse this VW for good, or broke the protocol.
-        """
+        """Take the coordinator's answer to the request of ``next``. Raise PeerFailed if all VWs must end. Raise
+        RemoteFault if the servers refuse this VW for good, or broke the protocol."""
         if isinstance(answer, RemoteFault):
             self._refused(answer)
             return
@@ -283,7 +274,7 @@ class Member:
                 self._load = answer
                 self._ask_shards(MemberState.LOAD)
             case MemberState.LOADED, messages.Done():
-                # Another VW's report may yet turn out to be newer, so this is no new pull; but w_0 is as good as one.
+                # Another VW's report may still be newer, so this is no new pull. But w_0 counts as a pull.
                 self.commit_index = self.commit_index or self._load.base
                 self.state = MemberState.JOIN
             case MemberState.PUSH, messages.Done():
@@ -315,7 +306,7 @@ class Member:
             return
         had = isinstance(answer, RemoteFault) and answer.refusal is Refusal.STALE
         if had and self.state in (MemberState.STAGE, MemberState.LOAD):
-            pass  # an earlier request arrived, and its answer did not
+            pass  # an earlier request arrived, but its answer was lost
         elif isinstance(answer, RemoteFault):
             self._refused(answer)
             return
@@ -384,7 +375,7 @@ class Member:
         self.state = MemberState.CONFIRM
 
     def _resume(self, base: CommitIndex | None) -> None:
-        """Go on with the goal; ``base`` is that of a generation that has just begun."""
+        """Go on with the goal. ``base`` is the base of a generation that has just begun, or None."""
         update = None if self._pending is None else UpdateId(self.vw, self.incarnation, self._pending)
         owes = update is not None and not (base is not None and base.includes(update))
         if self.goal is Goal.NONE or (self.goal is Goal.START and self.commit_index is not None):

@@ -1,8 +1,8 @@
 """Messages: the requests of a VW to the coordinator and to the shards, and their answers.
 
-Every request names its sender (``vw``, ``incarnation``), and most the ``generation`` of the weights that they are
-about. An incarnation is a number that grows with every start of the VW. A request that cannot be granted is answered
-with a `RemoteFault`, which the transport carries as text.
+Every request names its sender (``vw``, ``incarnation``), and most requests the ``generation`` of their weights. An
+incarnation is a number that grows with every start of the VW. A `RemoteFault`, which the transport carries as text,
+refuses a request.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from lightning_hetpipe.server.transport.interface import HEADER_LIMIT
 
 @dataclass(frozen=True)
 class Parameter:
-    """One parameter; ``dtype`` and ``update_dtype`` are torch's names, without "torch."."""
+    """Parameter of the model. ``dtype`` and ``update_dtype`` are torch's names without "torch."."""
 
     name: str
     shape: tuple[int, ...]
@@ -26,11 +26,9 @@ class Parameter:
 
 @dataclass(frozen=True)
 class TrainingSignature:
-    """Everything that must be the same on all VWs, because the servers compute with it.
-
-    ``settings`` are pairs "name=value" that the protocol only compares. ``least`` is that of VW 0, and may differ on
-    others: with so many VWs, itself among them, a session may begin, and others come later; 0 for all.
-    """
+    """Settings that must be equal on all VWs, because the servers compute with them. ``settings`` are pairs
+    "name=value" that the protocol only compares. Only VW 0's ``least`` counts: the number of VWs, including VW 0, with
+    which a session may begin before other VWs come. 0 means all."""
 
     version: str
     virtual_workers: int
@@ -44,7 +42,7 @@ class TrainingSignature:
 
 @dataclass(frozen=True)
 class GatherPart:
-    """One VW's part of a gather: ``size`` bytes of the body."""
+    """Part of one VW in a gather: ``size`` bytes of the body."""
 
     vw: int
     size: int
@@ -52,7 +50,7 @@ class GatherPart:
 
 @dataclass(frozen=True)
 class Gathered:
-    """A complete gather. Its parts follow each other in the body."""
+    """Result of a complete gather. The body consists of the parts in order."""
 
     cut: int
     ordinal: int
@@ -68,13 +66,13 @@ class Report:
     """State of a VW, from which lost servers are rebuilt (L5).
 
     Attributes:
-        term: of the last generation that it was a member of; 0 for none.
-        commit_index: of its last pull; ``None`` without one.
-        clock: c_local; that of the pending update, if there is one.
-        pending: whether it has an update that none of its pulls includes.
-        cut, cut_clock: the last cut it has passed, and the clock there.
-        cut_at: the clock at which VW 0 wants to cut, as far as it knows; -1 for none.
-        gathered: the last gather of which it has the result, which is the request's body.
+        term: Term of the last generation in which it was a member, or 0.
+        commit_index: Commit index of its last pull, or None.
+        clock: c_local, or the clock of the pending update.
+        pending: Whether it has an update that none of its pulls includes.
+        cut, cut_clock: The last cut that it has passed, and the clock there.
+        cut_at: The clock at which VW 0 wants to cut, as far as it knows, or -1.
+        gathered: The last gather of which it has the result, which is the request's body.
     """
 
     term: int = 0
@@ -107,12 +105,8 @@ class InGeneration(FromMember):
 
 @dataclass(frozen=True)
 class Join(FromMember):
-    """Ask to become a member.
-
-    Attributes:
-        attempt: grows with every new report.
-        contents: of each shard, as ``Holding`` says.
-    """
+    """Request to become a member. ``attempt`` grows with every new report. ``contents`` has each shard's
+    ``Holding.content``."""
 
     attempt: int
     signature: TrainingSignature
@@ -122,12 +116,13 @@ class Join(FromMember):
 
 @dataclass(frozen=True)
 class Loaded(InGeneration):
-    """All shards hold the weights that ``LoadNow`` asked for."""
+    """Message that all shards hold the weights of ``LoadNow``."""
 
 
 @dataclass(frozen=True)
 class Pushed(InGeneration):
-    """All shards hold the update of ``clock``. ``cut``: VW 0 wants all to cut at one clock, as soon as they can."""
+    """Message that all shards hold the update of ``clock``. With ``cut``, VW 0 wants all VWs to cut soon, at one
+    clock."""
 
     clock: int
     cut: bool
@@ -135,21 +130,21 @@ class Pushed(InGeneration):
 
 @dataclass(frozen=True)
 class Pull(InGeneration):
-    """Ask for a read lease; a VW numbers its read leases, upwards."""
+    """Request for a read lease. A VW numbers its read leases upwards."""
 
     read_lease: int
 
 
 @dataclass(frozen=True)
 class Pulled(InGeneration):
-    """The weights have been read; the read lease ends."""
+    """Message that the weights have been read. It ends the read lease."""
 
     read_lease: int
 
 
 @dataclass(frozen=True)
 class Arrive(InGeneration):
-    """The VW waits at ``cut``, and has pushed its update. ``admit``: new VWs may join there."""
+    """Message that the VW waits at ``cut`` and has pushed its update. With ``admit``, new VWs may join there."""
 
     cut: int
     admit: bool
@@ -157,7 +152,7 @@ class Arrive(InGeneration):
 
 @dataclass(frozen=True)
 class Gather(InGeneration):
-    """Give a part of a gather, the body. ``cut`` is the last one that the VW has passed; ``ordinal`` counts upwards."""
+    """Part of a gather, in the body. ``cut`` is the last cut that the VW has passed. ``ordinal`` counts upwards."""
 
     cut: int
     ordinal: int
@@ -165,15 +160,13 @@ class Gather(InGeneration):
 
 @dataclass(frozen=True)
 class Heartbeat(InGeneration):
-    """The VW is alive."""
+    """Message that the VW is alive."""
 
 
 @dataclass(frozen=True)
 class KeepBytes(FromMember):
-    """Keep the body under ``name``; an empty one ends that.
-
-    ``readers``: incarnations of the VWs that may recall it; empty for all.
-    """
+    """Request to keep the body under ``name``, or with an empty body, to drop it. Only the incarnations ``readers`` may
+    recall it, or all if there are none."""
 
     name: str
     readers: tuple[int, ...] = ()
@@ -181,17 +174,15 @@ class KeepBytes(FromMember):
 
 @dataclass(frozen=True)
 class Recall(FromMember):
-    """Ask for what is kept under ``name`` for this VW, once something is: the body of the answer."""
+    """Request for the content under ``name`` for this VW, once it is there. The answer's body has it."""
 
     name: str
 
 
 @dataclass(frozen=True)
 class Leave(FromMember):
-    """The VW is done; or has failed, if ``failure`` says why, and the others must end too.
-
-    ``why``: the others go on without it, and are told that.
-    """
+    """Message that the VW is done. If ``failure`` gives a reason, the VW has failed, and all other VWs must end.
+    Otherwise the other VWs go on without it, and receive ``why``."""
 
     failure: str
     why: str = ""
@@ -202,15 +193,13 @@ class Leave(FromMember):
 
 @dataclass(frozen=True)
 class Hello(FromMember):
-    """Ask what the shard holds."""
+    """Request for what the shard holds."""
 
 
 @dataclass(frozen=True)
 class Load(InGeneration):
-    """Store weights, the body: all of ``parameters``, one after the other.
-
-    They replace the content ``over`` only, so a request that comes late replaces nothing.
-    """
+    """Request to store the body, the weights of ``parameters`` in order. They replace only the content ``over``, so a
+    late request replaces nothing."""
 
     over: str
     included: tuple[identifiers.UpdateId, ...]
@@ -219,11 +208,9 @@ class Load(InGeneration):
 
 @dataclass(frozen=True)
 class StageUpdate(InGeneration):
-    """Keep an update, the body, until it is committed.
-
-    ``part``: the numbers, ascending, of those of the shard's parameters that the body has; empty for all. Other parts
-    of the update come in other requests; a pull finds all of them or none.
-    """
+    """Request to keep an update, in the body, until it is committed. ``part`` has the numbers, ascending, of the
+    shard's parameters in the body. Empty means all. Other requests bring the other parts of the update. A pull finds
+    all parts or none."""
 
     clock: int
     part: tuple[int, ...] = ()
@@ -231,10 +218,8 @@ class StageUpdate(InGeneration):
 
 @dataclass(frozen=True)
 class Read(InGeneration):
-    """Ask for the weights after ``tail``, the commits that follow the first ``start`` ones of the generation.
-
-    ``part``: as of a ``StageUpdate``, for the weights that are wanted.
-    """
+    """Request for the weights after ``tail``, the commits that follow the generation's first ``start`` commits.
+    ``part`` selects weights as in ``StageUpdate``."""
 
     start: int
     tail: tuple[identifiers.Commit, ...]
@@ -246,7 +231,7 @@ class Read(InGeneration):
 
 @dataclass(frozen=True)
 class Departed:
-    """A member that the others go on without, after ``clock`` waves; ``why`` is empty where it has left by itself."""
+    """Member that is gone after ``clock`` waves, while the other VWs go on. ``why`` is empty if it left by itself."""
 
     vw: int
     incarnation: int
@@ -256,14 +241,14 @@ class Departed:
 
 @dataclass(frozen=True)
 class Done:
-    """``departed``: of each VW, the last member that the coordinator has seen go."""
+    """Answer without content. ``departed`` has the last member of each VW that has departed."""
 
     departed: tuple[Departed, ...] = ()
 
 
 @dataclass(frozen=True)
 class NotYet:
-    """Ask again. ``waits_for`` names what is awaited; ``missing`` are VWs that have to join before anybody can."""
+    """Answer to ask again. ``waits_for`` names the awaited event. The VWs ``missing`` must join before any VW can."""
 
     waits_for: str
     missing: tuple[int, ...] = ()
@@ -271,10 +256,8 @@ class NotYet:
 
 @dataclass(frozen=True)
 class Lost:
-    """Updates of a VW that nobody holds any more, from clock ``first`` to ``last``.
-
-    -1 for ``last``: the coordinator was restarted, too, and cannot know whether there were any.
-    """
+    """Updates of a VW from clock ``first`` to ``last`` that no process holds any more. If the coordinator was
+    restarted, it does not know whether there were lost updates, and ``last`` is -1."""
 
     vw: int
     incarnation: int
@@ -284,14 +267,9 @@ class Lost:
 
 @dataclass(frozen=True)
 class Joined:
-    """The VW is a member.
-
-    Attributes:
-        base: the commit index with which the generation began.
-        clock: the VW's c_local, without its pending update unless ``base`` includes that.
-        cut: the last one that somebody has passed.
-        lost: updates that the lost servers took with them.
-    """
+    """Answer that the VW is a member of a generation that began at commit index ``base``, with ``lost`` updates.
+    ``clock`` is the VW's c_local, without its pending update unless ``base`` includes it. ``cut`` is the last cut that
+    any VW has passed."""
 
     generation: str
     base: identifiers.CommitIndex
@@ -302,7 +280,7 @@ class Joined:
 
 @dataclass(frozen=True)
 class LoadNow:
-    """The VW holds the newest surviving weights: it has to load them into all shards, over ``contents``."""
+    """Answer that the VW holds the newest surviving weights. It has to load them into all shards, over ``contents``."""
 
     generation: str
     base: identifiers.CommitIndex
@@ -311,11 +289,9 @@ class LoadNow:
 
 @dataclass(frozen=True)
 class Granted:
-    """A read lease: the shards may be read at ``commit_index``, which is ``tail`` after ``start``.
-
-    ``clock`` and ``slowest`` are c_local and c_global (the same, if everyone waits at a cut); ``cut_at`` is the clock
-    at which all have to cut, or -1.
-    """
+    """Read lease: the shards may be read at ``commit_index``, which is ``tail`` after ``start``. ``clock`` is c_local,
+    and ``slowest`` c_global, or c_local if all VWs wait at a cut. ``cut_at`` is the clock at which all VWs have to cut,
+    or -1."""
 
     read_lease: int
     commit_index: identifiers.CommitIndex
@@ -328,7 +304,7 @@ class Granted:
 
 @dataclass(frozen=True)
 class Closed:
-    """All have arrived at the cut; the clock is now the same everywhere."""
+    """Answer that all VWs have arrived at the cut. ``clock`` is now the clock of all."""
 
     cut: int
     clock: int
@@ -353,10 +329,7 @@ _CODEC = Codec((*Request.__args__, *ShardRequest.__args__, *Answer.__args__), HE
 
 
 def encode(message: object) -> bytes:
-    """
-    Raises:
-        LocalFault: if the other side would not accept ``message``.
-    """
+    """Encode ``message``. Raise LocalFault if the receiver would not accept it."""
     try:
         return _CODEC.encode(message)
     except ValueError as error:
@@ -364,10 +337,7 @@ def encode(message: object) -> bytes:
 
 
 def decode(data: bytes | memoryview) -> Message:
-    """
-    Raises:
-        RemoteFault: if ``data`` is not exactly one well-formed message.
-    """
+    """Decode a message. Raise RemoteFault if ``data`` is not exactly one well-formed message."""
     try:
         message: Message = _CODEC.decode(data)
     except Malformed as error:

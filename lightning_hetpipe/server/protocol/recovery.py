@@ -1,12 +1,12 @@
-"""Beginning of a generation: whose weights are loaded and what each member has to do, from the VWs' reports (law L5).
+"""Begin of a generation, from the VWs' reports: whose weights are loaded, and what each member has to do (law L5).
 
-    nobody has pulled yet      all VWs must have joined, or as many as VW 0 says; VW 0's weights are w_0
-    somebody has               the newest surviving pull is the base. Its members are expected, and whoever is alive;
-                               who is not heard of within a lease is left out. The lowest VW that holds that pull loads
-                               it; each pushes again what it lacks.
+    no VW has pulled yet       all VWs must have joined, or VW 0's ``least``; VW 0's weights are w_0
+    a VW has pulled            the newest surviving pull is the base. Its members and all live VWs are expected. A
+                               VW that is silent for a lease is left out. The lowest VW that holds the base loads
+                               it; each VW pushes again the updates that the base lacks.
 
-The reports of VWs that were no members at the base do not count: a new VW may join at a cut, and one of a generation
-that the others have left behind is left out.
+Reports of VWs that were no members at the base do not count. Such a VW may be new, and may join at a cut. Or it is of a
+generation that the other VWs have left behind, and is left out.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from lightning_hetpipe.server.protocol.messages import Join, Lost
 
 @dataclass(frozen=True)
 class Recovery:
-    """Beginning of a generation; ``holder`` loads the weights at ``base``."""
+    """Begin of a generation. ``holder`` loads the weights at ``base``."""
 
     base: CommitIndex
     holder: int
@@ -31,15 +31,11 @@ class Recovery:
     cut_at: int
     lost: tuple[Lost, ...]
     missing: tuple[UpdateId, ...]
-    """Members at the base that are none now, each with the number of its waves that the base includes."""
+    """Former members at the base that are not members now, each with the number of its waves in the base."""
 
 
 def check(join: Join) -> None:
-    """Refuse a report that contradicts itself.
-
-    Raises:
-        RemoteFault: with the contradiction.
-    """
+    """Refuse a report that contradicts itself, by a RemoteFault with the contradiction."""
     report, me = join.report, UpdateId(join.vw, join.incarnation, -1)
     if not 0 <= join.vw < join.signature.virtual_workers:
         raise RemoteFault(Refusal.MALFORMED, f"there is no VW {join.vw}")
@@ -64,12 +60,12 @@ def decide(
     """Return the generation that follows from ``joins``, or the VWs that have to join first.
 
     Args:
-        joins: by VW, those of the newest incarnations.
+        joins: Requests of the newest incarnations, by VW.
         alive: VWs whose lease has not run out.
-        gone: of each VW that has left or was left out, the last incarnation that did.
-        former: the log of the generation that ended, if this coordinator has it.
-        term: the last one that this coordinator knows.
-        waited: a lease has passed since the first VW came back from a generation that was lost.
+        gone: Last incarnation of each VW that has left or was left out.
+        former: Log of the generation that ended, if this coordinator has it.
+        term: Last term that this coordinator knows.
+        waited: Whether a lease has passed since the first VW came back from a lost generation.
     """
     last = newest_pull(joins)
     if last is None:
@@ -86,7 +82,7 @@ def decide(
         if missing:
             return sorted(missing)
         were = {(member.vw, member.incarnation) for member in last.members}
-        # Without weights nothing is missed: one that has come back meanwhile stays.
+        # Without weights, a VW that has come back meanwhile has missed nothing, and stays.
         weightless = {vw for vw, join in joins.items() if not join.signature.parameters and join.report.commit_index}
         belongs = {vw: (vw, join.incarnation) in were or vw in weightless for vw, join in joins.items()}
         at_base = [vw for vw, join in joins.items() if join.report.commit_index == last]
@@ -112,7 +108,7 @@ def decide(
 
 
 def newest_pull(joins: Mapping[int, Join]) -> CommitIndex | None:
-    """Return the newest of the pulls that ``joins`` report; None where nobody has pulled yet."""
+    """Return the newest pull in the reports of ``joins``, or None if no VW has pulled yet."""
     pulls = [join.report.commit_index for join in joins.values() if join.report.commit_index is not None]
     return max(pulls, key=lambda commit_index: commit_index.age, default=None)
 
@@ -121,7 +117,7 @@ def _membership(join: Join, base: CommitIndex, cut: int, cut_clock: int, holder:
     report = join.report
     has = report.pending and base.includes(UpdateId(join.vw, join.incarnation, report.clock))
     owes = report.pending and not has
-    # The base is then at that cut, or beyond: the VW waits there, or at a later one.
+    # Then the base is at that cut or beyond, and the VW waits at that cut or at a later cut.
     at_cut = report.cut < cut and not owes
     return Membership(
         incarnation=join.incarnation,
@@ -136,7 +132,7 @@ def _membership(join: Join, base: CommitIndex, cut: int, cut_clock: int, holder:
 def _lost(
     members: Mapping[int, Join], base: CommitIndex, former: CommitLog | None, gone: Sequence[UpdateId]
 ) -> tuple[Lost, ...]:
-    """Updates that are known to have been pushed, and are neither in the base nor pushed again."""
+    """Return the updates that are known to have been pushed, but are neither in the base nor pushed again."""
     if former is not None:
         held = {vw for vw, join in members.items() if join.report.pending}
         return tuple(
@@ -148,6 +144,6 @@ def _lost(
 
 
 def _waves(base: CommitIndex, member: UpdateId) -> int:
-    """Number of waves of the member's incarnation that ``base`` includes."""
+    """Return the number of waves of the member's incarnation in ``base``."""
     mine = (member.vw, member.incarnation)
     return next((last.clock + 1 for last in base.included if (last.vw, last.incarnation) == mine), 0)

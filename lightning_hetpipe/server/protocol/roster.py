@@ -1,4 +1,4 @@
-"""Roster: the VWs of a session: who may speak, lives by its lease, has departed, waits for whom. Pure."""
+"""Roster of the VWs of a session: which VWs may speak, live, have departed, or wait for each other. Pure."""
 
 from __future__ import annotations
 
@@ -12,35 +12,30 @@ from lightning_hetpipe.server.protocol.identifiers import Refusal, RemoteFault
 from lightning_hetpipe.server.protocol.recovery import check
 
 FORGOTTEN = 10
-"""Leases of silence of all VWs after which they are taken for dead."""
+"""Number of leases of silence of all VWs after which they count as dead."""
 
 
 class Leases:
-    """Leases: a VW is alive if it was heard within its lease.
-
-    If no message arrives from anyone, all VWs were stopped (Ctrl-Z), or the server was: VWs are heard three times in a
-    lease, so at most half a lease of that time counts. After `FORGOTTEN` leases of such a silence all leases end.
-
-    Args:
-        seconds: of silence after which a VW is left out.
-    """
+    """Leases of ``seconds``: a VW is alive if it was heard within its lease. If no VW is heard, all VWs or the server
+    were stopped (Ctrl-Z). VWs are heard three times in a lease, so at most half a lease of this silence counts. After
+    `FORGOTTEN` leases of silence all leases end."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
         self.seen: dict[int, float] = {}
-        """By VW that is alive, the time at which it was last heard."""
+        """Time at which each live VW was last heard."""
         self._heard: float | None = None
-        """The time at which any VW was last heard."""
+        """Time at which any VW was last heard."""
 
     def hear(self, now: float) -> float:
-        """Note that a VW is heard; return the seconds before that do not count."""
+        """Record that a VW is heard. Return the seconds of silence before that do not count."""
         excess = 0.0 if self._heard is None else max(0.0, now - self._heard - self.seconds / 2)
         self._heard = now
         self.seen = {vw: seen + excess for vw, seen in self.seen.items()}
         return excess
 
     def expired(self, now: float) -> list[int]:
-        """VWs whose leases have run out."""
+        """Return the VWs whose leases have run out."""
         silence = 0.0 if self._heard is None else now - self._heard
         if self.seconds / 2 < silence <= FORGOTTEN * self.seconds:
             return []
@@ -48,29 +43,25 @@ class Leases:
 
 
 class Roster:
-    """The VWs that a coordinator has heard of.
-
-    Args:
-        leases: tell which VWs live.
-        gone: of VWs that have left or were left out before this coordinator took over, the last incarnation.
-        replaced: called when another process of a VW comes, before it takes the place of the one that is known.
-    """
+    """VWs that a coordinator has heard of. ``gone`` has the last incarnation of each VW that had left or was left out
+    before this coordinator took over. ``replaced`` is called before a new process of a VW takes the place of the known
+    process."""
 
     def __init__(self, leases: Leases, gone: Mapping[int, int], replaced: Callable[[int], None]) -> None:
         self._leases = leases
         self.signature: messages.TrainingSignature | None = None
-        """Signature of the VW that came first, which all others must have."""
+        """Signature of the first VW, which all other VWs must have."""
         self.incarnation: dict[int, int] = {}
-        """Newest incarnation of each VW that has been heard of."""
+        """Newest known incarnation of each VW."""
         self.gone: dict[int, int] = dict(gone)
         """Last incarnation of each VW that has left or was left out."""
         self._departed: dict[int, messages.Departed] = {}
-        """By VW, the last departure of a process of it that was a member."""
+        """Last departure of a process of each VW that was a member."""
         self._replaced = replaced
 
     @property
     def silent(self) -> str:
-        """The reason for which a VW is left out, in words."""
+        """Reason for leaving out a VW, as text."""
         lease = f"{self._leases.seconds:g} s"
         return f"silent for longer than its lease of {lease} (raise WSPCallback(lease=...) if it may be)"
 
@@ -78,11 +69,8 @@ class Roster:
         return vw in self._leases.seen
 
     def identify(self, message: messages.Request, now: float, again: bool) -> None:
-        """Let the sender of a ``message`` speak, and note that it lives unless its message is tried ``again``.
-
-        Raises:
-            RemoteFault: if it is no VW of this session, or not any more, or has to join first.
-        """
+        """Let the sender of ``message`` speak, and record that it lives unless the message is tried ``again``. Raise
+        RemoteFault if the sender is no VW of this session, or no longer a VW of it, or has to join first."""
         vw, incarnation = message.vw, message.incarnation
         if isinstance(message, messages.Join):
             check(message)
@@ -102,7 +90,7 @@ class Roster:
                 if not self.lives(vw) and self.signature is not None:
                     self.incarnation[vw], self._leases.seen[vw] = incarnation, now  # it will join when it can
                 raise RemoteFault(Refusal.GENERATION, f"VW {vw} is not known here, and has to join")
-            if known >= 0 and isinstance(message, messages.Leave):  # of another launch, perhaps, which was never let in
+            if known >= 0 and isinstance(message, messages.Leave):  # perhaps of another launch, never admitted
                 raise RemoteFault(Refusal.GENERATION, f"VW {vw} is not known here, and cannot leave")
             self._replaced(vw)
             self.incarnation[vw] = incarnation
@@ -110,22 +98,22 @@ class Roster:
             self._leases.seen[vw] = now
 
     def has_gone(self, vw: int, incarnation: int) -> bool:
-        """Tell whether that process of a VW has left or was left out."""
+        """Return True if this process of a VW has left or was left out."""
         return incarnation <= self.gone.get(vw, -1)
 
     def depart(self, vw: int, incarnation: int, clock: int, why: str) -> None:
-        """Note that a process of a VW, which was a member, has left, or was left out for the reason ``why``."""
+        """Record that a member has left, or was left out for the reason ``why``."""
         self.gone[vw] = incarnation
         if vw not in self._departed or self._departed[vw].incarnation < incarnation:
             self._departed[vw] = messages.Departed(vw, incarnation, clock, why)
 
     def done(self) -> messages.Done:
-        """Answer that tells of departed members."""
+        """Make the answer that reports departed members."""
         return messages.Done(tuple(self._departed.values()))
 
 
 def difference(first: messages.TrainingSignature, other: messages.TrainingSignature) -> str | None:
-    """Describe the first difference of ``other`` from that of the VW that came first; ``None`` if they are equal."""
+    """Describe the first difference of ``other`` from the first VW's signature, or return None."""
     for mine, theirs in zip(first.settings, other.settings, strict=False):
         if mine != theirs:
             return f"'{theirs}' instead of '{mine}'"
@@ -165,11 +153,9 @@ CIRCLE = (
 
 
 class DeadlockDetector:
-    """Keeps the last request of each VW that waits for its answer, to find VWs that wait for each other in a circle.
-
-    A deadlock arises where a program calls a collective (a gather) at different minibatches: one VW waits in the gather
-    for the other, which waits for the first one's wave.
-    """
+    """Last waiting request of each VW, to find VWs that wait for each other in a circle. A deadlock arises if a program
+    calls a collective (a gather) at different minibatches: one VW waits in the gather for another VW, which waits for
+    the first VW's wave."""
 
     def __init__(self) -> None:
         self._waiting: dict[int, messages.Request] = {}
@@ -177,14 +163,8 @@ class DeadlockDetector:
     def after(
         self, message: messages.Request, answer: messages.Answer, members: Collection[int], serve: Serve
     ) -> str | None:
-        """Return who waits for whom, if all ``members`` do and nothing can change that.
-
-        Args:
-            message: a request.
-            answer: to the request.
-            members: all whose requests could change anything.
-            serve: answers a request once more; the part of a gather is known already.
-        """
+        """Return a text with who waits for whom, if all ``members`` wait and nothing can change that. Only the requests
+        of ``members`` could change the state. ``serve`` answers a request once more, without its body."""
         if isinstance(message, messages.Heartbeat):
             return None
         self._waiting.pop(message.vw, None)
@@ -195,7 +175,7 @@ class DeadlockDetector:
         told = []
         for other in sorted(members):
             try:
-                answer, _ = serve(self._waiting[other], b"")  # something may have changed since
+                answer, _ = serve(self._waiting[other], b"")  # the answer may have changed since
             except RemoteFault:
                 return None
             if not isinstance(answer, messages.NotYet):

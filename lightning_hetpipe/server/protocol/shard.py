@@ -6,17 +6,15 @@
     <generation>   loaded         they are there
     loaded         <generation>   weights of a later generation begin to arrive over it
 
-Only a ``Load`` that names the present content replaces it, so weights that come late (from a VW that was thought dead)
-do not.
+Only a ``Load`` that names the present content replaces it. So late weights of a VW that counted as dead do not.
 
-A VW's update may come in parts, one for each process that has weights of the VW. A part has some of the shard's
-parameters, and no two parts of an update have one in common. Only an update all of whose parts are here can be added.
+A VW's update may come in parts, one for each process that has weights of the VW. The parts of an update have different
+parameters of the shard. Only an update with all parts present can be added.
 
-Bounds: host memory holds the weights, once, and one update of each VW, arriving or staged until the first pull after
-its commit, in a block that is kept for its next one: (1 + N) times the shard's bytes. The update of a VW whose memory
-the server sees stays in the VW's memory, and takes none of the server's. A VW pushes again, and so changes that memory,
-only after its own pull, by which its update was added. A VW whose bytes still arrive in an earlier request has to ask
-again (``BUSY``).
+Bounds: host memory holds the weights once and one update of each VW, (1 + N) times the shard's bytes. An update is held
+until the first pull after its commit. Its block is kept for the VW's next update. If the server sees a VW's memory, the
+update stays there and takes no memory of the server. The VW changes this memory only after its own pull, by which its
+update was added. If an earlier request of a VW still arrives, the VW has to ask again (``BUSY``).
 """
 
 from __future__ import annotations
@@ -35,14 +33,11 @@ from lightning_hetpipe.server.protocol.identifiers import Commit, Refusal, Remot
 from lightning_hetpipe.server.transport.shared_memory import memory
 
 CHUNK = 1 << 18
-"""Elements processed at a time, so that they stay in a core's cache from one operation to the next."""
+"""Number of elements processed at a time, so that they stay in a core's cache between operations."""
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """
-    Raises:
-        RemoteFault: if torch has no dtype of that name.
-    """
+    """Return the dtype of that name. Raise RemoteFault if torch has none."""
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
         raise RemoteFault(Refusal.MALFORMED, f"there is no dtype {name[:40]!r}")
@@ -51,11 +46,8 @@ def dtype_of(name: str) -> torch.dtype:
 
 @dataclass(frozen=True)
 class ShardLayout:
-    """Layout of parameters in one block of bytes: one after the other, each at a multiple of its element's size.
-
-    Args:
-        update: use the dtypes of updates.
-    """
+    """Layout of parameters in one block of bytes, in order, each at a multiple of its element's size. With ``update``,
+    the layout has the dtypes of updates."""
 
     parameters: tuple[messages.Parameter, ...]
     update: bool
@@ -75,25 +67,25 @@ class ShardLayout:
         object.__setattr__(self, "size", start)
 
     def views(self, block: Tensor) -> list[Tensor]:
-        """Parameters in ``block``, ``size`` bytes of dtype uint8."""
+        """Return the parameters in ``block``, which has ``size`` bytes of dtype uint8."""
         return [
             block[start : start + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
             for start, dtype, shape in self.places
         ]
 
     def only(self, part: Sequence[int]) -> ShardLayout:
-        """Layout of some of the parameters, by their numbers; of all for none."""
+        """Return the layout of the parameters with the numbers ``part``, or of all if ``part`` is empty."""
         return ShardLayout(tuple(self.parameters[number] for number in part), self.update) if part else self
 
     def pieces(self, block: Tensor, part: Sequence[int]) -> list[memoryview]:
-        """Bytes of ``block`` that are laid out as :meth:`only` says, in as few pieces as possible."""
+        """Return the bytes of ``block`` in the layout of :meth:`only`, in as few pieces as possible."""
         if not part:
             return [memory_of(block)]
         found: list[memoryview] = []
         begin = end = filled = 0
         for number, (target, dtype, shape) in zip(part, self.only(part).places, strict=True):
             source, gap = self.places[number][0], target - filled
-            if source - gap != end:  # it does not follow in the block as it does in the part
+            if source - gap != end:  # its place in the block does not follow the last parameter's
                 found += [memory_of(block[begin:end]), memoryview(bytes(gap))]
                 begin = source
             end = source + math.prod(shape) * dtype.itemsize
@@ -102,7 +94,7 @@ class ShardLayout:
 
 
 def finite(values: Tensor) -> bool:
-    """Check that there is no NaN and no infinity."""
+    """Return True if ``values`` have no NaN and no infinity."""
     if not values.numel() or not (values.is_floating_point() or values.is_complex()):
         return True
     real = torch.view_as_real(values) if values.is_complex() else values
@@ -112,7 +104,7 @@ def finite(values: Tensor) -> bool:
 
 
 def copy_finite(target: Tensor, source: Tensor) -> bool:
-    """Copy ``source`` into ``target``, which is contiguous, unless it is the same memory; return `finite` of it."""
+    """Copy ``source`` into the contiguous ``target``, unless both are one memory. Return True if it is `finite`."""
     if source.shape != target.shape or source.device != target.device or not source.is_contiguous():
         target.copy_(source)
         source = target
@@ -128,12 +120,12 @@ def copy_finite(target: Tensor, source: Tensor) -> bool:
 
 
 def block_of(size: int) -> Tensor:
-    """Return zeroed bytes, aligned for every dtype; a large block can be seen by other processes of this host."""
+    """Return zeroed bytes, aligned for every dtype. Other processes of this host can map a large block."""
     return torch.frombuffer(memory(size), dtype=torch.uint8) if size else torch.empty(0, dtype=torch.uint8)
 
 
 def memory_of(block: Tensor) -> memoryview:
-    """Bytes of ``block``, which they keep alive."""
+    """Return the bytes of ``block``, which keep it alive."""
     array: np.ndarray[tuple[int], np.dtype[np.uint8]] = block.numpy()
     return memoryview(array)  # type: ignore[arg-type]  # arrays are buffers, which numpy says from Python 3.12 on
 
@@ -153,7 +145,7 @@ def add(weight: Tensor, updates: Sequence[tuple[Tensor, int]]) -> None:
 
 @dataclass
 class StagedUpdate:
-    """An update, with the blocks of its parts."""
+    """Update with the blocks of its parts."""
 
     id: UpdateId
     blocks: dict[tuple[int, ...], Tensor] = field(default_factory=dict)
@@ -164,46 +156,39 @@ def _overlap(part: Sequence[int], other: Sequence[int]) -> bool:
 
 
 class Shard:
-    """
-    Args:
-        epoch: random id of the server's start.
-    """
+    """State of a shard. ``epoch`` is a random id of the server's start."""
 
     def __init__(self, epoch: str) -> None:
         self.content = epoch
         self.loaded = False
         self.applied = 0
-        """Commits of the generation that have been added."""
+        """Number of the generation's commits that have been added."""
         self.staged: dict[int, StagedUpdate] = {}
         self._weights = block_of(0)
         self._views: list[Tensor] = []
         self._last: dict[int, UpdateId] = {}
-        """By VW, the last update that was added."""
+        """Last added update of each VW."""
         self._weight_layout = ShardLayout((), update=False)
         self._update_layout = ShardLayout((), update=True)
         self._arriving: set[tuple[int, tuple[int, ...]]] = set()
-        """VWs whose weights or update are arriving, and the part."""
+        """VW and part of each arriving body of weights or of an update."""
         self._blocks: dict[tuple[int, tuple[int, ...]], Tensor] = {}
-        """By VW and part, the block that receives its updates; it is used again, as fresh memory costs more than a
-        copy."""
+        """Block that receives updates, by VW and part. It is reused, because fresh memory costs more than a copy."""
 
     @property
     def bytes_held(self) -> int:
-        """Bytes of weights and updates, in this process's memory and in that of VWs."""
+        """Bytes of weights and updates, in the memory of this process and of VWs."""
         staged = ((vw, *each) for vw, update in self.staged.items() for each in update.blocks.items())
         seen = [block for vw, part, block in staged if (vw, part) not in self._blocks]
         return sum(block.numel() for block in (self._weights, *self._blocks.values(), *seen))
 
     def open(self, message: messages.ShardRequest, size: int, offered: memoryview | None = None) -> memoryview:
-        """Return memory for the body of ``message``: for an update ``offered``, if that is given.
-
-        Raises:
-            RemoteFault: before memory is taken, if the request is refused.
-        """
+        """Return memory for the body of ``message``. For an update this is ``offered``, if given. If the request is
+        refused, raise RemoteFault before memory is taken."""
         if isinstance(message, messages.Load):
             self._check_load(message, size)
             self._check_idle(message)
-            # The former weights are of no use from here on: free their memory first.
+            # Free the memory of the former weights first, because they are not needed any more.
             self.content, self.loaded, self.applied = message.generation, False, 0
             self._weights, self._views = block_of(0), []
             self.staged.clear()
@@ -213,7 +198,7 @@ class Shard:
             self._check_stage(message, size)
             self._check_idle(message)
             if (staged := self.staged.get(message.vw)) is not None and staged.id != _id(message):
-                del self.staged[message.vw]  # it was never pushed, or is of a former incarnation
+                del self.staged[message.vw]  # it was never pushed, or belongs to a former incarnation
         elif size:
             raise RemoteFault(Refusal.MALFORMED, f"{size} bytes do not come with a {type(message).__name__}")
         else:
@@ -233,16 +218,13 @@ class Shard:
         return memory_of(self._blocks[sender])
 
     def abandoned(self, message: messages.ShardRequest) -> None:
-        """Note that the body for which ``open`` gave memory will not come."""
+        """Record that the body for which ``open`` gave memory will not come."""
         if isinstance(message, messages.Load | messages.StageUpdate):
             self._arriving.discard(_sender(message))
 
     def run(self, message: messages.ShardRequest, body: memoryview) -> tuple[messages.Holding, Sequence[memoryview]]:
-        """Return the answer, and the weights for a ``Read``; ``body`` is what ``open`` gave.
-
-        Raises:
-            RemoteFault: if the request is refused.
-        """
+        """Return the answer, and the weights for a ``Read``. ``body`` is the memory from ``open``. Raise RemoteFault to
+        refuse the request."""
         self.abandoned(message)
         if isinstance(message, messages.Load):
             self._check_load(message, len(body))
@@ -300,11 +282,8 @@ class Shard:
             raise RemoteFault(Refusal.MALFORMED, f"a part of {count} parameters has the numbers {list(part)[:9]}")
 
     def examine(self, message: messages.StageUpdate, body: memoryview) -> None:
-        """Check all of the update, which takes time; changes nothing.
-
-        Raises:
-            RemoteFault: if it has a NaN or infinity.
-        """
+        """Check the whole update, which takes time and changes nothing. Raise RemoteFault if it has a NaN or
+        infinity."""
         layout = self._update_layout.only(message.part)
         views = layout.views(_taken(body)) if len(body) == layout.size else []
         for parameter, view in zip(layout.parameters, views, strict=False):
@@ -341,7 +320,7 @@ class Shard:
         self.applied += len(commits)
 
     def _views_of(self, update: StagedUpdate) -> list[Tensor]:
-        """All parameters of ``update``, from its parts."""
+        """Return all parameters of ``update`` from its parts."""
         layout, found = self._update_layout, dict[int, Tensor]()
         for part, block in update.blocks.items():
             numbers = part or range(len(layout.parameters))
@@ -360,20 +339,14 @@ def _sender(message: messages.Load | messages.StageUpdate) -> tuple[int, tuple[i
 
 
 def _taken(body: memoryview) -> Tensor:
-    """Bytes of ``body``, without a copy."""
+    """Return the bytes of ``body`` without a copy."""
     return torch.from_numpy(np.asarray(body)) if len(body) else block_of(0)
 
 
 def place(
     parameters: Sequence[messages.Parameter], servers: int, how: str, homes: Sequence[int] = ()
 ) -> list[list[int]]:
-    """Return the indices of the parameters on each server, ascending.
-
-    Args:
-        how, homes: As for :func:`~lightning_hetpipe.rules.parameter_placement.place`.
-
-    Raises:
-        SettingError: for another ``how``.
-    """
+    """Return the indices of the parameters on each server, ascending. ``how`` and ``homes`` are as for
+    :func:`~lightning_hetpipe.rules.parameter_placement.place`, which raises SettingError for an unknown ``how``."""
     sizes = [math.prod(parameter.shape) * dtype_of(parameter.dtype).itemsize for parameter in parameters]
     return parameter_placement.place(sizes, servers, how, homes)

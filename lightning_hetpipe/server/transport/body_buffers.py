@@ -10,21 +10,17 @@ _SMALL = 1 << 14  # bytes below which numpy's own overhead is more than the lock
 
 
 def flat(buffers: Iterable[memoryview]) -> list[memoryview]:
-    """Return the buffers as bytes, without the empty ones.
-
-    Raises:
-        TypeError: for a buffer that is not contiguous.
-    """
+    """Return the non-empty buffers as bytes. Raise TypeError for a buffer that is not contiguous."""
     return [buffer.cast("B") for buffer in buffers if buffer.nbytes]
 
 
 def total(buffers: Iterable[memoryview]) -> int:
-    """Number of bytes in all buffers."""
+    """Return the number of bytes in all buffers."""
     return sum(buffer.nbytes for buffer in buffers)
 
 
 def copy(target: memoryview, source: memoryview | bytes) -> None:
-    """Copy bytes onto as many bytes, letting other Python threads run meanwhile, unlike a slice's assignment."""
+    """Copy ``source`` to ``target`` of equal size. Unlike a slice's assignment, let other Python threads run."""
     if len(source) < _SMALL:
         target[:] = source
     else:
@@ -32,7 +28,7 @@ def copy(target: memoryview, source: memoryview | bytes) -> None:
 
 
 def portions(buffers: Sequence[memoryview], size: int) -> Iterator[list[memoryview]]:
-    """Divide buffers, as `flat` gives them, into portions of ``size`` bytes; a portion is a list of parts."""
+    """Divide buffers from `flat` into portions of ``size`` bytes. A portion is a list of parts of buffers."""
     portion: list[memoryview] = []
     left = size
     for buffer in buffers:
@@ -50,21 +46,16 @@ def portions(buffers: Sequence[memoryview], size: int) -> Iterator[list[memoryvi
 
 
 class Filling:
-    """Buffers that are filled in order by pieces of any size."""
+    """Buffers from `flat` that :meth:`write` fills in order by pieces of any size."""
 
     def __init__(self, buffers: Sequence[memoryview]) -> None:
-        """``buffers`` as `flat` gives them."""
         self._buffers = iter(buffers)
         self._current = memoryview(b"")
         self.left = total(buffers)
         """Bytes that are still to come."""
 
     def write(self, data: memoryview | bytes) -> None:
-        """Copy ``data`` behind the former pieces.
-
-        Raises:
-            ValueError: if it does not fit; nothing is written then.
-        """
+        """Copy ``data`` behind the earlier pieces. If it does not fit, write nothing and raise ValueError."""
         rest = memoryview(data)
         if len(rest) > self.left:
             raise ValueError(f"{len(rest)} bytes came where {self.left} were still expected")

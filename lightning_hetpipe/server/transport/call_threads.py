@@ -1,4 +1,4 @@
-"""Threads in which a server serves its calls: few, and no more than the calls of now need."""
+"""Threads in which a server serves its calls: only as many as its present calls need."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ Result = TypeVar("Result")
 
 
 class CallThreads(Executor):
-    """At most ``most`` threads, of which each ends once it was idle for ``idle`` seconds.
+    """Executor with at most ``most`` threads. A thread ends after ``idle`` seconds without a call.
 
-    ``ThreadPoolExecutor`` keeps each thread that it has made: after a storm of calls, a server had one for every call
-    that had ever run beside others. The thread that became idle last takes the next call, so that the others can end.
+    ``ThreadPoolExecutor`` keeps each thread that it has made: after a storm of calls, a server would keep hundreds.
+    Here the thread that became idle last takes the next call, so the other threads can end.
     """
 
     def __init__(self, most: int, name: str, idle: float = IDLE) -> None:
@@ -35,7 +35,7 @@ class CallThreads(Executor):
     def submit(
         self, fn: Callable[Parameters, Result], /, *args: Parameters.args, **kwargs: Parameters.kwargs
     ) -> Future[Result]:
-        """Call ``fn`` in one of the threads. Raises RuntimeError after `shutdown`."""
+        """Call ``fn`` in one of the threads. Raise RuntimeError after `shutdown`."""
         future: Future[Result] = Future()
         task = future, partial(fn, *args, **kwargs)
         with self._lock:
@@ -48,7 +48,8 @@ class CallThreads(Executor):
         return future
 
     def _starts(self, task: _Task) -> bool:
-        """Start a thread for ``task``; False where the process may have no more, and others are there for it."""
+        """Start a thread for ``task``. Return False if the process may have no more threads, but a thread here can take
+        the task."""
         thread = threading.Thread(target=self._work, args=(task,), name=self._name)
         try:
             thread.start()
@@ -60,7 +61,8 @@ class CallThreads(Executor):
         return True
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Take no further calls; have threads end after those that run."""
+        """Take no further calls. Threads end after the running and waiting calls. ``cancel_futures`` cancels the
+        waiting calls."""
         with self._lock:
             self._ended = True
             dropped = [*self._waiting] if cancel_futures else []
@@ -79,7 +81,7 @@ class CallThreads(Executor):
         own: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
         while task is not None:
             _run(*task)
-            task = None  # or what the call was about would be kept while this thread is idle
+            task = None  # else the call's objects would be kept while this thread is idle
             task = self._next(own)
         with self._lock:
             self._threads.discard(threading.current_thread())
@@ -98,7 +100,7 @@ class CallThreads(Executor):
                 if own in self._free:
                     self._free.remove(own)
                     return None
-            return own.get()  # it was given a call at the last moment
+            return own.get()  # a call was handed over at the last moment
 
 
 _Task = tuple[Future[Any], Callable[[], Any]]

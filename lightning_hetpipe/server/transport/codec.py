@@ -1,11 +1,11 @@
-"""JSON code of dataclasses, checked to the letter on the way back: the only encoding on the wire. Nothing is unpickled.
+"""JSON code of dataclasses, checked strictly at decoding: the only encoding on the wire. Nothing is unpickled.
 
     {"Kind": {"field": value, ...}}
 
-A kind is a frozen dataclass; its annotations are the schema, which the settings model reads. Fields are ``bool``,
-``int`` (64 bits), ``str``, enums of strings, dataclasses, tuples of these, and ``X | None``. Unknown and repeated
-fields, missing ones without a default, values of other types and numbers out of range are `Malformed`. The transport's
-frames carry length and version (``frames``).
+A kind is a frozen dataclass. Its annotations are the schema, which the settings model reads. Fields are ``bool``,
+``int`` (64 bits), ``str``, enums of strings, dataclasses, tuples of these types, and ``X | None``. Decoding raises
+`Malformed` for unknown or repeated fields, missing fields without a default, values of other types, and numbers out of
+range. The transport's frames carry length and version (``frames``).
 """
 
 from __future__ import annotations
@@ -23,19 +23,15 @@ from lightning_hetpipe.server.transport.rejections import printable
 from lightning_hetpipe.settings import Style, check
 
 _WIRE = Style(lambda path, value: path, {True: "true", False: "false", None: "null"})
-"""Words of an error that goes back to who has sent a message: it repeats no value."""
+"""Wording of errors that go back to the sender of a message. They repeat no value."""
 
 
 class Malformed(Exception):
-    """Received bytes are not what this version sends; the sender is at fault."""
+    """Error for received bytes that this version does not send. The sender is at fault."""
 
 
 class Codec:
-    """Encoder and decoder of the dataclasses in ``kinds``, each known by its name.
-
-    Args:
-        limit: bytes of one encoded message, at most.
-    """
+    """Encoder and decoder of the dataclasses ``kinds``, known by name, in messages of at most ``limit`` bytes."""
 
     def __init__(self, kinds: Iterable[type[Any]], limit: int) -> None:
         self._kinds = {kind.__name__: kind for kind in kinds}
@@ -43,10 +39,7 @@ class Codec:
         self._limit = limit
 
     def encode(self, message: object) -> bytes:
-        """
-        Raises:
-            ValueError: if the other side would not accept ``message``.
-        """
+        """Encode ``message``. Raise ValueError if the receiver would not accept it."""
         kind = type(message)
         if self._kinds.get(kind.__name__) is not kind:
             raise ValueError(f"{kind.__name__} is not a message")
@@ -60,10 +53,7 @@ class Codec:
         return text
 
     def decode(self, data: bytes | memoryview) -> Any:
-        """
-        Raises:
-            Malformed: if ``data`` is not exactly one well-formed message.
-        """
+        """Decode ``data``. Raise Malformed if it is not exactly one well-formed message."""
         if len(data) > self._limit:
             _refuse(f"{len(data)} bytes are too many")
         try:
@@ -86,11 +76,11 @@ class Codec:
         try:
             return self._readers[name](fields)
         except (KeyError, TypeError, SettingError):
-            pass  # the settings model says what is wrong
+            pass  # below, the settings model finds what is wrong
         try:
             return check(name, fields, kind, _WIRE)
         except SettingError as error:
-            _refuse(printable(str(error)))  # it may have a key of a stranger's
+            _refuse(printable(str(error)))  # it may contain a stranger's key
 
 
 def _refuse(why: str) -> NoReturn:
@@ -98,10 +88,8 @@ def _refuse(why: str) -> NoReturn:
 
 
 def _reader(hint: Any) -> Callable[[Any], Any]:
-    """Make a function that reads values as ``hint`` says, several times as fast as the settings model.
-
-    The function raises a TypeError, KeyError or SettingError for what is not sent by `Codec.encode`.
-    """
+    """Make a function that reads values of type ``hint``, several times as fast as the settings model. The function
+    raises TypeError, KeyError or SettingError for values that `Codec.encode` does not send."""
     origin, parts = get_origin(hint), get_args(hint)
     if origin is UnionType:
         (present,) = [_reader(part) for part in parts if part is not NoneType]

@@ -2,8 +2,8 @@
 
     | magic and version, 4 bytes | length, 4 bytes | JSON of an `Opening` or `Answer` of that length | header |
 
-The header is the caller's or the handler's, or the sentence of a refusal. A body without a ``place`` follows in chunks;
-a body with one lies in shared memory, and is read there. A call of one message has no chunks.
+The header is the caller's or the handler's, or the sentence of a refusal. A body without a ``place`` follows in chunks.
+A body with a ``place`` is read in shared memory. A call of one message has no chunks.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from lightning_hetpipe.server.transport.shared_memory import Place
 from lightning_hetpipe.settings import Bounds
 
 CHUNK = 1 << 20
-"""Bytes of a body in one message. Measured: gRPC copies a message several times, and these copies stay in the cache;
-with 4 MiB the same body takes a third more of CPU time."""
+"""Bytes of a body in one message. Measured: with 4 MiB, a body takes a third more CPU time. gRPC copies a message
+several times, and copies of this size stay in the cache."""
 
 OVERHEAD = 4096
-"""Bytes that a frame may have beside its header."""
+"""Largest number of bytes in a frame beside its header."""
 
 ANY_SIZE = -1
 
@@ -37,17 +37,17 @@ class Outcome(Enum):
     REPLY = "reply"
     REFUSED = "refused"
     PLACE_UNREADABLE = "place_unreadable"
-    """The server cannot see where the body lies, for the reason in the header; the handler was not called."""
+    """The server cannot read the body's place, for the reason in the header. The handler was not called."""
     REPLY_WITHOUT_PLACE = "reply_without_place"
-    """The handler has run, but its reply's body does not lie in shared memory: call again with chunks. Only calls that
-    change nothing when they are repeated may be made like that."""
+    """The handler has run, but its reply's body does not lie in shared memory: repeat the call with chunks. So only
+    calls that change nothing when they are repeated may accept a place in one message."""
 
 
 class _Frame:
     """Fields in a first message, in front of the header."""
 
     def pack(self, header: bytes) -> bytes:
-        """Encode, with ``header`` behind. Raises ValueError for fields or a header that are too long."""
+        """Encode the fields, and append ``header``. Raise ValueError if fields or header are too long."""
         if len(header) > HEADER_LIMIT:
             raise ValueError(f"{len(header)} bytes of header are more than a call takes")
         text = _CODEC.encode(self)
@@ -55,7 +55,7 @@ class _Frame:
 
     @classmethod
     def unpack(cls, message: bytes) -> tuple[Self, bytes]:
-        """Decode fields and the header from untrusted bytes. Raises Malformed."""
+        """Decode fields and header from untrusted bytes. Raise Malformed if they are not a frame of this class."""
         what = f"an {cls.__name__.lower()}"
         if len(message) < _PREFIX.size:
             raise Malformed(f"{what} is cut off")
@@ -77,13 +77,10 @@ class _Frame:
 
 @dataclass(frozen=True)
 class Opening(_Frame):
-    """First message of a call.
+    """First message of a call. Its body of ``size`` bytes lies at ``place``, or follows if that is None.
 
-    Attributes:
-        size: bytes of the request's body.
-        room: bytes that the caller has reserved for the reply's body; `ANY_SIZE` if it makes room for whatever comes.
-        place: where the request's body lies, if it does not follow.
-        accepts_place: whether the reply may give the place of its body instead of the body.
+    ``room`` is the number of bytes reserved for the reply's body, or `ANY_SIZE` if the caller makes room for any size.
+    With ``accepts_place``, the reply may give the place of its body instead of the body.
     """
 
     method: str
@@ -95,7 +92,7 @@ class Opening(_Frame):
 
 @dataclass(frozen=True)
 class Answer(_Frame):
-    """First message of an answer; ``size`` and ``place`` are those of the reply's body."""
+    """First message of an answer. ``size`` and ``place`` describe the reply's body."""
 
     outcome: Outcome
     size: int = 0

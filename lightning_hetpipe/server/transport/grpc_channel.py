@@ -20,9 +20,9 @@ from lightning_hetpipe.server.transport.shared_memory import LEAST, NoBlock, Pla
 
 _OPTIONS = (
     *LIMITS,
-    # Find a server that comes back at once: the default waits up to two minutes between attempts.
+    # Find a restarted server at once: the default waits up to two minutes between attempts.
     ("grpc.initial_reconnect_backoff_ms", 100),
-    # gRPC's name for the time that an attempt has for all its round trips, also where weights fill the link.
+    # Despite its name, the time that one attempt has for all round trips, even while weights fill the link.
     ("grpc.min_reconnect_backoff_ms", 5_000),
     ("grpc.max_reconnect_backoff_ms", 1_000),
     ("grpc.enable_retries", 0),  # the protocol repeats requests
@@ -44,23 +44,20 @@ _STRANGERS = {
     "CERTIFICATE_VERIFY_FAILED": "shows no certificate that security.ca has signed; give the one that signed it",
     "WRONG_VERSION_NUMBER": "does not speak TLS, and security has certificates; give it some, or leave these out",
 }
-"""Signs, in the error of a failed connection, that trying again is useless, and what to tell the user."""
+"""Texts in a connection error after which a retry is useless, each with the advice to the user."""
 
 _LOG = logging.getLogger(__name__)
 
 
 class GrpcChannel:
-    """`Channel` to the server at ``host:port``. Connects at the first call, and again when the server is back."""
+    """`Channel` to the server at ``host:port``. It connects at the first call, and again after a server's return."""
 
     def __init__(self, address: str, security: Security | None = None, shared_memory: bool = True) -> None:
-        """Check the arguments; the first call connects.
-
-        Args:
-            security: certificates and token, as the server has them.
-            shared_memory: pass bodies through shared memory if the server turns out to be on this host.
+        """Check the arguments. ``security`` must match the server's. ``shared_memory`` is used if the server is on this
+        host.
 
         Raises:
-            SettingError: if the address is malformed, or open without certificates, or they cannot be read.
+            SettingError: if the address is malformed or open without certificates, or if certificates cannot be read.
         """
         security = security or Security()
         security.check(address)
@@ -87,7 +84,6 @@ class GrpcChannel:
         into: Room = (),
         timeout: float = TIMEOUT,
     ) -> bytes:
-        """As `Channel.call` says."""
         timeout = min(timeout, LONGEST / 2)  # servers refuse longer deadlines
         deadline = time.monotonic() + timeout
         room = into if callable(into) else flat(into)
@@ -103,8 +99,7 @@ class GrpcChannel:
         return header
 
     def close(self) -> None:
-        """End the calls that are under way as `Unreachable`, and free everything. May be called again."""
-        # A call that Ctrl-C has interrupted may have left a lock of gRPC's taken, for whose release closing waits.
+        # Ctrl-C in a call may leave a lock of gRPC taken. Closing waits for its release.
         closing = threading.Thread(target=self._channel.close, name="hetpipe-channel-close", daemon=True)
         closing.start()
         closing.join(_CLOSE)
@@ -113,7 +108,7 @@ class GrpcChannel:
     def _answer(
         self, opening: Opening, header: bytes, body: list[memoryview], into: Room, deadline: float
     ) -> tuple[Answer, bytes]:
-        """Return the answer with its header, after its body, if it has one, was written ``into``."""
+        """Return the answer with its header, after writing the reply's body ``into``."""
         place = place_of(body) if self._shares else None
         if place is not None:
             placed = replace(opening, place=place)
@@ -137,7 +132,7 @@ class GrpcChannel:
         return Answer.unpack(answer)
 
     def _filled(self, answer: Answer, into: Sequence[memoryview]) -> bool:
-        """Copy the reply's body from where it lies; False where this process cannot see it."""
+        """Copy the reply's body from its place. Return False if this process cannot read the place."""
         if answer.outcome is not Outcome.REPLY or not into:
             return True
         if answer.size != total(into) or answer.place is None:
@@ -172,7 +167,7 @@ class GrpcChannel:
             return None
 
     def _give_up(self, why: str) -> None:
-        """Stop using shared memory; log it once, as a warning only on a loopback address: else it is another host."""
+        """Stop using shared memory, and log it once: as a warning for a loopback address, else at debug level."""
         with self._lock:
             before, self._shares = self._shares, False
         if before:
@@ -189,7 +184,7 @@ class GrpcChannel:
         for sign, sentence in _STRANGERS.items():
             if sign in details:
                 return CallRefused(f"the server at {self.address} {sentence}")
-        details = printable(details)  # of a server that may not be ours
+        details = printable(details)  # from a server that may not be ours
         if code in _NO:
             return CallRefused(f"the server at {self.address} refused the call: {details}")
         hint = "; does it want other certificates than security has?" if "Socket closed" in details else ""
@@ -197,18 +192,15 @@ class GrpcChannel:
 
 
 def requests(opening: bytes, body: Sequence[memoryview]) -> Iterator[bytes]:
-    """Yield the messages of a call; runs in a thread of gRPC's."""
+    """Yield the messages of a call. A thread of gRPC iterates."""
     yield opening
     for portion in portions(body, CHUNK):
         yield b"".join(portion)
 
 
 def received(replies: Iterator[bytes], into: Room) -> tuple[Answer, bytes]:
-    """Read the answer with its header, and the reply's body ``into``; to the end, as only that says that all is well.
-
-    Raises:
-        Malformed: if it is no answer, or its body has another size.
-    """
+    """Read the answer with its header, and write the reply's body ``into``. Only the end of ``replies`` shows that all
+    is well. Raise Malformed if there is no answer, or its body has another size."""
     answer, header = Answer.unpack(next(replies, b""))
     if answer.outcome is Outcome.REPLY:
         filling = Filling(flat(into(answer.size)) if callable(into) else into)

@@ -1,14 +1,13 @@
-"""Import of gRPC with its support of forks and its own log off; the environment stays as it was.
+"""Import of gRPC with its fork support and its log off. The environment stays as it was.
 
-DataLoader's workers are forks that never use gRPC. Python's part of that support, which waits up to seconds for gRPC's
-threads before each fork, is off by default; the core's part is on (grpcio 1.85) and complains on stderr at
-each fork.
+Fork support is useless here, because forks (DataLoader's workers) never use gRPC. Its Python part, which waits up to
+seconds before each fork, is off by default. Its core part is on (grpcio 1.85) and complains on stderr at each fork.
 
-The log of gRPC's core goes to stderr, and by default repeats bytes of anybody who can connect, with or without token:
-the debug text of each GOAWAY frame. Its errors are those that calls end with, and a stranger can cause thousands.
+The log of gRPC's core goes to stderr. By default it repeats bytes of anybody who can connect, with or without token:
+the debug text of each GOAWAY frame. Calls raise its errors anyway, and a stranger can cause thousands.
 
-Both are read from the environment when gRPC is imported, and never again (grpcio 1.85). If gRPC was imported before,
-log and complaints stay; a variable that is set already is kept, so GRPC_VERBOSITY=INFO brings the log back.
+gRPC reads both variables only when it is first imported (grpcio 1.85). If it was imported before, log and complaints
+stay. A variable that is already set is kept, so GRPC_VERBOSITY=INFO brings the log back.
 """
 
 from __future__ import annotations

@@ -28,26 +28,27 @@ from lightning_hetpipe.server.transport.shared_memory import NoBlock, Views, pla
 
 SERVICE = "hetpipe"
 ONE = "One"
-"""gRPC method for calls of one message each way: bodies, if there are any, lie in shared memory."""
+"""gRPC method for calls of one message each way. Bodies, if any, lie in shared memory."""
 MANY = "Many"
-"""gRPC method for calls whose bodies come in chunks; it takes two to three times as long as the other."""
+"""gRPC method for calls whose bodies come in chunks. It takes two to three times as long as `ONE`."""
 TOKEN = "authorization"
 BEARER = "Bearer "
 SHOWN = "hetpipe-release"
-"""Name of the metadata with which a caller says of which release it is."""
+"""Name of the metadata with the caller's release."""
 
 CALLS = 256
-"""Calls that a server serves at once, each in a thread of its own; further ones are turned away. So a server has at
-most so many threads beside its own and those of gRPC's core, of which there are about ten; they end when calls do."""
+"""Number of calls that a server serves at once, each in its own thread. Further calls are turned away. In addition, a
+server has its own threads and about ten of gRPC's core. Threads of calls end when calls do."""
 
 AT_ONCE = 64
-"""Calls of one connection that run at once; further ones wait at the caller. A virtual worker makes a few."""
+"""Number of calls of one connection that run at once. Further calls wait at the caller. A virtual worker makes a few.
+"""
 
 HANDSHAKE = 20.0
-"""Seconds in which whoever connects has to speak HTTP/2, and TLS where there are certificates."""
+"""Seconds that a new connection has to speak HTTP/2, and TLS if there are certificates."""
 
 LONGEST = 24 * 3600.0
-"""Longest deadline of a call, in seconds: a client that sends nothing more must not hold a thread for ever."""
+"""Longest deadline of a call, in seconds. A client that sends nothing more must not hold a thread for ever."""
 
 _STOP = 10.0  # seconds that threads may take to notice that their calls have ended
 
@@ -58,7 +59,7 @@ LIMITS = (
     ("grpc.http2.max_frame_size", (1 << 24) - 1),
     ("grpc.experimental.tcp_read_chunk_size", 1 << 20),
     ("grpc.experimental.tcp_max_read_chunk_size", 4 << 20),
-    # A machine that vanished closes no connection: pings find it.
+    # A vanished machine closes no connection. Pings find it.
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.http2.max_pings_without_data", 0),
@@ -68,16 +69,13 @@ _LOG = logging.getLogger(__name__)
 
 
 class GrpcServer:
-    """Server of ``handler`` at ``host:port``; port 0 takes any free one. Serves while its context is entered."""
+    """Server of ``handler`` at ``host:port`` while its context is entered. Port 0 takes any free port."""
 
     def __init__(
         self, handler: Handler, address: str = "127.0.0.1:0", security: Security | None = None, calls: int = CALLS
     ) -> None:
-        """Check the arguments; entering the context takes the port.
-
-        Args:
-            security: certificates and token; the default has none, and so allows only loopback addresses.
-            calls: number of calls to serve at once, those that wait in the handler included.
+        """Check the arguments. Entering the context takes the port. ``calls`` limits the calls at once, including calls
+        that wait in the handler. The default ``security`` allows only loopback addresses.
 
         Raises:
             SettingError: if the address is malformed, or open without certificates.
@@ -98,11 +96,7 @@ class GrpcServer:
         return f"{self._host}:{self._port}"
 
     def __enter__(self) -> Self:
-        """Listen and serve.
-
-        Raises:
-            SettingError: if the address or the certificates cannot be used.
-        """
+        """Listen and serve. Raise SettingError if the address or the certificates cannot be used."""
         credentials = None
         if self._security.encrypted:
             ca, certificate, key = self._security.read()
@@ -146,7 +140,7 @@ class GrpcServer:
         self.stop()
 
     def stop(self) -> None:
-        """End the calls under way as `Unreachable` and free the port; wait for threads outside the handler."""
+        """End running calls with `Unreachable`, free the port, and wait for threads that are not in the handler."""
         server, self._server = self._server, None
         if server is None or self._threads is None:
             return
@@ -171,7 +165,7 @@ class GrpcServer:
         except Malformed as error:
             why = str(error)
         if why:
-            if message:  # none came where a caller, interrupted perhaps, ended its call at once
+            if message:  # empty if a caller, perhaps interrupted, ended its call at once
                 self._rejections.note(context.peer(), why)
             _malformed(context, why)
         return opened
@@ -179,7 +173,7 @@ class GrpcServer:
     def _answers(
         self, opening: Opening, header: bytes, messages: Iterator[bytes] | None, context: grpc.ServicerContext
     ) -> Iterator[bytes]:
-        """Yield the answer; ``messages``, which follow the opening, are None in a call of one message."""
+        """Yield the answer. ``messages`` follow the opening, and are None in a call of one message."""
         try:
             yield from self._served(opening, header, messages, context)
         except NoBlock as no:
@@ -222,7 +216,7 @@ class GrpcServer:
 
 @contextmanager
 def _guard(method: str) -> Iterator[None]:
-    """Log any error of the handler's own but a refusal, and refuse the call."""
+    """Context manager that logs an unexpected error of the handler, and refuses the call."""
     try:
         yield
     except (CallRefused, Malformed, SenderGone):
@@ -256,7 +250,7 @@ def _reply(reply: Reply, opening: Opening, messages: Iterator[bytes] | None) -> 
 
 
 class _Doorkeeper:
-    """Interceptor that turns away callers without the token, or of another release, before reading what they send."""
+    """Interceptor that turns away callers without the token, or of another release, before it reads their messages."""
 
     def __init__(self, security: Security, rejections: Rejections) -> None:
         self._security = security
@@ -271,7 +265,7 @@ class _Doorkeeper:
                 f"it shows {shows} token; HETPIPE_TOKEN must be the same everywhere",
                 "the token is missing or wrong; give the server's as HETPIPE_TOKEN",
             )
-        if release not in (None, RELEASE):  # who says none may be of a release before 0.1, which frames tell
+        if release not in (None, RELEASE):  # callers before 0.1 show no release, but frames have a version
             versions = f"of lightning-hetpipe {printable(release)}, and the server of {RELEASE}"
             return self._refusal(
                 grpc.StatusCode.FAILED_PRECONDITION,

@@ -1,7 +1,7 @@
 """Interface of the calls between virtual workers and servers: a method, a short header, a large body each way.
 
-gRPC carries them (``grpc_server``, ``grpc_channel``); bodies in memory that both sides see are read where they lie
-(``shared_memory``). ``tests/server/test_transport.py`` is the contract of both.
+gRPC carries the calls (``grpc_server``, ``grpc_channel``). Bodies in memory that both sides can map are read in place
+(``shared_memory``). ``tests/server/test_transport.py`` is the contract of both transports.
 """
 
 from __future__ import annotations
@@ -20,19 +20,15 @@ STATUS = "status"
 """Method that a server answers with its status, a JSON object in the reply's header."""
 
 LINK = "link"
-"""Method by which the link to a server is measured; it changes nothing there."""
+"""Method for measurements of the link to a server. It changes nothing there."""
 
 HEADER_LIMIT = 1 << 20
 """Largest header that a server accepts, in bytes."""
 
 
 class CallRefused(Exception):
-    """The server refused the call; repeating it changes nothing.
-
-    Args:
-        why: the message for the caller.
-        turned_away: the reason for the server's log, if the caller cannot go on.
-    """
+    """Refusal of a call by the server. Repeating the call changes nothing. ``why`` is the message for the caller, and
+    ``turned_away`` the reason for the server's log if the caller cannot go on."""
 
     def __init__(self, why: str, *, turned_away: str = "") -> None:
         super().__init__(why)
@@ -40,8 +36,8 @@ class CallRefused(Exception):
 
 
 class Unreachable(Exception):
-    """No answer: nobody listens, the deadline passed or the connection broke. The request may or may not have been
-    served, and may be repeated."""
+    """Absence of an answer: no server listens, the deadline passed, or the connection broke. The request may or may not
+    have been served, and may be repeated."""
 
 
 class Reply(NamedTuple):
@@ -49,16 +45,17 @@ class Reply(NamedTuple):
 
     header: bytes
     body: Sequence[memoryview] = ()
-    """Contiguous. Read where it lies, also after ``serve`` has returned: the handler must have agreed with its clients
-    on when it changes."""
+    """Contiguous buffers, read in place even after ``serve`` has returned. The handler must have agreed with its
+    clients on when the buffers change."""
 
 
 Room = Sequence[memoryview] | Callable[[int], Sequence[memoryview]]
-"""Memory for a reply's body: as large as that must be, or a function that makes it for the size that the reply has."""
+"""Memory for a reply's body: buffers of exactly its size, or a function that makes buffers for the size of the reply.
+"""
 
 
 class Received:
-    """Room for a reply's body of any size, which is its ``content`` then."""
+    """Room for a reply's body of any size, which becomes ``content``."""
 
     def __init__(self) -> None:
         self.content = bytearray()
@@ -69,21 +66,20 @@ class Received:
 
 
 class SenderGone(Exception):
-    """The body of a call did not arrive, or not whole; nobody waits for an answer."""
+    """Error for a call's body that did not arrive completely. Its caller does not wait for an answer."""
 
 
 @dataclass(frozen=True)
 class IncomingCall:
-    """A call, as the server side has it.
+    """Call on the server side, with ``method`` and ``header`` as in `Channel.call`.
 
     Attributes:
-        method, header: As of `Channel.call`.
-        size: bytes of the body.
-        receive: fills as many contiguous, writable bytes with the body. Raises `SenderGone`, or what the transport
-            raises for a malformed body; the handler lets these exceptions pass.
-        offered: the whole body in the client's memory, where that can be seen. ``receive`` copies nothing into just
-            this memory. The handler may keep it, also when the client dies; but it must have agreed with the client
-            on how long the client leaves it unchanged, and must not write to it.
+        size: Bytes of the body.
+        receive: Function that fills ``size`` contiguous, writable bytes with the body. It raises `SenderGone`, or the
+            transport's error for a malformed body. The handler lets these exceptions pass.
+        offered: The whole body in the client's memory, if the server can map it. ``receive`` into this memory copies
+            nothing. The handler may keep it, even if the client dies, but must not write to it. The handler must have
+            agreed with the client on how long the client leaves it unchanged.
     """
 
     method: str
@@ -94,19 +90,19 @@ class IncomingCall:
 
 
 class Handler(Protocol):
-    """Server side, called from several threads of the transport at once; may block until its client gives up."""
+    """Server side, called from several threads of the transport at once. A call may block until its client gives up."""
 
     def serve(self, call: IncomingCall) -> Reply:
-        """Serve ``call``: refuse it before memory is taken for its body, or receive the body.
+        """Serve ``call``: receive its body, or refuse the call before taking memory for the body.
 
         Raises:
-            CallRefused: reaches the client as one. Any other exception is logged, and refuses the call as well.
+            CallRefused: to refuse the call. Any other exception is logged, and also refuses the call.
         """
         ...
 
 
 class Channel(Protocol):
-    """Client side, one per server; may be used by several threads at once."""
+    """Client side, with one channel per server. Several threads may use a channel at once."""
 
     def call(
         self,
@@ -116,23 +112,25 @@ class Channel(Protocol):
         into: Room = (),
         timeout: float = TIMEOUT,
     ) -> bytes:
-        """Call the server's handler and return its reply's header.
+        """Call the server's handler, and return the header of its reply.
 
-        A call without a body that takes a reply's may reach the handler twice: such calls must change nothing.
+        A call without a body that has room for a reply's body may reach the handler twice. Such a call must change
+        nothing.
 
         Args:
-            method: a name that the handler knows.
-            header: at most `HEADER_LIMIT` bytes.
-            body: contiguous; read while the call lasts, or for longer where the handler keeps what it is offered.
-            into: where to write the reply's body; undefined if this raises.
-            timeout: seconds for the whole call.
+            method: Name that the handler knows.
+            header: At most `HEADER_LIMIT` bytes.
+            body: Contiguous buffers. They are read during the call, or longer if the handler keeps
+                `IncomingCall.offered`.
+            into: Room for the reply's body. Its contents are undefined if this raises.
+            timeout: Seconds for the whole call.
 
         Raises:
-            CallRefused: by the server, with its message; also if the reply's body does not fit ``into``.
+            CallRefused: by the server, with its message, or if the reply's body does not fit ``into``.
             Unreachable: if no answer came.
         """
         ...
 
     def close(self) -> None:
-        """End the calls that are under way as `Unreachable`, and free everything. May be called again."""
+        """End running calls with `Unreachable`, and free everything. May be called again."""
         ...

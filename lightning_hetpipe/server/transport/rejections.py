@@ -12,7 +12,7 @@ EVERY = 60.0
 """Seconds within which a line is not repeated."""
 
 MOST = 10
-"""Largest number of lines within that time."""
+"""Largest number of lines within `EVERY` seconds."""
 
 LONGEST = 300
 """Largest number of a peer's characters in a line."""
@@ -21,13 +21,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class Rejections:
-    """Log of callers that were turned away, for any thread.
-
-    Args:
-        say: receives each line.
-        now: a clock, in seconds.
-        program: begins each line.
-    """
+    """Log of callers that were turned away, for any thread. ``say`` receives lines that begin with ``program``."""
 
     def __init__(
         self,
@@ -44,7 +38,7 @@ class Rejections:
         self._unsaid = 0
 
     def note(self, peer: str, why: str) -> None:
-        """Log that ``peer``, as gRPC writes it, was turned away, unless that was logged, or the limit is reached."""
+        """Log that ``peer``, in gRPC's notation, was turned away, unless this was just logged or lines are too many."""
         what = (host_of(peer), printable(why))
         with self._lock:
             unsaid = 0
@@ -59,7 +53,7 @@ class Rejections:
 
 
 def host_of(peer: str) -> str:
-    """Host of a peer, which gRPC writes as ipv4:10.0.0.1:4711 or ipv6:%5B::1%5D:4711."""
+    """Return the host of a peer, which gRPC writes as ipv4:10.0.0.1:4711 or ipv6:%5B::1%5D:4711."""
     return printable(unquote(peer).partition(":")[2].rpartition(":")[0].strip("[]") or peer)
 
 

@@ -22,12 +22,12 @@ _TOKEN = re.compile(r"[!-~]{1,4096}")  # characters that an HTTP header can carr
 class Security:
     """Certificates and token of a server and of its clients.
 
-    With ``ca``, ``certificate`` and ``key`` (paths of PEM files) connections are encrypted and both sides must show a
-    certificate that the ``ca`` signed; the server's must name the host that is dialled. With ``token`` every call must
-    show it. Anything but a loopback address needs certificates, or ``insecure=True``.
+    With ``ca``, ``certificate`` and ``key`` (paths of PEM files), connections are encrypted. Both sides must show a
+    certificate that the ``ca`` signed, and the server's certificate must name the dialled host. With ``token``, every
+    call must show the token. An address that is not a loopback address needs certificates, or ``insecure=True``.
 
-    `from_environment` takes what is None from HETPIPE_CA, HETPIPE_CERTIFICATE, HETPIPE_KEY and HETPIPE_TOKEN. Give a
-    token in no other way where configurations are saved.
+    `from_environment` replaces None by HETPIPE_CA, HETPIPE_CERTIFICATE, HETPIPE_KEY and HETPIPE_TOKEN. If
+    configurations are saved, give a token in no other way.
     """
 
     ca: str | None = None
@@ -37,7 +37,7 @@ class Security:
     insecure: bool = False
 
     def from_environment(self, environment: Mapping[str, str] | None = None) -> Security:
-        """Return a copy that has the ``HETPIPE_*`` variables of ``environment`` (default: the process's) for None."""
+        """Return a copy in which ``HETPIPE_*`` variables of ``environment`` (default: the process's) replace None."""
         known = os.environ if environment is None else environment
         left_out = [name for name in (*_FILES, "token") if getattr(self, name) is None]
         found: dict[str, Any] = {name: known.get(f"HETPIPE_{name.upper()}") or None for name in left_out}
@@ -45,11 +45,8 @@ class Security:
 
     @property
     def encrypted(self) -> bool:
-        """True if connections are encrypted and both sides show certificates.
-
-        Raises:
-            SettingError: if some but not all of the three files are given.
-        """
+        """True if connections are encrypted and both sides show certificates. Raises SettingError if some but not all
+        of the three files are given."""
         missing = [name for name in _FILES if getattr(self, name) is None]
         if missing and len(missing) < len(_FILES):
             given = next(name for name in _FILES if name not in missing)
@@ -63,7 +60,7 @@ class Security:
         """Read ca, certificate and key.
 
         Raises:
-            SettingError: if one of the files cannot be read, or is not PEM, or the key is not the certificate's.
+            SettingError: if a file cannot be read or is not PEM, or if the key does not belong to the certificate.
         """
         files = _pem("ca", self.ca), _pem("certificate", self.certificate), _pem("key", self.key)
         try:  # gRPC reports it only in its log, which is off
@@ -79,7 +76,7 @@ class Security:
         """Check that these settings are consistent and suffice for ``address``, ``host:port``.
 
         Raises:
-            SettingError: if the address is malformed, or open to others and neither encrypted nor ``insecure``.
+            SettingError: if the address is malformed, or open to other machines and neither encrypted nor ``insecure``.
         """
         host = split(address)[0]
         if self.token is not None and not _TOKEN.fullmatch(self.token):
@@ -93,7 +90,7 @@ class Security:
             )
 
     def admits(self, shown: str | bytes | None) -> bool:
-        """Compare the token that a caller shows (None: none) in a time that does not depend on where it differs."""
+        """Return True if a caller shows the right token. The time does not depend on where a wrong token differs."""
         if self.token is None:
             return True
         given = shown.encode("utf-8", "replace") if isinstance(shown, str) else shown or b""
@@ -101,11 +98,7 @@ class Security:
 
 
 def split(address: str) -> tuple[str, int]:
-    """Split ``host:port``, where the host may be an IPv6 address in brackets.
-
-    Raises:
-        SettingError: if the address is malformed.
-    """
+    """Split ``host:port``, with IPv6 addresses in brackets. Raise SettingError if the address is malformed."""
     host, colon, port = address.rpartition(":")
     bare = host.removeprefix("[").removesuffix("]") if host.startswith("[") and host.endswith("]") else host
     number = int(port) if re.fullmatch(r"[0-9]{1,5}", port) else -1
@@ -121,12 +114,12 @@ def split(address: str) -> tuple[str, int]:
 
 
 def joined(host: str, port: int) -> str:
-    """The address that :func:`split` takes apart."""
+    """Join host and port to an address for :func:`split`."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def is_loopback(host: str) -> bool:
-    """Check that only this machine reaches ``host``. A name other than localhost counts as another machine's."""
+    """Return True if only this machine reaches ``host``. A name other than localhost counts as another machine."""
     if host.lower() == "localhost":
         return True
     try:

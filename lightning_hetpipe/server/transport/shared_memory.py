@@ -1,19 +1,18 @@
-"""Shared memory: blocks of one process that others on its host map, so that bodies need not pass through sockets.
+"""Shared memory: blocks of a process that other processes on its host map, so that bodies need no sockets.
 
-Every process writes its own blocks only, and maps those of others to read them: a VW's update, which the server adds
-from where the VW wrote it, and a server's weights, which VWs copy from where the server adds. So a body is copied once
-or not at all, and a process that is fenced, stopped or faulty can spoil nothing but its own memory.
+Each process writes only its own blocks, and maps blocks of other processes to read them. The server adds a VW's update
+from the VW's block, and VWs copy weights from the server's block. So a body is copied at most once. A process that is
+fenced, stopped or faulty can spoil only its own memory.
 
-A block is a *memfd*: memory with a descriptor and no name. So nothing is left behind however its owner dies, no limit
-of /dev/shm applies, and Python's resource tracker, which unlinks what attached processes merely opened, has no part in
-it. Readers open it as ``/proc/<pid>/fd/<number>``, which the kernel allows to the same user only. Its size is sealed,
-so that nobody can cut it off under a reader, which would be killed by that (SIGBUS). A secret in the block itself
-proves that both sides see the same memory; where they do not (another host, another pid namespace, another user, not
-Linux) bodies go through messages, as they do between network namespaces, which keep processes apart on purpose.
+A block is a *memfd*: memory with a descriptor and no name. So it vanishes however its owner dies, and no limit of
+/dev/shm applies. Python's resource tracker, which unlinks memory that a process merely attached, does not see it.
+Readers open it as ``/proc/<pid>/fd/<number>``, which the kernel allows only to the same user. Its size is sealed:
+shrinking it would kill a reader (SIGBUS). A secret in the block proves that both sides see the same memory. If they do
+not (another host, pid namespace or user, or not Linux), bodies go through messages. Bodies also do so between network
+namespaces, which separate processes on purpose.
 
-Bounds: a block is as large as what was asked for, and a page. To map one takes a fifth of a second for each GiB, so
-readers keep their mappings; one whose owner has freed the block is dropped at the reader's next call to anybody, and
-holds the memory until then.
+Bounds: a block takes the requested bytes and a page. Mapping takes a fifth of a second for each GiB, so readers keep
+their mappings. If the owner frees a block, its mapping holds the memory until the reader's next call to any process.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from typing import NamedTuple
 import numpy as np
 
 LEAST = 1 << 18
-"""Smallest block, in bytes, that is worth a page and a descriptor."""
+"""Bytes of the smallest block that is worth a page and a descriptor."""
 
 _SECRET = 32  # characters
 _FIRST = mmap.PAGESIZE  # offset of the usable bytes; the secret lies before
@@ -48,12 +47,12 @@ _LOG = logging.getLogger(__name__)
 
 
 class NoBlock(Exception):
-    """Shared memory cannot be made or seen, for the reason in the message."""
+    """Error that shared memory cannot be made or seen. The message has the reason."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Location of bytes in a block, as another process needs to know it; it may come from anybody."""
+    """Location of bytes in a block, for another process. It is untrusted, because it may come from anybody."""
 
     network: int
     pid: int
@@ -69,7 +68,7 @@ class Place:
 
 
 class _Own(NamedTuple):
-    """A block of this process, in `_own` under the address of its first usable byte."""
+    """Block of this process. `_own` holds it under the address of its first usable byte."""
 
     size: int
     descriptor: int
@@ -81,7 +80,7 @@ _own: dict[int, _Own] = {}  # without a lock: blocks may be freed anywhere, also
 
 
 class _Block(mmap.mmap):
-    """Mapping of a block of this process, which is in `_own` while the mapping exists."""
+    """Mapping of a block of this process. While the mapping exists, the block is in `_own`."""
 
     address = 0
 
@@ -91,11 +90,8 @@ class _Block(mmap.mmap):
 
 
 def shared(size: int) -> memoryview:
-    """Return a block of ``size`` reserved bytes, which exists while something refers to it.
-
-    Raises:
-        NoBlock: if this system has no shared memory, or not enough.
-    """
+    """Return a block of ``size`` reserved bytes, which exists while an object refers to it. Raise NoBlock if this
+    system has no shared memory, or not enough."""
     if not hasattr(os, "memfd_create") or not hasattr(fcntl, "F_ADD_SEALS"):
         raise NoBlock("this system has no memory without a name (memfd)")
     try:
@@ -103,7 +99,7 @@ def shared(size: int) -> memoryview:
     except OSError as error:
         raise NoBlock(f"it cannot be made ({error.strerror})") from None
     try:
-        # Else missing memory would show at the first write only, as SIGBUS.
+        # Otherwise missing memory would show only at the first write, as SIGBUS.
         os.posix_fallocate(descriptor, 0, _FIRST + size)
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
         secret = secrets.token_hex(_SECRET // 2)
@@ -120,7 +116,7 @@ def shared(size: int) -> memoryview:
 
 
 def memory(size: int) -> memoryview:
-    """Return ``size`` zeroed bytes, in shared memory if they are many and that is possible."""
+    """Return ``size`` zeroed bytes, in shared memory if they are at least `LEAST` and it is available."""
     if size >= LEAST:
         try:
             return shared(size)
@@ -130,11 +126,8 @@ def memory(size: int) -> memoryview:
 
 
 def place_of(buffers: Sequence[memoryview]) -> Place | None:
-    """Locate bytes that lie in one block of this process, each buffer directly behind the one before; else None.
-
-    Args:
-        buffers: of bytes, none of them empty.
-    """
+    """Return the place of ``buffers`` in one block of this process, or None. Each buffer must be non-empty, and begin
+    where the buffer before ends."""
     if not buffers:
         return None
     start = end = _address(buffers[0])
@@ -150,18 +143,15 @@ def place_of(buffers: Sequence[memoryview]) -> Place | None:
 
 
 class Views:
-    """Blocks of other processes, mapped to be read."""
+    """Mappings of blocks of other processes, for reading."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._mapped: dict[tuple[int, str], tuple[Place, mmap.mmap]] = {}
 
     def look(self, place: Place) -> memoryview:
-        """Map the bytes at ``place``; writes to them are seen by nobody else.
-
-        Raises:
-            NoBlock: if ``place`` is not in a block of this user on this host that holds the secret.
-        """
+        """Map the bytes at ``place``. Other processes do not see writes to the mapping. Raise NoBlock if ``place`` is
+        not in a block of this user on this host that holds the secret."""
         if min(place.start, place.size) < 0:
             raise NoBlock("its description is malformed")
         key = place.inode, place.secret
@@ -175,7 +165,7 @@ class Views:
         return memoryview(mapped)[_FIRST + place.start :][: place.size]
 
     def drop(self) -> None:
-        """Drop the blocks that their owners have freed; the memory goes once nothing refers to it any more."""
+        """Drop the blocks that their owners have freed. Their memory is freed when its last reference goes."""
         with self._lock:
             for key, (place, _) in list(self._mapped.items()):
                 try:
@@ -219,7 +209,7 @@ def _mapped(place: Place) -> mmap.mmap:
 
 
 def _verified(descriptor: int, place: Place) -> int:
-    """Return the size of the block, after checking that it is the one of ``place``."""
+    """Check that the block is the block of ``place``, and return its size."""
     found = os.fstat(descriptor)
     seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
     try:
