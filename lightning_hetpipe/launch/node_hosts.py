@@ -1,5 +1,4 @@
-"""Hosts of a launch whose virtual workers have stages on several nodes: this process starts some hosts, and finds
-others.
+"""Hosts of a launch whose virtual workers have stages on several nodes: this process starts and finds hosts.
 
 a node without a leader    its first process starts hosts and, with several virtual workers, a parameter server. It
                            serves until node 0 has ended

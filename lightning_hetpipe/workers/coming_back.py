@@ -1,4 +1,4 @@
-"""Seats in a run, and coming to one: at the begin of an epoch, a process takes a lost seat or a seat never taken.
+"""Seats in a run, and coming to one: at the beginning of an epoch, a process takes a lost seat or a seat never taken.
 
 The process runs the user's program from its start. It is *returning* until it has a seat in the fit: virtual worker 0's
 record answers its gathers, which reach nobody. Virtual worker 0 leaves two things with the coordinator, in the session
@@ -36,7 +36,7 @@ OVER = b"over"
 """Replacement for record and state once no virtual worker can come back any more."""
 
 EXCHANGE = "the exchange of"
-"""Begin of the names of gathers in which virtual worker 0 gives tensors to the other virtual workers."""
+"""Beginning of the names of gathers in which virtual worker 0 gives tensors to the other virtual workers."""
 
 _AGAIN = 0.1
 """Seconds between requests for the coordinator's status."""

@@ -54,8 +54,8 @@ class CommitLog:
     Args:
         members: State of each member, by VW.
         distance: D.
-        mean: Whether to divide an update by the number of members at its wave's begin. A member that dies, or waits at
-            a cut, adds zero to the sum. So the time of its end does not change the other members' shares.
+        mean: Whether to divide an update by the number of members at its wave's beginning. A member that dies, or waits
+            at a cut, adds zero to the sum. So the time of its end does not change the other members' shares.
         cut, cut_clock: The last cut that any VW has passed, and the clock there.
         cut_at: The clock at which VW 0 wants to cut, or -1.
         note: Receives every decision.
@@ -102,7 +102,7 @@ class CommitLog:
         self._read_leases: dict[int, int] = {}
         self._ended: dict[int, int] = {}
         self._sizes: dict[int, int] = {}
-        """Number of members at the begin of each open wave."""
+        """Number of members at the beginning of each open wave."""
         self._advance()
 
     @property

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 
 @dataclass(frozen=True)
 class GenerationBegan:
-    """Begin of a generation. ``members`` are (VW, incarnation, clock). Its weights include ``count`` updates."""
+    """Beginning of a generation. ``members`` are (VW, incarnation, clock). Its weights include ``count`` updates."""
 
     term: int
     count: int

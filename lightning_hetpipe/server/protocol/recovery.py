@@ -1,4 +1,4 @@
-"""Begin of a generation, from the VWs' reports: whose weights are loaded, and what each member has to do (law L5).
+"""Beginning of a generation, from the VWs' reports: whose weights are loaded, and what each member has to do (law L5).
 
     no VW has pulled yet       all VWs must have joined, or VW 0's ``least``; VW 0's weights are w_0
     a VW has pulled            the newest surviving pull is the base. Its members and all live VWs are expected. A
@@ -21,7 +21,7 @@ from lightning_hetpipe.server.protocol.messages import Join, Lost
 
 @dataclass(frozen=True)
 class Recovery:
-    """Begin of a generation. ``holder`` loads the weights at ``base``."""
+    """Beginning of a generation. ``holder`` loads the weights at ``base``."""
 
     base: CommitIndex
     holder: int
