@@ -1,4 +1,4 @@
-"""What stages of a simulated run hold, and how busy they are."""
+"""Loads of the stages of a simulated run, and how busy they are."""
 
 from __future__ import annotations
 
