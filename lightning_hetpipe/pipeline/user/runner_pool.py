@@ -281,5 +281,14 @@ class RunnerPool(Generic[F]):
             self._forward(batch, following, result.value, event)
 
 
+class _IdlePool(RunnerPool[Any]):
+    def __reduce__(self) -> str:  # copies of a run share it, as nothing changes it
+        return "IDLE"
+
+
+IDLE: RunnerPool[Any] = _IdlePool("hetpipe-idle")
+"""Pool of a run without stages."""
+
+
 def _run(batch: BatchInFlight) -> None:
     batch.context.run(batch.run)
