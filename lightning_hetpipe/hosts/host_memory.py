@@ -226,7 +226,7 @@ class HeldTensors:
         args = [self.found(each) for each in order.args]
         kwargs = {name: self.found(each) for name, each in order.kwargs.items()}
         if "device" in kwargs:
-            kwargs["device"] = self.device  # that as which the other process sees this one
+            kwargs["device"] = self.device  # in place of the device as the other process sees it
         result = func(*args, **kwargs)
         if order.results is None:
             return result

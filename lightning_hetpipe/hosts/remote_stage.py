@@ -117,7 +117,7 @@ class RemoteStage(Stage):
         try:
             super().__init__(**arguments)
         except BaseException:
-            self.close()  # nobody else knows of it yet
+            self.close()  # nobody else can close it yet
             raise
         self.stream = self._busy = _RemoteStream()
         if self._accelerators:
@@ -161,7 +161,7 @@ class RemoteStage(Stage):
                     self._come_home()
         finally:
             if self._receiver.ident is not None and self._watchdog.given_up is not None:
-                self._host.kill()  # it may be stopped; whoever waits for its answers is told
+                self._host.kill()  # it may be stopped, and threads that wait for its answers get an error
             self._host.wire.end()
 
     def join(self, seconds: float) -> bool:
@@ -219,7 +219,7 @@ class RemoteStage(Stage):
         if self._accelerators:
             own, *members = self._accelerators
             self._memory.tell("use_device", self._host.name, own, members)
-            self._memory.bring(())  # before any weight leaves this process for a host that has no such device
+            self._memory.bring(())  # fails before any weight leaves for a host without the device
 
     def _move_out(self) -> None:
         every = nn.ModuleList([layer.module for layer in self.layers]).parameters()
@@ -401,7 +401,7 @@ class RemoteStage(Stage):
                 message = self._host.wire.receive()
             except (EOFError, NotPlain):
                 break
-            except Exception as unfit:  # such as want of memory for what has come
+            except Exception as unfit:  # such as lack of memory for a message
                 self._lost = f"has sent what could not be taken ({type(unfit).__name__}: {unfit})"
                 self._host.wire.end()
                 break

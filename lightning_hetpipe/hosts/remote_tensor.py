@@ -88,7 +88,7 @@ def _copied(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
     is_parameter = isinstance(tensor, nn.Parameter)
     made = nn.Parameter(copied, tensor.requires_grad) if is_parameter else copied
     memo[id(tensor)] = made.requires_grad_(tensor.requires_grad)
-    if tensor.grad is not None and not is_parameter:  # as torch copies a parameter without its gradient
+    if tensor.grad is not None and not is_parameter:  # torch copies a parameter without its gradient
         own = isinstance(tensor.grad, RemoteTensor)  # within this function, torch would not ask for another one
         made.grad = _copied(tensor.grad, memo) if own else copy.deepcopy(tensor.grad, memo)
     return made

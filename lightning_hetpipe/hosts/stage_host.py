@@ -79,7 +79,7 @@ def set_modes(modes: Sequence[Any]) -> None:
     precision, flushes, deterministic, warn_only, mkldnn, attention, attributes = modes
     if precision is not None:
         torch.set_float32_matmul_precision(precision)
-    torch.set_flush_denormal(flushes)  # of this thread, and those that it starts
+    torch.set_flush_denormal(flushes)  # of this thread and the threads that it starts
     torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
     backends.mkldnn.set_flags(mkldnn)
     for way, each in zip(_ATTENTION, attention, strict=True):
@@ -157,7 +157,7 @@ class Host:
         sender = threading.Thread(target=self._send, name="hetpipe-host-sender", daemon=True)
         sender.start()
         with suppress(EOFError), self._undo as undo:
-            undo.callback(sender.join, SENDING)  # else the process could end before its last message is sent
+            undo.callback(sender.join, SENDING)  # otherwise the process could end before its last message is sent
             undo.callback(self._answers.put, None)
             undo.callback(self._calls.close)
             undo.callback(self._peers.close)
@@ -275,14 +275,14 @@ class Host:
         taken: set[int | None] = set()
         for number, each in gradients.items():
             if each.layout is torch.strided:
-                if (memory := address_of(each)) in taken:  # autograd may give one tensor to several
+                if (memory := address_of(each)) in taken:  # autograd may use one tensor for several gradients
                     each = each.clone(memory_format=torch.preserve_format)
                 taken.add(memory)
                 self._held.put(numbers[number], each)
                 looks[number] = orders.KeptTensor(each.dtype, list(each.shape), list(each.stride()))
             else:
                 sparse = move(each, CPU)
-                indices, values = strided_parts(sparse)  # also of one that is not coalesced
+                indices, values = strided_parts(sparse)  # even of a tensor that is not coalesced
                 looks[number] = orders.SparseTensor(indices, values, list(sparse.shape), sparse.is_coalesced())
         return looks
 
@@ -303,7 +303,7 @@ class Host:
                     continue
                 self._wire.send(self._peers.hand_over(self._device.brought(message)))
             except OSError:
-                return  # nobody is there any more, which the other thread finds out, too
+                return  # the other process is gone, which the other thread finds out as well
             except Exception as error:
                 number = getattr(message, "minibatch", None)  # an answer has none
                 broken = orders.Broken(error)

@@ -88,7 +88,7 @@ class StagesApart:
         return split(self._places[stage.index].address)[0]
 
     def close(self) -> None:
-        with ExitStack() as ends:  # of all, also where one fails
+        with ExitStack() as ends:  # all end, even if one fails
             for stage in reversed(self._stages):
                 ends.callback(stage.close)
 

@@ -45,7 +45,7 @@ def described(value: Any) -> dict[str, Any]:
 def _size(size: Any) -> Size:
     if isinstance(size, int):
         return size
-    expression = size.node.expr  # a guard may have left one number of it
+    expression = size.node.expr  # a guard may have reduced it to one number
     return int(expression) if expression.is_Integer else str(expression)
 
 
@@ -131,7 +131,7 @@ def add_variants(layers: Sequence[Layer], data: Sequence[Any]) -> None:
 
 def _code(layer: Layer) -> Code:
     module = layer.module
-    # In this order, as another thread may be adding a variant, whose graph is there first.
+    # In this order, because another thread may be adding a variant, whose graph is there first.
     if not isinstance(module, GraphLayer) or len(module.code.variants) > len(module.code.graphs):
         raise NotPlain(f"layer '{layer.name}' is a {type(module).__name__}, which has no graph")
     return module.code
@@ -215,7 +215,7 @@ def _read_graph(written: Mapping[str, Any]) -> fx.GraphModule:
         if op not in ("placeholder", "output", "call_function", "get_attr"):
             raise NotPlain(f"a graph has a node of kind {op}")
         called = _read_target(target) if op == "call_function" else target
-        names = [*kwargs, *([] if op == "call_function" else target.split("."))]  # which torch spells as they are
+        names = [*kwargs, *([] if op == "call_function" else target.split("."))]  # which torch puts into code
         if unfit := [each for each in names if not each.isidentifier() or each.startswith("__")]:
             raise NotPlain(f"a graph has a name {unfit[0]!r}")
         arguments = tuple(_read(args, nodes)), _read(kwargs, nodes)

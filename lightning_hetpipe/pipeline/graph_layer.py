@@ -33,7 +33,7 @@ def here() -> torch.device:
     """Return the device of the layer that runs in this thread, for regions of its graph, which are not given it."""
     if _here.device is not None:
         return _here.device
-    # One of autograd's threads, which computes a region again: it has one for each GPU, and its device is that.
+    # One of autograd's threads, one for each GPU, computes a region again, on the device of the thread.
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is None or not is_initialized():
         return torch.device("cpu")
@@ -139,7 +139,7 @@ class GraphLayer(nn.Module):
 
     def forward(self, values: tuple[Any, ...]) -> Any:
         variant, *given = values
-        if not torch.compiler.is_dynamo_compiling():  # whoever runs compiled code has seen to it
+        if not torch.compiler.is_dynamo_compiling():  # the caller of compiled code sets the device
             _here.device = self.device
         run, names = self.code.variants[variant]
         own = [getattr(self, name) if isinstance(name, str) else name.to(self.device) for name in names]

@@ -72,7 +72,7 @@ def computed_names(module: nn.Module) -> list[str]:
 
 def compute(module: nn.Module, weights: Callable[[nn.Parameter], Tensor]) -> None:
     """Compute what a forward on other ``weights`` left in ``module``, which has the forward's buffers already."""
-    own = SimpleNamespace(training=False)  # spectral norm iterates in training, as the forward has done
+    own = SimpleNamespace(training=False)  # in training, spectral norm would iterate again
     for name, parameter in module.named_parameters(recurse=False):
         setattr(own, name, weights(parameter))
     for name, buffer in module.named_buffers(recurse=False):

@@ -111,7 +111,7 @@ class Memory:
         self._lock = threading.Lock()
         self._since = 0  # the most in total since `most_lately` was asked
         self._held: dict[int, dict[Hashable, int]] = {}
-        self._largest = 0  # what one minibatch has kept after all of its visits
+        self._largest = 0  # bytes of one minibatch after all of its visits
         self._waiting: dict[int, int] = {}
         self._out: dict[int, int] = {}
 
@@ -229,7 +229,7 @@ class Memory:
     def _add(self, level: Level, amount: int) -> None:
         if not amount:
             return
-        # Written out, as calls of `add` would cost more than the rest.
+        # Written out, because calls of `add` would cost more than the rest.
         now = level.now = level.now + amount
         if now > level.most:
             level.most = now
@@ -264,7 +264,7 @@ class Counter:
         watched = weakref.WeakSet[_Saved]()  # what the graph still needs
 
         def pack(tensor: Tensor) -> _Saved:
-            # An output that was saved as it is would keep its own graph alive, which keeps it: it would never go.
+            # An output that is saved undetached would keep its own graph alive, and the graph the output, for ever.
             saved = _Saved(tensor if tensor.grad_fn is None else tensor.detach())
             watched.add(saved)
             return saved

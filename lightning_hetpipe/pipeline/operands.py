@@ -74,7 +74,7 @@ class _Together(OwnMode):
         self.devices = devices
         self._order = {device: place for place, device in enumerate(devices)}
         self.told: Callable[[Sequence[Tensor]], None] = _nobody
-        self._home: torch.device | None = None  # where the parameters of the function lie that is run piecemeal
+        self._home: torch.device | None = None  # device of the parameters of the piecemeal function
         self._piecemeal: tuple[Callable[..., Any], ...] = ()  # from the outermost one
 
     def __torch_function__(
@@ -141,7 +141,7 @@ class _Together(OwnMode):
     def _at(self, device: torch.device, value: T, copies: list[Tensor]) -> T:
         """Return ``value`` with its tensors on ``device``. Tensors that were moved are added to ``copies``."""
         leaves, form = pytree.tree_flatten(value)
-        for place, leaf in reversed(list(enumerate(leaves))):  # the last one first: a backward adds the first one first
+        for place, leaf in reversed(list(enumerate(leaves))):  # in reverse: a backward adds the first move's first
             if isinstance(leaf, Tensor) and leaf.device in self._order and leaf.device != device:
                 leaves[place] = leaf.to(device)
                 copies.append(leaves[place])

@@ -62,7 +62,7 @@ class Worker(Generic[T]):
 
     def _run(self) -> None:
         torch.set_num_threads(self._torch_threads)
-        # Else a backward over several devices has a thread for each, and adds gradients in order of arrival.
+        # Otherwise a backward over several devices has a thread for each, and adds gradients in order of arrival.
         torch.autograd.set_multithreading_enabled(False)
         self._enter()
         while (item := self._aside.popleft() if self._aside else self._inbox.get()) is not None:
@@ -157,7 +157,7 @@ class ReadersWriterLock:
 
     def begin(self) -> None:
         """Take the lock shared, until :meth:`end`."""
-        with self._lock:  # nearly always; the condition would cost ten times as much
+        with self._lock:  # nearly always enough, and ten times cheaper than the condition
             if self._writer is None or self._writer == threading.get_ident():
                 self._readers += 1
                 return

@@ -52,7 +52,7 @@ class Value:
 
     @staticmethod
     def of(tree: Any) -> Value:
-        if isinstance(tree, Tensor):  # as most often; what follows would cost as much as a small layer
+        if isinstance(tree, Tensor):  # the most frequent case, and all below would cost as much as a small layer
             return Value((tree.detach(),), (tree.requires_grad,), _ALONE, _LEAF)
         leaves, spec = pytree.tree_flatten(tree)
         tensors = _distinct(leaves)
@@ -234,7 +234,7 @@ class LeftOut:
         return f"<{self._kind} of '{self._module}', left out>"
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # protocols that are looked for, such as that of copying
+        if name.startswith("__"):  # protocols that Python looks for, such as copying
             raise AttributeError(name)
         raise self._error(f"its '{name}'")
 

@@ -163,7 +163,7 @@ class WeightStash(VersionedLayers):
         self.buffers = [VersionBuffer() for _ in range(size)]
         for buffer in self.buffers:
             self._make_room(buffer, self.layers if buffer is self.buffers[0] else None)
-        self._newest: dict[int, VersionBuffer] = {}  # by steps; of weights that may still be the live ones
+        self._newest: dict[int, VersionBuffer] = {}  # by steps, for weights that may still be the live ones
         self._counters: list[int] = []
         self._bound = self.buffers[0].tensors
         self._bound_flags = self.buffers[0].flags
@@ -198,7 +198,7 @@ class WeightStash(VersionedLayers):
         trained = version.flags.requires_grad
         live = {number: each for number, each in enumerate(version.parameters) if not trained[number]}
         shared = {number: each for number, each in self._frozen.items() if number in live}
-        # By value, as counters miss changes through ``.data``.
+        # By value, because counters miss changes through ``.data``.
         changed = unequal([(tensor, live[number].to(tensor.device)) for number, tensor in shared.items()])
         for number in [[*shared][place] for place in changed]:
             del shared[number]
@@ -217,9 +217,9 @@ class WeightStash(VersionedLayers):
 
     def _make_room(self, buffer: VersionBuffer, layers: nn.Module | None = None) -> list[Tensor]:
         """Give the empty ``buffer`` the tensors of ``layers``, by default of a new copy, and shared frozen ones."""
-        buffer.tensors = []  # so that its memory is free before there is more
+        buffer.tensors = []  # frees the old memory before new memory is allocated
         if layers is None:
-            # Weights of a copy each, as layers may want theirs in one block of memory (CUDA's RNNs).
+            # Each has its own copy's weights, because layers may need them in one block of memory (CUDA's RNNs).
             layers = copy_of(self._live, self._device, self._frozen)
         own = {n: each.data for n, each in enumerate(layers.parameters()) if n not in self._frozen}
         every = {**own, **self._frozen}

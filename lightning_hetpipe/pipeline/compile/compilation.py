@@ -156,7 +156,7 @@ class Compiled(KindsOfCalls):
             return self._run(layer, value, autocast)
         except (CompilerError, CompilerLimit, NoDropout) as error:
             reasons[layer.first] = compiler_reason(error)
-            value = self._plain(layer, value)  # an error of the layer's own comes from here, as it is
+            value = self._plain(layer, value)  # an error of the layer itself is raised here unchanged
             self._warn(layer, reasons[layer.first])
             return value
 

@@ -146,7 +146,7 @@ class BatchInFlight:
                 self._pipeline.lock.request(ticket)
             if ticket.wait(min(UNWINDING, self._pipeline.watchdog.seconds)):
                 self._enter()
-            else:  # user code unwinds without the lock: whoever holds it is stuck
+            else:  # user code unwinds without the lock, because its holder is stuck
                 self._pipeline.lock.abandon(ticket)
             raise
         self._enter()

@@ -201,7 +201,7 @@ class ParameterView(OwnMode):
     def suspended(self) -> Iterator[None]:
         """Context manager in which functions get their arguments unchanged."""
         before, self._suspended = self._suspended, True
-        left = leave_function_mode(self)  # else it would be asked all the same
+        left = leave_function_mode(self)  # otherwise the mode would still be called
         try:
             yield
         finally:
@@ -268,7 +268,7 @@ class ParameterView(OwnMode):
                 with self.suspended():
                     self.calls.show_buffers()
         before = [version_counter(buffer.live) for buffer in buffers]
-        if weights and name == "data":  # in-place changes of .data are not counted, those of a detached tensor are
+        if weights and name == "data":  # in-place changes of a detached tensor are counted, of .data not
             result = self._use(weights[0]).seen.detach()
         else:
             result = func(*self.replaced(tuple(args)), **self.replaced(kwargs))

@@ -177,7 +177,7 @@ class RunnerPool(Generic[F]):
                     self._wait_for(batch, deadline)
         finally:
             try:
-                with ExitStack() as ends:  # of all, also where one fails
+                with ExitStack() as ends:  # all end, even if one fails
                     for worker in reversed(workers):
                         ends.callback(worker.close)
             finally:
@@ -188,7 +188,7 @@ class RunnerPool(Generic[F]):
         if stuck:
             warnings.warn(f"the pipeline could not end all its threads: {self.describe()}", stacklevel=3)
         ran, self._runners = bool(self._runners), []
-        if not stuck:  # else what a stage makes of them, late, still ends them
+        if not stuck:  # otherwise a late result of a stage still ends them
             self.minibatches = {}
             if ran:
                 self._let_go()

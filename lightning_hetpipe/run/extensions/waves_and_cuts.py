@@ -59,7 +59,7 @@ class WavesAndCuts(Extension):
     """Synchronisation of virtual workers at ends of waves, and fully at cuts, where all hold the same weights. Cuts are
     evaluations, checkpoints and ends of epochs. ``pace`` measures this virtual worker's rate for shares by rates."""
 
-    after = (Recording, ProfiledSections, Pace)  # their sections are inside of a cut; a step counts before its wave
+    after = (Recording, ProfiledSections, Pace)  # their sections lie within a cut, and a step counts before its wave
 
     trainer: L.Trainer
     synchroniser: Synchroniser
@@ -77,7 +77,7 @@ class WavesAndCuts(Extension):
         self._pausing = pause
         self._loop = 0
         self._dealt = [*synchroniser.group.seats.taken]  # the virtual workers that have the data of the epoch
-        self._known = {*self._dealt}  # those that have ever taken part
+        self._known = {*self._dealt}  # virtual workers that have ever taken part
         self._coming: dict[int, int] = {}  # ready to come back, each with its incarnation
         self._missed = MissedData()
         synchroniser.group.waiting = self.driver.unlocked
@@ -203,7 +203,7 @@ class WavesAndCuts(Extension):
         self.preemption.agree([wish for _, wish, *_ in found])
         if wish == LEAVES:
             self.preemption.leave_unless_all_end()
-        if self._coming:  # they are dealt when the next epoch begins; if there is none, a test is divided among these
+        if self._coming:  # the next epoch deals the data, and a test without a next epoch is divided among ``seats``
             group.seats.taken = seats
         else:
             self._deal(seats, trainer.current_epoch + 1)
@@ -239,7 +239,7 @@ class WavesAndCuts(Extension):
         self._compared, self._loop = True, group.weights.member.cut // LOOP
         begin_next_epoch(trainer)
         make_loaders_as(trainer, group.seats.agreed[LOADERS])
-        # Callbacks decide by them, such as one that saves within an epoch by the last validation; all have to alike.
+        # Callbacks that decide by metrics (as a save within an epoch by the last validation) must decide alike on all.
         device = trainer.strategy.root_device
         trainer.callback_metrics.update({name: value.to(device) for name, value in group.seats.agreed[METRICS]})
         group.take_part()
@@ -264,7 +264,7 @@ class WavesAndCuts(Extension):
             group.seats.agreed[METRICS] = [(name, torch.as_tensor(value).cpu()) for name, value in metrics]
             self.synchroniser.save_for_returning(file.path)
             with self.driver.synchronising():
-                # Live weights stay as they are: what hooks have changed is shared when the epoch begins.
+                # Live weights stay unchanged: changes by hooks are shared when the epoch begins.
                 back = group.readmit(coming, file.path, self._number(0))
         for vw in back:
             how = "come back" if vw in self._known else "joined"
@@ -317,7 +317,7 @@ class WavesAndCuts(Extension):
         with self.driver.synchronising():
             cut = self.synchroniser.cut(number, version, self.driver.computing)
         if cut:
-            if self._intervals is None:  # else waves are whole ones, but for the last
+            if self._intervals is None:  # otherwise waves are whole, except for the last
                 begun, in_epoch = begun_minibatches(self.trainer)
                 self._mark(in_epoch - begun + version)
             self.synchroniser.take_averages(averages(self.trainer))
