@@ -198,7 +198,7 @@ class HeldTensors:
         self._held[number] = move(value, self.device)
 
     def put_block(self, number: int, block: Tensor) -> None:
-        """Add ``block``, which stays where others see it."""
+        """Add ``block``, which stays where other processes see it."""
         self._held[number] = block
 
     def get(self, number: int) -> Tensor:

@@ -98,7 +98,7 @@ class Handed(NamedTuple):
 
 
 class Forgotten(NamedTuple):
-    """Notice from host to host that nobody wants the tensors of ``minibatch`` any more."""
+    """Notice from host to host that no task needs the tensors of ``minibatch`` any more."""
 
     minibatch: int
 

@@ -122,7 +122,7 @@ class GraphLayer(nn.Module):
         self.device = device
 
     def take(self, tensors: Mapping[str, Tensor]) -> None:
-        """Hold ``tensors``, live and by path in the captured module, in place of all others."""
+        """Hold ``tensors``, live and by path in the captured module, in place of all earlier tensors."""
         held = (self.named_parameters(remove_duplicate=False), self.named_buffers(remove_duplicate=False))
         for name, _ in [pair for pairs in held for pair in pairs]:
             delattr(self, name)

@@ -225,7 +225,7 @@ _RULES: list[tuple[Callable[[str], bool], Callable[[Arguments, Sequence[Tensor]]
     ({"expand_as", "reshape_as", "view_as"}.__contains__, _at_shape),  # a view of the first operand, unless a weight is
 ]
 """Functions with their own rule for the device of their operands. ``out=`` has precedence. Functions of lists
-(``_foreach_``) run pair by pair, and all others where :meth:`_Together._anywhere` says."""
+(``_foreach_``) run pair by pair, and all other functions where :meth:`_Together._anywhere` says."""
 
 _BACKWARDS: dict[Any, tuple[str, str]] = {
     Tensor.backward: ("self", "gradient"),

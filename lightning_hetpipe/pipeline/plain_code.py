@@ -23,7 +23,7 @@ from lightning_hetpipe.pipeline import values  # noqa: F401  # a structure may h
 from lightning_hetpipe.torch_private.tensors import pytree
 
 Take = Callable[[int], Tensor]
-"""Returns the next so many bytes as a tensor of ``torch.uint8`` that nobody else has."""
+"""Returns the next so many bytes as a tensor of ``torch.uint8`` in memory of its own."""
 
 _NAMED = {kind.__name__: kind for kind in (list, tuple)}
 _FACTORIES = ("list", "dict", "set", "tuple", "int", "float", "str", "bool")

@@ -111,7 +111,7 @@ class SegmentRunner:
         return self._kinds.kind(task.value, self._stash.buffer(task.weights).flags, task.autocast)
 
     def compiles(self, kind: Kind, *, backward: bool = False) -> bool:
-        """Return True if torch may compile in a forward of this ``kind``, or in its backward: others must pause."""
+        """Return True if torch may compile in a forward of this ``kind``, or in its backward: other threads pause."""
         if self._kinds is None:
             return False
         new = self._kinds.is_new(kind)  # a backward may compute its forward again

@@ -161,7 +161,7 @@ class Compiled(KindsOfCalls):
             return value
 
     def _regroup(self, cannot: Iterable[int]) -> None:
-        """Run the layers ``cannot`` uncompiled from now on. The next forward, of whatever kind, compiles the others."""
+        """Run the layers ``cannot`` uncompiled from now on. The next forward of any kind compiles the other layers."""
         self._cannot |= {*cannot}
         found = [list(of) for _, of in groupby(range(len(self._names)), key=lambda index: index in self._cannot)]
         self._groups = [CompiledGroup(of[0], of[-1] + 1, of[0] not in self._cannot) for of in found]

@@ -252,7 +252,7 @@ class RunnerPool(Generic[F]):
     # Stages.
 
     def abandon(self, batch: F) -> None:
-        """Make stages forget ``batch``, for which nobody waits any more."""
+        """Make stages forget ``batch``, for which no thread waits any more."""
         for stage in self.stages:
             stage.put(Parcel(Cancel(batch.number)))
 

@@ -128,9 +128,11 @@ class WavesAndCuts(Extension):
         redirect.original(*args)
 
     def _meet(self) -> bool:
-        """Prepare a call that all make. Return False within a wave, where unequal shares make it come at different
-        times. After the last minibatch of an epoch, others may still have waves to go. They wait for the last wave of
-        this virtual worker before they come here. So this is a cut."""
+        """Prepare a call that all make. Return False within a wave, where unequal shares make it come at other times.
+
+        After the last minibatch of an epoch, other virtual workers may have waves to go. They wait for this virtual
+        worker's last wave before they come here. So this is a cut.
+        """
         if self._intervals is None or not self._running or self._evaluates or self.trainer.interrupted:
             return True
         if self._intervals.is_last() and not in_a_step(self.trainer):
@@ -233,7 +235,7 @@ class WavesAndCuts(Extension):
         validate_in_epoch(self.trainer)
 
     def _take_part(self) -> None:
-        """Join the others, in a process that has come back: from here on all do everything together."""
+        """Join the other virtual workers, in a process that has come back: from here on all act together."""
         trainer, group = self.trainer, self.synchroniser.group
         self._compare()
         self._compared, self._loop = True, group.weights.member.cut // LOOP
@@ -245,7 +247,7 @@ class WavesAndCuts(Extension):
         group.take_part()
 
     def _on_validation_loaders(self, redirect: Redirect, *args: Any) -> None:
-        """Make validation loaders alone in a process that comes back: the others make theirs at another time."""
+        """Make validation loaders alone in a process that comes back: other processes make theirs at another time."""
         group = self.synchroniser.group
         if group.seats.returning is None:
             redirect.original(*args)
@@ -290,7 +292,7 @@ class WavesAndCuts(Extension):
             )
 
     def _on_save(self, redirect: Redirect, *args: Any, **kwargs: Any) -> None:
-        """Cut for a checkpoint within an epoch. After an exception nobody waits."""
+        """Cut for a checkpoint within an epoch. After an exception no virtual worker waits."""
         if self._running and not self.trainer.interrupted:
             if in_a_step(self.trainer):
                 raise SettingError(
