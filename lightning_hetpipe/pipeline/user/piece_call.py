@@ -110,11 +110,8 @@ class PieceCall:
     ) -> tuple[Sequence[Tensor | None], Sequence[Tensor | None]]:
         """Return the gradients of the loss ``total`` with respect to this call's outputs, and to ``leaves``.
 
-        Args:
-            above: The next call, before which user code used the leaves, or None for the last one.
-            later: As for :func:`gradients_below`.
-            within: Opened around the pass, for the user's hooks and recomputed checkpoints.
-            keep_graph: Whether a later pass needs the graph.
+        User code used the leaves before the next call ``above``, which is None for the last call. ``later`` is as for
+        :func:`gradients_below`. ``within`` is opened around the pass, for the user's hooks and recomputed checkpoints.
         """
         self.collecting = True
         _, *found = gradients_below(

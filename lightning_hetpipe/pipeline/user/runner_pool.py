@@ -33,15 +33,13 @@ JOIN_SECONDS = 5.0
 class RunnerPool(Generic[F]):
     """A pool that runs up to ``in_flight`` batches, each in a runner's thread, and sends them through stages.
 
-    Without ``settings`` it is idle: it has no stages, and is never started.
+    Without ``settings`` it is idle: it has no stages, and is never started. ``following`` and ``preceding`` have the
+    next and the previous segment in its piece for each segment, or None.
 
     Args:
         pieces: Name and layers of each piece, in the order of first calls.
         split_points: The first layer of each stage.
         timeout: Seconds after which a wait in which nothing moves ends with an explanation.
-
-    Attributes:
-        following, preceding: The next and the previous segment in its piece, for each segment, or None.
     """
 
     doing = "training_step of minibatch"
